@@ -1,0 +1,44 @@
+"""What a worker reports about the samples it generated: scalars and a reference."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.records.ids import SampleId, Version
+from penstock.records.payload import PayloadRef
+
+
+class StageTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds spent in each stage of generation, for the sample's story."""
+
+    prepare_s: float = 0.0
+    generate_s: float = 0.0
+    postprocess_s: float = 0.0
+    waited_s: float = 0.0
+    """From the lease to the start of generation, less the preparation."""
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """One finished sample. Delivering it twice is harmless: the ledger knows the sample's state."""
+
+    sample: SampleId
+    version: Version
+    """The oldest weights any of its tokens were sampled with."""
+    weights_digest: str
+    """What the engine said it was serving, so that undelivered or torn weights cannot go unnoticed."""
+    reward: float
+    length: int
+    """Generated tokens, or environment steps."""
+    payload: PayloadRef
+    times: StageTimes = StageTimes()
+
+
+class FailedRollout(msgspec.Struct, frozen=True):
+    """A sample that could not be made. A failed rollout is a record, not an exception."""
+
+    sample: SampleId
+    hook: str
+    error: str
+    """The traceback, shortened to what a story needs."""
+    poison: bool = False
+    """Retrying cannot help (an over-long prompt, say): set the prompt aside at once."""

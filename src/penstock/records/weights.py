@@ -1,0 +1,37 @@
+"""Which weights exist, and where."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.records.ids import Version
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of an artifact."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class BucketSpec(msgspec.Struct, frozen=True):
+    """One file of an artifact: consecutive tensors, hashed together."""
+
+    file: str
+    size_bytes: int
+    digest: str
+    tensors: tuple[TensorSpec, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """An immutable version of a model's weights. Two manifests are the same weights if their digests are equal."""
+
+    version: Version
+    lineage: str
+    """Identifies the trainer incarnation: after a trainer restart the same version may be other weights."""
+    digest: str
+    """Over names, dtypes, shapes and all bytes in order: what an engine recomputes to prove delivery."""
+    buckets: tuple[BucketSpec, ...]
+    directory: str
+    """Relative to the run directory; readers refuse anything that leads outside it."""

@@ -1,0 +1,34 @@
+"""Bytes to messages and back: msgpack, with lengths checked before anything is decoded."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from penstock.errors import RemoteProtocolError
+
+M = TypeVar("M")
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Control messages carry scalars and references; anything larger is a mistake or an attack."""
+
+
+class Codec(Generic[M]):
+    """Encodes and decodes one type (usually a tagged union) and refuses everything else."""
+
+    def __init__(self, kind: type[M] | object, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+        self._max_bytes = max_bytes
+
+    def encode(self, message: M) -> bytes:
+        return self._encoder.encode(message)
+
+    def decode(self, body: bytes | bytearray | memoryview) -> M:
+        if len(body) > self._max_bytes:
+            raise RemoteProtocolError(f"message of {len(body)} bytes exceeds the limit of {self._max_bytes}")
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RemoteProtocolError(f"malformed message of {len(body)} bytes: {error}") from error

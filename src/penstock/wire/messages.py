@@ -1,0 +1,218 @@
+"""Every call to the controller and every answer, as tagged unions.
+
+Each request may be repeated after a lost reply without harm: a lease by its `request` number, a delivery by the
+samples' states, a batch and its acknowledgement by the step. Waiting is bounded by `wait_s` on every call that waits.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.records.batch import Batch
+from penstock.records.ids import MemberId, PipelineName, PromptIndex, SampleId, StepIndex, Version
+from penstock.records.payload import RingAddress
+from penstock.records.prompt import PromptLease
+from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.weights import Manifest
+
+Role = Literal["rollout", "trainer"]
+Phase = Literal["running", "draining", "complete", "stopped"]
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What all requests share: which pipeline, and which incarnation of which process is calling."""
+
+    pipeline: PipelineName
+    member: MemberId
+
+
+class Register(Call, tag="register", frozen=True):
+    """First call of every process. Repeating it refreshes the registration."""
+
+    role: Role
+    pid: int
+    host_id: str
+    ring: RingAddress | None = None
+    prompt_count: int | None = None
+    """Rollout workers: how many distinct prompts the environment has, None when it never runs out."""
+    step: StepIndex | None = None
+    """Trainers: the step they will train next. Lower than the ledger's: training is rolled back to it."""
+    lineage: str = ""
+
+
+class Unregister(Call, tag="unregister", frozen=True):
+    """Last call of a process that leaves in good order; its leases return at once."""
+
+    reason: str = ""
+
+
+class Heartbeat(Call, tag="heartbeat", frozen=True):
+    """Sent by the sidecar. `progressed_ago_s` is read from the parent: a wedged parent cannot look alive."""
+
+    progressed_ago_s: float
+    doing: str = ""
+
+
+class AskLease(Call, tag="ask_lease", frozen=True):
+    """Asks for up to `samples` samples to generate."""
+
+    request: int
+    """Counted up by the worker; the same number again gets the same answer again."""
+    samples: int
+    version: Version
+    """What the engine serves now."""
+    wait_s: float = 0.0
+
+
+class Deliver(Call, tag="deliver", frozen=True):
+    """Reports finished and failed samples, and gives back leases that were not used."""
+
+    rollouts: tuple[Rollout, ...] = ()
+    failures: tuple[FailedRollout, ...] = ()
+    returned: tuple[SampleId, ...] = ()
+
+
+class AskBatch(Call, tag="ask_batch", frozen=True):
+    """Asks for the batch of `step`; asking again for the same step gets the same batch."""
+
+    step: StepIndex
+    wait_s: float = 0.0
+
+
+class AckStep(Call, tag="ack_step", frozen=True):
+    """The step was trained, on everything it was given except the samples of `missing_prompts`' groups."""
+
+    step: StepIndex
+    metrics: dict[str, float] = {}
+    missing_prompts: tuple[PromptIndex, ...] = ()
+    """Prompts whose payloads could not be fetched: not trained, to be issued again."""
+    missing_reason: str = ""
+
+
+class AckCheckpoint(Call, tag="ack_checkpoint", frozen=True):
+    """All steps below `step` are in a durable checkpoint and can no longer be lost."""
+
+    step: StepIndex
+
+
+class PublishWeights(Call, tag="publish_weights", frozen=True):
+    """A complete, immutable version can now be loaded."""
+
+    manifest: Manifest
+
+
+class AskWeights(Call, tag="ask_weights", frozen=True):
+    """Waits for weights other than the ones held. Only the newest version is ever offered."""
+
+    held_digest: str = ""
+    wait_s: float = 0.0
+
+
+class ReportReplica(Call, tag="report_replica", frozen=True):
+    """What an engine serves now: recomputed digest, not a promise."""
+
+    state: Literal["serving", "quiesced", "torn", "loaded", "stale"]
+    version: Version
+    digest: str
+    pause_s: float = 0.0
+    skipped_versions: int = 0
+    error: str = ""
+
+
+class ReportMetrics(Call, tag="report_metrics", frozen=True):
+    """Gauges of one process (loop lag, queue depths, rates), for the live view and the metrics file."""
+
+    values: dict[str, float]
+
+
+class Stop(Call, tag="stop", frozen=True):
+    """Ask the whole run to end. `failed` gives the sentence to fail with."""
+
+    reason: str
+    failed: bool = False
+
+
+Request = (
+    Register
+    | Unregister
+    | Heartbeat
+    | AskLease
+    | Deliver
+    | AskBatch
+    | AckStep
+    | AckCheckpoint
+    | PublishWeights
+    | AskWeights
+    | ReportReplica
+    | ReportMetrics
+    | Stop
+)
+
+
+class Ok(msgspec.Struct, tag="ok", frozen=True):
+    """Done, nothing to add."""
+
+
+class Registered(msgspec.Struct, tag="registered", frozen=True):
+    phase: Phase
+    version: Version
+    step: StepIndex
+    """Trainers: the next step the ledger expects."""
+
+
+class Beaten(msgspec.Struct, tag="beaten", frozen=True):
+    """Answer to a heartbeat. A member that is not known (any more) must stop or register again."""
+
+    known: bool
+    phase: Phase
+
+
+class Leased(msgspec.Struct, tag="leased", frozen=True):
+    leases: tuple[PromptLease, ...]
+    verdict: Literal["granted", "throttled", "exhausted", "version_too_old"]
+    """`exhausted` is final: the worker stops asking."""
+    phase: Phase
+    prefetch: bool | None = None
+    """Live setting: None leaves the worker's own configuration in force."""
+
+
+class Delivered(msgspec.Struct, tag="delivered", frozen=True):
+    """What became of each sample; everything not named was accepted."""
+
+    refused: tuple[SampleId, ...] = ()
+    reason: str = ""
+
+
+class BatchReady(msgspec.Struct, tag="batch_ready", frozen=True):
+    batch: Batch
+    rings: tuple[RingAddress, ...]
+    """Where the payloads of this batch can be read."""
+
+
+class NotYet(msgspec.Struct, tag="not_yet", frozen=True):
+    """The wait ended without a result; `waiting_for` says for what, for the log and the diagnosis."""
+
+    waiting_for: str
+    phase: Phase
+
+
+class Complete(msgspec.Struct, tag="complete", frozen=True):
+    """Training is complete: no further batch will come."""
+
+    steps: StepIndex
+
+
+class Weights(msgspec.Struct, tag="weights", frozen=True):
+    manifest: Manifest
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The call changed nothing. `kind` is the name of the error class the caller should raise."""
+
+    kind: Literal["Stale", "Transient", "PeerLost", "LocalProtocolError", "RunFailed"]
+    message: str
+
+
+Reply = Ok | Registered | Beaten | Leased | Delivered | BatchReady | NotYet | Complete | Weights | Refused
