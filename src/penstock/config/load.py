@@ -1,0 +1,173 @@
+"""From files and overrides to a checked `Config`, with errors that name the key, the line and the nearest valid key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from penstock.config.run import Config
+from penstock.errors import ConfigError
+
+Location = tuple[str | int, ...]
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file, applies `a.b=c` overrides, and validates; any mistake is one `ConfigError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration at {path}: give the path of a .toml file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(tree, override)
+    return validate(tree, source=str(path), text=text)
+
+
+def validate(tree: dict[str, Any], *, source: str = "configuration", text: str = "") -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(tree, text, source, dict(problem)) for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as TOML; loading it again gives an equal `Config`."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, sign, value = override.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError(f"--set {override!r}: expected key=value, for example --set pipeline.0.steps=10")
+    *parents, last = key.strip().split(".")
+    node: Any = tree
+    for depth, part in enumerate(parents):
+        node = _child(node, part, ".".join(parents[:depth]), override)
+    if isinstance(node, list):
+        node[_index(node, last, override)] = _parse(value)
+    else:
+        node[last] = _parse(value)
+
+
+def _child(node: Any, part: str, where: str, override: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, override)]
+    if isinstance(node, dict):
+        return node.setdefault(part, {})
+    raise ConfigError(f"--set {override!r}: {where!r} is a value, not a table")
+
+
+def _index(tables: list[Any], part: str, override: str) -> int:
+    """A pipeline can be named by its position or by its name."""
+    for position, table in enumerate(tables):
+        if part == str(position) or (isinstance(table, dict) and table.get("name") == part):
+            return position
+    names = [str(table.get("name", position)) for position, table in enumerate(tables) if isinstance(table, dict)]
+    raise ConfigError(f"--set {override!r}: no entry {part!r} here; there is {', '.join(names) or 'none'}")
+
+
+def _parse(value: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def _explain(tree: dict[str, Any], text: str, source: str, problem: dict[str, Any]) -> str:
+    location: Location = tuple(problem["loc"])
+    written = tuple(part for part in location if part not in ("tiny", "path", "mlp") or _is_key(tree, location, part))
+    key = ".".join(str(part) for part in written) or "the configuration"
+    line = _line_of(text, written)
+    where = f"{source}:{line}" if line else source
+    if problem["type"] == "extra_forbidden":
+        valid = sorted(_fields_at(location[:-1]))
+        near = difflib.get_close_matches(str(location[-1]), valid, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
+        return f"{where}: unknown key {key!r}; {hint}"
+    if problem["type"] == "missing":
+        return f"{where}: {key!r} is missing and has no default"
+    found = problem.get("input")
+    shown = "" if isinstance(found, (dict, list, BaseModel)) else f", found {json.dumps(found, default=str)}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{where}: {key}: {message}{shown}"
+
+
+def _is_key(tree: dict[str, Any], location: Location, part: str | int) -> bool:
+    """Whether a name that may be a union's tag really stands in the file."""
+    node: Any = tree
+    for step in location:
+        try:
+            node = node[step]
+        except (KeyError, IndexError, TypeError):
+            if step == part:
+                return False
+    return True
+
+
+def _fields_at(location: Location) -> Iterable[str]:
+    """The keys that are valid in the table at `location`."""
+    models: list[type[BaseModel]] = [Config]
+    for part in location:
+        if isinstance(part, int):
+            continue
+        tagged = [model for model in models if _tag(model) == part]
+        if tagged:
+            models = tagged
+            continue
+        models = [
+            inner
+            for model in models
+            if part in model.model_fields
+            for inner in _models_in(model.model_fields[str(part)].annotation)
+        ]
+    return {name for model in models for name in model.model_fields}
+
+
+def _tag(model: type[BaseModel]) -> str | None:
+    field = model.model_fields.get("kind")
+    return str(field.default) if field is not None else None
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
+
+
+def _line_of(text: str, location: Location) -> int | None:
+    """Line of the deepest part of `location` that stands in the file; best effort, since TOML can be spelled freely."""
+    if not text:
+        return None
+    path: list[str] = []
+    found: int | None = None
+    count: dict[str, int] = {}
+    wanted_names = [part for part in location if isinstance(part, str)]
+    wanted_index = next((part for part in location if isinstance(part, int)), 0)
+    inside = True
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[(\[)?\s*([\w.\-]+)\s*\]", line):
+            path = header[2].split(".")
+            if header[1]:
+                count[header[2]] = count.get(header[2], -1) + 1
+            inside = not count or path[0] not in count or count[path[0]] == wanted_index
+            if inside and path == wanted_names[: len(path)]:
+                found = number
+        elif inside and (pair := re.match(r"\s*([\w\-]+(?:\.[\w\-]+)*)\s*=", line)):
+            names = path + pair[1].split(".")
+            if names == wanted_names[: len(names)] and len(names) >= len(wanted_names):
+                return number
+    return found

@@ -1,0 +1,241 @@
+"""The user's configuration: what a `.toml` may say, with defaults that train on a laptop.
+
+Every model forbids unknown keys; the docstring under a field is its help text and ends up in the JSON schema.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+
+
+class Section(BaseModel):
+    """A table of the configuration: unknown keys are mistakes, and nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
+    """Names the run directory."""
+    dir: Path = Path("runs")
+    """Where run directories are made."""
+    seed: int = 0
+    """Everything random in the run follows from this."""
+    max_restarts: NonNegative = 10
+    """How often one process may be restarted before the run fails."""
+    grace_s: Seconds = 10.0
+    """How long processes may take to leave in good order before they are killed."""
+    extra_path: list[Path] = []
+    """Directories added to every process's import path, for your own environments and rewards."""
+
+
+class ControlSection(Section):
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback exposes the run to the network; the token still guards it."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """0 lets the system choose a free port."""
+    heartbeat_every_s: Seconds = 1.0
+    suspect_after_s: Seconds = 5.0
+    """Silence after which a process is suspected."""
+    reap_after_s: Seconds = 15.0
+    """Silence after which a process is given up and its leases are issued again."""
+    wedged_after_s: Seconds = 120.0
+    """No progress for so long, though heartbeats arrive, counts as silence too."""
+    startup_grace_s: Seconds = 120.0
+    """How long the first processes may take to register."""
+    stall_after_s: Seconds = 60.0
+    """No step, delivery or lease for so long is reported, with who waits for whom."""
+    stall_fail_after_s: Seconds = 600.0
+    """And after so long the run fails with that sentence."""
+    exit_without_trainer_s: Seconds | None = None
+    """Fail when a pipeline has had no trainer for so long. Off by default, since trainers may join later."""
+    reconnect_s: Seconds = 60.0
+    """How long workers and trainers look for a lost controller before they give up."""
+
+
+class PoolSection(Section):
+    devices: NonNegative = 0
+    """Devices shared by all pipelines: CPU slots, or GPUs where there are any. 0 gives every process its own."""
+
+
+class EnvSection(Section):
+    name: str
+    """A built-in task, `gymnasium`, `jsonl`, or your own as `package.module:Name`."""
+    options: dict[str, str | int | float | bool | list[str] | list[int] | list[float]] = {}
+    """Passed to the environment as keyword arguments."""
+    rewards: list[ImportPath] = []
+    """Reward functions `f(prompts, completions, **columns) -> list[float | None]` used instead of the task's own."""
+    reward_weights: list[float] = []
+    """One weight per reward function; all equal when empty."""
+
+
+class TinyModel(Section):
+    """A small causal language model built from a config, with a character tokenizer of its own."""
+
+    kind: Literal["tiny"] = "tiny"
+    hidden: Positive = 96
+    layers: Positive = 2
+    heads: Positive = 4
+    max_length: Positive = 128
+
+
+class PathModel(Section):
+    """A pretrained model from a local directory (config.json and safetensors, or one GGUF file)."""
+
+    kind: Literal["path"] = "path"
+    path: Path
+    gguf_file: str = ""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class MlpModel(Section):
+    """A policy and value network for gymnasium environments."""
+
+    kind: Literal["mlp"] = "mlp"
+    hidden: list[Positive] = [64, 64]
+
+
+Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
+
+
+class RolloutSection(Section):
+    workers: Positive = 1
+    """Processes that generate samples."""
+    workload: ImportPath | None = None
+    """Your own five hooks, as `package.module:Class`; the built-in one fits the environment otherwise."""
+    group_size: Positive = 8
+    """Samples per prompt."""
+    batch_samples: Positive = 64
+    """Samples generated at once."""
+    max_new_tokens: Positive = 16
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_turns: Positive = 1
+    """Language models: how many completions one episode may have."""
+    prefetch: bool = True
+    """Overlap leasing, preparation and post-processing with generation. Read live."""
+    queue_samples: Positive = 128
+    """Bound on samples waiting between two stages."""
+    ring_mb: Positive = 64
+    """Shared memory for finished samples that the trainer has not fetched yet."""
+    ring_slots: Positive = 4096
+    max_failures: Positive = 3
+    """A prompt that fails so often is set aside with its error."""
+    device: str = "auto"
+    threads: Positive = 1
+
+
+class TrainSection(Section):
+    groups_per_step: Positive = 16
+    """Prompts per optimiser step."""
+    max_staleness: NonNegative = 2
+    """No sample is trained more than so many versions after the weights it was generated with."""
+    advantage: str = "grpo"
+    """`grpo`, `dr_grpo`, `rloo`, `max_rl`, or your own as `package.module:function`."""
+    filters: list[str] = []
+    """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip: Annotated[float, Field(gt=0)] = 0.2
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    """Truncates importance ratios of off-policy samples."""
+    entropy_bonus: float = 0.0
+    discount: Annotated[float, Field(gt=0, le=1)] = 0.99
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    epochs: Positive = 1
+    """Gymnasium: passes over each batch."""
+    minibatches: Positive = 1
+    """Gymnasium: optimiser updates per pass."""
+    tokens_per_micro_batch: Positive = 16384
+    device: str = "auto"
+    threads: Positive = 1
+
+
+class CheckpointSection(Section):
+    every_steps: Positive = 20
+    keep: Positive = 2
+
+
+class WeightsSection(Section):
+    way: Literal["staged", "in_place"] = "staged"
+    """`staged` loads beside the serving weights and swaps; `in_place` saves memory and pauses generation."""
+    keep: Positive = 3
+    """Versions kept on disk."""
+    deadline_s: Seconds = 60.0
+    on_fault: Literal["restore", "evict", "fail"] = "restore"
+    min_healthy: NonNegative = 0
+
+
+class JournalSection(Section):
+    snapshot_every_events: Positive = 20_000
+
+
+class SamplesSection(Section):
+    save_every_steps: NonNegative = 10
+    """Write readable samples to `rollouts/` every so many steps; 0 never."""
+    save_count: Positive = 8
+
+
+class PipelineSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    steps: Positive
+    """Optimiser steps to train."""
+    epochs: Positive | None = None
+    """Stop after so many passes over a finite environment, if that comes before `steps`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the pool in proportion to other pipelines."""
+    train_devices: list[int] = []
+    rollout_devices: list[int] = []
+    env: EnvSection
+    model: Model
+    rollout: RolloutSection = RolloutSection()
+    train: TrainSection = TrainSection()
+    weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    samples: SamplesSection = SamplesSection()
+
+    @property
+    def kind(self) -> Literal["language", "gymnasium"]:
+        return "gymnasium" if self.env.name == "gymnasium" else "language"
+
+    @model_validator(mode="after")
+    def _model_fits_environment(self) -> PipelineSection:
+        if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
+            wanted = "mlp" if self.kind == "gymnasium" else "tiny or path"
+            raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
+        if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
+            raise ValueError(
+                f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"
+            )
+        return self
+
+
+class Config(Section):
+    """One run: some pipelines on one machine or cluster."""
+
+    run: RunSection = RunSection()
+    control: ControlSection = ControlSection()
+    pool: PoolSection = PoolSection()
+    journal: JournalSection = JournalSection()
+    pipeline: Annotated[list[PipelineSection], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _names_and_devices(self) -> Config:
+        names = [pipeline.name for pipeline in self.pipeline]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"pipeline names must differ, found {', '.join(doubled)} more than once")
+        for pipeline in self.pipeline:
+            used = {*pipeline.train_devices, *pipeline.rollout_devices}
+            if used and (beyond := sorted(device for device in used if not 0 <= device < self.pool.devices)):
+                raise ValueError(
+                    f"pipeline {pipeline.name!r} uses devices {beyond}, but pool.devices is {self.pool.devices}"
+                )
+        return self

@@ -1,0 +1,70 @@
+"""What to do when a process of the run ends. Pure: exit codes in, a verdict out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+STEADY_S = 60.0
+"""A process that lived so long has started well: its earlier crashes are forgiven."""
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 10.0
+CRASHES_AT_START = 3
+"""A process that never lived for `STEADY_S` gets so many tries: a crash at start is rarely bad luck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """It did its work and left."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAfter:
+    delay_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailTheRun:
+    sentence: str
+
+
+Verdict = Finished | RestartAfter | FailTheRun
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Counts the crashes of one process and decides after each."""
+
+    process: str
+    max_restarts: int
+    restarts: int = 0
+    quick_crashes: int = field(default=0)
+
+    def ended(self, exit_code: int, lived_s: float, last_words: Mapping[str, Any] | None) -> Verdict:
+        if exit_code == 0:
+            return Finished()
+        why = describe_exit(exit_code, last_words)
+        if last_words is not None and last_words["kind"] in ("ConfigError", "RunFailed"):
+            return FailTheRun(f"{self.process}: {last_words['message']}")
+        self.quick_crashes = self.quick_crashes + 1 if lived_s < STEADY_S else 1
+        self.restarts += 1
+        if last_words is not None and self.quick_crashes > CRASHES_AT_START:
+            return FailTheRun(f"{self.process} failed {self.quick_crashes} times in a row; last: {why}")
+        if self.restarts > self.max_restarts:
+            return FailTheRun(f"{self.process} was restarted {self.max_restarts} times and ended again: {why}")
+        return RestartAfter(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self.quick_crashes - 1)), why)
+
+
+def describe_exit(exit_code: int, last_words: Mapping[str, Any] | None) -> str:
+    if last_words is not None:
+        return f"{last_words['kind']}: {last_words['message']}"
+    if exit_code < 0:
+        try:
+            return f"killed by {signal.Signals(-exit_code).name}"
+        except ValueError:
+            return f"killed by signal {-exit_code}"
+    return f"exit code {exit_code}"

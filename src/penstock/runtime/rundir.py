@@ -1,0 +1,171 @@
+"""The run directory: everything a run leaves behind, and where the processes of a run find each other.
+
+<dir>/<name>-<date>-<time>/
+  run.json         run id, format, when and by which Penstock it was made
+  config.toml      the resolved configuration
+  journal.sqlite   what happened, in order
+  metrics.jsonl    one line per step and pipeline, and one per process every few seconds
+  logs/            one file per process; failures/ holds the last words of those that died
+  checkpoints/     per pipeline, what `--resume` starts from
+  weights/         per pipeline, the published versions that engines load
+  rollouts/        per pipeline, readable samples
+  plots/           reward curves
+  token            the run's secret, readable by its owner only
+  controller.json  where the controller listens at present
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, RunFailed
+from penstock.records.ids import RunId
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the controller listens. A restarted controller may listen elsewhere: read it again after a lost connection."""
+
+    host: str
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+class RunDir:
+    """Paths and small files of one run. Made by `create` or found by `open`, never guessed."""
+
+    def __init__(self, root: Path, run_id: RunId) -> None:
+        self.root = root
+        self.run_id = run_id
+
+    @classmethod
+    def create(cls, parent: Path, name: str, config_toml: str, version: str) -> RunDir:
+        """Makes a new directory with a fresh run id and token; the token is readable by its owner only."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        root = parent / f"{name}-{stamp}"
+        for count in range(2, 100):
+            try:
+                root.mkdir(parents=True, exist_ok=False)
+                break
+            except FileExistsError:
+                root = parent / f"{name}-{stamp}-{count}"
+            except OSError as error:
+                raise ConfigError(f"cannot make the run directory {root}: {error}; choose another run.dir") from error
+        run = cls(root.resolve(), RunId(secrets.token_hex(8)))
+        try:
+            for folder in ("logs", "failures", "checkpoints", "weights", "rollouts", "plots"):
+                (run.root / folder).mkdir()
+            write_private(run.token_path, secrets.token_urlsafe(32))
+            run.config_path.write_text(config_toml, encoding="utf-8")
+            made = {"run_id": run.run_id, "format": FORMAT, "penstock": version, "made_at": time.time(), "name": name}
+            write_atomically(run.root / "run.json", json.dumps(made, indent=2))
+        except OSError as error:
+            raise RunFailed(f"cannot write to the run directory {run.root}: {error}") from error
+        return run
+
+    @classmethod
+    def open(cls, root: Path) -> RunDir:
+        """Opens an existing run directory; refuses one that another format of Penstock made."""
+        marker = root / "run.json"
+        try:
+            made = json.loads(marker.read_text(encoding="utf-8"))
+            run_id, found = RunId(str(made["run_id"])), made["format"]
+        except FileNotFoundError:
+            raise ConfigError(f"{root} is not a run directory: it has no run.json") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{marker} cannot be read ({error}); the run directory is damaged") from error
+        if found != FORMAT:
+            raise ConfigError(
+                f"{root} was made by Penstock {made.get('penstock', 'of unknown version')} in format {found}; this one "
+                f"reads format {FORMAT}. Use that version to resume it, or start a new run"
+            )
+        return cls(root.resolve(), run_id)
+
+    @property
+    def config_path(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def journal_path(self) -> Path:
+        return self.root / "journal.sqlite"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def token_path(self) -> Path:
+        return self.root / "token"
+
+    @property
+    def endpoint_path(self) -> Path:
+        return self.root / "controller.json"
+
+    @property
+    def plots(self) -> Path:
+        return self.root / "plots"
+
+    def log_path(self, process: str) -> Path:
+        return self.root / "logs" / f"{process}.log"
+
+    def failure_path(self, process: str) -> Path:
+        return self.root / "failures" / f"{process}.json"
+
+    def checkpoints(self, pipeline: str) -> Path:
+        return self.root / "checkpoints" / pipeline
+
+    def weights(self, pipeline: str) -> Path:
+        return self.root / "weights" / pipeline
+
+    def rollouts(self, pipeline: str) -> Path:
+        return self.root / "rollouts" / pipeline
+
+    def token(self) -> str:
+        return self.token_path.read_text(encoding="ascii").strip()
+
+    def write_endpoint(self, endpoint: Endpoint) -> None:
+        body = {"host": endpoint.host, "port": endpoint.port, "pid": endpoint.pid}
+        write_atomically(self.endpoint_path, json.dumps(body))
+
+    def read_endpoint(self) -> Endpoint | None:
+        """None while no controller has announced itself."""
+        try:
+            body: dict[str, Any] = json.loads(self.endpoint_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return Endpoint(str(body["host"]), int(body["port"]), int(body["pid"]))
+
+    def write_failure(self, process: str, kind: str, sentence: str, exit_code: int) -> None:
+        """A dying process's last words, for the supervisor to show."""
+        body = {"kind": kind, "message": sentence, "exit_code": exit_code, "at": time.time()}
+        write_atomically(self.failure_path(process), json.dumps(body))
+
+    def read_failure(self, process: str) -> dict[str, Any] | None:
+        try:
+            return json.loads(self.failure_path(process).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old text or the new text, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_private(path: Path, text: str) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(text)

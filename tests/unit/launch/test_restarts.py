@@ -1,0 +1,50 @@
+from penstock.launch.restarts import CRASHES_AT_START, FailTheRun, Finished, RestartAfter, RestartPolicy
+
+
+def words(kind: str) -> dict[str, str]:
+    return {"kind": kind, "message": "the model path does not exist"}
+
+
+def test_a_good_exit_is_not_restarted():
+    assert RestartPolicy("w", 5).ended(0, 1.0, None) == Finished()
+
+
+def test_a_configuration_mistake_fails_the_run_with_the_process_own_words():
+    verdict = RestartPolicy("letters.rollout.0", 5).ended(2, 1.0, words("ConfigError"))
+    assert verdict == FailTheRun("letters.rollout.0: the model path does not exist")
+
+
+def test_a_killed_process_is_restarted_with_growing_backoff():
+    policy = RestartPolicy("w", 50)
+    delays = []
+    for _ in range(8):
+        verdict = policy.ended(-9, 1.0, None)
+        assert isinstance(verdict, RestartAfter)
+        assert verdict.why == "killed by SIGKILL"
+        delays.append(verdict.delay_s)
+    assert delays == sorted(delays)
+    assert delays[-1] == 10.0
+
+
+def test_backoff_starts_afresh_after_a_steady_life():
+    policy = RestartPolicy("w", 50)
+    for _ in range(5):
+        policy.ended(-9, 1.0, None)
+    verdict = policy.ended(-9, 1000.0, None)
+    assert isinstance(verdict, RestartAfter)
+    assert verdict.delay_s == 0.5
+
+
+def test_repeated_crashes_at_start_fail_the_run():
+    policy = RestartPolicy("w", 50)
+    for _ in range(CRASHES_AT_START):
+        assert isinstance(policy.ended(70, 1.0, words("ValueError")), RestartAfter)
+    assert isinstance(policy.ended(70, 1.0, words("ValueError")), FailTheRun)
+
+
+def test_restarts_are_bounded():
+    policy = RestartPolicy("w", 2)
+    policy.ended(-9, 100.0, None)
+    policy.ended(-9, 100.0, None)
+    verdict = policy.ended(-9, 100.0, None)
+    assert verdict == FailTheRun("w was restarted 2 times and ended again: killed by SIGKILL")
