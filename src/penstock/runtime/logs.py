@@ -1,0 +1,42 @@
+"""Where the lines of a process go: its own file in the run directory, warnings also to standard error."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+import sys
+from pathlib import Path
+
+LINE = "%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"
+
+
+def configure(role: str, path: Path | str | None = None, level: str | int = "INFO") -> None:
+    """Sends every line to `path` and warnings to standard error; without a path, everything to standard error.
+
+    Also arms the fault handler: a crash in native code, or SIGUSR1 at any time, writes the stacks of all threads to
+    standard error. Calling it again replaces what the earlier call set up.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    formatter = logging.Formatter(LINE.format(role=role))
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING if path is not None else logging.NOTSET)
+    handlers: list[logging.Handler] = [console]
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        root.addHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(True)
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio", "matplotlib"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        faulthandler.enable(sys.stderr)
+        faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+    except (ValueError, OSError):  # standard error was replaced by something without a file descriptor
+        logging.getLogger(__name__).debug("no fault handler: standard error has no file descriptor")

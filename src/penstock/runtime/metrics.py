@@ -1,0 +1,113 @@
+"""Figures of one process: a Prometheus registry to be scraped, and a file of JSON lines to be read afterwards."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", Counter, Gauge, Histogram)
+
+
+class Metrics:
+    """Hands out counters, gauges and histograms; asking again for a name gives the same one."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._known: dict[str, Counter | Gauge | Histogram] = {}
+
+    def counter(self, name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
+        return self._get(Counter, name, help, labels)
+
+    def gauge(self, name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return self._get(Gauge, name, help, labels)
+
+    def histogram(self, name: str, help: str, labels: tuple[str, ...] = ()) -> Histogram:
+        return self._get(Histogram, name, help, labels)
+
+    def snapshot(self) -> dict[str, float]:
+        """Every present value by name; labelled ones as `name{label=value}`."""
+        values: dict[str, float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if sample.name.endswith(("_created", "_bucket")):
+                    continue
+                labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
+                values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return values
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def _get(self, kind: type[C], name: str, help: str, labels: tuple[str, ...]) -> C:
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = kind(name, help, labels, registry=self.registry)
+        if not isinstance(known, kind):
+            raise ValueError(f"metric {name!r} is a {type(known).__name__}, asked for as a {kind.__name__}")
+        return known
+
+
+class JsonLines:
+    """Appends records to a file from a thread of its own: writing never blocks the caller.
+
+    When the disk is so slow that `max_queued` records wait, further ones are dropped and counted; a disk that
+    refuses writes is reported once. Metrics may be lost, the run may not.
+    """
+
+    def __init__(self, path: Path | str, *, max_queued: int = 10_000) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(max_queued)
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._serve, name=f"jsonl-{self._path.stem}", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, timeout_s: float) -> bool:
+        """Writes what is queued; False when that was not done in time."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return False
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        failed = False
+        ending = False
+        while not ending:
+            records = [self._queue.get()]
+            while not self._queue.empty():
+                records.append(self._queue.get_nowait())
+            ending = None in records
+            try:
+                with self._path.open("ab") as file:
+                    file.writelines(_line(record) for record in records if record is not None)
+                failed = False
+            except OSError as error:
+                self.dropped += len(records) - ending
+                if not failed:
+                    logger.warning("cannot write %s: %s; records are dropped until it works again", self._path, error)
+                failed = True
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
+    return orjson.dumps(record, default=str, option=options)  # one odd value must not cost the whole record

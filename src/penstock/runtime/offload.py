@@ -1,0 +1,82 @@
+"""Blocking work in threads, so that no loop waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from penstock.errors import LocalProtocolError
+
+T = TypeVar("T")
+
+Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+class Offload:
+    """A few daemon threads and one queue.
+
+    The standard executor joins its threads at interpreter exit without a bound, so one wedged call would hold the
+    whole process; here `close` is bounded and a wedged thread dies with the process.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Queues the call and returns at once."""
+        if self._closed:
+            raise LocalProtocolError(f"offload {self._name!r} is closed and takes no more work")
+        future: Future[T] = Future()
+        self._work.put((future, function, arguments))
+        return future
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Awaits the result; cancelling the wait gives up a call that has not begun, and disowns one that has."""
+        return await asyncio.wrap_future(self.submit(function, *arguments))
+
+    @property
+    def queued(self) -> int:
+        return self._work.qsize()
+
+    def close(self, timeout_s: float) -> bool:
+        """Drops what has not begun and waits for what has; False when a thread is still busy at the deadline."""
+        deadline = time.monotonic() + timeout_s
+        self._closed = True
+        while True:
+            try:
+                item = self._work.get_nowait()
+            except queue.Empty:
+                break
+            if item is not None:
+                item[0].cancel()
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, function, arguments = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the future
+                future.set_exception(error)
+            del item, future, function, arguments  # an idle thread must not keep a large argument alive
+
+    def __repr__(self) -> str:
+        return f"Offload({self._name!r}, threads={len(self._threads)}, queued={self.queued}, closed={self._closed})"

@@ -1,0 +1,133 @@
+"""Processes as the kernel sees them: who is my parent, is this still the same process, end this whole tree."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+WATCH_PARENT_EVERY_S = 1.0
+POLL_S = 0.01
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """From now on this process is killed as soon as its parent ends, however the parent ends.
+
+    `parent_pid` is who started us, when known: a parent that died before this call is then noticed too. The kernel
+    counts the end of the *thread* that started us, so start children from a thread that lives as long as the process.
+    """
+    expected = os.getppid() if parent_pid is None else parent_pid
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    else:
+        threading.Thread(target=_watch_parent, args=(expected,), name="parent-watch", daemon=True).start()
+    if os.getppid() != expected:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch_parent(expected: int) -> None:
+    while os.getppid() == expected:
+        time.sleep(WATCH_PARENT_EVERY_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_time(pid: int) -> float | None:
+    """When the process began (in the kernel's own count), None when there is no such process.
+
+    Together with the pid this names one process for ever: a reused pid has another start time.
+    """
+    if sys.platform == "linux":
+        try:
+            status = Path(f"/proc/{pid}/stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return float(status.rpartition(b")")[2].split()[19])  # the name in parentheses may contain anything
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def is_alive(pid: int, started: float | None = None) -> bool:
+    """True while this very process runs; a zombie has ended."""
+    if started is not None and start_time(pid) != started:
+        return False
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_tree(pid: int, timeout_s: float) -> list[int]:
+    """Ends the process and everything below it: SIGTERM, and SIGKILL for what is still there at half of the time.
+
+    Returns the pids that were still alive at the end (none, unless the kernel holds them). Exit codes are left for
+    the real parent to collect. Blocks; call it through `Offload` from a loop.
+    """
+    begun = time.monotonic()
+    found: dict[int, psutil.Process] = {}
+    told: set[int] = set()
+    number = signal.SIGTERM
+    while True:
+        for process in _tree(pid, found):
+            found[process.pid] = process
+        alive = [process for process in found.values() if _runs(process)]
+        if not alive:
+            return []
+        passed_s = time.monotonic() - begun
+        if passed_s > timeout_s:
+            return sorted(process.pid for process in alive)
+        if passed_s > timeout_s / 2 and number == signal.SIGTERM:
+            number = signal.SIGKILL
+            told.clear()
+        for process in alive:
+            if process.pid not in told:
+                told.add(process.pid)
+                try:
+                    process.send_signal(number)
+                except psutil.NoSuchProcess:
+                    continue
+        time.sleep(POLL_S)
+
+
+def _tree(pid: int, found: dict[int, psutil.Process]) -> list[psutil.Process]:
+    """The process, its descendants, and descendants of those already found whose own parent has gone."""
+    roots = [*found.values()]
+    if not roots:
+        try:
+            roots = [psutil.Process(pid)]
+        except psutil.NoSuchProcess:
+            return []
+    tree: list[psutil.Process] = []
+    for root in roots:
+        try:
+            tree += [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    return tree
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def host_id() -> str:
+    """Equal for two processes exactly when they can map the same named shared memory."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/dev/shm').st_dev}"  # containers of one machine each have their own
+    except OSError:
+        return f"{os.uname().nodename}:{psutil.boot_time():.0f}"

@@ -1,0 +1,121 @@
+"""Ending in good order: a signal that is noticed at once, and a teardown that cannot hang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+
+class ShutdownSignal:
+    """Becomes `requested` on SIGINT, SIGTERM or a call of `request`, and stays so. May be asked from any thread."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._lock = threading.Lock()
+        self.reason = ""
+
+    def install(self) -> None:
+        """Takes over SIGINT and SIGTERM; call from the main thread, inside the loop when there is one."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._on_signal)
+        else:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self.request, f"received {number.name}")
+
+    @property
+    def requested(self) -> bool:
+        return self._event.is_set()
+
+    def request(self, reason: str) -> None:
+        """Ends the run for `reason`; the first reason is kept."""
+        with self._lock:
+            if self._event.is_set():
+                return
+            self.reason = reason
+            self._event.set()
+            waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            loop.call_soon_threadsafe(_resolve, future)
+
+    async def wait(self) -> str:
+        """Returns the reason once shutdown is requested."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            if self._event.is_set():
+                return self.reason
+            self._waiters.append((loop, future))
+        try:
+            await future
+        finally:
+            with self._lock:
+                self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
+        return self.reason
+
+    def wait_blocking(self, timeout_s: float) -> bool:
+        """For threads without a loop: True as soon as shutdown is requested, False after `timeout_s`."""
+        return self._event.wait(timeout_s)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # A Python handler may interrupt the very thread that holds the lock, so another one makes the request.
+        threading.Thread(target=self.request, args=(f"received {signal.Signals(number).name}",), daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"ShutdownSignal(requested={self.requested}, reason={self.reason!r})"
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """How one step of a teardown ended: `problem` is empty when it went well."""
+
+    name: str
+    took_s: float
+    problem: str = ""
+
+
+async def teardown(
+    steps: Iterable[tuple[str, Callable[[], Awaitable[object]]]], deadline_s: float
+) -> list[StepOutcome]:
+    """Runs the named steps in order, all within `deadline_s`, and logs the progress.
+
+    A step that raises or runs out of time does not keep the later ones from being tried: each of them still gets
+    what is left, and at least a tenth of the whole (so n steps take at most `deadline_s * (1 + n / 10)`).
+    """
+    steps = list(steps)
+    end = time.monotonic() + deadline_s
+    outcomes: list[StepOutcome] = []
+    for number, (name, step) in enumerate(steps, start=1):
+        began = time.monotonic()
+        allowed_s = max(end - began, deadline_s / 10)
+        problem = ""
+        try:
+            async with asyncio.timeout(allowed_s):
+                await step()
+        except TimeoutError:
+            problem = f"not done after {allowed_s:.1f} s, given up"
+        except Exception as error:  # noqa: BLE001 - reported below; the remaining steps must still run
+            problem = f"{type(error).__name__}: {error}"
+        outcome = StepOutcome(name, time.monotonic() - began, problem)
+        outcomes.append(outcome)
+        if problem:
+            logger.warning("teardown %d/%d %s: %s", number, len(steps), name, problem)
+        else:
+            logger.info("teardown %d/%d %s: done in %.2f s", number, len(steps), name, outcome.took_s)
+    return outcomes

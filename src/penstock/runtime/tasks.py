@@ -1,0 +1,75 @@
+"""Supervised tasks: none is forgotten, and the first that fails is named."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any
+
+from penstock.errors import PenstockError, RunFailed
+
+logger = logging.getLogger(__name__)
+
+
+class Tasks:
+    """A scope for named tasks. Leaving it waits for all of them.
+
+    The first task that fails cancels the others, and its error is what the scope raises: a `PenstockError` as it
+    is, with a note that names the task; anything else as a `RunFailed` that names the task and the cause. Errors
+    that follow while the others are being cancelled are logged.
+    """
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._tasks: dict[asyncio.Task[Any], str] = {}
+        self._first: tuple[str, Exception] | None = None
+
+    def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts `work`; it ends before the scope does."""
+        task = self._group.create_task(self._named(name, work), name=name)
+        self._tasks[task] = name
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
+
+    def cancel(self) -> None:
+        """Asks every running task to end; the scope then ends without an error."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the tasks that have not ended: what a teardown is still waiting for."""
+        return sorted(self._tasks.values())
+
+    async def __aenter__(self) -> Tasks:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._group.__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as group:
+            if self._first is None:  # the body failed, not a task: raise what it raised
+                raise error if error is not None else group  # noqa: B904 - the group only wraps this very error
+            name, first = self._first
+            if isinstance(first, PenstockError):
+                first.add_note(f"in task {name!r}")
+                raise first from None
+            raise RunFailed(f"task {name!r} failed: {type(first).__name__}: {first}") from first
+
+    async def _named(self, name: str, work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await work
+        except Exception as error:
+            if self._first is None:
+                self._first = (name, error)
+            else:
+                logger.warning("task %r also failed, after %r: %s", name, self._first[0], error)
+            raise
+
+    def __repr__(self) -> str:
+        return f"Tasks(running={self.running})"
