@@ -1,0 +1,282 @@
+"""Versions as directories of safetensors files: written aside, renamed into place, read by anyone on the host.
+
+Promises:
+
+- a version's directory is complete or absent: it is written under another name and renamed;
+- a published version never changes;
+- a version is removed only when `keep` newer ones of its lineage exist, or its lineage has ended and a newer one has
+  published. A reader that has opened it goes on reading: it holds the files, not their names. A reader that comes too
+  late gets `Stale` and asks for the newest version instead;
+- durable versions are flushed to the disk before they are called durable, and the newest `keep_durable` are kept.
+
+Ordinary versions are not flushed: they are read through the page cache, which is the shared memory of the host, and
+most are removed before they ever reach the disk. After a power failure such a version may be damaged; its digest
+shows it, and training starts from a durable version anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+
+from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
+from penstock.records.ids import Version
+from penstock.records.weights import BucketSpec, Manifest
+from penstock.weights.buckets import DEFAULT_BUCKET_BYTES, TensorHash, compose, layout, plan
+from penstock.weights.io.digest import host_pieces, specs_of
+from penstock.weights.io.fetch import fetch
+from penstock.weights.manifest import bucket_file, check_manifest, describe, directory_name
+
+MANIFEST_FILE = "manifest.json"
+DURABLE_FILE = "durable"
+
+
+class Publisher:
+    """Writes a pipeline's versions into its run directory. One per trainer incarnation; not thread-safe."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        lineage: str,
+        keep: int = 2,
+        *,
+        pipeline: str = "main",
+        keep_durable: int = 2,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        if keep < 1 or keep_durable < 1:
+            raise LocalProtocolError(f"keep and keep_durable must be at least 1, found {keep} and {keep_durable}")
+        self._run_dir = run_dir
+        self._pipeline = pipeline
+        self._lineage = lineage
+        self._keep = keep
+        self._keep_durable = keep_durable
+        self._bucket_bytes = bucket_bytes
+        self._root = (run_dir / directory_name(pipeline, lineage, Version(0))).parent.parent
+        self._root.mkdir(parents=True, exist_ok=True)
+        for leftover in self._root.glob("*/.writing-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        return f"Publisher({self._root}, lineage={self._lineage!r}, keep={self._keep})"
+
+    def publish(self, version: Version, tensors: Mapping[str, torch.Tensor], *, durable: bool = False) -> Manifest:
+        """Writes one version and returns its manifest once readers can open it.
+
+        The tensors must not change while this runs: pass a snapshot if training goes on. Publishing a version again
+        is allowed and returns the first manifest, provided that the bytes are the same.
+        """
+        directory = directory_name(self._pipeline, self._lineage, version)
+        final = self._run_dir / directory
+        writing = final.parent / f".writing-{final.name}-{os.getpid()}"
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        try:
+            digests: list[bytes] = []
+            buckets: list[BucketSpec] = []
+            for index, specs in enumerate(plan(specs_of(tensors), self._bucket_bytes)):
+                found = _write_bucket(writing / bucket_file(index), {spec.name: tensors[spec.name] for spec in specs})
+                size = layout(specs).size_bytes
+                buckets.append(BucketSpec(bucket_file(index), size, compose(found), specs))
+                digests.extend(found)
+            manifest = Manifest(version, self._lineage, compose(digests), tuple(buckets), directory)
+            (writing / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+            if durable:
+                _make_durable(writing)
+            if final.exists():
+                return self._published_before(final, manifest)
+            os.rename(writing, final)
+            if durable:
+                _sync_directory(final.parent)
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+        self.collect()
+        return manifest
+
+    def _published_before(self, final: Path, manifest: Manifest) -> Manifest:
+        before = read_manifest(final)
+        if before.digest != manifest.digest:
+            raise LocalProtocolError(
+                f"{describe(before)} is already published by lineage {self._lineage!r} with other weights than "
+                f"{describe(manifest)}; a restarted trainer must use a new lineage"
+            )
+        return before
+
+    def make_durable(self, version: Version) -> None:
+        """Flushes a published version to the disk and keeps it; `Stale` if it was removed already."""
+        directory = self._run_dir / directory_name(self._pipeline, self._lineage, version)
+        if not (directory / MANIFEST_FILE).exists():
+            raise Stale(f"version {version} of lineage {self._lineage!r} was removed before it could be made durable")
+        _make_durable(directory)
+        _sync_directory(directory.parent)
+        self.collect()
+
+    def collect(self, needed: Collection[Version] = ()) -> list[Path]:
+        """Removes versions nobody needs any more and returns their directories."""
+        own = sorted(
+            (path for path in (self._root / self._lineage).glob("[0-9]*") if path.name.isdigit()), reverse=True
+        )
+        kept = set(own[: self._keep]) | {path for path in own if int(path.name) in needed}
+        durable = sorted(self._root.glob(f"*/*/{DURABLE_FILE}"), key=lambda mark: mark.stat().st_mtime_ns, reverse=True)
+        kept |= {mark.parent for mark in durable[: self._keep_durable]}
+        removed: list[Path] = []
+        if not own:  # nothing newer than what earlier incarnations left
+            return removed
+        for path in sorted(self._root.glob("*/[0-9]*")):
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+        for lineage in self._root.iterdir():
+            if lineage.name != self._lineage and lineage.is_dir() and not any(lineage.iterdir()):
+                lineage.rmdir()
+        return removed
+
+
+def _write_bucket(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[bytes]:
+    """Writes the tensors, in order, and returns the digests of exactly the bytes written."""
+    specs = specs_of(tensors)
+    digests: list[bytes] = []
+    with open(path, "xb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(layout(specs).header))
+        for spec in specs:
+            hashed = TensorHash(spec)
+            for piece in host_pieces(tensors[spec.name]):
+                _write_all(file.fileno(), piece)
+                hashed.update(piece)
+            digests.append(hashed.digest())
+    return digests
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _make_durable(directory: Path) -> None:
+    """Everything in the directory reaches the disk before the mark that says so."""
+    for path in directory.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    (directory / DURABLE_FILE).touch()
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The checked manifest of a version on disk."""
+    try:
+        body = (directory / MANIFEST_FILE).read_bytes()
+    except FileNotFoundError as error:
+        raise Stale(f"{directory} holds no manifest: the version was removed") from error
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"{directory / MANIFEST_FILE} is damaged: {error}") from error
+    check_manifest(manifest)
+    return manifest
+
+
+def newest_durable(run_dir: Path, pipeline: str = "main") -> Manifest | None:
+    """The version to recover from: the last one that was made durable, None when there is none."""
+    marks = (run_dir / "weights" / pipeline).glob(f"*/*/{DURABLE_FILE}")
+    newest = max(marks, key=lambda mark: mark.stat().st_mtime_ns, default=None)
+    return None if newest is None else read_manifest(newest.parent)
+
+
+class FileSource:
+    """A version's files, all open from the start: removing the version does not disturb this reader."""
+
+    def __init__(self, run_dir: Path, manifest: Manifest) -> None:
+        check_manifest(manifest)
+        self._manifest = manifest
+        self._descriptors: list[int] = []
+        try:
+            directory = _inside(run_dir, manifest)
+            for bucket in manifest.buckets:
+                self._descriptors.append(_open_bucket(directory, bucket))
+        except FileNotFoundError as error:
+            self.close()
+            raise Stale(f"{describe(manifest)} was removed ({error.filename}); ask for the newest version") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, bucket: int, offset: int, target: memoryview) -> None:
+        while target:
+            read = os.preadv(self._descriptors[bucket], [target], offset)
+            if read == 0:
+                raise Transient(f"{self._manifest.buckets[bucket].file} ended at byte {offset} while it was read")
+            target, offset = target[read:], offset + read
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def __enter__(self) -> FileSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _inside(run_dir: Path, manifest: Manifest) -> Path:
+    """The version's directory, links resolved; refused when that leads out of the run directory."""
+    root = run_dir.resolve()
+    directory = (root / manifest.directory).resolve()
+    if not directory.is_relative_to(root) or directory == root:
+        raise RemoteProtocolError(
+            f"{describe(manifest)} names directory {manifest.directory!r}, which leads outside the run directory {root}"
+        )
+    return directory
+
+
+def _open_bucket(directory: Path, bucket: BucketSpec) -> int:
+    """Opens one file and compares its size and header with the manifest."""
+    path = directory / bucket.file
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RemoteProtocolError(f"weights file {path} cannot be opened: {error.strerror}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != bucket.size_bytes:
+            raise RemoteProtocolError(
+                f"weights file {path} has {found.st_size} bytes, its manifest states {bucket.size_bytes}; "
+                "it was damaged and must be published again"
+            )
+        header = layout(bucket.tensors).header
+        if os.pread(descriptor, len(header), 0) != header:
+            raise RemoteProtocolError(f"weights file {path} does not hold the tensors that its manifest names")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def load(
+    run_dir: Path, manifest: Manifest, into: Mapping[str, torch.Tensor] | None = None, *, threads: int = 1
+) -> dict[str, torch.Tensor]:
+    """The version's tensors on the CPU, verified against the manifest.
+
+    `Stale` when the version was removed, `RemoteProtocolError` when its bytes are not those that were published.
+    """
+    with FileSource(run_dir, manifest) as source:
+        return fetch(source, manifest, into, threads=threads)
