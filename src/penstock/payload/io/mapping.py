@@ -1,0 +1,219 @@
+"""A ring's file, mapped: tables, locks and liveness. What the producer and the readers of a ring share.
+
+Locks are the kernel's (open-file-description record locks on bytes beyond any real file), so a process that dies at any
+instruction lets go of everything it held. Three families of bytes are locked: the writer's for as long as it lives, one
+per reader process for as long as that lives, and one per slot for the few microseconds of a transition. Whether a
+process is alive is therefore never guessed from a pid.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
+from penstock.payload.ring import EXTENT, HEADER_BYTES, READER, READER_ORPHANS_OFFSET, Header, check_name
+from penstock.payload.slot import MAX_READERS, Slot
+
+DIRECTORY = "/dev/shm"
+SLOT_LOCK_TIMEOUT_S = 2.0
+
+_FLOCK = struct.Struct("hhqqi4x")
+_WRITER_BYTE = 1 << 48
+_READER_BYTES = _WRITER_BYTE + 1
+_SLOT_BYTES = 1 << 49
+
+
+def _try_lock(fd: int, byte: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _unlock(fd: int, byte: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+
+
+def _is_locked(fd: int, byte: int) -> bool:
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
+
+
+class Mapping:
+    """One open file description and one mapping of a ring.
+
+    Stores of one word are single aligned 8-byte stores and commit a transition; everything else is written before the
+    word that makes it visible.
+    """
+
+    def __init__(self, path: Path, fd: int, header: Header) -> None:
+        self.path = path
+        self.fd = fd
+        self.header = header
+        self.layout = header.layout
+        self.memory = mmap.mmap(fd, self.layout.total_bytes)
+        self.bytes = memoryview(self.memory)
+        self.word_array = np.frombuffer(self.memory, np.uint64, header.slots, self.layout.words)
+        self._words = self.bytes[self.layout.words : self.layout.words + 8 * header.slots].cast("Q")
+        self._transition = threading.Lock()
+        self.closed = False
+        _open_mappings.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Mapping {self.path.name}{' closed' if self.closed else ''}>"
+
+    @staticmethod
+    def open(name: str, directory: str) -> Mapping:
+        """Map an existing ring; `Stale` when it is gone, `RemoteProtocolError` when the file is not a ring of ours."""
+        path = Path(directory) / check_name(name)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise Stale(f"ring {name} does not exist on this host (any more)") from error
+        except OSError as error:
+            raise RemoteProtocolError(f"ring {name} cannot be opened: {error.strerror}") from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise RemoteProtocolError(f"ring {name} is not a private file of this user; refusing to map it")
+            return Mapping(path, fd, Header.unpack(os.pread(fd, HEADER_BYTES, 0), status.st_size))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    # Words and tables
+
+    def load(self, slot: int) -> Slot:
+        return Slot.unpack(self._words[slot])
+
+    def store(self, slot: int, value: Slot) -> None:
+        self._words[slot] = value.pack()
+
+    def extent(self, slot: int) -> tuple[int, int, int]:
+        """Offset in the arena, length and digest of the body in `slot`."""
+        return EXTENT.unpack_from(self.memory, self.layout.extents + slot * EXTENT.size)
+
+    def store_extent(self, slot: int, offset: int, size_bytes: int, digest: int) -> None:
+        EXTENT.pack_into(self.memory, self.layout.extents + slot * EXTENT.size, offset, size_bytes, digest)
+
+    def body(self, offset: int, size_bytes: int) -> memoryview:
+        start = self.layout.arena + offset
+        return self.bytes[start : start + size_bytes]
+
+    @contextmanager
+    def slot_lock(self, slot: int) -> Iterator[None]:
+        """Exclude every other process and thread from leaving READY or READING; held for microseconds."""
+        with self._transition:
+            if self.closed:
+                raise LocalProtocolError(f"ring {self.path.name} was closed here; attach it again to use it")
+            if not _try_lock(self.fd, _SLOT_BYTES + slot):
+                self._wait_slot_lock(slot)
+            try:
+                yield
+            finally:
+                _unlock(self.fd, _SLOT_BYTES + slot)
+
+    def _wait_slot_lock(self, slot: int) -> None:
+        deadline = time.monotonic() + SLOT_LOCK_TIMEOUT_S
+        pause_s = 2e-5
+        while not _try_lock(self.fd, _SLOT_BYTES + slot):
+            if time.monotonic() > deadline:
+                raise Transient(
+                    f"slot {slot} of ring {self.path.name} has been locked for {SLOT_LOCK_TIMEOUT_S} s by another "
+                    "process; is one of them stopped?"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 5e-3)
+
+    # Who is alive
+
+    def become_writer(self) -> None:
+        if not _try_lock(self.fd, _WRITER_BYTE):
+            raise LocalProtocolError(f"ring {self.path.name} already has a writer")
+
+    def writer_alive(self) -> bool:
+        return _is_locked(self.fd, _WRITER_BYTE)
+
+    def become_reader(self, label: str) -> int:
+        """Claim a reader's record; the claimant inherits, and gives back, what a dead holder of it was reading."""
+        for reader in range(MAX_READERS):
+            if not _try_lock(self.fd, _READER_BYTES + reader):
+                continue
+            for slot in self.held_by(reader):
+                self.reclaim(slot)
+            READER.pack_into(
+                self.memory, self.layout.readers + reader * READER.size, os.getpid(), 0, label.encode()[:48]
+            )
+            return reader
+        raise Transient(f"ring {self.path.name} already has {MAX_READERS} readers; detach one first")
+
+    def reader_alive(self, reader: int) -> bool:
+        return _is_locked(self.fd, _READER_BYTES + reader)
+
+    def reader_name(self, reader: int) -> str:
+        pid, _, label = READER.unpack_from(self.memory, self.layout.readers + reader * READER.size)
+        return f"{label.rstrip(bytes(1)).decode(errors='replace') or 'reader'} (pid {pid})"
+
+    def orphans(self, reader: int) -> int:
+        return READER.unpack_from(self.memory, self.layout.readers + reader * READER.size)[1]
+
+    def count_orphan(self, reader: int) -> None:
+        """Only the holder of the record writes it, so no lock is needed between processes."""
+        at = self.layout.readers + reader * READER.size + READER_ORPHANS_OFFSET
+        struct.pack_into("<Q", self.memory, at, struct.unpack_from("<Q", self.memory, at)[0] + 1)
+
+    def held_by(self, reader: int | None = None) -> list[int]:
+        """Slots being read: by `reader`, or by anyone."""
+        reading = np.flatnonzero((self.word_array & np.uint64(3)) == 3).tolist()
+        return [slot for slot in reading if reader is None or self.load(slot).reader == reader]
+
+    def reclaim(self, slot: int) -> bool:
+        """Give back `slot` if its reader is dead (as seen from here); true if it was."""
+        with self.slot_lock(slot):
+            held = self.load(slot)
+            if held.state != 3 or self.reader_alive(held.reader):
+                return False
+            self.store(slot, held.reclaim())
+            return True
+
+    def close(self) -> None:
+        """Let go of all locks. The memory stays mapped for as long as a view of it is alive."""
+        with self._transition:
+            if self.closed:
+                return
+            self.closed = True
+            os.close(self.fd)
+            _open_mappings.discard(self)
+
+    def _forget_in_child(self) -> None:
+        # A forked child shares the locks: it must close its copy, or they would outlive the parent.
+        self.closed = True
+        os.close(self.fd)
+
+
+_open_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for mapping in list(_open_mappings):
+        mapping._forget_in_child()
+    _open_mappings.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,442 @@
+"""Rings in shared memory: the producer writes, any process of the same user on the same host reads without a copy.
+
+A `Ring` belongs to one producing process; its methods may be called from any thread of it. Readers in other processes
+use `RingReader`. A ring outlives its writer until it is unlinked: by `close`, or by `sweep` at the end of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import xxhash
+
+from penstock.errors import LocalProtocolError, RunFailed, Stale, Transient
+from penstock.payload.io.leftovers import start_ticks, sweep, sweep_dead
+from penstock.payload.io.mapping import DIRECTORY, Mapping
+from penstock.payload.ring import ALIGNMENT, HEADER_BYTES, MAX_SLOTS, NAME_PREFIX, Arena, Extent, Header
+from penstock.payload.slot import MAX_READERS, Slot, SlotState
+from penstock.records.payload import PayloadRef, RingAddress
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Lease", "Ring", "RingReader", "RingStatistics", "sweep", "sweep_dead"]
+
+CHUNK_BYTES = 256 * 1024
+"""Hashed and copied piece by piece, so that the copy finds the bytes still in the cache."""
+COMMIT_BYTES = 16 * 1024 * 1024
+"""Memory is committed in such steps, so that a full /dev/shm is an error message and not a SIGBUS."""
+HARVEST_WRITES, HARVEST_BYTES = 64, 256 * 1024
+"""What readers gave back is collected after so much was given out: often enough to reuse warm memory before fresh."""
+
+
+class RingStatistics(NamedTuple):
+    """Counts of slots by state and what happened so far."""
+
+    free: int
+    writing: int
+    ready: int
+    reading: int
+    used_bytes: int
+    capacity_bytes: int
+    written: int
+    discarded: int
+    waited: int
+    """Writes that found the ring full and had to wait."""
+    waited_s: float
+    orphans: int
+    """Finalisations by readers that had been superseded: refused, and counted by the readers attached now."""
+
+
+class Ring:
+    """The producer's side. Create with `Ring.create`."""
+
+    def __init__(self, mapping: Mapping) -> None:
+        slots = mapping.header.slots
+        self._mapping = mapping
+        self._arena = Arena(mapping.header.capacity_bytes)
+        self._lock = threading.Lock()
+        self._free = list(range(slots - 1, -1, -1))
+        self._extents: dict[int, Extent] = {}
+        self._occupied = np.zeros(slots, np.bool_)
+        self._committed_bytes = 0
+        self._writes_since_harvest = self._bytes_since_harvest = 0
+        self._written = self._discarded = self._waited = 0
+        self._waited_s = 0.0
+
+    @classmethod
+    def create(
+        cls,
+        run_id: str,
+        *,
+        capacity_bytes: int,
+        slots: int,
+        directory: str = DIRECTORY,
+        digests: bool = True,
+        guardian_pid: int | None = None,
+    ) -> Ring:
+        """Make a new, empty ring of which this process is the producer.
+
+        `guardian_pid` is the process whose life is the run's (by default the one that started this one): a ring whose
+        writer, readers and guardian are all dead is a leftover. Without `digests` bodies are not hashed at all.
+        """
+        if not 0 < slots <= MAX_SLOTS:
+            raise LocalProtocolError(f"a ring has 1 to {MAX_SLOTS} slots, not {slots}")
+        guardian = os.getppid() if guardian_pid is None else guardian_pid
+        header = Header(
+            run_id=run_id,
+            epoch=secrets.randbits(63),
+            slots=slots,
+            capacity_bytes=-(-capacity_bytes // ALIGNMENT) * ALIGNMENT,
+            writer_pid=os.getpid(),
+            guardian_pid=guardian,
+            guardian_start=start_ticks(guardian),
+            digests=digests,
+        )
+        path = Path(directory) / f"{NAME_PREFIX}{secrets.token_hex(16)}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(fd, header.layout.total_bytes)
+            os.posix_fallocate(fd, 0, header.layout.arena)
+            mapping = Mapping(path, fd, header)
+            mapping.become_writer()
+            mapping.bytes[:HEADER_BYTES] = header.pack()
+        except OSError as error:
+            os.close(fd)
+            path.unlink()
+            raise RunFailed(
+                f"cannot create a payload ring of {capacity_bytes} bytes in {directory}: {error.strerror}; "
+                "make the ring smaller or the directory's file system larger"
+            ) from error
+        return cls(mapping)
+
+    def __repr__(self) -> str:
+        return f"<Ring {self.name} {self._describe_load()}>"
+
+    @property
+    def name(self) -> str:
+        return self._mapping.path.name
+
+    @property
+    def epoch(self) -> int:
+        return self._mapping.header.epoch
+
+    def address(
+        self, *, host_id: str, host: str = "127.0.0.1", tcp_ports: Sequence[int] = (), ucxx_ports: Sequence[int] = ()
+    ) -> RingAddress:
+        """What a reader needs to find this ring: on this host by name, from elsewhere by the ports really bound."""
+        return RingAddress(self.name, self.epoch, host_id, host, tuple(tcp_ports), tuple(ucxx_ports))
+
+    def write(self, buffers: Sequence[Buffer], *, timeout_s: float) -> PayloadRef:
+        """Store the concatenation of `buffers` and return the one reference to it.
+
+        Waits up to `timeout_s` for room, then raises `Transient` naming the consumer that is slow: this is how
+        backpressure reaches the generation loop. Blocking; call it from a worker thread.
+        """
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        size_bytes = sum(len(view) for view in views)
+        slot, extent, writing = self._reserve(size_bytes, timeout_s)
+        mapping = self._mapping
+        try:
+            digest = _copy(mapping.body(extent.offset, size_bytes), views, mapping.header.digests)
+            mapping.store_extent(slot, extent.offset, size_bytes, digest)
+        except BaseException:
+            mapping.store(slot, writing.abandon())
+            raise
+        mapping.store(slot, writing.commit())
+        return PayloadRef(self.name, self.epoch, slot, writing.generation, size_bytes, digest)
+
+    def discard(self, refs: Iterable[PayloadRef]) -> int:
+        """Free payloads that nobody will ask for; how many were still there. One being read is left to its reader."""
+        count = 0
+        for ref in refs:
+            if ref.ring != self.name or ref.epoch != self.epoch or not 0 <= ref.slot < self._mapping.header.slots:
+                continue
+            if self._mapping.load(ref.slot).state is SlotState.READING:
+                self._mapping.reclaim(ref.slot)
+            with self._mapping.slot_lock(ref.slot):
+                after = self._mapping.load(ref.slot).discard(ref.generation)
+                if after is not None:
+                    self._mapping.store(ref.slot, after)
+                    count += 1
+        with self._lock:
+            self._discarded += count
+        return count
+
+    def reclaim(self) -> int:
+        """Make payloads held by dead readers ready again; how many there were."""
+        return sum(self._mapping.reclaim(slot) for slot in self._mapping.held_by())
+
+    def statistics(self) -> RingStatistics:
+        with self._lock:
+            self._harvest()
+            free, writing, ready, reading = self._count_states()
+            return RingStatistics(
+                free=free,
+                writing=writing,
+                ready=ready,
+                reading=reading,
+                used_bytes=self._arena.used_bytes,
+                capacity_bytes=self._arena.capacity_bytes,
+                written=self._written,
+                discarded=self._discarded,
+                waited=self._waited,
+                waited_s=self._waited_s,
+                orphans=sum(self._mapping.orphans(reader) for reader in range(MAX_READERS)),
+            )
+
+    def check(self) -> None:
+        """Raise if the allocator and the slots disagree."""
+        with self._lock:
+            self._harvest()
+            self._arena.check()
+            used = sum(extent.size_bytes for extent in self._extents.values())
+            if used != self._arena.used_bytes or len(self._free) + len(self._extents) != self._mapping.header.slots:
+                raise LocalProtocolError(f"ring {self.name} lost track of its slots: {self!r}")
+
+    def close(self, unlink: bool = True) -> None:
+        """Stop producing. With `unlink` new readers can no longer find the ring; attached ones keep what they read."""
+        with self._lock:
+            self._mapping.close()
+        if unlink:
+            self._mapping.path.unlink(missing_ok=True)
+
+    def _reserve(self, size_bytes: int, timeout_s: float) -> tuple[int, Extent, Slot]:
+        if Arena.rounded(size_bytes) > self._arena.capacity_bytes:
+            raise LocalProtocolError(
+                f"a payload of {size_bytes} bytes can never fit into ring {self.name} of {self._arena.capacity_bytes} "
+                "bytes; make the ring larger"
+            )
+        reserved = self._try_reserve(size_bytes)
+        if reserved is not None:
+            return reserved
+        began = time.monotonic()
+        pause_s = 2e-4
+        while reserved is None:
+            if time.monotonic() - began >= timeout_s:
+                raise Transient(self._full(size_bytes, timeout_s))
+            time.sleep(min(pause_s, max(0.0, timeout_s - (time.monotonic() - began))))
+            pause_s = min(2 * pause_s, 5e-3)
+            reserved = self._try_reserve(size_bytes)
+        with self._lock:
+            self._waited += 1
+            self._waited_s += time.monotonic() - began
+        return reserved
+
+    def _try_reserve(self, size_bytes: int) -> tuple[int, Extent, Slot] | None:
+        with self._lock:
+            if self._mapping.closed:
+                raise LocalProtocolError(f"ring {self.name} is closed; nothing more can be written to it")
+            self._writes_since_harvest += 1
+            self._bytes_since_harvest += size_bytes
+            if self._writes_since_harvest >= HARVEST_WRITES or self._bytes_since_harvest >= HARVEST_BYTES:
+                self._harvest()
+            extent = self._arena.allocate(size_bytes) if self._free else None
+            if extent is None:
+                self._harvest()
+                extent = self._arena.allocate(size_bytes) if self._free else None
+            if extent is None:
+                return None
+            try:
+                self._commit_memory(extent.offset + extent.size_bytes)
+            except BaseException:
+                self._arena.free(extent)
+                raise
+            slot = self._free.pop()
+            self._extents[slot] = extent
+            # Stored under the lock: from here on a harvest must not take the slot for one that was given back.
+            writing = self._mapping.load(slot).begin()
+            self._mapping.store(slot, writing)
+            self._occupied[slot] = True
+            self._written += 1
+            return slot, extent, writing
+
+    def _harvest(self) -> None:
+        self._writes_since_harvest = self._bytes_since_harvest = 0
+        for slot in np.flatnonzero(self._occupied & ((self._mapping.word_array & np.uint64(3)) == 0)).tolist():
+            self._arena.free(self._extents.pop(slot))
+            self._occupied[slot] = False
+            self._free.append(slot)
+
+    def _commit_memory(self, end: int) -> None:
+        if end <= self._committed_bytes:
+            return
+        target = min(self._arena.capacity_bytes, -(-end // COMMIT_BYTES) * COMMIT_BYTES)
+        start = self._mapping.layout.arena + self._committed_bytes
+        try:
+            os.posix_fallocate(self._mapping.fd, start, target - self._committed_bytes)
+        except OSError as error:
+            raise Transient(
+                f"{self._mapping.path.parent} is full: ring {self.name} could not grow to {target} bytes "
+                f"({error.strerror}); make the ring smaller or that file system larger"
+            ) from error
+        self._committed_bytes = target
+
+    def _count_states(self) -> list[int]:
+        return np.bincount((self._mapping.word_array & np.uint64(3)).astype(np.int64), minlength=4).tolist()
+
+    def _describe_load(self) -> str:
+        free, writing, ready, reading = self._count_states()
+        return (
+            f"{self._arena.used_bytes} of {self._arena.capacity_bytes} bytes; slots: {free} free, {writing} being "
+            f"written, {ready} ready, {reading} being read"
+        )
+
+    def _full(self, size_bytes: int, timeout_s: float) -> str:
+        self.reclaim()
+        mapping = self._mapping
+        holders = Counter(mapping.load(slot).reader for slot in mapping.held_by())
+        attached = [reader for reader in range(MAX_READERS) if mapping.reader_alive(reader)]
+        ready = self._count_states()[SlotState.READY]
+        if holders and holders.total() >= ready:
+            reader, count = holders.most_common(1)[0]
+            blame = f"{mapping.reader_name(reader)} holds {count} payloads without finishing"
+        elif attached:
+            names = ", ".join(mapping.reader_name(reader) for reader in attached)
+            blame = f"{ready} payloads are waiting to be fetched by {names}"
+        else:
+            blame = f"{ready} payloads are waiting and no consumer has attached"
+        return (
+            f"ring {self.name} had no room for {size_bytes} bytes within {timeout_s} s: {blame} "
+            f"({self._describe_load()})"
+        )
+
+
+class Lease:
+    """One read attempt. `view` is good until exactly one of `consumed` and `released` is called.
+
+    Both return whether this attempt still owned the payload. False means that a later reader took over (or, after a
+    wrong verdict of death, may have): what was seen through `view` must then not be used.
+    """
+
+    __slots__ = ("_attempt", "_reader", "ref", "view")
+
+    def __init__(self, reader: RingReader, ref: PayloadRef, attempt: Slot, view: memoryview) -> None:
+        self.ref = ref
+        self.view = view
+        self._reader = reader
+        self._attempt: Slot | None = attempt
+
+    def consumed(self) -> bool:
+        """The payload arrived completely and may be overwritten."""
+        return self._finalise("consume")
+
+    def released(self) -> bool:
+        """The payload is still wanted, by a later attempt."""
+        return self._finalise("release")
+
+    def _finalise(self, action: str) -> bool:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            raise LocalProtocolError(f"slot {self.ref.slot} was already finalised by this lease; cannot {action} it")
+        return self._reader._finalise(self.ref.slot, attempt, action)
+
+
+class RingReader:
+    """A consumer's side: one attachment of one process, usable from all its threads."""
+
+    def __init__(self, mapping: Mapping, reader: int, verify: bool) -> None:
+        self._mapping = mapping
+        self._reader = reader
+        self._verify = verify and mapping.header.digests
+        self.leases = 0
+        """Read attempts not yet finalised."""
+
+    @classmethod
+    def attach(
+        cls, address: RingAddress | str, *, directory: str = DIRECTORY, label: str = "reader", verify: bool = True
+    ) -> RingReader:
+        """Map a ring by address or name; `Stale` when it is gone. `label` names this consumer to the producer."""
+        name = address if isinstance(address, str) else address.ring
+        mapping = Mapping.open(name, directory)
+        try:
+            if isinstance(address, RingAddress) and address.epoch != mapping.header.epoch:
+                raise Stale(f"ring {name} is in epoch {mapping.header.epoch}, the address says {address.epoch}")
+            return cls(mapping, mapping.become_reader(label), verify)
+        except BaseException:
+            mapping.close()
+            raise
+
+    def __repr__(self) -> str:
+        return (
+            f"<RingReader {self._mapping.path.name} as {self._mapping.reader_name(self._reader)}, {self.leases} leases>"
+        )
+
+    def take(self, ref: PayloadRef) -> Lease:
+        """Begin to read exactly what `ref` names, superseding an attempt that is still going on.
+
+        `Stale` when it is gone for good: consumed, discarded, overwritten, or damaged (the digest does not match).
+        """
+        mapping = self._mapping
+        header = mapping.header
+        if ref.ring != mapping.path.name or ref.epoch != header.epoch or not 0 <= ref.slot < header.slots:
+            raise Stale(f"the reference (slot {ref.slot}, epoch {ref.epoch}) is not one of ring {mapping.path.name}")
+        with mapping.slot_lock(ref.slot):
+            attempt = mapping.load(ref.slot).take(ref.generation, self._reader)
+            offset, size_bytes, digest = mapping.extent(ref.slot)
+            if size_bytes != ref.size_bytes or digest != ref.digest or offset + size_bytes > header.capacity_bytes:
+                raise Stale(
+                    f"slot {ref.slot} of ring {mapping.path.name} holds {size_bytes} bytes with digest {digest:016x}, "
+                    f"the reference promises {ref.size_bytes} with {ref.digest:016x}"
+                )
+            mapping.store(ref.slot, attempt)
+            self.leases += 1
+        lease = Lease(self, ref, attempt, mapping.body(offset, size_bytes).toreadonly())
+        if self._verify and xxhash.xxh3_64_intdigest(lease.view) != digest:
+            lease.consumed()
+            raise Stale(f"payload in slot {ref.slot} of ring {mapping.path.name} is corrupt: its digest does not match")
+        return lease
+
+    def writer_alive(self) -> bool:
+        return self._mapping.writer_alive()
+
+    def close(self) -> None:
+        """Detach. Payloads still being read become readable by others; views stay valid memory, not valid data."""
+        if not self._mapping.closed:
+            for slot in self._mapping.held_by(self._reader):
+                with self._mapping.slot_lock(slot):
+                    held = self._mapping.load(slot)
+                    if held.state is SlotState.READING and held.reader == self._reader:
+                        self._mapping.store(slot, held.reclaim())
+        self._mapping.close()
+
+    def _finalise(self, slot: int, attempt: Slot, action: str) -> bool:
+        with self._mapping.slot_lock(slot):
+            self.leases -= 1
+            after = self._mapping.load(slot).finalise("consume" if action == "consume" else "release", attempt)
+            if after is None:
+                self._mapping.count_orphan(self._reader)
+                return False
+            self._mapping.store(slot, after)
+            return True
+
+
+def _copy(target: memoryview, views: Sequence[memoryview], digests: bool) -> int:
+    """Copy `views` one after the other into `target`; the digest of the whole, or 0 when digests are off."""
+    if len(target) <= CHUNK_BYTES:
+        at = 0
+        for view in views:
+            target[at : at + len(view)] = view
+            at += len(view)
+        return xxhash.xxh3_64_intdigest(target) if digests else 0
+    hasher = xxhash.xxh3_64()
+    # numpy copies without holding the interpreter's lock; a slice assignment of a memoryview does not.
+    out = np.frombuffer(target, np.uint8)
+    at = 0
+    for view in views:
+        source = np.frombuffer(view, np.uint8)
+        for start in range(0, len(view), CHUNK_BYTES):
+            piece = source[start : start + CHUNK_BYTES]
+            if digests:
+                hasher.update(piece.data)
+            out[at : at + len(piece)] = piece
+            at += len(piece)
+    return hasher.intdigest() if digests else 0
