@@ -1,0 +1,93 @@
+"""From scalar rewards to advantages, for a whole batch at once.
+
+An advantage function takes the rewards of all samples, group after group, and the size of each group; it returns one
+advantage per sample. It is named in the configuration, either one of `NAMED` or `package.module:function`:
+
+    def centred(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+        return rewards - np.repeat(group_means(rewards, group_sizes), group_sizes)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ConfigError, RunFailed
+
+Advantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""`(rewards float64[samples], group_sizes int64[groups]) -> float[samples]`."""
+
+STD_FLOOR = 1e-4
+"""Added to a group's standard deviation: rewards that differ by rounding only must not become large advantages."""
+
+
+def group_means(values: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """The mean of each group's values."""
+    starts = np.cumsum(group_sizes) - group_sizes
+    return np.add.reduceat(values, starts) / group_sizes if len(group_sizes) else np.zeros(0)
+
+
+def grpo(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """Distance from the group's mean, in units of the group's standard deviation."""
+    centred = dr_grpo(rewards, group_sizes)
+    std = np.sqrt(group_means(centred**2, group_sizes))
+    return centred / np.repeat(std + STD_FLOOR, group_sizes)
+
+
+def dr_grpo(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """Distance from the group's mean. Not scaled, so that easy and hard prompts are not weighted up."""
+    return rewards - np.repeat(group_means(rewards, group_sizes), group_sizes)
+
+
+def rloo(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """Distance from the mean of the *other* members of the group; zero in a group of one."""
+    scale = group_sizes / np.maximum(group_sizes - 1, 1)
+    return dr_grpo(rewards, group_sizes) * np.repeat(scale, group_sizes)
+
+
+def max_rl(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """Distance from the group's mean, in units of that mean: rare successes count most. For rewards of 0 and above."""
+    means = group_means(rewards, group_sizes)
+    scale = np.divide(1.0, means, out=np.zeros_like(means), where=means > 0)
+    return dr_grpo(rewards, group_sizes) * np.repeat(scale, group_sizes)
+
+
+NAMED: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "max_rl": max_rl}
+
+
+def resolve(name: str) -> Advantage:
+    """The function called `name` in `NAMED`, or at the import path `package.module:function`."""
+    return NAMED[name] if name in NAMED else load_function(name, "advantage", NAMED)
+
+
+def compute(advantage: Advantage, rewards: Sequence[float], group_sizes: Sequence[int]) -> np.ndarray:
+    """float32[samples]. RunFailed if the function returned something that cannot be trained on."""
+    rewards_array = np.asarray(rewards, np.float64)
+    sizes_array = np.asarray(group_sizes, np.int64)
+    result = np.asarray(advantage(rewards_array, sizes_array))
+    if result.shape != rewards_array.shape or not np.isfinite(result).all():
+        raise RunFailed(
+            f"the advantage function {getattr(advantage, '__name__', advantage)!r} must return one finite number per "
+            f"sample, {rewards_array.shape[0]} of them; it returned shape {result.shape} with "
+            f"{int(np.count_nonzero(~np.isfinite(result)))} not finite"
+        )
+    return result.astype(np.float32)
+
+
+def load_function(path: str, purpose: str, named: dict[str, Any]) -> Callable[..., Any]:
+    """Import `package.module:function`; ConfigError says what `purpose` could have been instead."""
+    module_name, separator, function_name = path.partition(":")
+    if not separator or not module_name or not function_name:
+        raise ConfigError(
+            f"unknown {purpose} {path!r}: use one of {', '.join(named)}, or an import path 'package.module:function'"
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load the {purpose} {path!r}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"the {purpose} {path!r} is a {type(function).__name__}, not a function")
+    return function

@@ -1,0 +1,153 @@
+"""A sample's typed arrays as bytes, and back, without copying an array on either side.
+
+    preamble   magic "PSTK" · format version u16 · array count u16 · header bytes u32 · body bytes u64 · reserved u32
+    entry      name length u8 · dtype code u8 · dimensions u8 · zero u8 · name (ASCII) · extents u64 each
+    body       the arrays in the order of their entries, C order, little-endian, each starting on a multiple of 16
+
+Offsets are not transmitted: they follow from the entries, so there is none to lie about. The decoder believes nothing
+else either: every length is checked against the bytes really there before an array is made, only the dtypes listed
+here exist, and the buffer must end exactly where the header says.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+
+from penstock.errors import LocalProtocolError, RemoteProtocolError
+
+FORMAT_VERSION = 1
+MAGIC = b"PSTK"
+ALIGNMENT_BYTES = 16
+MAX_ARRAYS = 64
+MAX_DIMENSIONS = 8
+MAX_NAME_BYTES = 63
+
+DTYPES: dict[int, str] = {
+    1: "|u1",
+    2: "|i1",
+    3: "<u2",
+    4: "<i2",
+    5: "<u4",
+    6: "<i4",
+    7: "<u8",
+    8: "<i8",
+    9: "<f2",
+    10: "<f4",
+    11: "<f8",
+}
+"""Every dtype that can travel, by its code. Masks are uint8; codes are never reused."""
+
+_CODES = {text: code for code, text in DTYPES.items()}
+_DTYPES = {code: np.dtype(text) for code, text in DTYPES.items()}
+_PREAMBLE = struct.Struct("<4sHHIQI")
+_ENTRY = struct.Struct("<BBBB")
+_EXTENTS = tuple(struct.Struct(f"<{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1))
+_PADDING = tuple(bytes(size) for size in range(ALIGNMENT_BYTES))
+
+Buffer = bytes | memoryview
+
+
+def encode(arrays: Mapping[str, np.ndarray]) -> list[Buffer]:
+    """The buffers which, written one after the other, are the encoded sample.
+
+    Contiguous arrays are passed on as views of their own memory: they must not change before the buffers are written.
+    """
+    if len(arrays) > MAX_ARRAYS:
+        raise LocalProtocolError(f"a sample has {len(arrays)} arrays; the format holds at most {MAX_ARRAYS}")
+    entries: list[bytes] = []
+    body: list[Buffer] = []
+    body_bytes = 0
+    for name, array in arrays.items():
+        encoded_name = name.encode("ascii", "replace")
+        code = _CODES.get(array.dtype.str)
+        dimensions = array.ndim
+        if code is None:
+            raise LocalProtocolError(
+                f"array {name!r} has dtype {array.dtype}, which cannot travel; use one of "
+                f"{', '.join(str(dtype) for dtype in _DTYPES.values())} (masks as uint8)"
+            )
+        if dimensions > MAX_DIMENSIONS or not 0 < len(encoded_name) <= MAX_NAME_BYTES or not name.isascii():
+            raise LocalProtocolError(
+                f"array {name!r} with {dimensions} dimensions cannot travel: names are 1 to {MAX_NAME_BYTES} ASCII "
+                f"characters and arrays have at most {MAX_DIMENSIONS} dimensions"
+            )
+        entries.append(_ENTRY.pack(len(encoded_name), code, dimensions, 0))
+        entries.append(encoded_name)
+        entries.append(_EXTENTS[dimensions].pack(*array.shape))
+        size = array.nbytes
+        if size:
+            # A view of the array's own bytes; reshape copies only what is not contiguous.
+            body.append(array.reshape(-1).view(np.uint8).data)
+            gap = -size % ALIGNMENT_BYTES
+            if gap:
+                body.append(_PADDING[gap])
+            body_bytes += size + gap
+    entry_bytes = b"".join(entries)
+    unpadded = _PREAMBLE.size + len(entry_bytes)
+    gap = -unpadded % ALIGNMENT_BYTES
+    preamble = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, len(arrays), unpadded + gap, body_bytes, 0)
+    return [preamble + entry_bytes + _PADDING[gap], *body]
+
+
+def decode(buffer: bytes | bytearray | memoryview) -> dict[str, np.ndarray]:
+    """The arrays as read-only views of `buffer`, which they keep alive. RemoteProtocolError if it is not a sample."""
+    view = memoryview(buffer).toreadonly()
+    if view.ndim != 1 or view.itemsize != 1:
+        view = view.cast("B")
+    size = len(view)
+    if size < _PREAMBLE.size:
+        raise RemoteProtocolError(f"an encoded sample of {size} bytes is shorter than its preamble, {_PREAMBLE.size}")
+    magic, version, count, header_bytes, body_bytes, reserved = _PREAMBLE.unpack_from(view)
+    if magic != MAGIC or reserved:
+        raise RemoteProtocolError(f"not an encoded sample: it begins with {bytes(view[:4])!r}, expected {MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise RemoteProtocolError(
+            f"a sample in format version {version}; this end reads version {FORMAT_VERSION}: run one release on both"
+        )
+    if header_bytes + body_bytes != size or header_bytes % ALIGNMENT_BYTES or count > MAX_ARRAYS:
+        raise RemoteProtocolError(
+            f"an encoded sample claims {count} arrays in {header_bytes} + {body_bytes} bytes, but {size} bytes arrived"
+        )
+    header = view[:header_bytes]
+    arrays: dict[str, np.ndarray] = {}
+    position = _PREAMBLE.size
+    offset = header_bytes
+    try:
+        for _ in range(count):
+            name_bytes, code, dimensions, zero = _ENTRY.unpack_from(header, position)
+            position += _ENTRY.size
+            name = str(header[position : position + name_bytes], "ascii")
+            position += name_bytes
+            dtype = _DTYPES[code]
+            shape = _EXTENTS[dimensions].unpack_from(header, position)
+            position += 8 * dimensions
+            elements = math.prod(shape)
+            end = offset + elements * dtype.itemsize
+            named = bool(name) and len(name) == name_bytes and name not in arrays and not zero
+            if not named or end > size or max(shape, default=0) > size:
+                raise RemoteProtocolError(
+                    f"array {name!r} of an encoded sample claims shape {shape} of {dtype} at byte {offset}, "
+                    f"but {size} bytes arrived (or its name is empty or repeated)"
+                )
+            # An empty array has no bytes to be a view of.
+            flat = np.frombuffer(view, dtype, elements, offset) if elements else _empty(dtype)
+            arrays[name] = flat.reshape(shape) if dimensions != 1 else flat
+            offset = end + (-end % ALIGNMENT_BYTES)
+    except (struct.error, KeyError, IndexError, ValueError) as error:
+        raise RemoteProtocolError(f"an encoded sample has a broken entry after byte {position}: {error}") from error
+    if offset != size or position > header_bytes or header_bytes - position >= ALIGNMENT_BYTES:
+        raise RemoteProtocolError(
+            f"an encoded sample's arrays end at byte {offset} and its entries at {position}, "
+            f"but it claims a header of {header_bytes} bytes and {size} in all"
+        )
+    return arrays
+
+
+def _empty(dtype: np.dtype) -> np.ndarray:
+    array = np.empty(0, dtype)
+    array.setflags(write=False)
+    return array

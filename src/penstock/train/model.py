@@ -1,0 +1,242 @@
+"""The policies that can be trained: a tiny language model from a config, a model from a directory, gymnasium policies.
+
+policy = build(TinyLanguageModel(alphabet="abcdefgh"))
+policy.named_tensors()      # what is published and checkpointed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.train.tokenizer import CharacterTokenizer, PretrainedTokenizer, Tokenizer, load_tokenizer
+
+
+class TinyLanguageModel(msgspec.Struct, frozen=True, tag="tiny"):
+    """A small causal transformer with a vocabulary of single characters, made from the seed alone."""
+
+    alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!+-*/=()>"
+    hidden_size: int = 96
+    layers: int = 3
+    heads: int = 4
+    max_positions: int = 512
+    seed: int = 0
+
+
+class PretrainedLanguageModel(msgspec.Struct, frozen=True, tag="pretrained"):
+    """A model directory as transformers writes it, or a GGUF file inside a directory (dequantised on load)."""
+
+    path: str
+    gguf_file: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class GymnasiumPolicy(msgspec.Struct, frozen=True, tag="gymnasium"):
+    """A small network for vector observations, with a value head."""
+
+    observation_shape: tuple[int, ...]
+    action_kind: Literal["discrete", "gaussian"]
+    action_size: int
+    """Number of actions, or of action components."""
+    hidden_size: int = 64
+    seed: int = 0
+
+
+ModelSpec = TinyLanguageModel | PretrainedLanguageModel | GymnasiumPolicy
+
+
+class Policy:
+    """A module that can be trained, published and restored; the kinds below add what their engine needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The live parameters and saved buffers by name, tied ones once. Not copies."""
+        tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        known = {tensor.data_ptr() for tensor in tensors.values()}
+        saved = self.module.state_dict()
+        for name, buffer in self.module.named_buffers():
+            if name in saved and buffer.data_ptr() not in known:
+                tensors[name] = buffer.detach()
+        return tensors
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite every tensor in place. ConfigError, and nothing changed, unless names and shapes agree exactly."""
+        own = self.named_tensors()
+        wrong = sorted(own.keys() ^ tensors.keys())
+        wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+        if wrong:
+            raise ConfigError(
+                f"these weights belong to another model: {len(wrong)} tensors are missing, unknown or misshapen, "
+                f"the first is {wrong[0]!r}; use the configuration they were made with"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+
+    def parameter_count(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def save_config(self, directory: Path) -> None:
+        """Write whatever beside the tensors is needed to open the model again."""
+
+
+class LanguagePolicy(Policy):
+    """A transformers causal language model and its tokenizer."""
+
+    def __init__(self, module: nn.Module, tokenizer: Tokenizer) -> None:
+        super().__init__(module)
+        self.tokenizer = tokenizer
+
+    def save_config(self, directory: Path) -> None:
+        config = self.module.config
+        assert hasattr(config, "save_pretrained")
+        config.save_pretrained(directory)  # type: ignore[operator]
+        self.tokenizer.save(directory)
+
+
+class ActorCritic(nn.Module):
+    """Two separate towers of two tanh layers: the actor's logits or means, and the critic's value."""
+
+    def __init__(self, spec: GymnasiumPolicy, generator: torch.Generator) -> None:
+        super().__init__()
+        self.action_kind = spec.action_kind
+        inputs = math.prod(spec.observation_shape)
+        hidden = spec.hidden_size
+        self.actor = nn.Sequential(
+            _linear(inputs, hidden, math.sqrt(2), generator),
+            nn.Tanh(),
+            _linear(hidden, hidden, math.sqrt(2), generator),
+            nn.Tanh(),
+            _linear(hidden, spec.action_size, 0.01, generator),
+        )
+        self.critic = nn.Sequential(
+            _linear(inputs, hidden, math.sqrt(2), generator),
+            nn.Tanh(),
+            _linear(hidden, hidden, math.sqrt(2), generator),
+            nn.Tanh(),
+            _linear(hidden, 1, 1.0, generator),
+        )
+        self.log_std = nn.Parameter(torch.zeros(spec.action_size)) if spec.action_kind == "gaussian" else None
+
+    def distribution(self, observations: Tensor) -> torch.distributions.Distribution:
+        """Over actions, one per observation."""
+        heads = self.actor(observations.flatten(1))
+        if self.log_std is None:
+            return torch.distributions.Categorical(logits=heads, validate_args=False)
+        normal = torch.distributions.Normal(heads, self.log_std.exp(), validate_args=False)
+        return torch.distributions.Independent(normal, 1, validate_args=False)
+
+    def value(self, observations: Tensor) -> Tensor:
+        """Expected return, one per observation."""
+        return self.critic(observations.flatten(1)).squeeze(-1)
+
+    def act(self, observations: Tensor, generator: torch.Generator, greedy: bool = False) -> tuple[Tensor, Tensor]:
+        """Sampled (or most likely) actions and their log-probabilities, one per observation."""
+        with torch.inference_mode():
+            heads = self.actor(observations.flatten(1))
+            if self.log_std is None:
+                logprobs = torch.log_softmax(heads, dim=-1)
+                if greedy:
+                    actions = logprobs.argmax(-1)
+                else:
+                    actions = torch.multinomial(logprobs.exp(), 1, generator=generator).squeeze(-1)
+                return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+            noise = torch.randn(heads.shape, generator=generator) * (0.0 if greedy else 1.0)
+            actions = heads + noise * self.log_std.exp()
+            return actions, self.distribution(observations).log_prob(actions)
+
+
+class ControlPolicy(Policy):
+    """A gymnasium policy."""
+
+    def __init__(self, module: ActorCritic) -> None:
+        super().__init__(module)
+        self.network = module
+
+
+def build(spec: ModelSpec) -> LanguagePolicy | ControlPolicy:
+    """The policy that `spec` describes. The same spec gives the same numbers, in every process."""
+    if isinstance(spec, TinyLanguageModel):
+        return _build_tiny(spec)
+    if isinstance(spec, PretrainedLanguageModel):
+        return _build_pretrained(spec)
+    return ControlPolicy(ActorCritic(spec, torch.Generator().manual_seed(spec.seed)))
+
+
+def _build_tiny(spec: TinyLanguageModel) -> LanguagePolicy:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = CharacterTokenizer(spec.alphabet)
+    if spec.hidden_size % spec.heads:
+        raise ConfigError(f"hidden_size {spec.hidden_size} must be a multiple of heads {spec.heads}")
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocabulary_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.hidden_size * 2,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.heads,
+        max_position_embeddings=spec.max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_id,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+    )
+    # The library draws initial weights from the global generator only.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = LlamaForCausalLM(config)
+    return LanguagePolicy(model, tokenizer)
+
+
+def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
+    from transformers import AutoModelForCausalLM
+
+    directory = Path(spec.path)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model path {spec.path!r} is not a directory; expected a model saved by transformers or a GGUF"
+        )
+    options = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
+    try:
+        # "local_files_only": a mistyped path must not become a download.
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, spec.dtype), local_files_only=True, attn_implementation="sdpa", **options
+        )
+        tokenizer = load_tokenizer(directory, spec.gguf_file)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"cannot load a language model from {spec.path!r}: {error}") from error
+    return LanguagePolicy(model, tokenizer)
+
+
+def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        nn.init.orthogonal_(layer.weight, gain, generator=generator)
+        layer.bias.zero_()
+    return layer
+
+
+__all__ = [
+    "ActorCritic",
+    "CharacterTokenizer",
+    "ControlPolicy",
+    "GymnasiumPolicy",
+    "LanguagePolicy",
+    "ModelSpec",
+    "Policy",
+    "PretrainedLanguageModel",
+    "PretrainedTokenizer",
+    "TinyLanguageModel",
+    "build",
+]

@@ -1,0 +1,99 @@
+"""Text to token ids and back: one token per character for tiny models, or whatever a model directory brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.errors import ConfigError
+
+FILE_NAME = "character_tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """What the house needs of a tokenizer."""
+
+    pad_id: int
+    eos_id: int
+    vocabulary_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def save(self, directory: Path) -> None: ...
+
+
+class _Saved(msgspec.Struct, frozen=True):
+    alphabet: str
+
+
+class CharacterTokenizer:
+    """One token per character of an alphabet, after `<pad>`, `<bos>` and `<eos>`."""
+
+    pad_id = 0
+    bos_id = 1
+    eos_id = 2
+
+    def __init__(self, alphabet: str) -> None:
+        if not alphabet or len(set(alphabet)) != len(alphabet):
+            raise ConfigError(f"an alphabet needs at least one character, each once; found {alphabet!r}")
+        self.alphabet = alphabet
+        self.vocabulary_size = len(alphabet) + 3
+        self._ids = {character: index + 3 for index, character in enumerate(alphabet)}
+
+    def encode(self, text: str) -> list[int]:
+        """Without special tokens. ConfigError names a character that is not in the alphabet."""
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as error:
+            raise ConfigError(
+                f"the character {error.args[0]!r} is not in the model's alphabet {self.alphabet!r}; add it there"
+            ) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens are left out."""
+        return "".join(self.alphabet[index - 3] for index in ids if index >= 3)
+
+    def save(self, directory: Path) -> None:
+        """So that the directory alone can be opened as a model."""
+        (directory / FILE_NAME).write_bytes(msgspec.json.encode(_Saved(self.alphabet)))
+
+
+class PretrainedTokenizer:
+    """A tokenizer of the transformers library."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.eos_id = int(inner.eos_token_id)
+        self.pad_id = int(inner.pad_token_id) if inner.pad_token_id is not None else self.eos_id
+        self.vocabulary_size = len(inner)
+
+    def encode(self, text: str) -> list[int]:
+        """Without special tokens."""
+        return self.inner.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Special tokens are left out."""
+        return self.inner.decode(ids, skip_special_tokens=True)
+
+    def save(self, directory: Path) -> None:
+        """In the library's own files."""
+        self.inner.save_pretrained(directory)
+
+
+def load_tokenizer(directory: Path, gguf_file: str | None = None) -> Tokenizer:
+    """The tokenizer saved in a model directory, or inside its GGUF file."""
+    own = directory / FILE_NAME
+    if own.exists():
+        try:
+            return CharacterTokenizer(msgspec.json.decode(own.read_bytes(), type=_Saved).alphabet)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{own} is damaged: {error}") from error
+    from transformers import AutoTokenizer
+
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
+    return PretrainedTokenizer(AutoTokenizer.from_pretrained(directory, local_files_only=True, **options))
