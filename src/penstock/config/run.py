@@ -82,7 +82,7 @@ class TinyModel(Section):
 
     kind: Literal["tiny"] = "tiny"
     hidden: Positive = 96
-    layers: Positive = 2
+    layers: Positive = 3
     heads: Positive = 4
     max_length: Positive = 128
 
@@ -100,7 +100,7 @@ class MlpModel(Section):
     """A policy and value network for gymnasium environments."""
 
     kind: Literal["mlp"] = "mlp"
-    hidden: list[Positive] = [64, 64]
+    hidden: Positive = 64
 
 
 Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]

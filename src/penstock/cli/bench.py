@@ -1,0 +1,37 @@
+"""`penstock bench`: finds and runs the files in `benchmarks/`."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import typer
+
+from penstock.errors import ConfigError
+
+
+def bench_command(name: str | None, arguments: list[str]) -> int:
+    folder = benchmarks_folder()
+    files = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
+    if name is None:
+        for stem, path in files.items():
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            typer.echo(f"{stem:16} {doc.splitlines()[0] if doc else ''}")
+        return 0
+    if name not in files:
+        raise ConfigError(f"no benchmark {name!r}; there is {', '.join(files)}")
+    spec = importlib.util.spec_from_file_location(f"penstock_benchmark_{name}", files[name])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return int(module.main(arguments) or 0)
+
+
+def benchmarks_folder() -> Path:
+    """In a checkout they stand beside `src`; an installed Penstock looks in the present directory."""
+    for folder in (Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"):
+        if folder.is_dir():
+            return folder
+    raise ConfigError("no benchmarks/ folder here: run this from a checkout of Penstock")

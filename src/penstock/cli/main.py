@@ -1,0 +1,95 @@
+"""The `penstock` command. Heavy imports happen inside the commands, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.errors import PenstockError
+
+app = typer.Typer(
+    name="penstock",
+    help="Asynchronous reinforcement-learning post-training: exact, bounded, and never silent.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set pipeline.letters.steps=10"),
+]
+
+
+@app.command()
+def run(
+    config: Annotated[Path | None, typer.Argument(help="A .toml configuration.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with an interrupted run in this directory.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
+) -> None:
+    """Train: start the processes of a run, watch them, and end with a summary."""
+    from penstock.cli.run import run_command
+
+    raise typer.Exit(run_command(config, overrides or [], resume=resume, dry_run=dry_run))
+
+
+@app.command()
+def check(
+    config: Annotated[Path, typer.Argument(help="A .toml configuration.")],
+    overrides: Overrides = None,
+) -> None:
+    """Validate a configuration and print it with every default filled in."""
+    from penstock.cli.run import check_command
+
+    raise typer.Exit(check_command(config, overrides or []))
+
+
+@app.command()
+def story(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    subject: Annotated[
+        str, typer.Argument(metavar="ID", help="sample:17, prompt:3, step:5 or version:6; a bare number is a sample.")
+    ],
+    pipeline: Annotated[str | None, typer.Option(help="Needed when the run has several pipelines.")] = None,
+) -> None:
+    """Tell the life of a sample, a prompt, a step or a weights version."""
+    from penstock.cli.inspect import story_command
+
+    raise typer.Exit(story_command(run_dir, subject, pipeline))
+
+
+@app.command()
+def doctor(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a live run.")]) -> None:
+    """Ask a live run who waits for what, since when, and who should have moved."""
+    from penstock.cli.inspect import doctor_command
+
+    raise typer.Exit(doctor_command(run_dir))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Which benchmark; none lists them.")] = None,
+) -> None:
+    """Run a benchmark beside its peer or physical limit. Further options go to the benchmark."""
+    from penstock.cli.bench import bench_command
+
+    raise typer.Exit(bench_command(name, context.args))
+
+
+def main() -> None:
+    """Entry point: errors become one clear sentence on stderr and a fitting exit code."""
+    try:
+        app()
+    except PenstockError as error:
+        typer.echo(f"penstock: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""The supervisor: starts the processes of a run on this machine, watches them, and ends every one of them.
+
+Children die with the supervisor (each asks the kernel for that first of all), so a killed supervisor leaves nothing
+behind but a run directory, and `--resume` goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from penstock.config.run import Config
+from penstock.errors import ConfigError, RunFailed
+from penstock.launch.restarts import FailTheRun, Finished, RestartAfter, RestartPolicy
+from penstock.payload.io.shm import sweep
+from penstock.runtime.process import kill_tree
+from penstock.runtime.rundir import RunDir
+from penstock.runtime.shutdown import ShutdownSignal
+from penstock.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.5
+CONTROLLER_START_S = 30.0
+
+
+class View(Protocol):
+    """Shows a run to a person."""
+
+    def update(self, status: dict[str, Any]) -> None: ...
+    def note(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process of the run. `wave` orders the end: lower waves are told to stop first."""
+
+    name: str
+    role: str
+    arguments: tuple[str, ...]
+    threads: int
+    wave: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended, for the summary."""
+
+    status: dict[str, Any]
+    interrupted: bool
+    wall_s: float
+
+
+def processes_of(config: Config) -> list[ProcessSpec]:
+    """All processes besides the controller."""
+    specs = []
+    for pipeline in config.pipeline:
+        specs.append(
+            ProcessSpec(
+                f"{pipeline.name}.trainer",
+                "trainer",
+                ("--pipeline", pipeline.name),
+                pipeline.train.threads,
+            )
+        )
+        for index in range(pipeline.rollout.workers):
+            specs.append(
+                ProcessSpec(
+                    f"{pipeline.name}.rollout.{index}",
+                    "rollout_worker",
+                    ("--pipeline", pipeline.name, "--index", str(index)),
+                    pipeline.rollout.threads,
+                )
+            )
+    return specs
+
+
+CONTROLLER = ProcessSpec("controller", "controller", (), 1, wave=1)
+
+
+class Supervisor:
+    """Runs one run directory to its end.
+
+    Consumes: exit codes, the controller's status, signals. Produces: processes, restarts, the view's updates.
+    Waits for: every pipeline to be complete. Unblocked by: completion, a failure, SIGINT or SIGTERM.
+    """
+
+    def __init__(self, run: RunDir, config: Config, view: View, stop: ShutdownSignal) -> None:
+        self._run = run
+        self._config = config
+        self._view = view
+        self._stop = stop
+        self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._specs: dict[str, ProcessSpec] = {}
+        self._ended_well: set[str] = set()
+        self._status: dict[str, Any] = {}
+        self._failure: str | None = None
+        self._over = asyncio.Event()
+
+    async def run(self) -> Outcome:
+        """Returns when training is complete or was interrupted; raises `RunFailed` with one sentence otherwise."""
+        started = time.monotonic()
+        removed = sweep(self._run.run_id)
+        if removed:
+            log.info("removed %d shared-memory rings left by an earlier life of this run", len(removed))
+        self._run.endpoint_path.unlink(missing_ok=True)
+        try:
+            async with Tasks() as tasks:
+                for spec in [CONTROLLER, *processes_of(self._config)]:
+                    self._specs[spec.name] = spec
+                    tasks.spawn(f"keep {spec.name}", self._keep(spec))
+                tasks.spawn("watch the controller", self._watch())
+                tasks.spawn("wait for a signal", self._heed_signals())
+                await self._over.wait()
+                await self._end_all()
+                tasks.cancel()
+        finally:
+            await self._kill_leftovers()
+            sweep(self._run.run_id)
+            self._view.close()
+        if self._failure is not None:
+            raise RunFailed(self._failure)
+        return Outcome(self._status, self._stop.requested, time.monotonic() - started)
+
+    async def _keep(self, spec: ProcessSpec) -> None:
+        """Keeps one process running until it ends well or its policy gives up."""
+        policy = RestartPolicy(spec.name, self._config.run.max_restarts)
+        while not self._over.is_set():
+            self._run.failure_path(spec.name).unlink(missing_ok=True)
+            began = time.monotonic()
+            exit_code = await self._start_and_wait(spec)
+            if self._over.is_set():
+                return
+            match policy.ended(exit_code, time.monotonic() - began, self._run.read_failure(spec.name)):
+                case Finished():
+                    self._ended_well.add(spec.name)
+                    log.info("%s finished", spec.name)
+                    return
+                case FailTheRun(sentence):
+                    self._fail(sentence)
+                    return
+                case RestartAfter(delay_s, why):
+                    self._view.note(f"{spec.name} ended ({why}); starting it again in {delay_s:g} s")
+                    log.warning("%s ended (%s); starting it again in %g s", spec.name, why, delay_s)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._over.wait(), delay_s)
+
+    async def _start_and_wait(self, spec: ProcessSpec) -> int:
+        threads = str(spec.threads)
+        environment = os.environ | {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [*(str(path.resolve()) for path in self._config.run.extra_path), os.environ.get("PYTHONPATH", "")]
+            ).strip(os.pathsep),
+        }
+        with self._run.log_path(spec.name).open("ab") as output:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "penstock.roles", spec.role, str(self._run.root)),
+                *("--name", spec.name, "--parent", str(os.getpid())),
+                *spec.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+        self._children[spec.name] = child
+        log.info("started %s as process %d", spec.name, child.pid)
+        return await child.wait()
+
+    async def _watch(self) -> None:
+        """Asks the controller for the run's status and notices completion."""
+        headers = {"authorization": f"Bearer {self._run.token()}"}
+        async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
+            while not self._over.is_set():
+                endpoint = self._run.read_endpoint()
+                if endpoint is not None:
+                    try:
+                        reply = await client.get(f"{endpoint.url}/v1/status")
+                        reply.raise_for_status()
+                        self._status = reply.json()
+                        self._view.update(self._status)
+                    except httpx.HTTPError as error:
+                        log.debug("no status from the controller at present: %s", error)
+                if self._everything_done():
+                    self._over.set()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._over.wait(), STATUS_EVERY_S)
+
+    def _everything_done(self) -> bool:
+        pipelines = self._status.get("pipelines", {})
+        complete = bool(pipelines) and all(one["phase"] in ("complete", "stopped") for one in pipelines.values())
+        trainers = {name for name in self._specs if name.endswith(".trainer")}
+        return complete and trainers <= self._ended_well
+
+    async def _heed_signals(self) -> None:
+        await self._stop.wait()
+        self._view.note("stopping: finishing what is in flight (once more to kill)")
+        self._over.set()
+
+    def _fail(self, sentence: str) -> None:
+        if self._failure is None:
+            self._failure = sentence
+        self._over.set()
+
+    async def _end_all(self) -> None:
+        """Asks workers and trainers first, the controller last, and waits a bounded time for each wave."""
+        for wave in (0, 1):
+            names = [name for name, child in self._children.items() if child.returncode is None]
+            names = [name for name in names if self._specs[name].wave == wave]
+            for name in names:
+                with contextlib.suppress(ProcessLookupError):
+                    self._children[name].send_signal(signal.SIGTERM)
+            if not names:
+                continue
+            waits = [self._children[name].wait() for name in names]
+            try:
+                await asyncio.wait_for(asyncio.gather(*waits), self._config.run.grace_s)
+            except TimeoutError:
+                late = [name for name in names if self._children[name].returncode is None]
+                log.warning("did not end within %g s and will be killed: %s", self._config.run.grace_s, ", ".join(late))
+
+    async def _kill_leftovers(self) -> None:
+        for child in self._children.values():
+            if child.returncode is None:
+                await asyncio.to_thread(kill_tree, child.pid, 5.0)
+
+
+@contextlib.contextmanager
+def exclusive(run: RunDir) -> Iterator[None]:
+    """Holds the run directory for one supervisor; the kernel lets go when this process dies, however it dies."""
+    with (run.root / "supervisor.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{run.root} is being run by another process; stop that one first") from None
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield

@@ -1,0 +1,131 @@
+"""What a person sees at the end of a run: the figures that matter, and a plot of the reward curves."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.runtime.rundir import RunDir
+
+SMOOTHING_STEPS = 10
+REWARD_WINDOW = 10
+"""First and final rewards are means over so many steps: single steps are noisy."""
+
+
+@dataclass(slots=True)
+class Curve:
+    """The reward of each trained step. A step trained again after a rollback replaces its first try."""
+
+    rewards: dict[int, float] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
+
+    def points(self) -> list[tuple[int, float]]:
+        return sorted(self.rewards.items())
+
+    def first(self) -> float | None:
+        return _mean([reward for _, reward in self.points()[:REWARD_WINDOW]])
+
+    def final(self) -> float | None:
+        return _mean([reward for _, reward in self.points()[-REWARD_WINDOW:]])
+
+
+def read_curves(metrics: Path) -> dict[str, Curve]:
+    """Reward curves by pipeline from `metrics.jsonl`; a torn last line is skipped."""
+    curves: dict[str, Curve] = defaultdict(Curve)
+    if not metrics.exists():
+        return curves
+    with metrics.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if entry.get("kind") == "step" and entry.get("reward") is not None:
+                curve = curves[entry["pipeline"]]
+                curve.rewards[entry["step"]] = entry["reward"]
+                curve.times[entry["step"]] = entry["at"]
+    return curves
+
+
+def plot(run: RunDir) -> Path | None:
+    """Writes the reward curves as PNG and SVG; None when nothing was trained."""
+    curves = {name: curve for name, curve in read_curves(run.metrics_path).items() if curve.rewards}
+    if not curves:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(curves), figsize=(5.2 * len(curves), 3.6), squeeze=False)
+    for axis, (name, curve) in zip(axes[0], sorted(curves.items()), strict=True):
+        steps, rewards = zip(*curve.points(), strict=True)
+        axis.plot(steps, rewards, color="#9ecae1", linewidth=1, label="per step")
+        axis.plot(steps, list(_smooth(rewards)), color="#08519c", linewidth=2, label=f"mean of {SMOOTHING_STEPS}")
+        axis.set_title(name)
+        axis.set_xlabel("optimiser step")
+        axis.set_ylabel("mean reward")
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right", frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    run.plots.mkdir(exist_ok=True)
+    path = run.plots / "rewards.png"
+    figure.savefig(path, dpi=130)
+    figure.savefig(path.with_suffix(".svg"))
+    plt.close(figure)
+    return path
+
+
+def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall_s: float, ended: str) -> None:
+    """The last screen of a run."""
+    curves = read_curves(run.metrics_path)
+    picture = plot(run)
+    table = Table(title=f"{run.root.name}: {ended} after {wall_s:.0f} s", title_justify="left")
+    columns = ("pipeline", "steps", "reward first → final", "samples trained", "dropped", "staleness mean / max")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("pipeline", "dropped") else "right")
+    for name, one in status.get("pipelines", {}).items():
+        curve = curves.get(name, Curve())
+        dropped = ", ".join(f"{reason} {count}" for reason, count in one["dropped"].items() if count) or "none"
+        table.add_row(
+            name,
+            f"{one['step']}/{one['steps']}",
+            f"{_figure(curve.first())} → {_figure(curve.final())}",
+            f"{one['samples_trained']:,}",
+            dropped,
+            f"{one['staleness_mean_run']:.2f} / {one['staleness_max_run']}",
+        )
+    console.print(table)
+    lag = status.get("lag")
+    if lag:
+        console.print(
+            f"controller loop lag: p50 {lag['p50'] * 1e3:.2f} ms, p99 {lag['p99'] * 1e3:.1f} ms, "
+            f"max {lag['max'] * 1e3:.0f} ms",
+            highlight=False,
+        )
+    if picture is not None:
+        console.print(f"reward curves: {picture}", highlight=False, soft_wrap=True)
+    console.print(f"run directory: {run.root}", highlight=False, soft_wrap=True)
+
+
+def _smooth(values: Iterable[float]) -> Iterable[float]:
+    window: list[float] = []
+    for value in values:
+        window = [*window, value][-SMOOTHING_STEPS:]
+        yield sum(window) / len(window)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

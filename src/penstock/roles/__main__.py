@@ -1,0 +1,38 @@
+"""Starts one role: `python -m penstock.roles ROLE RUN_DIR --name NAME`.
+
+Asks the kernel to die with the supervisor before anything heavy is imported: importing torch takes seconds, and a
+supervisor killed in those seconds must leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from penstock.runtime.process import die_with_parent
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m penstock.roles")
+    parser.add_argument("role", choices=("controller", "rollout_worker", "trainer"))
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--name", required=True, help="names the log file and the last words")
+    parser.add_argument("--parent", type=int, help="the process to die with")
+    parser.add_argument("--pipeline")
+    parser.add_argument("--index", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse(sys.argv[1:])
+    if options.parent is not None:
+        die_with_parent(options.parent)
+    from penstock.roles.process import run_role
+
+    return run_role(importlib.import_module(f"penstock.roles.{options.role}").main, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

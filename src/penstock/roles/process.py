@@ -1,0 +1,87 @@
+"""What every process of a run has in common: its run directory, its configuration, its signals, its last words."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import secrets
+import traceback
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import uvloop
+
+from penstock.config.load import load
+from penstock.config.run import Config, PipelineSection
+from penstock.errors import LocalProtocolError, PenstockError
+from penstock.records.ids import MemberId, PipelineName
+from penstock.runtime.logs import configure
+from penstock.runtime.progress import ProgressCell
+from penstock.runtime.rundir import RunDir
+from penstock.runtime.shutdown import ShutdownSignal
+
+log = logging.getLogger(__name__)
+
+UNEXPECTED = 70
+"""Exit code of a process that died of an error nobody named."""
+
+TRACEBACK_CHARACTERS = 4000
+
+
+@dataclass(slots=True)
+class RoleProcess:
+    """One process of a run. `member` is new for every incarnation: a restarted process is someone else."""
+
+    run: RunDir
+    config: Config
+    name: str
+    pipeline_name: PipelineName | None
+    index: int
+    stop: ShutdownSignal = field(default_factory=ShutdownSignal)
+    progress: ProgressCell = field(default_factory=ProgressCell)
+    member: MemberId = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.member = MemberId(f"{self.name}-{secrets.token_hex(4)}")
+
+    @property
+    def pipeline(self) -> PipelineSection:
+        """The pipeline this process belongs to."""
+        for section in self.config.pipeline:
+            if section.name == self.pipeline_name:
+                return section
+        raise LocalProtocolError(
+            f"{self.name} was started for pipeline {self.pipeline_name!r}, which is not configured"
+        )
+
+
+class RoleMain(Protocol):
+    """The wiring of a role."""
+
+    def __call__(self, process: RoleProcess) -> Coroutine[Any, Any, None]: ...
+
+
+def run_role(main: RoleMain, options: argparse.Namespace) -> int:
+    """Runs a role to its end. An error becomes the process's last words and its exit code."""
+    run = RunDir.open(options.run_dir)
+    configure(options.name, run.log_path(options.name), logging.INFO)
+    try:
+        process = RoleProcess(run, load(run.config_path), options.name, options.pipeline, options.index)
+        uvloop.run(_with_signals(main, process))
+    except PenstockError as error:
+        log.error("%s: %s", type(error).__name__, error, exc_info=True)
+        run.write_failure(options.name, type(error).__name__, str(error), error.exit_code)
+        return error.exit_code
+    except Exception as error:
+        log.exception("unexpected %s", type(error).__name__)
+        story = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
+        run.write_failure(options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
+        return UNEXPECTED
+    log.info("ended in good order")
+    return 0
+
+
+async def _with_signals(main: RoleMain, process: RoleProcess) -> None:
+    process.stop.install()
+    await main(process)

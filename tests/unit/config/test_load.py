@@ -1,0 +1,126 @@
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import dump, load, validate
+from penstock.errors import ConfigError
+
+GOOD = """\
+[run]
+name = "demo"
+
+[[pipeline]]
+name = "letters"
+steps = 10
+[pipeline.env]
+name = "copy"
+[pipeline.model]
+kind = "tiny"
+
+[[pipeline]]
+name = "pole"
+steps = 5
+[pipeline.env]
+name = "gymnasium"
+options = { id = "CartPole-v1" }
+[pipeline.model]
+kind = "mlp"
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def mistake(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(write(tmp_path, text), overrides)
+    return str(error.value)
+
+
+def test_a_good_file_loads_and_survives_a_round_trip(tmp_path: Path):
+    config = load(write(tmp_path, GOOD))
+    assert [pipeline.kind for pipeline in config.pipeline] == ["language", "gymnasium"]
+    assert load(write(tmp_path, dump(config))) == config
+
+
+def test_overrides_reach_pipelines_by_name_and_by_position(tmp_path: Path):
+    config = load(write(tmp_path, GOOD), ["pipeline.pole.steps=7", "pipeline.0.train.learning_rate=0.5", "run.seed=3"])
+    assert config.pipeline[1].steps == 7
+    assert config.pipeline[0].train.learning_rate == 0.5
+    assert config.run.seed == 3
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest_key(tmp_path: Path):
+    message = mistake(tmp_path, GOOD.replace('kind = "tiny"', 'kind = "tiny"\nhiden = 3'))
+    assert "run.toml:11: unknown key 'pipeline.0.model.hiden'; did you mean 'hidden'?" in message
+
+
+def test_an_unknown_key_in_the_second_pipeline_is_found_there(tmp_path: Path):
+    message = mistake(tmp_path, GOOD.replace("steps = 5", "steps = 5\nepoch = 3"))
+    assert "run.toml:15: unknown key 'pipeline.1.epoch'; did you mean 'epochs'?" in message
+
+
+def test_an_unknown_override_is_named(tmp_path: Path):
+    assert "did you mean 'steps'?" in mistake(tmp_path, GOOD, "pipeline.letters.stepz=3")
+
+
+def test_an_override_of_a_pipeline_that_is_not_there(tmp_path: Path):
+    assert "there is letters, pole" in mistake(tmp_path, GOOD, "pipeline.chess.steps=3")
+
+
+def test_a_wrong_type_says_what_was_found(tmp_path: Path):
+    message = mistake(tmp_path, GOOD.replace("steps = 10", 'steps = "many"'))
+    assert "run.toml:6: pipeline.0.steps" in message
+    assert 'found "many"' in message
+
+
+def test_a_missing_key_is_named(tmp_path: Path):
+    assert "'pipeline.0.steps' is missing" in mistake(tmp_path, GOOD.replace("steps = 10\n", ""))
+
+
+def test_every_mistake_is_reported_at_once(tmp_path: Path):
+    message = mistake(tmp_path, GOOD.replace("steps = 10", "steps = 0").replace('name = "demo"', 'nam = "demo"'))
+    assert len(message.splitlines()) == 2
+
+
+def test_a_model_that_does_not_fit_the_environment(tmp_path: Path):
+    assert "needs a model of kind mlp" in mistake(tmp_path, GOOD.replace('kind = "mlp"', 'kind = "tiny"'))
+
+
+def test_two_pipelines_with_one_name(tmp_path: Path):
+    assert "must differ" in mistake(tmp_path, GOOD.replace('name = "pole"', 'name = "letters"'))
+
+
+def test_devices_beyond_the_pool():
+    tree = {
+        "pool": {"devices": 2},
+        "pipeline": [
+            {
+                "name": "a",
+                "steps": 1,
+                "train_devices": [0, 5],
+                "env": {"name": "copy"},
+                "model": {"kind": "tiny"},
+            }
+        ],
+    }
+    with pytest.raises(ConfigError, match=r"uses devices \[5\], but pool.devices is 2"):
+        validate(tree)
+
+
+@pytest.mark.parametrize("text", ["[run", "a = ", "\x00"])
+def test_what_is_not_toml(tmp_path: Path, text: str):
+    assert "not valid TOML" in mistake(tmp_path, text)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no configuration at"):
+        load(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", ""])
+def test_an_override_without_a_value(tmp_path: Path, override: str):
+    assert "expected key=value" in mistake(tmp_path, GOOD, override)

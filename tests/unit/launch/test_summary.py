@@ -1,0 +1,48 @@
+import json
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.launch.summary import print_summary, read_curves
+from penstock.runtime.rundir import RunDir
+
+
+def step(number: int, reward: float, pipeline: str = "letters") -> str:
+    return json.dumps({"kind": "step", "pipeline": pipeline, "step": number, "reward": reward, "at": float(number)})
+
+
+def test_a_step_trained_again_replaces_its_first_try(tmp_path: Path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("\n".join([step(0, 0.1), step(1, 0.2), step(1, 0.4), '{"kind": "step", "pipel']))
+    assert read_curves(metrics)["letters"].points() == [(0, 0.1), (1, 0.4)]
+
+
+def test_no_metrics_no_curves(tmp_path: Path):
+    assert read_curves(tmp_path / "absent.jsonl") == {}
+
+
+def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
+    run = RunDir.create(tmp_path, "demo", "", "0")
+    lines = [step(i, i / 100) for i in range(100)] + [step(i, 4.0 * i, "pole") for i in range(100)]
+    run.metrics_path.write_text("\n".join(lines))
+    one = {
+        "step": 100,
+        "steps": 100,
+        "samples_trained": 12800,
+        "dropped": {"outdated": 3, "filtered": 0, "failed": 1, "lost": 0},
+        "staleness_mean_run": 1.25,
+        "staleness_max_run": 2,
+    }
+    status = {"pipelines": {"letters": one, "pole": one}, "lag": {"p50": 0.001, "p99": 0.002, "max": 0.003}}
+    out = StringIO()
+    print_summary(Console(file=out, width=200), run, status, wall_s=61.0, ended="complete")
+    text = out.getvalue()
+    assert "complete after 61 s" in text
+    assert "0.045 → 0.945" in text
+    assert "outdated 3, failed 1" in text
+    assert "1.25 / 2" in text
+    assert "p99 2.0 ms" in text
+    assert str(run.root) in text
+    assert (run.plots / "rewards.png").stat().st_size > 1000
+    assert (run.plots / "rewards.svg").exists()

@@ -1,0 +1,89 @@
+from io import StringIO
+
+from rich.console import Console
+
+from penstock.launch.view import Pace, PlainView, TerminalView, clock, sparkline
+
+PIPELINE = {
+    "step": 3,
+    "steps": 10,
+    "phase": "running",
+    "reward": 0.25,
+    "in_flight": 40,
+    "staleness_mean": 1.0,
+    "staleness_max": 2,
+    "version": 3,
+    "workers_alive": 1,
+    "samples_trained": 384,
+    "diagnosis": "",
+}
+STATUS = {"pipelines": {"letters": PIPELINE}, "lag": {"p50": 0.0001, "p99": 0.0021, "max": 0.004}}
+
+
+def test_a_pace_foretells_the_end():
+    pace = Pace()
+    assert pace.eta_s(10) is None
+    pace.saw(0.0, 0, 0)
+    pace.saw(2.0, 4, 512)
+    assert pace.samples_per_s == 256
+    assert pace.eta_s(10) == 3.0
+
+
+def test_a_pace_forgets_what_is_long_past():
+    pace = Pace(window_s=10)
+    pace.saw(0.0, 0, 0)
+    for second in range(100, 120):
+        pace.saw(float(second), second - 100, 0)
+    assert pace.eta_s(29) == 10.0
+
+
+def test_plain_lines_carry_every_figure():
+    out = StringIO()
+    view = PlainView(Console(file=out, width=300))
+    view.update(STATUS)
+    view.note("letters.rollout.0 ended (killed by SIGKILL); starting it again in 0.5 s")
+    text = out.getvalue()
+    assert "letters: step 3/10 (running)  reward 0.25" in text
+    assert "loop lag p99 2.1 ms" in text
+    assert "killed by SIGKILL" in text
+
+
+def test_plain_lines_do_not_flood():
+    out = StringIO()
+    view = PlainView(Console(file=out, width=300))
+    for _ in range(100):
+        view.update(STATUS)
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_a_stall_is_shown():
+    out = StringIO()
+    stalled = PIPELINE | {"diagnosis": "trainer waits for a batch since 61 s"}
+    PlainView(Console(file=out, width=300)).update({"pipelines": {"letters": stalled}})
+    assert "trainer waits for a batch since 61 s" in out.getvalue()
+
+
+def test_the_terminal_view_draws_a_panel_per_pipeline():
+    out = StringIO()
+    console = Console(file=out, width=120, force_terminal=True, color_system=None)
+    view = TerminalView(console, "runs/demo")
+    view.update(STATUS)
+    view.update({"pipelines": {"letters": PIPELINE | {"reward": 0.5, "step": 4}}})
+    view.note("a worker was replaced")
+    view.update(STATUS)
+    view.close()
+    text = out.getvalue()
+    assert "letters · running" in text
+    assert "a worker was replaced" in text
+    assert "step 3/10" in text
+
+
+def test_clock():
+    assert [clock(None), clock(5), clock(65), clock(3700)] == ["-", "0:05", "1:05", "1:01:40"]
+
+
+def test_sparkline():
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert len(sparkline([float(i) for i in range(1000)])) == 72

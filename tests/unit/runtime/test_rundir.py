@@ -1,0 +1,66 @@
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.runtime.rundir import Endpoint, RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, "demo", 'a = "b"\n', "0.1.0")
+
+
+def test_a_run_directory_can_be_opened_again(run: RunDir):
+    again = RunDir.open(run.root)
+    assert (again.run_id, again.token()) == (run.run_id, run.token())
+    assert again.config_path.read_text() == 'a = "b"\n'
+
+
+def test_two_runs_in_one_second_get_two_directories(tmp_path: Path):
+    roots = {RunDir.create(tmp_path, "demo", "", "0").root for _ in range(5)}
+    assert len(roots) == 5
+
+
+def test_the_token_is_for_the_owner_only(run: RunDir):
+    assert stat.S_IMODE(run.token_path.stat().st_mode) == 0o600
+
+
+def test_a_directory_that_is_no_run(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no run\.json"):
+        RunDir.open(tmp_path)
+
+
+def test_a_directory_of_another_format(run: RunDir):
+    marker = run.root / "run.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 99, "penstock": "9.9"}))
+    with pytest.raises(ConfigError, match="made by Penstock 9.9 in format 99"):
+        RunDir.open(run.root)
+
+
+def test_a_damaged_marker(run: RunDir):
+    (run.root / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="damaged"):
+        RunDir.open(run.root)
+
+
+def test_a_place_where_nothing_can_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"choose another run\.dir"):
+        RunDir.create(tmp_path / "file", "demo", "", "0")
+
+
+def test_the_endpoint_is_absent_until_announced(run: RunDir):
+    assert run.read_endpoint() is None
+    run.write_endpoint(Endpoint("127.0.0.1", 1234, 42))
+    assert run.read_endpoint() == Endpoint("127.0.0.1", 1234, 42)
+
+
+def test_last_words(run: RunDir):
+    assert run.read_failure("w") is None
+    run.write_failure("w", "ConfigError", "no such model", 2)
+    words = run.read_failure("w")
+    assert words is not None
+    assert words["message"] == "no such model"
