@@ -12,7 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seconds = PositiveFloat
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
@@ -116,7 +119,7 @@ class RolloutSection(Section):
     batch_samples: Positive = 64
     """Samples generated at once."""
     max_new_tokens: Positive = 16
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: PositiveFloat = 1.0
     max_turns: Positive = 1
     """Language models: how many completions one episode may have."""
     prefetch: bool = True
@@ -141,22 +144,56 @@ class TrainSection(Section):
     """`grpo`, `dr_grpo`, `rloo`, `max_rl`, or your own as `package.module:function`."""
     filters: list[str] = []
     """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    clip: Annotated[float, Field(gt=0)] = 0.2
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Truncates importance ratios of off-policy samples."""
-    entropy_bonus: float = 0.0
-    discount: Annotated[float, Field(gt=0, le=1)] = 0.99
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    epochs: Positive = 1
-    """Gymnasium: passes over each batch."""
-    minibatches: Positive = 1
-    """Gymnasium: optimiser updates per pass."""
     tokens_per_micro_batch: Positive = 16384
     device: str = "auto"
     threads: Positive = 1
+
+
+class TokenLossSection(Section):
+    """The loss of language models; the fields of `train.loss.TokenLossSettings`."""
+
+    clip_low: Fraction = 0.2
+    clip_high: NonNegativeFloat = 0.28
+    importance: Literal["truncate", "mask", "none"] = "truncate"
+    """Stale samples: cap their weight, drop tokens whose weight is outside [mask_low, mask_high], or neither."""
+    importance_cap: PositiveFloat = 2.0
+    mask_low: NonNegativeFloat = 0.5
+    mask_high: PositiveFloat = 5.0
+    average: Literal["token", "sequence", "constant"] = "token"
+    constant_length: Positive = 1
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the divergence from the initial model."""
+    entropy_coefficient: float = 0.0
+
+
+class ControlLossSection(Section):
+    """The loss of gymnasium policies; the fields of `train.loss.ControlLossSettings`."""
+
+    clip: PositiveFloat = 0.2
+    importance_cap: PositiveFloat = 2.0
+    discount: Fraction = 0.99
+    gae_lambda: Fraction = 0.95
+    value_coefficient: NonNegativeFloat = 0.5
+    entropy_coefficient: float = 0.0
+
+
+class OptimizerSection(Section):
+    """AdamW; the fields of `train.step.OptimSettings`."""
+
+    learning_rate: PositiveFloat = 1e-3
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    warmup_steps: NonNegative = 0
+    decay_steps: NonNegative = 0
+    """The learning rate falls in a line to `final_fraction` of itself over so many steps; 0: it does not fall."""
+    final_fraction: Fraction = 0.1
+    epochs: Positive = 1
+    """Gymnasium: passes over each batch."""
+    minibatches: Positive = 1
+    """Gymnasium: updates per pass."""
 
 
 class CheckpointSection(Section):
@@ -190,7 +227,7 @@ class PipelineSection(Section):
     """Optimiser steps to train."""
     epochs: Positive | None = None
     """Stop after so many passes over a finite environment, if that comes before `steps`."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: PositiveFloat = 1.0
     """Share of the pool in proportion to other pipelines."""
     train_devices: list[int] = []
     rollout_devices: list[int] = []
@@ -198,6 +235,9 @@ class PipelineSection(Section):
     model: Model
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
+    token_loss: TokenLossSection = TokenLossSection()
+    control_loss: ControlLossSection = ControlLossSection()
+    optimizer: OptimizerSection = OptimizerSection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     samples: SamplesSection = SamplesSection()

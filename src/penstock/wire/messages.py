@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.records.batch import Batch
 from penstock.records.ids import MemberId, PipelineName, PromptIndex, SampleId, StepIndex, Version
-from penstock.records.payload import RingAddress
+from penstock.records.payload import PayloadRef, RingAddress
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
@@ -176,6 +176,8 @@ class Leased(msgspec.Struct, tag="leased", frozen=True):
     phase: Phase
     prefetch: bool | None = None
     """Live setting: None leaves the worker's own configuration in force."""
+    discard: tuple[PayloadRef, ...] = ()
+    """Payloads of the caller's ring that nobody will ask for: their samples were dropped. May come twice."""
 
 
 class Delivered(msgspec.Struct, tag="delivered", frozen=True):

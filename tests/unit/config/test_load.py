@@ -47,9 +47,11 @@ def test_a_good_file_loads_and_survives_a_round_trip(tmp_path: Path):
 
 
 def test_overrides_reach_pipelines_by_name_and_by_position(tmp_path: Path):
-    config = load(write(tmp_path, GOOD), ["pipeline.pole.steps=7", "pipeline.0.train.learning_rate=0.5", "run.seed=3"])
+    config = load(
+        write(tmp_path, GOOD), ["pipeline.pole.steps=7", "pipeline.0.optimizer.learning_rate=0.5", "run.seed=3"]
+    )
     assert config.pipeline[1].steps == 7
-    assert config.pipeline[0].train.learning_rate == 0.5
+    assert config.pipeline[0].optimizer.learning_rate == 0.5
     assert config.run.seed == 3
 
 
