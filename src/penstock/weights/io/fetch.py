@@ -110,7 +110,7 @@ def fetch_buckets(
             fetched[span.tensor.name] = target
         check_bucket(bucket, digests[first:])
         yield fetched
-    _check_whole(manifest, digests)
+    check_whole(manifest, digests)
 
 
 def fetch(
@@ -135,11 +135,12 @@ def fetch(
             raise
     for bucket, found in zip(manifest.buckets, digests, strict=True):
         check_bucket(bucket, found)
-    _check_whole(manifest, [digest for found in digests for digest in found])
+    check_whole(manifest, [digest for found in digests for digest in found])
     return targets
 
 
-def _check_whole(manifest: Manifest, digests: list[bytes]) -> None:
+def check_whole(manifest: Manifest, digests: list[bytes]) -> None:
+    """Raises unless the digests of all tensors, in order, give the manifest's digest."""
     found = compose(digests)
     if found != manifest.digest:
         raise RemoteProtocolError(

@@ -16,6 +16,7 @@ shows it, and training starts from a durable version anyway.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import stat
@@ -23,14 +24,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.records.ids import Version
 from penstock.records.weights import BucketSpec, Manifest
-from penstock.weights.buckets import DEFAULT_BUCKET_BYTES, TensorHash, compose, layout, plan
-from penstock.weights.io.digest import host_pieces, specs_of
-from penstock.weights.io.fetch import fetch
+from penstock.weights.buckets import DEFAULT_BUCKET_BYTES, DTYPES, TensorHash, compose, layout, plan
+from penstock.weights.io.digest import host_pieces, specs_of, tensor_digest, torch_dtype
+from penstock.weights.io.fetch import check_bucket, check_whole, fetch
 from penstock.weights.manifest import bucket_file, check_manifest, describe, directory_name
 
 MANIFEST_FILE = "manifest.json"
@@ -224,6 +226,10 @@ class FileSource:
                 raise Transient(f"{self._manifest.buckets[bucket].file} ended at byte {offset} while it was read")
             target, offset = target[read:], offset + read
 
+    def map(self, bucket: int) -> mmap.mmap:
+        """The whole file, mapped copy-on-write."""
+        return mmap.mmap(self._descriptors[bucket], 0, access=mmap.ACCESS_COPY)
+
     def close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
@@ -269,6 +275,40 @@ def _open_bucket(directory: Path, bucket: BucketSpec) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def map_version(run_dir: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The version's tensors as they lie in the host's page cache, verified: nothing is copied.
+
+    The mapping is private, so that no write can reach the file, and lives as long as the tensors do.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    digests: list[bytes] = []
+    with FileSource(run_dir, manifest) as source:
+        for index, bucket in enumerate(manifest.buckets):
+            mapped = torch.from_numpy(np.frombuffer(source.map(index), dtype=np.uint8))
+            first = len(digests)
+            for span in layout(bucket.tensors).spans:
+                spec = span.tensor
+                flat = mapped[span.start : span.start + span.size_bytes]
+                if span.start % DTYPES[spec.dtype][1]:
+                    flat = flat.clone()  # follows a tensor of smaller elements: torch needs them aligned
+                tensors[spec.name] = flat.view(torch_dtype(spec.dtype)).view(spec.shape)
+                digests.append(tensor_digest(spec.name, tensors[spec.name]))
+            check_bucket(bucket, digests[first:])
+    check_whole(manifest, digests)
+    return tensors
+
+
+class FileMover:
+    """Brings versions out of a run directory on this host (or on a file system shared with the trainer's)."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def bring(self, manifest: Manifest, timeout_s: float) -> dict[str, torch.Tensor]:
+        """Verified tensors, valid as long as they are held. Reading a local file needs no deadline of its own."""
+        return map_version(self._run_dir, manifest)
 
 
 def load(

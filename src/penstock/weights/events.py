@@ -1,0 +1,164 @@
+"""What the transaction is told, in the past tense, and what it tells its surroundings to do, in the imperative."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from penstock.records.ids import MemberId, Version
+from penstock.records.weights import Manifest
+from penstock.weights.replica import ReplicaState
+
+
+class VersionPublished(msgspec.Struct, frozen=True):
+    """A complete version can be loaded; publishing it again changes nothing."""
+
+    manifest: Manifest
+    durable: bool = False
+
+
+class VersionMadeDurable(msgspec.Struct, frozen=True):
+    digest: str
+
+
+class TrainerLost(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class TrainerReturned(msgspec.Struct, frozen=True):
+    lineage: str
+
+
+class ReplicaJoined(msgspec.Struct, frozen=True):
+    """A process that may serve registered; it counts as STALE until it reports."""
+
+    member: MemberId
+
+
+class ReplicaLost(msgspec.Struct, frozen=True):
+    """A replica died, left, or was declared dead."""
+
+    member: MemberId
+    reason: str
+
+
+class MembershipReconciled(msgspec.Struct, frozen=True):
+    """These and no others are alive now. Idempotent: may be told before every update."""
+
+    live: frozenset[MemberId]
+
+
+class WeightsAsked(msgspec.Struct, frozen=True):
+    """A replica waits for weights other than those it holds."""
+
+    member: MemberId
+    held_digest: str
+
+
+class ReplicaReported(msgspec.Struct, frozen=True):
+    """What a replica found in its own memory, or the error that ended an update."""
+
+    member: MemberId
+    state: ReplicaState
+    version: Version
+    digest: str
+    pause_s: float = 0.0
+    skipped_versions: int = 0
+    error: str = ""
+
+
+class Ticked(msgspec.Struct, frozen=True):
+    """Time passed: deadlines are looked at."""
+
+
+TransactionEvent: TypeAlias = (
+    VersionPublished
+    | VersionMadeDurable
+    | TrainerLost
+    | TrainerReturned
+    | ReplicaJoined
+    | ReplicaLost
+    | MembershipReconciled
+    | WeightsAsked
+    | ReplicaReported
+    | Ticked
+)
+
+
+class OfferVersion(msgspec.Struct, frozen=True):
+    """Answer the replica's question for weights."""
+
+    member: MemberId
+    manifest: Manifest
+
+
+class AdmitReplica(msgspec.Struct, frozen=True):
+    """It may lease prompts and deliver samples made with these weights."""
+
+    member: MemberId
+    version: Version
+    digest: str
+
+
+class FenceReplica(msgspec.Struct, frozen=True):
+    """Lease it nothing and accept nothing from it until it is admitted again."""
+
+    member: MemberId
+    reason: str
+
+
+class EvictReplica(msgspec.Struct, frozen=True):
+    """Kill the process and start another; its leases return."""
+
+    member: MemberId
+    reason: str
+
+
+class RestartTrainer(msgspec.Struct, frozen=True):
+    """Start the trainer again from its checkpoint, with a new lineage; the replicas go on."""
+
+    reason: str
+
+
+class StopAdmission(msgspec.Struct, frozen=True):
+    """Issue no new prompts: nothing can be generated with current weights."""
+
+    reason: str
+
+
+class OpenAdmission(msgspec.Struct, frozen=True):
+    """A replica serves again."""
+
+
+class CheckpointTrainer(msgspec.Struct, frozen=True):
+    """Have the trainer save its state now."""
+
+    reason: str
+
+
+class RestartFleet(msgspec.Struct, frozen=True):
+    """Every replica is about to be evicted; the new ones load this durable version."""
+
+    manifest: Manifest
+    reason: str
+
+
+class FailRun(msgspec.Struct, frozen=True):
+    """The run cannot go on; the sentence is for the user."""
+
+    sentence: str
+
+
+TransactionEffect: TypeAlias = (
+    OfferVersion
+    | AdmitReplica
+    | FenceReplica
+    | EvictReplica
+    | RestartTrainer
+    | StopAdmission
+    | OpenAdmission
+    | CheckpointTrainer
+    | RestartFleet
+    | FailRun
+)

@@ -1,0 +1,113 @@
+"""What is done about each fault of a weight update: the table, and nothing else.
+
+A row says what follows for a replica in a given state, how often, and what then. `CHOOSE` stands where safety leaves
+a choice; the policy makes it. Actions for a QUIESCED or LOADED replica are carried out by the replica itself, which
+also acts so when it hears nothing from the controller.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import LocalProtocolError
+from penstock.weights.replica import RESUME_TRIES, ReplicaState
+
+Policy = Literal["restore", "evict", "fail"]
+
+
+class Fault(StrEnum):
+    TRAINER_DIED = "trainer died"
+    REPLICA_DIED = "replica died"
+    LOAD_FAILED = "load failed"
+    """One replica could not bring, stage or write a version, or the proof of it failed."""
+    UPDATE_OVERDUE = "update overdue"
+    """One replica was offered a version and did not report by the deadline."""
+    ALL_FAILED = "all replicas failed"
+    GROUP_HUNG = "group build hung"
+    FINALIZE_FAILED = "finalize failed"
+    RESUME_FAILED = "resume failed"
+    CONTROLLER_DIED = "controller died"
+
+
+class Action(StrEnum):
+    KEEP_SERVING = "keep serving the old version, to the staleness bound"
+    RESUME_OLD = "resume at the old version"
+    COMMIT = "resume at the verified new version"
+    FENCE = "fence: no lease, no sample accepted"
+    REFIT = "load one complete version, durable if need be"
+    RETRY = "offer the newest version again"
+    EVICT = "replace the process; it returns as stale"
+    ABORT_GROUP = "abort the group; the next attempt has a new name"
+    FALL_BACK = "fall back from broadcast to pull"
+    RETRY_RESUME = "resume again"
+    RESTART_TRAINER = "restart the trainer from its checkpoint, with a new lineage"
+    STOP_ADMISSION = "stop admission"
+    CHECKPOINT = "emergency checkpoint of the trainer"
+    RESTART_FLEET = "restart all replicas from the durable version"
+    FAIL = "fail the run with one sentence"
+    CHOOSE = "by policy"
+
+
+CHOICES: dict[Policy, Action] = {"restore": Action.REFIT, "evict": Action.EVICT, "fail": Action.FAIL}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One row: `first` for the first `tries` occurrences in a row, `then` for every later one."""
+
+    fault: Fault
+    state: ReplicaState
+    first: tuple[Action, ...]
+    tries: int = 1_000_000
+    then: tuple[Action, ...] = ()
+
+
+_A, _F, _S = Action, Fault, ReplicaState
+
+TABLE: tuple[Row, ...] = (
+    Row(_F.TRAINER_DIED, _S.SERVING, (_A.RESTART_TRAINER, _A.KEEP_SERVING)),
+    Row(_F.TRAINER_DIED, _S.QUIESCED, (_A.RESTART_TRAINER, _A.RESUME_OLD)),
+    Row(_F.TRAINER_DIED, _S.LOADED, (_A.RESTART_TRAINER, _A.COMMIT)),
+    Row(_F.TRAINER_DIED, _S.TORN, (_A.RESTART_TRAINER, _A.FENCE, _A.CHOOSE)),
+    Row(_F.TRAINER_DIED, _S.STALE, (_A.RESTART_TRAINER, _A.FENCE, _A.REFIT)),
+    Row(_F.REPLICA_DIED, _S.DEAD, (_A.EVICT,)),
+    Row(_F.LOAD_FAILED, _S.SERVING, (_A.KEEP_SERVING, _A.RETRY), 2, (_A.EVICT,)),
+    Row(_F.LOAD_FAILED, _S.QUIESCED, (_A.RESUME_OLD, _A.RETRY), 2, (_A.EVICT,)),
+    Row(_F.LOAD_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE), 2, (_A.FENCE, _A.EVICT)),
+    Row(_F.LOAD_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 2, (_A.FENCE, _A.EVICT)),
+    Row(_F.LOAD_FAILED, _S.LOADED, (_A.COMMIT,)),
+    Row(_F.UPDATE_OVERDUE, _S.SERVING, (_A.KEEP_SERVING, _A.RETRY), 1, (_A.EVICT,)),
+    Row(_F.UPDATE_OVERDUE, _S.QUIESCED, (_A.FENCE, _A.EVICT)),
+    Row(_F.UPDATE_OVERDUE, _S.LOADED, (_A.FENCE, _A.EVICT)),
+    Row(_F.UPDATE_OVERDUE, _S.TORN, (_A.FENCE, _A.EVICT)),
+    Row(_F.UPDATE_OVERDUE, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.FENCE, _A.EVICT)),
+    Row(_F.ALL_FAILED, _S.SERVING, (_A.RETRY,), 1, (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)),
+    Row(_F.ALL_FAILED, _S.TORN, (_A.FENCE, _A.RETRY), 1, (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)),
+    Row(_F.ALL_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)),
+    Row(_F.ALL_FAILED, _S.DEAD, (_A.FAIL,)),
+    Row(_F.GROUP_HUNG, _S.SERVING, (_A.ABORT_GROUP, _A.KEEP_SERVING, _A.RETRY), 2, (_A.ABORT_GROUP, _A.FALL_BACK)),
+    Row(_F.GROUP_HUNG, _S.QUIESCED, (_A.ABORT_GROUP, _A.RESUME_OLD, _A.RETRY), 2, (_A.ABORT_GROUP, _A.FALL_BACK)),
+    Row(_F.GROUP_HUNG, _S.TORN, (_A.ABORT_GROUP, _A.FENCE, _A.CHOOSE)),
+    Row(_F.FINALIZE_FAILED, _S.LOADED, (_A.COMMIT,)),
+    Row(_F.FINALIZE_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE)),
+    Row(_F.RESUME_FAILED, _S.QUIESCED, (_A.RETRY_RESUME,), RESUME_TRIES - 1, (_A.EVICT,)),
+    Row(_F.RESUME_FAILED, _S.LOADED, (_A.RETRY_RESUME,), RESUME_TRIES - 1, (_A.EVICT,)),
+    Row(_F.CONTROLLER_DIED, _S.SERVING, (_A.KEEP_SERVING,)),
+    Row(_F.CONTROLLER_DIED, _S.QUIESCED, (_A.RESUME_OLD,)),
+    Row(_F.CONTROLLER_DIED, _S.LOADED, (_A.COMMIT,)),
+    Row(_F.CONTROLLER_DIED, _S.TORN, (_A.FENCE, _A.REFIT)),
+    Row(_F.CONTROLLER_DIED, _S.STALE, (_A.FENCE, _A.REFIT)),
+)
+
+_ROWS = {(row.fault, row.state): row for row in TABLE}
+
+
+def decide(fault: Fault, state: ReplicaState, policy: Policy, times: int = 1) -> tuple[Action, ...]:
+    """What to do when the fault struck a replica in this state for the `times`-th time in a row."""
+    row = _ROWS.get((fault, state))
+    if row is None:
+        raise LocalProtocolError(f"the fault table has no row for {fault!s} in a replica that is {state!s}")
+    actions = row.first if times <= row.tries else row.then
+    return tuple(CHOICES[policy] if action is Action.CHOOSE else action for action in actions)

@@ -1,0 +1,346 @@
+"""Keeps one engine's weights at the newest published version.
+
+    staged:    poll → bring → stage → swap → prove → report          generation goes on; second buffer
+    in place:  poll → bring → quiesce → write → prove → resume → report     generation stands still; no second buffer
+
+The newest version wins: one update runs at a time, nothing is queued, and what was published meanwhile is skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from penstock.errors import PeerLost, PenstockError, RemoteProtocolError, Stale, Transient
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.runtime.backoff import Backoff
+from penstock.runtime.clock import Clock, SystemClock
+from penstock.runtime.offload import Offload
+from penstock.weights.io.digest import digest_of
+from penstock.weights.manifest import check_manifest, describe, tensors_of
+from penstock.weights.replica import (
+    AbandonReplica,
+    Mismatched,
+    Quiesced,
+    Replica,
+    ReplicaEffect,
+    ReplicaEvent,
+    ReplicaState,
+    ReportReplicaState,
+    Resumed,
+    ResumeEngine,
+    Swapped,
+    UpdateFailed,
+    Verified,
+    WriteBegan,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Way = Literal["staged", "in_place"]
+
+
+class Engine(Protocol):
+    """What an engine must offer to be updated. All calls block and come from a background thread."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    def served_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors by name, not copies."""
+        ...
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies a complete version beside the live one, without disturbing generation."""
+        ...
+
+    def swap(self, version: int, digest: str, timeout_s: float) -> float:
+        """Serves what was staged from the next decode step on; returns the pause in seconds."""
+        ...
+
+    def load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str, timeout_s: float) -> float:
+        """Overwrites the live tensors; returns the pause in seconds."""
+        ...
+
+    def sleep(self, timeout_s: float) -> None:
+        """Stops generation between two decode steps until `wake`."""
+        ...
+
+    def wake(self, timeout_s: float) -> None:
+        """Lets generation go on; harmless when it does."""
+        ...
+
+
+class ManifestSource(Protocol):
+    """Where the newest version is learned."""
+
+    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+        """The newest version unless it is the one held; None when `wait_s` passed without one."""
+        ...
+
+
+class Mover(Protocol):
+    """Brings a version's bytes into this host's memory."""
+
+    def bring(self, manifest: Manifest, timeout_s: float) -> Mapping[str, torch.Tensor]:
+        """Verified tensors. `Stale` when the version is gone, `Transient` when it may be had later. Blocks."""
+        ...
+
+
+class ReplicaReport(msgspec.Struct, frozen=True):
+    """What the controller is told after every change."""
+
+    state: ReplicaState
+    version: Version
+    digest: str
+    pause_s: float = 0.0
+    skipped_versions: int = 0
+    error: str = ""
+
+
+class UpdaterStatistics(msgspec.Struct):
+    """Counted since the start. There is no queue: `behind` is the whole backlog."""
+
+    updates: int = 0
+    failures: int = 0
+    overtaken: int = 0
+    """Versions that were removed before they could be read, because newer ones exist."""
+    skipped_versions: int = 0
+    behind: int = 0
+    """Versions between the one served and the newest one heard of."""
+    last_pause_s: float = 0.0
+    last_bring_s: float = 0.0
+    last_update_s: float = 0.0
+
+
+class ReplicaUpdater:
+    """The one task of a worker that changes its engine's weights."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        source: ManifestSource,
+        report: Callable[[ReplicaReport], Awaitable[None]],
+        mover: Mover,
+        *,
+        way: Way = "staged",
+        poll_s: float = 10.0,
+        bring_timeout_s: float = 300.0,
+        change_timeout_s: float = 60.0,
+        report_timeout_s: float = 60.0,
+        max_failures: int = 3,
+        retry_first_s: float = 0.05,
+        retry_cap_s: float = 2.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self.replica = Replica(max_failures=max_failures)
+        self.statistics = UpdaterStatistics()
+        self._engine = engine
+        self._source = source
+        self._report = report
+        self._mover = mover
+        self._way: Way = way
+        self._poll_s = poll_s
+        self._bring_timeout_s = bring_timeout_s
+        self._change_timeout_s = change_timeout_s
+        self._report_timeout_s = report_timeout_s
+        self._backoff = Backoff(retry_first_s, retry_cap_s)
+        self._clock = clock or SystemClock()
+        self._pause_s = 0.0
+        self._skipped = 0
+        self._step = "poll"
+        self._wedged = False
+
+    def __repr__(self) -> str:
+        return f"ReplicaUpdater({self._way}, at {self._step}, {self.replica}, {self.statistics})"
+
+    async def run(self) -> None:
+        """Updates until cancelled.
+
+        Consumes manifests, produces reports; waits for the next manifest, unblocked by a publication or `poll_s`.
+        Raises `PeerLost` when this replica cannot be brought to serve: the process must be replaced.
+        """
+        offload = Offload(1, "weights")
+        try:
+            await self._perform(await self._take_stock(offload), offload)
+            while True:
+                await self._once(offload)
+        finally:
+            offload.close(0.0)
+
+    async def _take_stock(self, offload: Offload) -> list[ReplicaEffect]:
+        """What the engine holds at the start counts only if its own memory confirms it; else it must not generate."""
+        claimed = self._engine.digest
+        if not claimed or await self._do("take stock", offload, self._served_digest) != claimed:
+            await self._do("fence", offload, self._engine.sleep, self._change_timeout_s)
+            return [ReportReplicaState(self.replica.state, self.replica.version, "")]
+        self.replica.handle(Verified(Version(self._engine.version), claimed), self._clock.now())
+        return self.replica.handle(Resumed(), self._clock.now())
+
+    async def _once(self, offload: Offload) -> None:
+        """One poll and at most one update."""
+        self._step = "poll"
+        try:
+            async with asyncio.timeout(self._poll_s * 2 + 5.0):
+                manifest = await self._source.next_manifest(self.replica.held_digest, self._poll_s)
+        except (Transient, TimeoutError) as error:
+            logger.warning("no answer about the newest weights (%s); %s goes on", error, self.replica)
+            await asyncio.sleep(self._backoff.next_s())
+            return
+        if manifest is None or manifest.digest == self.replica.held_digest:
+            return
+        held = self.replica.version
+        self.statistics.behind = max(0, manifest.version - held) if held >= 0 else 0
+        self._skipped = max(0, self.statistics.behind - 1)
+        began = self._clock.now()
+        try:
+            check_manifest(manifest)
+            update = self._staged if self._way == "staged" else self._in_place
+            await update(manifest, offload)
+        except Stale as error:  # only `bring` finds this, before anything was touched: a newer version exists
+            self.statistics.overtaken += 1
+            logger.info("%s", error)
+            await asyncio.sleep(self._backoff.next_s())
+        except (PenstockError, OSError, RuntimeError, ValueError, KeyError) as error:
+            await self._failed(error, offload)
+        else:
+            self._backoff.reset()
+            self.statistics.updates += 1
+            self.statistics.skipped_versions += self._skipped
+            self.statistics.behind = 0
+            self.statistics.last_pause_s = self._pause_s
+            self.statistics.last_update_s = self._clock.now() - began
+            logger.debug("%s is served after a pause of %.1f ms", describe(manifest), 1e3 * self._pause_s)
+
+    async def _staged(self, manifest: Manifest, offload: Offload) -> None:
+        tensors = await self._bring(manifest, offload)
+        await self._do("stage", offload, self._engine.stage, tensors)
+        del tensors
+        if self.replica.may_serve:
+            self._pause_s = await self._do(
+                "swap", offload, self._engine.swap, manifest.version, manifest.digest, self._change_timeout_s
+            )
+            # From here on the new version serves; the proof is read from its own memory while it does.
+            effects = self._tell(Swapped(manifest.version, manifest.digest))
+            await self._prove(manifest, offload)
+            await self._perform(effects, offload)
+            return
+        await self._do("quiesce", offload, self._engine.sleep, self._change_timeout_s)
+        self._tell(Quiesced())
+        self._pause_s = await self._do(
+            "swap", offload, self._engine.swap, manifest.version, manifest.digest, self._change_timeout_s
+        )
+        await self._prove(manifest, offload)
+        self._tell(Verified(manifest.version, manifest.digest))
+        await self._perform([ResumeEngine()], offload)
+
+    async def _in_place(self, manifest: Manifest, offload: Offload) -> None:
+        tensors = await self._bring(manifest, offload)
+        quiesced_at = self._clock.now()
+        await self._do("quiesce", offload, self._engine.sleep, self._change_timeout_s)
+        self._tell(Quiesced())
+        self._tell(WriteBegan())
+        await self._do(
+            "write",
+            offload,
+            self._engine.load_in_place,
+            tensors,
+            manifest.version,
+            manifest.digest,
+            self._change_timeout_s,
+        )
+        del tensors
+        await self._prove(manifest, offload)
+        self._tell(Verified(manifest.version, manifest.digest))
+        self._pause_s = self._clock.now() - quiesced_at
+        await self._perform([ResumeEngine()], offload)
+
+    async def _bring(self, manifest: Manifest, offload: Offload) -> Mapping[str, torch.Tensor]:
+        began = self._clock.now()
+        tensors = await self._do(
+            "bring", offload, self._mover.bring, manifest, self._bring_timeout_s, timeout_s=self._bring_timeout_s + 5.0
+        )
+        self.statistics.last_bring_s = self._clock.now() - began
+        served = self._engine.served_tensors()
+        lacking = sorted({spec.name for spec in tensors_of(manifest)} ^ served.keys())
+        if lacking:
+            raise RemoteProtocolError(
+                f"{describe(manifest)} belongs to another model: it and the engine differ in tensor {lacking[0]!r}"
+            )
+        return tensors
+
+    async def _prove(self, manifest: Manifest, offload: Offload) -> None:
+        """Compares the digest of the engine's own memory; a mixture is fenced at once."""
+        found = await self._do("prove", offload, self._served_digest)
+        if found == manifest.digest:
+            return
+        await self._perform(self._tell(Mismatched(manifest.digest, found)), offload)
+        await self._do("fence", offload, self._engine.sleep, self._change_timeout_s)
+        raise RemoteProtocolError(f"the engine does not hold {describe(manifest)}: its memory has digest {found}")
+
+    def _served_digest(self) -> str:
+        return digest_of(self._engine.served_tensors())
+
+    async def _do(
+        self, step: str, offload: Offload, function: Callable[..., T], *arguments: Any, timeout_s: float | None = None
+    ) -> T:
+        """One step in the background thread, with its name known to `repr` and to the error."""
+        self._step = step
+        timeout_s = self._change_timeout_s + 5.0 if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await offload.run(function, *arguments)
+        except TimeoutError:
+            self._wedged = True  # its thread is lost, and with it the right to change this engine
+            raise PeerLost(
+                f"step {step!r} of a weight update did not end within {timeout_s:.0f} s; this process must be replaced"
+            ) from None
+
+    def _tell(self, event: ReplicaEvent) -> list[ReplicaEffect]:
+        return self.replica.handle(event, self._clock.now())
+
+    async def _failed(self, error: Exception, offload: Offload) -> None:
+        self.statistics.failures += 1
+        step, text = self._step, str(error) or type(error).__name__
+        logger.warning("update failed at step %r: %s; %r", step, text, self.replica)
+        await self._perform(self._tell(UpdateFailed(step, text)), offload)
+        if self._wedged:
+            raise error
+        await asyncio.sleep(self._backoff.next_s())
+
+    async def _perform(self, effects: list[ReplicaEffect], offload: Offload) -> None:
+        """Carries out effects in order; resuming may add more."""
+        pending = list(effects)
+        while pending:
+            match pending.pop(0):
+                case ResumeEngine():
+                    try:
+                        await self._do("resume", offload, self._engine.wake, self._change_timeout_s)
+                    except (PenstockError, OSError, RuntimeError) as error:
+                        pending = [*self._tell(UpdateFailed("resume", str(error))), *pending]
+                    else:
+                        pending = [*self._tell(Resumed()), *pending]
+                case ReportReplicaState(state, version, digest, error):
+                    report = ReplicaReport(state, version, digest, self._pause_s, self._skipped, error)
+                    await self._send(report)
+                case AbandonReplica(reason):
+                    raise PeerLost(f"this replica gives up and must be replaced: {reason}")
+
+    async def _send(self, report: ReplicaReport) -> None:
+        """A lost report is not an error: the next one, or the next sample's digest, says the same."""
+        self._step = "report"
+        try:
+            async with asyncio.timeout(self._report_timeout_s):
+                await self._report(report)
+        except (Transient, TimeoutError) as error:
+            logger.warning("the controller could not be told %s: %s", report, error)

@@ -1,0 +1,235 @@
+"""One engine's weights, as a state machine: what may serve, and what must never.
+
+The invariant: *a replica serves only one complete version whose digest was recomputed from its own memory.* One that
+received any byte in place is TORN until a complete version has been verified in it; before that byte, going on with
+the old version is safe. A staged update never leaves SERVING: the new version is complete and verified before the
+swap, and the swap is a single step.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from penstock.errors import InvalidTransition
+from penstock.records.ids import Version
+
+RESUME_TRIES = 3
+"""Resuming is idempotent and cheap; an engine that refuses it this often is broken."""
+
+
+class ReplicaState(StrEnum):
+    SERVING = "serving"
+    """Generating with one complete, verified version."""
+    QUIESCED = "quiesced"
+    """Not generating; its version is still complete."""
+    TORN = "torn"
+    """Holds a mixture, or bytes that are not what was published. Must not generate."""
+    LOADED = "loaded"
+    """Holds one complete, verified version; not generating yet."""
+    STALE = "stale"
+    """Started, and has no published version yet. Must not generate."""
+    DEAD = "dead"
+
+
+class Quiesced(msgspec.Struct, frozen=True):
+    """No forward pass runs, and none will begin."""
+
+
+class WriteBegan(msgspec.Struct, frozen=True):
+    """The next thing that happens is a byte of another version written in place."""
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """The digest recomputed from the engine's memory is the one of this version."""
+
+    version: Version
+    digest: str
+
+
+class Swapped(msgspec.Struct, frozen=True):
+    """A verified second buffer became the serving one between two decode steps."""
+
+    version: Version
+    digest: str
+
+
+class Mismatched(msgspec.Struct, frozen=True):
+    """The digest recomputed from the engine's memory is not the expected one."""
+
+    expected: str
+    found: str
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """The engine generates again."""
+
+
+class UpdateFailed(msgspec.Struct, frozen=True):
+    """The update in progress ended with an error at the named step. Changes no state: says what must follow."""
+
+    step: str
+    error: str
+
+
+class Died(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class Restarted(msgspec.Struct, frozen=True):
+    """A new process took its place."""
+
+
+ReplicaEvent: TypeAlias = (
+    Quiesced | WriteBegan | Verified | Swapped | Mismatched | Resumed | UpdateFailed | Died | Restarted
+)
+
+
+class ResumeEngine(msgspec.Struct, frozen=True):
+    """Let the engine generate again, with the version it holds."""
+
+
+class ReportReplicaState(msgspec.Struct, frozen=True):
+    """Tell the controller what is served now."""
+
+    state: ReplicaState
+    version: Version
+    digest: str
+    error: str = ""
+
+
+class AbandonReplica(msgspec.Struct, frozen=True):
+    """End this process so that a fresh one takes its place."""
+
+    reason: str
+
+
+ReplicaEffect: TypeAlias = ResumeEngine | ReportReplicaState | AbandonReplica
+
+_S = ReplicaState
+
+TRANSITIONS: dict[tuple[ReplicaState, type[msgspec.Struct]], ReplicaState] = {
+    (_S.SERVING, Quiesced): _S.QUIESCED,
+    (_S.SERVING, Swapped): _S.SERVING,
+    (_S.SERVING, Mismatched): _S.TORN,
+    (_S.SERVING, Resumed): _S.SERVING,
+    (_S.QUIESCED, Quiesced): _S.QUIESCED,
+    (_S.QUIESCED, Resumed): _S.SERVING,
+    (_S.QUIESCED, WriteBegan): _S.TORN,
+    (_S.QUIESCED, Mismatched): _S.TORN,
+    (_S.TORN, Quiesced): _S.TORN,
+    (_S.TORN, WriteBegan): _S.TORN,
+    (_S.TORN, Mismatched): _S.TORN,
+    (_S.TORN, Verified): _S.LOADED,
+    (_S.LOADED, Quiesced): _S.LOADED,
+    (_S.LOADED, WriteBegan): _S.TORN,
+    (_S.LOADED, Mismatched): _S.TORN,
+    (_S.LOADED, Verified): _S.LOADED,
+    (_S.LOADED, Resumed): _S.SERVING,
+    (_S.STALE, Quiesced): _S.STALE,
+    (_S.STALE, WriteBegan): _S.TORN,
+    (_S.STALE, Mismatched): _S.TORN,
+    (_S.STALE, Verified): _S.LOADED,
+    (_S.DEAD, Restarted): _S.STALE,
+    **{(state, Died): _S.DEAD for state in _S},
+}
+"""Every transition there is. `UpdateFailed` is allowed everywhere but in DEAD and never changes the state."""
+
+
+class Replica:
+    """The machine of one replica. `handle` follows the table; what is not in it raises `InvalidTransition`."""
+
+    def __init__(self, *, max_failures: int = 3) -> None:
+        self.state = ReplicaState.STALE
+        self.version = Version(-1)
+        self.digest = ""
+        self.since = 0.0
+        self.failures = 0
+        """Updates failed in a row."""
+        self.resume_failures = 0
+        self.first_error = ""
+        self.later_errors: list[str] = []
+        self._max_failures = max_failures
+
+    @property
+    def may_serve(self) -> bool:
+        return self.state is ReplicaState.SERVING
+
+    @property
+    def held_digest(self) -> str:
+        """What a complete update would be compared with: empty while nothing complete is held."""
+        complete = (ReplicaState.SERVING, ReplicaState.QUIESCED, ReplicaState.LOADED)
+        return self.digest if self.state in complete else ""
+
+    def handle(self, event: ReplicaEvent, now: float) -> list[ReplicaEffect]:
+        if isinstance(event, UpdateFailed):
+            return self._failed(event)
+        target = TRANSITIONS.get((self.state, type(event)))
+        if target is None:
+            raise InvalidTransition(f"{type(event).__name__} cannot happen to a replica that is {self.state}: {self!r}")
+        changed = target is not self.state
+        self.state = target
+        if changed:
+            self.since = now
+        match event:
+            case Verified() | Swapped():
+                self.version, self.digest = event.version, event.digest
+                self.failures, self.first_error, self.later_errors = 0, "", []
+            case Mismatched():
+                self._note(f"digest {event.found}, expected {event.expected}")
+            case Died():
+                self._note(event.reason)
+            case Resumed():
+                self.resume_failures = 0
+            case Restarted():
+                self.version, self.digest, self.failures, self.resume_failures = Version(-1), "", 0, 0
+        if target in (ReplicaState.TORN, ReplicaState.STALE):
+            self.digest = ""
+        quiet = isinstance(event, Quiesced | WriteBegan | Verified)  # passed through within one update
+        return [] if quiet or target is ReplicaState.DEAD else [self._report()]
+
+    def _failed(self, event: UpdateFailed) -> list[ReplicaEffect]:
+        if self.state is ReplicaState.DEAD:
+            raise InvalidTransition(f"an update cannot fail in a dead replica: {self!r}")
+        self._note(f"{event.step}: {event.error}")
+        if event.step == "resume":
+            self.resume_failures += 1
+            if self.resume_failures < RESUME_TRIES:
+                return [ResumeEngine()]
+            return [self._report(), AbandonReplica(f"the engine could not be resumed: {self.first_error}")]
+        self.failures += 1
+        effects: list[ReplicaEffect] = []
+        if self.state in (ReplicaState.QUIESCED, ReplicaState.LOADED):
+            effects.append(ResumeEngine())
+        effects.append(self._report())
+        if self.failures >= self._max_failures and self.state in (ReplicaState.TORN, ReplicaState.STALE):
+            effects.append(AbandonReplica(f"{self.failures} updates failed in a row: {self.first_error}"))
+        return effects
+
+    def _note(self, error: str) -> None:
+        """Keeps the first error of a row of failures; what follows stands beside it."""
+        if not self.first_error:
+            self.first_error = error
+        else:
+            self.later_errors.append(error)
+            del self.later_errors[:-8]
+
+    def _report(self) -> ReportReplicaState:
+        return ReportReplicaState(self.state, self.version, self.digest, self.first_error)
+
+    def check(self) -> None:
+        if self.may_serve and not self.digest:
+            raise InvalidTransition(f"a serving replica must know its digest: {self!r}")
+        if self.state in (ReplicaState.TORN, ReplicaState.STALE) and self.digest:
+            raise InvalidTransition(f"a replica without a complete version must not claim a digest: {self!r}")
+        if self.resume_failures > RESUME_TRIES:
+            raise InvalidTransition(f"a replica was resumed more often than allowed: {self!r}")
+
+    def __repr__(self) -> str:
+        error = f", first error {self.first_error!r}" if self.first_error else ""
+        return (
+            f"Replica({self.state} version {self.version} {self.digest[:8]} since {self.since:.1f}, "
+            f"{self.failures} failures{error})"
+        )

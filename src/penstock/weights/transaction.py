@@ -1,0 +1,428 @@
+"""All replicas of one pipeline, seen from the controller: who serves what, who is late, and what is done about faults.
+
+Promises, checked by `check`:
+
+- only the newest version is ever offered, and each replica has at most one offer open: there is no queue;
+- a replica is admitted (may lease, may deliver) only while it reports SERVING a version with the digest published
+  for it;
+- there is no barrier: each replica moves by itself, and one that fails costs only itself;
+- every open offer and every fenced replica has a deadline;
+- `min_healthy`: a replica that still serves is not evicted while too few others do.
+
+The machine is told of the members before it is asked for weights (`MembershipReconciled`), so it never addresses
+a dead one. It may be rebuilt from nothing: replicas report again, and the newest manifest is published again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from penstock.errors import LocalProtocolError
+from penstock.records.ids import MemberId, Version
+from penstock.records.weights import Manifest
+from penstock.weights.events import (
+    AdmitReplica,
+    CheckpointTrainer,
+    EvictReplica,
+    FailRun,
+    FenceReplica,
+    MembershipReconciled,
+    OfferVersion,
+    OpenAdmission,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaReported,
+    RestartFleet,
+    RestartTrainer,
+    StopAdmission,
+    Ticked,
+    TrainerLost,
+    TrainerReturned,
+    TransactionEffect,
+    TransactionEvent,
+    VersionMadeDurable,
+    VersionPublished,
+    WeightsAsked,
+)
+from penstock.weights.faults import Action, Fault, Policy, decide
+from penstock.weights.replica import ReplicaState
+
+
+class TransactionSettings(msgspec.Struct, frozen=True):
+    policy: Policy = "restore"
+    """What becomes of a replica that holds a mixture."""
+    min_healthy: int = 1
+    update_timeout_s: float = 300.0
+    """From an offer to the report of its outcome."""
+    fenced_timeout_s: float = 300.0
+    """How long a replica may hold no complete version before it is replaced."""
+    unhealthy_timeout_s: float = 600.0
+    """How long fewer than `min_healthy` replicas may serve before the run fails."""
+    history: int = 64
+    """Published versions whose digests are remembered."""
+    max_fleet_restarts: int = 1
+
+
+class ReplicaRecord(msgspec.Struct):
+    """What the controller knows of one replica."""
+
+    state: ReplicaState = ReplicaState.STALE
+    version: Version = Version(-1)
+    digest: str = ""
+    admitted: bool = False
+    waiting: bool = False
+    """Asks for weights right now and has no answer yet."""
+    offered: str = ""
+    """Digest of the open offer."""
+    since: float = 0.0
+    """When the offer was made, or else when the state was entered."""
+    failures: int = 0
+    overdue: int = 0
+    evicting: bool = False
+    first_error: str = ""
+    later_errors: list[str] = []
+    pause_s: float = 0.0
+
+
+class TransactionStatistics(msgspec.Struct):
+    """Counted since the start, for metrics."""
+
+    published: int = 0
+    offers: int = 0
+    updates: int = 0
+    skipped_versions: int = 0
+    failures: int = 0
+    evictions: int = 0
+    mismatches: int = 0
+
+
+class WeightTransaction:
+    """Decides; the controller acts. Feed every event with its time, carry out every effect in order."""
+
+    def __init__(self, settings: TransactionSettings) -> None:
+        self.settings = settings
+        self.newest: Manifest | None = None
+        self.durable: Manifest | None = None
+        self.replicas: dict[MemberId, ReplicaRecord] = {}
+        self.statistics = TransactionStatistics()
+        self.trainer_lost = False
+        self.fleet_failures = 0
+        """How often in a row every replica failed to load the newest version."""
+        self.fleet_restarts = 0
+        self.admission_stopped = False
+        self.failed = ""
+        self._digests: dict[Version, set[str]] = {}
+        self._unhealthy_since: float | None = None
+
+    # What others ask
+
+    def expects(self, version: Version, digest: str) -> bool:
+        """Whether these are weights that were published: the check on every delivered sample."""
+        return digest in self._digests.get(version, ())
+
+    @property
+    def healthy(self) -> int:
+        return sum(replica.admitted for replica in self.replicas.values())
+
+    def behind(self) -> dict[MemberId, int]:
+        """Versions between the one each replica serves and the newest: the whole backlog there is."""
+        if self.newest is None:
+            return {}
+        newest = self.newest.version
+        return {member: max(0, newest - max(0, r.version)) for member, r in self.replicas.items()}
+
+    def metrics(self) -> dict[str, float]:
+        behind = self.behind().values()
+        states = Counter(replica.state for replica in self.replicas.values())
+        return {
+            "weights_published_total": self.statistics.published,
+            "weights_updates_total": self.statistics.updates,
+            "weights_update_failures_total": self.statistics.failures,
+            "weights_skipped_versions_total": self.statistics.skipped_versions,
+            "weights_evictions_total": self.statistics.evictions,
+            "weights_versions_behind_max": max(behind, default=0),
+            "weights_versions_behind_mean": sum(behind) / len(behind) if behind else 0.0,
+            "weights_offers_open": sum(bool(replica.offered) for replica in self.replicas.values()),
+            "weights_pause_s_max": max((replica.pause_s for replica in self.replicas.values()), default=0.0),
+            **{f"weights_replicas_{state}": states[state] for state in ReplicaState},
+        }
+
+    # What happens
+
+    def handle(self, event: TransactionEvent, now: float) -> list[TransactionEffect]:
+        match event:
+            case VersionPublished():
+                effects = self._published(event, now)
+            case VersionMadeDurable():
+                if self.newest is not None and self.newest.digest == event.digest:
+                    self.durable = self.newest
+                effects = []
+            case TrainerLost():
+                effects = self._trainer_lost(event)
+            case TrainerReturned():
+                self.trainer_lost = False
+                effects = []
+            case ReplicaJoined():
+                self.replicas.setdefault(event.member, ReplicaRecord(since=now))
+                effects = []
+            case ReplicaLost():
+                effects = self._lost(event.member, event.reason, now)
+            case MembershipReconciled():
+                effects = self._reconciled(event, now)
+            case WeightsAsked():
+                effects = self._asked(event, now)
+            case ReplicaReported():
+                effects = self._reported(event, now)
+            case Ticked():
+                effects = self._ticked(now)
+        if self.failed and not isinstance(event, Ticked):
+            return [effect for effect in effects if not isinstance(effect, OfferVersion)]
+        return effects
+
+    def _published(self, event: VersionPublished, now: float) -> list[TransactionEffect]:
+        manifest = event.manifest
+        known = self._digests.setdefault(manifest.version, set())
+        if manifest.digest not in known:
+            self.statistics.published += 1
+        known.add(manifest.digest)
+        for old in sorted(self._digests)[: -self.settings.history]:
+            del self._digests[old]
+        if event.durable:
+            self.durable = manifest
+        newest = self.newest
+        if newest is not None and manifest.lineage == newest.lineage and manifest.version < newest.version:
+            return []  # a late repetition
+        self.newest = manifest
+        self.trainer_lost = False
+        effects: list[TransactionEffect] = []
+        for member in self.replicas:
+            effects.extend(self._offer(member, now))
+        return effects
+
+    def _asked(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
+        replica = self.replicas.setdefault(event.member, ReplicaRecord(since=now))
+        replica.waiting = True
+        # Asking again ends an offer: either it was taken, and a report has said so, or the answer was lost.
+        replica.offered = ""
+        return self._offer(event.member, now, event.held_digest)
+
+    def _offer(self, member: MemberId, now: float, held: str | None = None) -> list[TransactionEffect]:
+        replica = self.replicas[member]
+        held = replica.digest if held is None else held
+        usable = self.newest is not None and not self.failed and not replica.evicting
+        if self.newest is None or not usable or not replica.waiting or held == self.newest.digest:
+            return []
+        replica.waiting, replica.offered, replica.since = False, self.newest.digest, now
+        self.statistics.offers += 1
+        return [OfferVersion(member, self.newest)]
+
+    def _reported(self, event: ReplicaReported, now: float) -> list[TransactionEffect]:
+        replica = self.replicas.setdefault(event.member, ReplicaRecord())
+        if replica.evicting or replica.state is ReplicaState.DEAD:
+            return []
+        state = event.state
+        if state is ReplicaState.SERVING and not self.expects(event.version, event.digest):
+            # Complete or not, nobody published it: treated as a mixture.
+            self.statistics.mismatches += 1
+            self._note(replica, f"serves version {event.version} with digest {event.digest!r}, never published")
+            state = ReplicaState.TORN
+        if replica.state is not state:
+            replica.since = now
+        moved = state is ReplicaState.SERVING and event.digest != replica.digest
+        replica.state, replica.version, replica.digest = state, event.version, event.digest
+        replica.offered = ""
+        effects = self._admission(event.member)
+        if event.error:
+            return effects + self._load_failed(event.member, event.error, now)
+        if moved:
+            self.statistics.updates += 1
+            self.statistics.skipped_versions += event.skipped_versions
+            replica.pause_s = event.pause_s
+            replica.failures, replica.overdue, replica.first_error, replica.later_errors = 0, 0, "", []
+            self.fleet_failures = 0
+            if self.admission_stopped:
+                self.admission_stopped = False
+                effects.append(OpenAdmission())
+        return effects
+
+    def _admission(self, member: MemberId) -> list[TransactionEffect]:
+        """Fences a replica that may not serve, admits one that may."""
+        replica = self.replicas[member]
+        may = replica.state is ReplicaState.SERVING and not replica.evicting
+        if may == replica.admitted:
+            return []
+        replica.admitted = may
+        if may:
+            return [AdmitReplica(member, replica.version, replica.digest)]
+        return [FenceReplica(member, replica.first_error or f"is {replica.state}")]
+
+    def _load_failed(self, member: MemberId, error: str, now: float) -> list[TransactionEffect]:
+        replica = self.replicas[member]
+        self._note(replica, error)
+        self.statistics.failures += 1
+        replica.failures += 1
+        live = [r for r in self.replicas.values() if r.state is not ReplicaState.DEAD]
+        if len(live) > 1 and all(r.failures > 0 for r in live):
+            effects = self._all_failed(replica, now)
+            if effects is not None:
+                return effects
+        return self._act(member, decide(Fault.LOAD_FAILED, replica.state, self.settings.policy, replica.failures), now)
+
+    def _all_failed(self, replica: ReplicaRecord, now: float) -> list[TransactionEffect] | None:
+        """Every replica failed since the last success: probably nothing to do with any one of them."""
+        failures = min(r.failures for r in self.replicas.values() if r.state is not ReplicaState.DEAD)
+        if failures <= self.fleet_failures:
+            return None
+        self.fleet_failures = failures
+        if failures == 1:
+            return None  # one resend, which each replica's own row does
+        sentence = (
+            f"no replica can load version {self.newest.version if self.newest else '?'}: each failed {failures} times, "
+            f"the last one with: {replica.first_error}"
+        )
+        if self.fleet_restarts >= self.settings.max_fleet_restarts or self.durable is None:
+            return self._fail(sentence)
+        self.fleet_restarts += 1
+        self.fleet_failures = 0
+        self.admission_stopped = True
+        effects: list[TransactionEffect] = [
+            StopAdmission(sentence),
+            CheckpointTrainer(sentence),
+            RestartFleet(self.durable, sentence),
+        ]
+        self.newest = self.durable
+        for member in list(self.replicas):
+            effects.extend(self._evict(member, sentence, now, whole_fleet=True))
+        return effects
+
+    def _lost(self, member: MemberId, reason: str, now: float) -> list[TransactionEffect]:
+        replica = self.replicas.get(member)
+        if replica is None:
+            return []
+        replica.state, replica.digest, replica.offered, replica.waiting = ReplicaState.DEAD, "", "", False
+        self._note(replica, reason)
+        effects = self._admission(member)
+        del self.replicas[member]
+        return effects
+
+    def _reconciled(self, event: MembershipReconciled, now: float) -> list[TransactionEffect]:
+        effects: list[TransactionEffect] = []
+        for member in sorted(self.replicas.keys() - event.live):
+            effects.extend(self._lost(member, "is no longer a member", now))
+        for member in sorted(event.live - self.replicas.keys()):
+            self.replicas[member] = ReplicaRecord(since=now)
+        return effects
+
+    def _trainer_lost(self, event: TrainerLost) -> list[TransactionEffect]:
+        """Versions are complete artifacts, so no replica is touched: those fenced refit from the newest one."""
+        if self.trainer_lost:
+            return []
+        self.trainer_lost = True
+        return [RestartTrainer(event.reason)]
+
+    def _ticked(self, now: float) -> list[TransactionEffect]:
+        effects: list[TransactionEffect] = []
+        for member, replica in list(self.replicas.items()):
+            if replica.evicting:
+                continue
+            if replica.offered and now - replica.since > self.settings.update_timeout_s:
+                replica.overdue += 1
+                replica.offered, replica.since = "", now
+                self._note(replica, f"did not report within {self.settings.update_timeout_s:.0f} s of an offer")
+                row = decide(Fault.UPDATE_OVERDUE, replica.state, self.settings.policy, replica.overdue)
+                effects.extend(self._act(member, row, now))
+            elif self._fenced_too_long(replica, now):
+                why = f"held no complete version for {self.settings.fenced_timeout_s:.0f} s"
+                self._note(replica, why)
+                effects.extend(self._evict(member, why, now))
+        return effects + self._watch_health(now)
+
+    def _fenced_too_long(self, replica: ReplicaRecord, now: float) -> bool:
+        idle = not replica.admitted and not replica.offered and self.newest is not None
+        return idle and now - replica.since > self.settings.fenced_timeout_s
+
+    def _watch_health(self, now: float) -> list[TransactionEffect]:
+        """Too few serving replicas for too long end the run; before the first version nobody can serve."""
+        if self.newest is None or self.healthy >= self.settings.min_healthy:
+            self._unhealthy_since = None
+            return []
+        if self._unhealthy_since is None:
+            self._unhealthy_since = now
+        if now - self._unhealthy_since <= self.settings.unhealthy_timeout_s or self.failed:
+            return []
+        errors = [f"{member}: {r.first_error}" for member, r in self.replicas.items() if r.first_error]
+        return self._fail(
+            f"only {self.healthy} of the required {self.settings.min_healthy} replicas served for "
+            f"{self.settings.unhealthy_timeout_s:.0f} s" + (f" ({errors[0]})" if errors else "")
+        )
+
+    # What is done
+
+    def _act(self, member: MemberId, actions: tuple[Action, ...], now: float) -> list[TransactionEffect]:
+        """Turns the table's actions into effects; what a replica does by itself needs none."""
+        replica = self.replicas[member]
+        effects: list[TransactionEffect] = []
+        for action in actions:
+            match action:
+                case Action.EVICT:
+                    effects.extend(self._evict(member, replica.first_error, now))
+                case Action.FAIL:
+                    effects.extend(self._fail(f"replica {member} is {replica.state}: {replica.first_error}"))
+                case Action.RETRY | Action.REFIT:
+                    effects.extend(self._offer(member, now, ""))
+                case _:  # FENCE was done with the report; the others are the replica's own
+                    pass
+        return effects
+
+    def _evict(
+        self, member: MemberId, reason: str, now: float, *, whole_fleet: bool = False
+    ) -> list[TransactionEffect]:
+        replica = self.replicas[member]
+        if replica.evicting or replica.state is ReplicaState.DEAD:
+            return []
+        if replica.admitted and not whole_fleet and self.healthy <= self.settings.min_healthy:
+            replica.failures = replica.overdue = 0  # still serves, and is needed: it gets another round
+            return self._offer(member, now, "")
+        replica.evicting, replica.offered, replica.waiting = True, "", False
+        self.statistics.evictions += 1
+        return [*self._admission(member), EvictReplica(member, reason)]
+
+    def _fail(self, sentence: str) -> list[TransactionEffect]:
+        if self.failed:
+            return []
+        self.failed = sentence
+        return [FailRun(sentence)]
+
+    @staticmethod
+    def _note(replica: ReplicaRecord, error: str) -> None:
+        """The first error is the cause; what follows stands beside it."""
+        if not replica.first_error:
+            replica.first_error = error
+        else:
+            replica.later_errors = [*replica.later_errors[-7:], error]
+
+    def check(self) -> None:
+        for member, replica in self.replicas.items():
+            if replica.admitted and not self._may_be_admitted(replica):
+                raise LocalProtocolError(f"{member} is admitted but {replica}")
+            if replica.offered and replica.waiting:
+                raise LocalProtocolError(f"{member} waits although it has an offer: {replica}")
+            if replica.evicting and (replica.admitted or replica.offered):
+                raise LocalProtocolError(f"{member} is being evicted but still used: {replica}")
+            if replica.state is ReplicaState.DEAD:
+                raise LocalProtocolError(f"{member} is dead but still listed")
+        if len(self._digests) > self.settings.history:
+            raise LocalProtocolError(f"{len(self._digests)} versions are remembered, {self.settings.history} allowed")
+
+    @staticmethod
+    def _may_be_admitted(replica: ReplicaRecord) -> bool:
+        return replica.state is ReplicaState.SERVING and bool(replica.digest)
+
+    def __repr__(self) -> str:
+        states = Counter(str(replica.state) for replica in self.replicas.values())
+        newest = "nothing published" if self.newest is None else f"newest version {self.newest.version}"
+        offers = sum(bool(replica.offered) for replica in self.replicas.values())
+        failed = f", failed: {self.failed}" if self.failed else ""
+        return f"WeightTransaction({newest}, replicas {dict(states)}, {offers} offers open{failed})"
