@@ -1,0 +1,94 @@
+"""How much may be leased now.
+
+    capacity = (max_staleness + version + 1) * batch - (version * batch + in flight)
+
+`version * batch` stands for everything trained, so a step that trained less than a full batch does not widen the
+bound. While no more is issued than this, a sample leased now is trained, in order, at most `max_staleness` steps after
+the version it was leased under; samples overtaken by others are caught by the checks at delivery and dispatch.
+Members of a group that await a second lease keep their place: they count as in flight.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.control.ledger import Ledger
+from penstock.records.ids import Version
+
+
+class Admission:
+    """Stateless rules over a ledger. `steps` is the length of the run, None when only the prompts bound it."""
+
+    def __init__(self, ledger: Ledger, steps: int | None) -> None:
+        self.ledger = ledger
+        self.steps = steps
+
+    def capacity(self) -> int:
+        """Samples that may be issued beyond those in flight, without regard to whether prompts are left."""
+        ledger = self.ledger
+        held = ledger.in_flight + ledger.state.awaiting_count
+        batch = ledger.groups_per_step * ledger.group_size
+        bound = (ledger.max_staleness + 1) * batch
+        if self.steps is not None:
+            bound = min(bound, (self.steps - ledger.state.version) * batch)
+        return max(0, bound - held)
+
+    def still_needed(self) -> bool:
+        """Whether, with nothing more dropped, some further group would have to be issued before the run can end."""
+        ledger = self.ledger
+        if not ledger.prompts_left:
+            return False
+        if self.steps is None:
+            return True
+        return (self.steps - ledger.state.version) * ledger.groups_per_step > ledger.live_groups
+
+    def can_lease(self) -> bool:
+        """Whether an ask from a worker with the newest weights would be granted now."""
+        ledger = self.ledger
+        return ledger.state.awaiting_count > 0 or (ledger.prompts_left and self.capacity() >= ledger.group_size)
+
+    def share(self, asked: int, waiting: int) -> int:
+        """What one of `waiting + 1` askers may take: an equal part, but at least one group, and never over `asked`."""
+        available = self.capacity() + self.ledger.state.awaiting_count
+        return min(asked, max(self.ledger.group_size, -(-available // (waiting + 1))))
+
+    def min_version_awaiting(self) -> Version:
+        """The oldest weights that can still serve a group that is already begun."""
+        return Version(max(0, self.ledger.state.next_step - self.ledger.max_staleness))
+
+    def min_version_fresh(self, newest: Version) -> Version:
+        """The oldest weights for a new group: it will be trained after all that is in flight before it."""
+        ledger = self.ledger
+        expected_step = ledger.state.version + ledger.live_groups // ledger.groups_per_step
+        return Version(max(0, min(newest, expected_step - ledger.max_staleness)))
+
+
+class ThrottleState(msgspec.Struct):
+    engaged_at: float | None = None
+    reported_at: float = 0.0
+    engagements: int = 0
+
+
+class ThrottleChange(msgspec.Struct, frozen=True):
+    """One line's worth: the throttle engaged, is still engaged, or was released after `lasted_s`."""
+
+    what: Literal["engaged", "still engaged", "released"]
+    lasted_s: float
+
+
+def watch_throttle(state: ThrottleState, *, closed: bool, now: float, report_every_s: float) -> ThrottleChange | None:
+    """Advances the throttle's own record and says what is worth a line; each engagement and release exactly one."""
+    if closed and state.engaged_at is None:
+        state.engaged_at = state.reported_at = now
+        state.engagements += 1
+        return ThrottleChange("engaged", 0.0)
+    if closed and state.engaged_at is not None and now - state.reported_at >= report_every_s:
+        state.reported_at = now
+        return ThrottleChange("still engaged", now - state.engaged_at)
+    if not closed and state.engaged_at is not None:
+        lasted_s = now - state.engaged_at
+        state.engaged_at = None
+        return ThrottleChange("released", lasted_s)
+    return None

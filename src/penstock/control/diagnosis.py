@@ -1,0 +1,147 @@
+"""Words and numbers about a pipeline: its status, and in a stall who waits for what and who should have moved."""
+
+from __future__ import annotations
+
+from penstock.control.admission import Admission
+from penstock.control.ledger import Ledger
+from penstock.control.membership import Member, Membership
+from penstock.control.settings import PipelineSettings, PipelineState
+from penstock.records.ids import StepIndex
+
+
+class Observer:
+    """Reads a pipeline's parts and never changes them."""
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        state: PipelineState,
+        ledger: Ledger,
+        members: Membership,
+        admission: Admission,
+    ) -> None:
+        self.settings = settings
+        self.state = state
+        self.ledger = ledger
+        self.members = members
+        self.admission = admission
+
+    def status(self, now: float) -> dict[str, float | str]:
+        """Plain numbers for metrics and the live view; `phase` is the one word among them."""
+        state, ledger, books = self.state, self.ledger, self.ledger.state
+        recent = state.recent
+        workers, trainer = self.members.having("rollout"), self.members.trainer()
+        numbers: dict[str, float | str] = {
+            "phase": state.phase,
+            "step": books.version,
+            "steps": self.settings.steps if self.settings.steps is not None else 0,
+            "version": state.weights.version if state.weights is not None else books.version,
+            "durable_step": books.durable,
+            "revision": state.revision,
+            "issued": books.next_sample,
+            "prompts_issued": books.next_prompt,
+            "prompts_to_redo": len(books.redo),
+            "prompts_set_aside": len(books.set_aside),
+            "samples_awaiting": books.awaiting_count,
+            "in_flight": ledger.in_flight,
+            "capacity": self.admission.capacity(),
+            "conservation_error": ledger.conservation(),
+            "samples_trained": books.counts["trained"],
+            "samples_wrong_weights": state.wrong_weights,
+            "throttled": int(state.throttle.engaged_at is not None),
+            "throttle_engagements": state.throttle.engagements,
+            "workers_alive": sum(not worker.suspected for worker in workers),
+            "workers_suspected": sum(worker.suspected for worker in workers),
+            "members_reaped": state.members.reaped,
+            "trainer_alive": int(trainer is not None and not trainer.suspected),
+            "staleness_mean": _mean([step.staleness_mean for step in recent]),
+            "staleness_max": max((step.staleness_max for step in recent), default=0),
+            "reward_mean": recent[-1].reward_mean if recent else 0.0,
+            "stalled_s": self.stalled_s(now),
+        }
+        numbers |= {f"samples_{name}": count for name, count in books.counts.items()}
+        numbers |= {f"dropped_{name}": count for name, count in books.dropped.items()}
+        return numbers
+
+    def stalled_s(self, now: float) -> float:
+        """For how long nothing has moved that should have; the startup grace is not counted."""
+        state = self.state
+        if state.started_at is None or state.phase not in ("running", "draining"):
+            return 0.0
+        grace_s = self.settings.startup_grace_s if state.ledger.next_sample == 0 else 0.0
+        return max(0.0, now - max(state.progressed_at, state.started_at + grace_s))
+
+    def batch_waits_for(self) -> str:
+        """What the next batch lacks, in a few words."""
+        ledger, counts = self.ledger, self.state.ledger.counts
+        if self.state.phase == "stopped":
+            return f"nothing: the pipeline was stopped ({self.state.stop_reason})"
+        if ledger.state.next_step > ledger.state.version and ledger.ready_groups >= ledger.groups_per_step:
+            return f"the acknowledgement of step {ledger.state.version}"
+        return (
+            f"{ledger.groups_per_step - ledger.ready_groups} more of {ledger.groups_per_step} groups for step "
+            f"{ledger.state.next_step} ({counts['leased']} samples leased, {counts['delivered']} delivered in "
+            f"incomplete groups, {ledger.state.awaiting_count} awaiting a worker)"
+        )
+
+    def diagnose(self, now: float) -> str:
+        """Who waits for what, since when, and who should have moved."""
+        state, books = self.state, self.state.ledger
+        if state.phase == "stopped":
+            return f"stopped: {state.stop_reason}."
+        if state.phase == "complete":
+            return f"complete after {books.version} steps; waiting for the supervisor to stop the run."
+        trainer, workers = self.members.trainer(), self.members.having("rollout")
+        sentences: list[str] = []
+        if trainer is None:
+            since = f" since {now - state.trainer_lost_at:.0f} s" if state.trainer_lost_at is not None else " yet"
+            sentences.append(f"No trainer is registered{since}: the supervisor should start one.")
+        given = books.steps.get(StepIndex(books.version))
+        if trainer is not None and given is not None:
+            sentences.append(
+                f"The trainer {trainer.member} has held the batch of step {books.version} for "
+                f"{now - given.dispatched_at:.0f} s and should acknowledge it ({_pulse(trainer, now)})."
+            )
+        elif trainer is not None and self.ledger.ready_groups >= self.settings.groups_per_step:
+            sentences.append(
+                f"The batch of step {books.next_step} is ready: the trainer {trainer.member} should ask for it "
+                f"({_pulse(trainer, now)})."
+            )
+        else:
+            waiter = f"The trainer {trainer.member}" if trainer is not None else f"Step {books.next_step}"
+            sentences.append(f"{waiter} waits for {self.batch_waits_for()} since {now - state.progressed_at:.0f} s.")
+            sentences.extend(self._blame_workers(workers, now))
+        return " ".join(sentences)
+
+    def _blame_workers(self, workers: list[Member], now: float) -> list[str]:
+        books = self.state.ledger
+        if not workers:
+            return ["No rollout worker is registered: the supervisor should start one."]
+        holders = [worker for worker in workers if self.ledger.held_by(worker.member)]
+        if holders:
+            return [
+                f"Worker {worker.member} holds {self.ledger.held_by(worker.member)} samples and should deliver them "
+                f"({_pulse(worker, now)})."
+                for worker in sorted(holders, key=lambda worker: worker.progressed_at)[:3]
+            ]
+        if not self.admission.can_lease():
+            return ["No worker holds a lease and none can be given: this is a bug in the controller."]
+        needed = self.admission.min_version_awaiting()
+        behind = [worker for worker in workers if worker.version < needed]
+        if self.state.weights is None:
+            return ["No weights are published: the trainer should publish the version it starts from."]
+        if len(behind) == len(workers):
+            return [f"All {len(workers)} workers serve weights older than {needed} and should load newer ones."]
+        names = ", ".join(f"{worker.member} ({_pulse(worker, now)})" for worker in workers[:3])
+        open_for = self.admission.capacity() + books.awaiting_count
+        return [f"{len(workers)} workers are registered and could lease {open_for} samples, but none asks: {names}."]
+
+
+def _pulse(member: Member, now: float) -> str:
+    doing = f" in {member.doing!r}" if member.doing else ""
+    silent_s, idle_s = now - member.heard_at, now - member.progressed_at
+    return f"heard {silent_s:.0f} s ago, last progress {idle_s:.0f} s ago{doing}"
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,110 @@
+"""Everything that can happen to a pipeline, in the past tense.
+
+These structs are the pipeline's whole input: the journal stores them in order with their time, and replaying them
+gives the same state bit for bit. Nothing that changes state reaches `PipelineControl` by another way.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
+from penstock.records.payload import RingAddress
+from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.weights import Manifest
+from penstock.wire.messages import Role
+
+
+class MemberRegistered(msgspec.Struct, tag="member_registered", frozen=True):
+    """A process said who it is; said again, it refreshes the registration."""
+
+    member: MemberId
+    role: Role
+    pid: int = 0
+    host_id: str = ""
+    ring: RingAddress | None = None
+    prompt_count: int | None = None
+    step: StepIndex | None = None
+    lineage: str = ""
+
+
+class MemberLeft(msgspec.Struct, tag="member_left", frozen=True):
+    """A process left in good order, or its supervisor saw it exit (`died`)."""
+
+    member: MemberId
+    reason: str = ""
+    died: bool = False
+
+
+class HeartbeatHeard(msgspec.Struct, tag="heartbeat_heard", frozen=True):
+    member: MemberId
+    progressed_ago_s: float
+    doing: str = ""
+
+
+class LeaseAsked(msgspec.Struct, tag="lease_asked", frozen=True):
+    member: MemberId
+    request: int
+    samples: int
+    version: Version
+    waiting: int = 0
+    """How many other members' asks are being held right now: what there is gets shared with them."""
+
+
+class Delivered(msgspec.Struct, tag="delivered", frozen=True):
+    member: MemberId
+    rollouts: tuple[Rollout, ...] = ()
+    failures: tuple[FailedRollout, ...] = ()
+    returned: tuple[SampleId, ...] = ()
+
+
+class BatchAsked(msgspec.Struct, tag="batch_asked", frozen=True):
+    member: MemberId
+    step: StepIndex
+
+
+class StepAcked(msgspec.Struct, tag="step_acked", frozen=True):
+    member: MemberId
+    step: StepIndex
+    missing_prompts: tuple[PromptIndex, ...] = ()
+    missing_reason: str = ""
+    metrics: dict[str, float] = {}
+
+
+class CheckpointSaved(msgspec.Struct, tag="checkpoint_saved", frozen=True):
+    member: MemberId
+    step: StepIndex
+
+
+class WeightsPublished(msgspec.Struct, tag="weights_published", frozen=True):
+    member: MemberId
+    manifest: Manifest
+
+
+class TimePassed(msgspec.Struct, tag="time_passed", frozen=True):
+    """Sent about once a second: reaping, throttle lines and stall diagnosis happen here."""
+
+
+class RunResumed(msgspec.Struct, tag="run_resumed", frozen=True):
+    """The whole run was started again on its directory: no former process, and none of its payloads, is left."""
+
+
+class StopAsked(msgspec.Struct, tag="stop_asked", frozen=True):
+    reason: str
+    failed: bool = False
+
+
+Event = (
+    MemberRegistered
+    | MemberLeft
+    | HeartbeatHeard
+    | LeaseAsked
+    | Delivered
+    | BatchAsked
+    | StepAcked
+    | CheckpointSaved
+    | WeightsPublished
+    | TimePassed
+    | RunResumed
+    | StopAsked
+)

@@ -1,0 +1,190 @@
+"""Who is in the pipeline, and who is only said to be.
+
+A member is one incarnation of one process. It is live from its registration until it leaves, is replaced, or is
+reaped; after that its calls are refused as stale, for ever. Silence makes a member suspected, then reaped; so does a
+heartbeat that reports a parent without progress, so a wedged process cannot pass for a live one. A member that has not
+been heard since it registered has the startup grace; a gap in the controller's own time (restart, suspended machine)
+is charged to nobody.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.control.events import HeartbeatHeard, MemberRegistered
+from penstock.records.ids import MemberId, Version
+from penstock.records.payload import RingAddress
+from penstock.records.prompt import PromptLease
+from penstock.wire.messages import Role
+
+FORMER_KEPT = 256
+"""Departed members remembered by name, so that their late calls are told apart from strangers'."""
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """How long silence is tolerated."""
+
+    suspect_after_s: float = 10.0
+    reap_after_s: float = 30.0
+    wedge_after_s: float = 300.0
+    """A member whose heartbeat arrives but whose parent made no progress for this long is reaped too."""
+    startup_grace_s: float = 120.0
+
+    @property
+    def resolution_s(self) -> float:
+        """Heartbeats closer together than this are not recorded: they would fill the journal and decide nothing."""
+        return self.suspect_after_s / 4
+
+
+class Member(msgspec.Struct):
+    member: MemberId
+    role: Role
+    pid: int
+    host_id: str
+    ring: str
+    registered_at: float
+    heard_at: float
+    progressed_at: float
+    beaten: bool = False
+    suspected: bool = False
+    doing: str = ""
+    version: Version = Version(0)
+    """The weights it last said it serves."""
+    request: int = -1
+    """The last lease request that was granted, and what it was given: repeated to whoever repeats it."""
+    granted: tuple[PromptLease, ...] = ()
+
+
+class MembershipState(msgspec.Struct):
+    live: dict[MemberId, Member] = msgspec.field(default_factory=dict)
+    former: dict[MemberId, str] = msgspec.field(default_factory=dict)
+    rings: dict[str, RingAddress] = msgspec.field(default_factory=dict)
+    departed_rings: dict[str, int] = msgspec.field(default_factory=dict)
+    """Rings of departed members, with the version at their departure: payloads in them may still be read a while."""
+    joined: int = 0
+    reaped: int = 0
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What a look at the clock found out about a member."""
+
+    member: MemberId
+    what: Literal["suspected", "recovered", "reaped"]
+    reason: str
+
+
+class Membership:
+    def __init__(self, patience: Patience, state: MembershipState | None = None) -> None:
+        self.patience = patience
+        self.state = state if state is not None else MembershipState()
+
+    def get(self, member: MemberId) -> Member | None:
+        """The live member of that name, if there is one."""
+        return self.state.live.get(member)
+
+    def why_unknown(self, member: MemberId) -> str:
+        """Why a caller is not live, for the answer that refuses it."""
+        reason = self.state.former.get(member)
+        return f"{member} is no longer a member: {reason}" if reason else f"{member} is not registered"
+
+    def having(self, role: Role) -> list[Member]:
+        """The live members of a role, in the order they joined."""
+        return [member for member in self.state.live.values() if member.role == role]
+
+    def trainer(self) -> Member | None:
+        """The live trainer, if there is one."""
+        return next(iter(self.having("trainer")), None)
+
+    def rebuild_set(self, role: Role) -> tuple[MemberId, ...]:
+        """Whom a group of peers can be rebuilt from: live members that answer, at least two of them, or nobody."""
+        able = tuple(member.member for member in self.having(role) if not member.suspected)
+        return able if len(able) >= 2 else ()
+
+    def register(self, event: MemberRegistered, now: float) -> Member:
+        """Admits a member, or refreshes one that is live. The caller refuses former members beforehand."""
+        state = self.state
+        member = state.live.get(event.member)
+        if member is None:
+            ring = event.ring.ring if event.ring is not None else ""
+            member = Member(event.member, event.role, event.pid, event.host_id, ring, now, now, now)
+            state.live[event.member] = member
+            state.joined += 1
+        if event.ring is not None:
+            member.ring = event.ring.ring
+            state.rings[event.ring.ring] = event.ring
+            state.departed_rings.pop(event.ring.ring, None)
+        self.hear(event.member, now)
+        return member
+
+    def remove(self, member: MemberId, reason: str, version: Version) -> Member | None:
+        """Ends a membership for good; None if there was none."""
+        state = self.state
+        gone = state.live.pop(member, None)
+        if gone is None:
+            return None
+        state.former[member] = reason
+        while len(state.former) > FORMER_KEPT:
+            del state.former[next(iter(state.former))]
+        if gone.ring:
+            state.departed_rings[gone.ring] = version
+        return gone
+
+    def forget_rings(self, below: int) -> None:
+        """Forgets rings whose members departed before version `below`: no sample in them can be trained any more."""
+        state = self.state
+        for ring in [ring for ring, version in state.departed_rings.items() if version < below]:
+            del state.departed_rings[ring]
+            state.rings.pop(ring, None)
+
+    def hear(self, member: MemberId, now: float) -> None:
+        """Any call that changed something is a sign of life and of progress."""
+        caller = self.state.live.get(member)
+        if caller is not None:
+            caller.heard_at = caller.progressed_at = now
+            caller.suspected = False
+
+    def beat(self, event: HeartbeatHeard, now: float) -> bool:
+        """Records a heartbeat if it says something new; returns whether it did."""
+        member = self.state.live[event.member]
+        progressed_at = now - max(0.0, event.progressed_ago_s)
+        if member.beaten and now - member.heard_at < self.patience.resolution_s:
+            return False
+        member.beaten = True
+        member.heard_at = now
+        member.progressed_at = max(member.progressed_at, progressed_at)
+        member.doing = event.doing
+        return True
+
+    def excuse_all(self, now: float) -> None:
+        """The controller itself was away: nobody's silence counts up to now."""
+        for member in self.state.live.values():
+            member.heard_at = member.progressed_at = now
+            member.suspected = False
+
+    def look(self, now: float) -> list[Finding]:
+        """Suspects, clears and condemns members by their silence. The caller removes the condemned."""
+        findings: list[Finding] = []
+        patience = self.patience
+        for member in self.state.live.values():
+            silent_s, idle_s = now - member.heard_at, now - member.progressed_at
+            guard_s = 0.0 if member.beaten else patience.startup_grace_s - (now - member.registered_at)
+            if guard_s > 0:
+                continue
+            if silent_s > patience.reap_after_s:
+                findings.append(Finding(member.member, "reaped", f"not heard for {silent_s:.0f} s"))
+            elif idle_s > patience.wedge_after_s:
+                doing = f" while in {member.doing!r}" if member.doing else ""
+                findings.append(Finding(member.member, "reaped", f"no progress for {idle_s:.0f} s{doing}"))
+            elif silent_s > patience.suspect_after_s and not member.suspected:
+                member.suspected = True
+                findings.append(Finding(member.member, "suspected", f"not heard for {silent_s:.0f} s"))
+            elif silent_s <= patience.suspect_after_s and member.suspected:
+                member.suspected = False
+                findings.append(Finding(member.member, "recovered", "heard again"))
+        return findings
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{member.member}{'?' if member.suspected else ''}" for member in self.state.live.values())
+        return f"<Membership [{names}] joined={self.state.joined} reaped={self.state.reaped}>"

@@ -1,0 +1,116 @@
+"""The states of a sample, the moves between them, and the rows the ledger keeps.
+
+A sample is one attempt to generate one member of a prompt's group. It is born leased, and from then on it is in
+exactly one of six states; `MOVES` lists every move there is and what causes it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
+from penstock.records.payload import PayloadRef
+
+State = Literal["leased", "delivered", "buffered", "dispatched", "trained", "dropped"]
+Reason = Literal["outdated", "filtered", "failed", "lost"]
+
+STATES: Final[tuple[State, ...]] = ("leased", "delivered", "buffered", "dispatched", "trained", "dropped")
+REASONS: Final[tuple[Reason, ...]] = ("outdated", "filtered", "failed", "lost")
+
+MOVES: Final[dict[tuple[State | None, State], str]] = {
+    (None, "leased"): "a worker was given the sample to generate",
+    ("leased", "delivered"): "its worker delivered it; other members of its group are still missing",
+    ("delivered", "buffered"): "the last member of its group arrived",
+    ("buffered", "dispatched"): "its group was given to the trainer as part of a batch",
+    ("dispatched", "trained"): "the trainer acknowledged the step",
+    ("leased", "dropped"): "failed; or lost with its worker; or made with outdated or unknown weights",
+    (
+        "delivered",
+        "dropped",
+    ): "its group was filtered, became outdated, or its prompt was set aside; or the run resumed",
+    ("buffered", "dropped"): "became too old for every remaining step; or the run was resumed without its payload",
+    ("dispatched", "dropped"): "the trainer could not fetch its group, or was restarted from an earlier checkpoint",
+    ("trained", "dropped"): "the trainer was restarted from a checkpoint before this step",
+}
+
+NOT_LEASED: Final = SampleId(-1)
+NO_VERSION: Final = Version(-1)
+
+
+class Group(msgspec.Struct):
+    """The members of one prompt, column-wise. A member without a sample waits to be issued again."""
+
+    prompt: PromptIndex
+    attempt: int
+    failures: int
+    stage: Literal["open", "buffered", "dispatched", "trained"]
+    samples: list[SampleId]
+    owners: list[MemberId]
+    payloads: list[PayloadRef | None]
+    rewards: list[float]
+    versions: list[Version]
+    lengths: list[int]
+    missing: int
+    """Members not delivered yet."""
+    oldest: Version = NO_VERSION
+    """The lowest version among the delivered members."""
+
+
+class Redo(msgspec.Struct, frozen=True):
+    """A prompt whose group was thrown away and that must be issued again."""
+
+    attempt: int
+    failures: int
+
+
+class SetAside(msgspec.Struct, frozen=True):
+    """A prompt that failed too often to be tried again."""
+
+    failures: int
+    hook: str
+    error: str
+
+
+class StepBooks(msgspec.Struct):
+    """What one step was given; kept until a checkpoint makes the step durable."""
+
+    prompts: list[PromptIndex]
+    final: bool
+    dispatched_at: float
+    reward_mean: float
+    staleness_mean: float
+    staleness_max: int
+    samples: int
+
+
+class LedgerState(msgspec.Struct):
+    """All of the ledger that a snapshot must carry; everything else is an index over it."""
+
+    version: Version = Version(0)
+    """Acknowledged steps."""
+    next_step: StepIndex = StepIndex(0)
+    """The first step that has not been given a batch."""
+    durable: StepIndex = StepIndex(0)
+    """Steps below this are in a checkpoint."""
+    next_sample: SampleId = SampleId(0)
+    next_prompt: PromptIndex = PromptIndex(0)
+    prompt_limit: int | None = None
+    counts: dict[State, int] = msgspec.field(default_factory=lambda: dict.fromkeys(STATES, 0))
+    dropped: dict[Reason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    moves: int = 0
+    """How many sample transitions there have been: grows iff the books changed."""
+    groups: dict[PromptIndex, Group] = msgspec.field(default_factory=dict)
+    awaiting: dict[PromptIndex, list[int]] = msgspec.field(default_factory=dict)
+    """Members of open groups that must be issued again, oldest first."""
+    awaiting_count: int = 0
+    redo: dict[PromptIndex, Redo] = msgspec.field(default_factory=dict)
+    leases: dict[MemberId, dict[SampleId, None]] = msgspec.field(default_factory=dict)
+    open_by_version: dict[Version, dict[PromptIndex, None]] = msgspec.field(default_factory=dict)
+    ready_by_version: dict[Version, dict[PromptIndex, None]] = msgspec.field(default_factory=dict)
+    steps: dict[StepIndex, StepBooks] = msgspec.field(default_factory=dict)
+    settled_prompts: int = 0
+    filtered_prompts: int = 0
+    filtered_since_step: int = 0
+    set_aside: dict[PromptIndex, SetAside] = msgspec.field(default_factory=dict)

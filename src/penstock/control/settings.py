@@ -1,0 +1,87 @@
+"""What a pipeline's control needs to be told, and all that it remembers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.control.admission import ThrottleState
+from penstock.control.membership import MembershipState, Patience
+from penstock.control.samples import LedgerState
+from penstock.records.ids import PipelineName, Version
+from penstock.records.weights import Manifest
+from penstock.wire.messages import Phase
+
+RECENT_STEPS = 16
+
+
+class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    name: PipelineName
+    steps: int | None = None
+    """Length of the run; None: until the prompts run out."""
+    groups_per_step: int
+    group_size: int
+    max_staleness: int = 1
+    prompt_limit: int | None = None
+    """Prompts in the whole run; None: endless, or `epochs` times what the first worker reports."""
+    epochs: int | None = None
+    max_failures: int = 3
+    """A prompt that fails this often is set aside."""
+    max_filtered_per_step: int | None = None
+    """Groups the filter may take away between two batches, by default four batches' worth; then groups pass anyway,
+    so that a filter that dislikes everything slows the run down but cannot stop it."""
+    suspect_after_s: float = 10.0
+    reap_after_s: float = 30.0
+    wedge_after_s: float = 300.0
+    startup_grace_s: float = 120.0
+    stall_after_s: float = 60.0
+    stall_fail_after_s: float | None = 1800.0
+    exit_without_trainer_s: float | None = None
+    throttle_report_s: float = 30.0
+
+    @property
+    def patience(self) -> Patience:
+        return Patience(
+            suspect_after_s=self.suspect_after_s,
+            reap_after_s=self.reap_after_s,
+            wedge_after_s=self.wedge_after_s,
+            startup_grace_s=self.startup_grace_s,
+        )
+
+    @property
+    def set_aside_in_a_row_allowed(self) -> int:
+        """So many prompts set aside with nothing delivered in between mean that the environment itself is broken."""
+        return max(8, self.groups_per_step)
+
+
+class StepSummary(msgspec.Struct, frozen=True, array_like=True):
+    """What is remembered of a trained step."""
+
+    step: int
+    samples: int
+    reward_mean: float
+    staleness_mean: float
+    staleness_max: int
+
+
+class PipelineState(msgspec.Struct):
+    """All that a snapshot carries."""
+
+    ledger: LedgerState
+    members: MembershipState = msgspec.field(default_factory=MembershipState)
+    throttle: ThrottleState = msgspec.field(default_factory=ThrottleState)
+    revision: int = 0
+    phase: Phase = "running"
+    stop_asked: bool = False
+    stop_reason: str = ""
+    failure: str = ""
+    weights: Manifest | None = None
+    digests: dict[Version, str] = msgspec.field(default_factory=dict)
+    started_at: float | None = None
+    last_event_at: float = 0.0
+    progressed_at: float = 0.0
+    stall_reported_at: float = 0.0
+    trainer_lost_at: float | None = None
+    trainer_left_well: bool = False
+    set_aside_in_a_row: int = 0
+    wrong_weights: int = 0
+    recent: list[StepSummary] = msgspec.field(default_factory=list)
