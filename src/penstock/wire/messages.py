@@ -13,6 +13,7 @@ import msgspec
 from penstock.records.batch import Batch
 from penstock.records.ids import MemberId, PipelineName, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef, RingAddress
+from penstock.records.pool import DeviceId, GrantedDevices, Order, OrderNumber, Priority
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
@@ -127,6 +128,67 @@ class ReportMetrics(Call, tag="report_metrics", frozen=True):
     values: dict[str, float]
 
 
+class DeclareDemand(Call, tag="declare_demand", frozen=True):
+    """A round of `target` samples is about to begin; waits until at least one worker is awake."""
+
+    round: int
+    target: int
+    wait_s: float = 0.0
+
+
+class ReportProgress(Call, tag="report_progress", frozen=True):
+    """How many samples of the round are complete."""
+
+    round: int
+    completed: int
+
+
+class AskDevices(Call, tag="ask_devices", frozen=True):
+    """Asks for `count` devices among `among`, and gives back the grant `release` in the same breath."""
+
+    request: int
+    """Counted up by the caller; asking again with the same number is waiting on."""
+    priority: Priority
+    among: tuple[DeviceId, ...]
+    count: int
+    timeout_s: float
+    """The request itself ends when it has not been granted for this long."""
+    release: int | None = None
+    wait_s: float = 0.0
+
+
+class CancelDevices(Call, tag="cancel_devices", frozen=True):
+    """The request is no longer wanted. Too late if it was granted: then release it."""
+
+    request: int
+
+
+class ReleaseDevices(Call, tag="release_devices", frozen=True):
+    """The devices of this grant are free: memory released, and verified."""
+
+    request: int
+
+
+class AskOrders(Call, tag="ask_orders", frozen=True):
+    """A generation worker asks what it must do now; waits for an order other than `seen`."""
+
+    seen: OrderNumber = OrderNumber(0)
+    wait_s: float = 0.0
+
+
+class ReportOrder(Call, tag="report_order", frozen=True):
+    """How an order ended. After a failure `released` says whether the worker verifiably holds no device."""
+
+    order: OrderNumber
+    done: bool
+    released: bool = False
+    error: str = ""
+
+
+PoolRequest = DeclareDemand | ReportProgress | AskDevices | CancelDevices | ReleaseDevices | AskOrders | ReportOrder
+"""Calls that the shared device pool answers, not the pipeline's own control."""
+
+
 class Stop(Call, tag="stop", frozen=True):
     """Ask the whole run to end. `failed` gives the sentence to fail with."""
 
@@ -147,6 +209,7 @@ Request = (
     | AskWeights
     | ReportReplica
     | ReportMetrics
+    | PoolRequest
     | Stop
 )
 
@@ -210,6 +273,25 @@ class Weights(msgspec.Struct, tag="weights", frozen=True):
     manifest: Manifest
 
 
+class Served(msgspec.Struct, tag="served", frozen=True):
+    """Workers of the pipeline that are awake now: at least one."""
+
+    awake: int
+
+
+class DevicesGranted(msgspec.Struct, tag="devices_granted", frozen=True):
+    grant: GrantedDevices
+
+
+class Orders(msgspec.Struct, tag="orders", frozen=True):
+    """What the worker must do now; empty: it is where it should be."""
+
+    orders: tuple[Order, ...]
+
+
+PoolReply = Served | DevicesGranted | Orders
+
+
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The call changed nothing. `kind` is the name of the error class the caller should raise."""
 
@@ -217,4 +299,4 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     message: str
 
 
-Reply = Ok | Registered | Beaten | Leased | Delivered | BatchReady | NotYet | Complete | Weights | Refused
+Reply = Ok | Registered | Beaten | Leased | Delivered | BatchReady | NotYet | Complete | Weights | PoolReply | Refused
