@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.records.ids import Version
-from penstock.records.weights import BucketSpec, Manifest, TensorSpec
+from penstock.records.weights import Manifest, TensorSpec
 from penstock.weights.buckets import layout, size_of
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -77,10 +77,3 @@ def describe(manifest: Manifest) -> str:
     """For logs and errors."""
     size_mb = parameter_bytes(manifest) / 1e6
     return f"version {manifest.version} ({manifest.digest[:8]}, {size_mb:.1f} MB in {len(manifest.buckets)} buckets)"
-
-
-def bucket_by_file(manifest: Manifest, file: str) -> BucketSpec:
-    for bucket in manifest.buckets:
-        if bucket.file == file:
-            return bucket
-    raise RemoteProtocolError(f"{describe(manifest)} has no bucket file {file!r}")

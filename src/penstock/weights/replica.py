@@ -187,7 +187,8 @@ class Replica:
                 self.version, self.digest, self.failures, self.resume_failures = Version(-1), "", 0, 0
         if target in (ReplicaState.TORN, ReplicaState.STALE):
             self.digest = ""
-        quiet = isinstance(event, Quiesced | WriteBegan | Verified)  # passed through within one update
+        # These pass within one update, which ends with another event.
+        quiet = isinstance(event, Quiesced | WriteBegan | Verified | Mismatched)
         return [] if quiet or target is ReplicaState.DEAD else [self._report()]
 
     def _failed(self, event: UpdateFailed) -> list[ReplicaEffect]:
@@ -200,10 +201,9 @@ class Replica:
                 return [ResumeEngine()]
             return [self._report(), AbandonReplica(f"the engine could not be resumed: {self.first_error}")]
         self.failures += 1
-        effects: list[ReplicaEffect] = []
         if self.state in (ReplicaState.QUIESCED, ReplicaState.LOADED):
-            effects.append(ResumeEngine())
-        effects.append(self._report())
+            return [ResumeEngine()]  # the report follows, with the error, when it serves again
+        effects: list[ReplicaEffect] = [self._report()]
         if self.failures >= self._max_failures and self.state in (ReplicaState.TORN, ReplicaState.STALE):
             effects.append(AbandonReplica(f"{self.failures} updates failed in a row: {self.first_error}"))
         return effects

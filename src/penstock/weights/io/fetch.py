@@ -30,22 +30,6 @@ class BucketSource(Protocol):
     def close(self) -> None: ...
 
 
-def allocate(manifest: Manifest, *, pin_memory: bool = False) -> dict[str, torch.Tensor]:
-    """Fresh CPU tensors for the version; each bucket's tensors lie together."""
-    tensors: dict[str, torch.Tensor] = {}
-    for tensor in tensors_of(manifest):
-        tensors[tensor.name] = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), pin_memory=pin_memory)
-    return tensors
-
-
-def fits(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> bool:
-    """Whether the tensors have exactly the names, dtypes and shapes of the version."""
-    wanted = tensors_of(manifest)
-    return len(tensors) == len(wanted) and all(
-        spec.name in tensors and spec_of(spec.name, tensors[spec.name]) == spec for spec in wanted
-    )
-
-
 def check_fit(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
     """Raises with the first difference between the tensors held and those the version brings."""
     wanted = {spec.name: spec for spec in tensors_of(manifest)}

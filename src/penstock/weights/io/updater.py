@@ -23,7 +23,8 @@ from penstock.runtime.backoff import Backoff
 from penstock.runtime.clock import Clock, SystemClock
 from penstock.runtime.offload import Offload
 from penstock.weights.io.digest import digest_of
-from penstock.weights.manifest import check_manifest, describe, tensors_of
+from penstock.weights.io.fetch import check_fit
+from penstock.weights.manifest import check_manifest, describe
 from penstock.weights.replica import (
     AbandonReplica,
     Mismatched,
@@ -138,6 +139,7 @@ class ReplicaUpdater:
         bring_timeout_s: float = 300.0,
         change_timeout_s: float = 60.0,
         report_timeout_s: float = 60.0,
+        grace_s: float = 5.0,
         max_failures: int = 3,
         retry_first_s: float = 0.05,
         retry_cap_s: float = 2.0,
@@ -154,6 +156,7 @@ class ReplicaUpdater:
         self._bring_timeout_s = bring_timeout_s
         self._change_timeout_s = change_timeout_s
         self._report_timeout_s = report_timeout_s
+        self._grace_s = grace_s
         self._backoff = Backoff(retry_first_s, retry_cap_s)
         self._clock = clock or SystemClock()
         self._pause_s = 0.0
@@ -191,7 +194,7 @@ class ReplicaUpdater:
         """One poll and at most one update."""
         self._step = "poll"
         try:
-            async with asyncio.timeout(self._poll_s * 2 + 5.0):
+            async with asyncio.timeout(self._poll_s + self._report_timeout_s):
                 manifest = await self._source.next_manifest(self.replica.held_digest, self._poll_s)
         except (Transient, TimeoutError) as error:
             logger.warning("no answer about the newest weights (%s); %s goes on", error, self.replica)
@@ -268,15 +271,10 @@ class ReplicaUpdater:
     async def _bring(self, manifest: Manifest, offload: Offload) -> Mapping[str, torch.Tensor]:
         began = self._clock.now()
         tensors = await self._do(
-            "bring", offload, self._mover.bring, manifest, self._bring_timeout_s, timeout_s=self._bring_timeout_s + 5.0
+            "bring", offload, self._mover.bring, manifest, self._bring_timeout_s, timeout_s=self._bring_timeout_s
         )
         self.statistics.last_bring_s = self._clock.now() - began
-        served = self._engine.served_tensors()
-        lacking = sorted({spec.name for spec in tensors_of(manifest)} ^ served.keys())
-        if lacking:
-            raise RemoteProtocolError(
-                f"{describe(manifest)} belongs to another model: it and the engine differ in tensor {lacking[0]!r}"
-            )
+        check_fit(self._engine.served_tensors(), manifest)
         return tensors
 
     async def _prove(self, manifest: Manifest, offload: Offload) -> None:
@@ -284,9 +282,23 @@ class ReplicaUpdater:
         found = await self._do("prove", offload, self._served_digest)
         if found == manifest.digest:
             return
-        await self._perform(self._tell(Mismatched(manifest.digest, found)), offload)
-        await self._do("fence", offload, self._engine.sleep, self._change_timeout_s)
+        await self._fence(manifest.digest, found, offload)
         raise RemoteProtocolError(f"the engine does not hold {describe(manifest)}: its memory has digest {found}")
+
+    async def _fence(self, expected: str, found: str, offload: Offload) -> None:
+        """Stops an engine that holds a mixture; one that cannot be stopped must be replaced."""
+        self._tell(Mismatched(expected, found))
+        try:
+            await self._do("fence", offload, self._engine.sleep, self._change_timeout_s)
+        except PenstockError:
+            self._wedged = True
+            raise
+
+    async def _recheck(self, offload: Offload) -> None:
+        """After a failure near a serving engine: what it serves must still be what it says."""
+        found = await self._do("recheck", offload, self._served_digest)
+        if found != self.replica.digest:
+            await self._fence(self.replica.digest, found, offload)
 
     def _served_digest(self) -> str:
         return digest_of(self._engine.served_tensors())
@@ -296,7 +308,8 @@ class ReplicaUpdater:
     ) -> T:
         """One step in the background thread, with its name known to `repr` and to the error."""
         self._step = step
-        timeout_s = self._change_timeout_s + 5.0 if timeout_s is None else timeout_s
+        # Engines and movers keep the deadline they are given; one that does not is wedged.
+        timeout_s = (self._change_timeout_s if timeout_s is None else timeout_s) + self._grace_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await offload.run(function, *arguments)
@@ -313,6 +326,8 @@ class ReplicaUpdater:
         self.statistics.failures += 1
         step, text = self._step, str(error) or type(error).__name__
         logger.warning("update failed at step %r: %s; %r", step, text, self.replica)
+        if self.replica.may_serve and step != "bring" and not self._wedged:
+            await self._recheck(offload)
         await self._perform(self._tell(UpdateFailed(step, text)), offload)
         if self._wedged:
             raise error
