@@ -1,0 +1,132 @@
+"""The book of the pool: its whole state, and for every device who stands on it and who is promised it next."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import InvalidTransition
+from penstock.pool.demand import Demand
+from penstock.pool.events import PipelineOpened
+from penstock.pool.lease import Hold, HoldInput, Member, Seat, SeatInput
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import DeviceId, SeatId
+
+
+class Entry(msgspec.Struct):
+    """One open pipeline."""
+
+    shape: PipelineOpened
+    demand: Demand
+    waiting_since: float | None = None
+    benched_until: float = 0.0
+    failures: int = 0
+    """Failed moves in a row."""
+
+
+class State(msgspec.Struct):
+    """All that is remembered; everything else is derived from it."""
+
+    pipelines: dict[PipelineName, Entry] = {}
+    members: dict[MemberId, Member] = {}
+    seats: dict[SeatId, Seat] = {}
+    holds: dict[int, Hold] = {}
+    next_seat: int = 1
+    next_order: int = 1
+    next_hold: int = 1
+    moves: int = 0
+    failed_moves: int = 0
+    refused_plans: int = 0
+
+
+class Book:
+    """Applies the two tables to the state, and keeps the device index true to it."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.occupant: dict[DeviceId, Seat | Hold] = {}
+        self.promised: dict[DeviceId, Seat | Hold] = {}
+        self.seat_of: dict[MemberId, Seat] = {}
+        for claim in (*state.seats.values(), *state.holds.values()):
+            self._index(claim)
+
+    def add_seat(self, seat: Seat) -> None:
+        self.state.seats[seat.seat] = seat
+        self._index(seat)
+
+    def add_hold(self, hold: Hold) -> None:
+        self.state.holds[hold.hold] = hold
+
+    def promise(self, hold: Hold, devices: tuple[DeviceId, ...]) -> None:
+        hold.devices = devices
+        hold.step("promised")
+        self._index(hold)
+
+    def step_seat(self, seat: Seat, what: SeatInput) -> list[Seat | Hold]:
+        """Apply one input; returns the claims that can go on because devices became free."""
+        before = seat.state
+        if seat.step(what) == "gone":
+            del self.state.seats[seat.seat]
+        elif before == "planned":
+            self._unindex(seat, self.promised)
+            self._index(seat)
+        if seat.state != "gone":
+            return []
+        if self.seat_of.get(seat.member) is seat:
+            del self.seat_of[seat.member]
+        return self._unindex(seat, self.promised if before == "planned" else self.occupant)
+
+    def step_hold(self, hold: Hold, what: HoldInput) -> list[Seat | Hold]:
+        """Apply one input; returns the claims that can go on because devices became free."""
+        before = hold.state
+        if hold.step(what) == "held":
+            self._unindex(hold, self.promised)
+            self._index(hold)
+        if hold.state != "gone":
+            return []
+        del self.state.holds[hold.hold]
+        if before == "waiting":
+            return []
+        return self._unindex(hold, self.promised if before == "assigned" else self.occupant)
+
+    def is_clear(self, claim: Seat | Hold) -> bool:
+        """Whether nobody stands on the promised devices any more."""
+        return not any(device in self.occupant for device in claim.devices)
+
+    def _index(self, claim: Seat | Hold) -> None:
+        if claim.state in ("waiting", "gone"):
+            return
+        where = self.promised if claim.state in ("planned", "assigned") else self.occupant
+        for device in claim.devices:
+            other = where.get(device)
+            if other is not None:
+                raise InvalidTransition(f"device {device} would belong to {other!r} and to {claim!r}")
+            where[device] = claim
+        if isinstance(claim, Seat):
+            self.seat_of[claim.member] = claim
+
+    def _unindex(self, claim: Seat | Hold, where: dict[DeviceId, Seat | Hold]) -> list[Seat | Hold]:
+        for device in claim.devices:
+            del where[device]
+        if where is self.promised:
+            return []
+        waiting = {id(next_): next_ for d in claim.devices if (next_ := self.promised.get(d)) is not None}
+        return [next_ for next_ in waiting.values() if self.is_clear(next_)]
+
+    def check(self) -> None:
+        """Raises unless every device has at most one owner now and one next, and the index tells the truth."""
+        fresh = Book(self.state)
+        if (fresh.occupant, fresh.promised) != (self.occupant, self.promised):
+            raise InvalidTransition("the pool's device index disagrees with its seats and holds")
+        if fresh.seat_of != self.seat_of:
+            raise InvalidTransition("the pool's index of workers disagrees with its seats")
+        if len(self.seat_of) != len(self.state.seats):
+            raise InvalidTransition("a worker sits in two seats")
+        for seat in self.state.seats.values():
+            entry = self.state.pipelines.get(seat.pipeline)
+            if entry is None and seat.stays:
+                raise InvalidTransition(f"seat {seat.seat} stays, but its pipeline {seat.pipeline} is closed")
+            if entry is not None and len(seat.devices) != entry.shape.bundle:
+                raise InvalidTransition(f"seat {seat.seat} has {len(seat.devices)} devices, not a whole bundle")
+        for claim in self.promised.values():
+            if claim.state in ("planned", "assigned") and self.is_clear(claim):
+                raise InvalidTransition(f"{claim!r} waits although its devices are clear")

@@ -1,0 +1,218 @@
+"""What the pool is told (past tense) and what it asks its host to do (imperative).
+
+Every event is journalled with the time it was handled at, if it changed anything; replaying them gives the same pool.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import DeviceId, Order, OrderNumber, Priority
+
+Rejection = Literal["timed_out", "cancelled", "closed"]
+
+
+class PipelineOpened(msgspec.Struct, tag="pool_pipeline_opened", frozen=True):
+    """A pipeline will use the pool. Telling it again with the same values is harmless."""
+
+    pipeline: PipelineName
+    inference: tuple[DeviceId, ...]
+    """Where its generation workers may sit; the pool chooses among them."""
+    bundle: int = 1
+    """Devices per generation worker."""
+    concurrency: int = 1
+    """Samples one worker generates at once: fewer remaining samples than this need only one worker."""
+    weight: float = 1.0
+    """Twice the weight counts like twice the remaining work, and keeps a turn twice as long."""
+    min_bundles: int = 0
+    """Kept for it whenever it has work for them."""
+    max_bundles: int | None = None
+    move_cost: int = 0
+    """What waking one worker costs, in samples it could have generated meanwhile."""
+
+
+class PipelineClosed(msgspec.Struct, tag="pool_pipeline_closed", frozen=True):
+    """The pipeline wants nothing more: its workers sleep, its requests end, its devices return."""
+
+    pipeline: PipelineName
+    reason: str = ""
+
+
+class WorkerJoined(msgspec.Struct, tag="pool_worker_joined", frozen=True):
+    """A generation worker process exists, asleep, holding no device."""
+
+    pipeline: PipelineName
+    member: MemberId
+    devices: tuple[DeviceId, ...] = ()
+    """Empty: it can wake anywhere. Otherwise the one bundle it is bound to."""
+
+
+class MemberLost(msgspec.Struct, tag="pool_member_lost", frozen=True):
+    """A process has certainly ended: what it held is free at once."""
+
+    pipeline: PipelineName
+    member: MemberId
+    reason: str = ""
+
+
+class LeaseRenewed(msgspec.Struct, tag="pool_lease_renewed", frozen=True):
+    """A member showed that it is alive."""
+
+    pipeline: PipelineName
+    member: MemberId
+
+
+class DemandDeclared(msgspec.Struct, tag="pool_demand_declared", frozen=True):
+    """A round of `target` samples is about to begin. Declared before the first of them is dispatched."""
+
+    pipeline: PipelineName
+    round: int
+    target: int
+
+
+class ProgressReported(msgspec.Struct, tag="pool_progress_reported", frozen=True):
+    """How many samples of the round are complete. What remains is derived, never reported."""
+
+    pipeline: PipelineName
+    round: int
+    completed: int
+
+
+class DemandWithdrawn(msgspec.Struct, tag="pool_demand_withdrawn", frozen=True):
+    """The round ended before its target."""
+
+    pipeline: PipelineName
+
+
+class DevicesRequested(msgspec.Struct, tag="pool_devices_requested", frozen=True):
+    """A member asks for `count` devices among `among`, all at once or not at all.
+
+    With `release` it first gives back an earlier grant; nobody can slip in between.
+    """
+
+    pipeline: PipelineName
+    member: MemberId
+    request: int
+    """Counted up by the member; the same number again is the same request again."""
+    priority: Priority
+    among: tuple[DeviceId, ...]
+    count: int
+    timeout_s: float
+    release: int | None = None
+
+
+class RequestCancelled(msgspec.Struct, tag="pool_request_cancelled", frozen=True):
+    pipeline: PipelineName
+    member: MemberId
+    request: int
+
+
+class DevicesReleased(msgspec.Struct, tag="pool_devices_released", frozen=True):
+    pipeline: PipelineName
+    member: MemberId
+    request: int
+
+
+class MoveDone(msgspec.Struct, tag="pool_move_done", frozen=True):
+    """The worker finished an order: it serves with published weights, or its devices are verified free."""
+
+    pipeline: PipelineName
+    member: MemberId
+    order: OrderNumber
+
+
+class MoveFailed(msgspec.Struct, tag="pool_move_failed", frozen=True):
+    """The worker could not finish an order. `released` says whether it proved that it holds no device now."""
+
+    pipeline: PipelineName
+    member: MemberId
+    order: OrderNumber
+    released: bool
+    error: str
+
+
+class TimePassed(msgspec.Struct, tag="pool_time_passed", frozen=True):
+    """Deadlines may have come."""
+
+
+class ControllerRestarted(msgspec.Struct, tag="pool_controller_restarted", frozen=True):
+    """Nobody could report while the host was down: every deadline starts afresh."""
+
+
+Event = (
+    PipelineOpened
+    | PipelineClosed
+    | WorkerJoined
+    | MemberLost
+    | LeaseRenewed
+    | DemandDeclared
+    | ProgressReported
+    | DemandWithdrawn
+    | DevicesRequested
+    | RequestCancelled
+    | DevicesReleased
+    | MoveDone
+    | MoveFailed
+    | TimePassed
+    | ControllerRestarted
+)
+
+
+class GrantDevices(msgspec.Struct, tag="grant_devices", frozen=True):
+    """Answer a waiting request: the devices are verified free and now belong to the member."""
+
+    pipeline: PipelineName
+    member: MemberId
+    request: int
+    devices: tuple[DeviceId, ...]
+
+
+class RejectRequest(msgspec.Struct, tag="reject_request", frozen=True):
+    """Answer a waiting request: it will not be served."""
+
+    pipeline: PipelineName
+    member: MemberId
+    request: int
+    kind: Rejection
+    reason: str
+
+
+class WakeWorker(msgspec.Struct, tag="wake_worker", frozen=True):
+    """Hand the order to the worker: wake, sync weights, publish the version once, route."""
+
+    pipeline: PipelineName
+    member: MemberId
+    order: Order
+
+
+class SleepWorker(msgspec.Struct, tag="sleep_worker", frozen=True):
+    """Hand the order to the worker: close admission, drain or abort, release, verify released."""
+
+    pipeline: PipelineName
+    member: MemberId
+    order: Order
+
+
+class AnswerDemand(msgspec.Struct, tag="answer_demand", frozen=True):
+    """At least one worker of the pipeline is awake: whoever waits for that may go on."""
+
+    pipeline: PipelineName
+
+
+class FenceMember(msgspec.Struct, tag="fence_member", frozen=True):
+    """End this process for certain, then report `MemberLost`: its devices are wanted and it does not answer."""
+
+    pipeline: PipelineName
+    member: MemberId
+    reason: str
+
+
+class Log(msgspec.Struct, tag="log", frozen=True):
+    level: Literal["info", "warning", "error"]
+    message: str
+
+
+Effect = GrantDevices | RejectRequest | WakeWorker | SleepWorker | AnswerDemand | FenceMember | Log

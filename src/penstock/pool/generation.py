@@ -1,0 +1,274 @@
+"""Generation gets what the requests left: three stages, each with its own reason to move a worker.
+
+1. Pipelines with work and no worker, longest wait first: any open place, then what others should give up, then by
+   turns: the place whose workers have all had their turn, else keep the place where that happens first.
+2. Pipelines a whole bundle short of their ideal share, from those that have a whole bundle too many.
+3. Idle devices to whoever can use them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.pool.ground import NOBODY, Ground, as_devices
+from penstock.pool.places import places
+from penstock.pool.plan import PipelineView, Snapshot
+from penstock.pool.share import Share, ideal_devices
+from penstock.records.pool import DeviceId
+
+_MUST_WAIT = 1.0
+_SURPLUS = 16.0
+_SPARE = 64.0
+"""What taking a device costs, in order of harm: somebody is leaving it, somebody cannot use it, somebody has it."""
+
+
+class _Kind(NamedTuple):
+    """Pipelines of one kind can stand in the same places."""
+
+    number: int
+    bundle: int
+    places_K: np.ndarray
+
+
+class Generation:
+    """Shares out devices among the pipelines' generation workers."""
+
+    def __init__(self, snapshot: Snapshot, ground: Ground) -> None:
+        self._now = snapshot.now
+        self._ground = ground
+        self._pipelines = snapshot.pipelines
+        self._kinds = _kinds(snapshot)
+        self._shares = _shares(snapshot, ground)
+        self._surplus = [share.surplus for share in self._shares]
+        self._spare = [share.spare for share in self._shares]
+        self._block = max((view.bundle for view in snapshot.pipelines), default=1)
+        self._searches: dict[int, Iterator[list[int]]] = {}
+        self._turns: _Turns | None = None
+
+    def share_out(self) -> None:
+        shares = self._shares
+        waking = [i for i, view in enumerate(self._pipelines) if view.may_wake and view.useful > 0]
+        starving = [i for i in waking if shares[i].held == 0]
+        for index in sorted(starving, key=self._queue_order):
+            if not self._take(index):
+                self._take_turn(index)
+        self._grow([i for i in waking if shares[i].held > 0 and shares[i].short > 0])
+        self._fill([i for i in waking if shares[i].held > 0])
+
+    # ---------------------------------------------------------------------------------------------- the stages
+
+    def _take_turn(self, index: int) -> None:
+        places_K = self._kinds[index].places_K
+        if not len(places_K):
+            return
+        if self._turns is None:
+            self._turns = _Turns(self._ground, self._pipelines, self._shares)
+        ready_K = self._turns.ready_D[places_K].max(axis=1)
+        over = np.flatnonzero(ready_K <= self._now)
+        if len(over):
+            harm_K = self._turns.harm_D[places_K[over]].sum(axis=1)
+            self._seize(index, places_K[over[int(harm_K.argmin())]].tolist(), "its turn has come")
+        elif ready_K.min() < np.inf:
+            kept = places_K[int(ready_K.argmin())].tolist()
+            self._ground.take(kept)
+            self._turns.ready_D[kept] = np.inf
+
+    def _grow(self, short: list[int]) -> None:
+        # The largest bundles choose first: small ones fit into what they leave, not the other way round.
+        heap = [(-self._pipelines[i].bundle, *self._gap_order(i), i, self._shares[i].short) for i in short]
+        heapq.heapify(heap)
+        while heap:
+            size, _, name, index, wanted = heapq.heappop(heap)
+            if self._take(index) and wanted > 1:
+                heapq.heappush(heap, (size, -self._shares[index].gap_ratio, name, index, wanted - 1))
+
+    def _fill(self, waking: list[int]) -> None:
+        heap = [(*self._gap_order(i), i) for i in waking]
+        heapq.heapify(heap)
+        while heap:
+            _, name, index = heapq.heappop(heap)
+            share = self._shares[index]
+            if share.held < share.useful and self._take(index, idle_only=True):
+                heapq.heappush(heap, (-share.gap_ratio, name, index))
+
+    def _queue_order(self, index: int) -> tuple[float, str]:
+        view = self._pipelines[index]
+        return (self._now if view.waiting_since is None else view.waiting_since, view.name)
+
+    def _gap_order(self, index: int) -> tuple[float, str]:
+        return (-self._shares[index].gap_ratio, self._pipelines[index].name)
+
+    # --------------------------------------------------------------------------------------------- the places
+
+    def _take(self, index: int, *, idle_only: bool = False) -> bool:
+        """Give the pipeline the cheapest place that is open or that others should give up; False if there is none."""
+        kind = self._kinds[index]
+        search = self._searches.get(kind.number)
+        if search is None:
+            search = self._searches[kind.number] = self._search(kind)
+        for place in search:
+            standing = self._standing(place)
+            if standing is None:
+                continue
+            if standing and idle_only:
+                self._searches[kind.number] = _put_back(place, search)
+                return False
+            if not standing or self._may_all_give(standing):
+                self._seize(index, place, "devices follow the remaining work")
+                return True
+        return False
+
+    def _search(self, kind: _Kind) -> Iterator[list[int]]:
+        """Places in the order of what taking them costs. What has become impossible since then the caller skips."""
+        ground = self._ground
+        open_D = ground.open_D()
+        occupied_D = np.array(ground.occupant) != NOBODY
+        # Fill up broken blocks first, so that whole ones stay whole for large bundles.
+        free_B = np.add.reduceat(open_D, np.arange(0, len(open_D), self._block))
+        cost_D = np.repeat(free_B, self._block)[: len(open_D)] / (2.0 * self._block * kind.bundle)
+        cost_D = np.where(open_D, cost_D + np.where(occupied_D, _MUST_WAIT, 0.0), np.inf)
+        over_served = sorted(range(len(self._shares)), key=self._gap_order, reverse=True)
+        value = dict(zip(over_served, np.linspace(_SPARE, _SPARE + 1, len(over_served)).tolist(), strict=True))
+        for seat_index, seat in enumerate(ground.seats):
+            if self._may_give(seat_index):
+                price = _SURPLUS if self._surplus[seat.pipeline] > 0 else value[seat.pipeline]
+                cost_D[list(seat.devices)] = price / min(len(seat.devices), kind.bundle)
+        cost_D[np.array(ground.taken) | np.array(ground.calm)] = np.inf
+        cost_K = cost_D[kind.places_K].sum(axis=1)
+        order = np.argsort(cost_K, kind="stable")
+        yield from kind.places_K[order[: int(np.isfinite(cost_K).sum())]].tolist()
+
+    def _standing(self, place: list[int]) -> set[int] | None:
+        """Seats that would have to leave the place; None if it is out of reach."""
+        ground = self._ground
+        found: set[int] = set()
+        for device in place:
+            if ground.taken[device]:
+                return None
+            occupant = ground.occupant[device]
+            if occupant != NOBODY and not ground.leaving[occupant]:
+                found.add(occupant)
+        return found
+
+    def _may_give(self, seat_index: int) -> bool:
+        seat = self._ground.seats[seat_index]
+        if seat.phase != "serving" or self._ground.leaving[seat_index]:
+            return False
+        if self._surplus[seat.pipeline] > 0:
+            return True
+        return self._spare[seat.pipeline] > 0 and seat.since + self._pipelines[seat.pipeline].turn_s <= self._now
+
+    def _may_all_give(self, standing: set[int]) -> bool:
+        if not all(self._may_give(seat_index) for seat_index in standing):
+            return False
+        if len(standing) == 1:
+            return True
+        givers = [self._ground.seats[seat_index].pipeline for seat_index in standing]
+        return all(givers.count(giver) <= max(self._surplus[giver], self._spare[giver]) for giver in set(givers))
+
+    def _seize(self, index: int, place: list[int], reason: str) -> None:
+        ground = self._ground
+        name = self._pipelines[index].name
+        for seat_index in sorted(self._standing(place) or ()):
+            seat = ground.seats[seat_index]
+            ground.shrink(seat_index, abort=False, reason=f"for {name}: {reason}")
+            self._surplus[seat.pipeline] -= 1
+            self._spare[seat.pipeline] -= 1
+            self._shares[seat.pipeline].held -= 1
+            if self._turns is not None:
+                self._turns.ready_D[list(seat.devices)] = -np.inf
+        ground.expand(name, as_devices(place))
+        self._shares[index].held += 1
+        if self._turns is not None:
+            self._turns.ready_D[place] = np.inf
+
+
+class _Turns:
+    """When each device can be taken by a pipeline whose turn it is, and how much its present user needs it."""
+
+    def __init__(self, ground: Ground, pipelines: tuple[PipelineView, ...], shares: list[Share]) -> None:
+        self.ready_D = np.where(ground.open_D(), -np.inf, np.inf)
+        self.harm_D = np.zeros_like(self.ready_D)
+        for index, seat in enumerate(ground.seats):
+            if seat.phase in ("waking", "serving") and not ground.leaving[index]:
+                devices = list(seat.devices)
+                share = shares[seat.pipeline]
+                view = pipelines[seat.pipeline]
+                within_quota = share.held <= view.min_bundles
+                self.ready_D[devices] = -np.inf if share.held > share.useful else seat.since + view.turn_s
+                self.harm_D[devices] = share.ideal / share.held + (len(ground.taken) if within_quota else 0)
+        self.ready_D[np.array(ground.taken) | np.array(ground.calm)] = np.inf
+
+
+def _shares(snapshot: Snapshot, ground: Ground) -> list[Share]:
+    pipelines = snapshot.pipelines
+    held = [0] * len(pipelines)
+    for index, seat in enumerate(ground.seats):
+        if not ground.leaving[index]:
+            held[seat.pipeline] += 1
+    # What a worker of ours is promised is still generation's to share.
+    free_D = ~np.array(ground.taken) | (np.array(ground.planned) != NOBODY)
+    ideal = [0.0] * len(pipelines)
+    for neighbours in _neighbourhoods(pipelines):
+        asking = [i for i in neighbours if pipelines[i].useful > 0]
+        if not asking:
+            continue
+        views = [pipelines[i] for i in asking]
+        reach_D = np.zeros_like(free_D)
+        for inference in {id(view.inference): view.inference for view in views}.values():
+            reach_D[np.array(inference)] = True
+        bundle_P = np.array([view.bundle for view in views], dtype=float)
+        cap_P = np.array([view.useful for view in views]) * bundle_P
+        floor_P = np.minimum(cap_P, np.array([max(1, view.min_bundles) for view in views]) * bundle_P)
+        weight_P = np.array([view.weight * max(1, view.remaining) for view in views]) * bundle_P
+        ideal_P = ideal_devices(int((reach_D & free_D).sum()), weight_P, floor_P, cap_P) / bundle_P
+        for index, share in zip(asking, ideal_P.tolist(), strict=True):
+            ideal[index] = share
+    return [Share(held[i], ideal[i], view.useful, snapshot.rules.band) for i, view in enumerate(pipelines)]
+
+
+def _neighbourhoods(pipelines: tuple[PipelineView, ...]) -> list[list[int]]:
+    """Pipelines that can compete for a device, directly or through others, are shared out together."""
+    by_devices: dict[tuple[DeviceId, ...], list[int]] = {}
+    known: dict[int, list[int]] = {}
+    for index, view in enumerate(pipelines):
+        members = known.get(id(view.inference))
+        if members is None:
+            members = known[id(view.inference)] = by_devices.setdefault(view.inference, [])
+        members.append(index)
+    groups: list[tuple[set[DeviceId], list[int]]] = []
+    for devices, members in by_devices.items():
+        reach, joined = set(devices), list(members)
+        apart = []
+        for other in groups:
+            if reach.isdisjoint(other[0]):
+                apart.append(other)
+            else:
+                reach, joined = reach | other[0], other[1] + joined
+        groups = [*apart, (reach, joined)]
+    return [joined for _, joined in groups]
+
+
+def _kinds(snapshot: Snapshot) -> list[_Kind]:
+    kinds: dict[tuple[int, int], _Kind] = {}
+    found = []
+    for view in snapshot.pipelines:
+        standing_room = view.inference if view.places is None else view.places
+        key = (view.bundle, id(standing_room))
+        if key not in kinds:
+            if view.places is None:
+                places_K = places(snapshot.topology, view.inference, view.bundle)
+            else:
+                places_K = np.array(view.places, dtype=np.int64).reshape(len(view.places), view.bundle)
+            kinds[key] = _Kind(len(kinds), view.bundle, places_K)
+        found.append(kinds[key])
+    return found
+
+
+def _put_back(place: list[int], rest: Iterator[list[int]]) -> Iterator[list[int]]:
+    yield place
+    yield from rest

@@ -1,0 +1,86 @@
+"""The board one plan is made on: who stands on each device, who is promised it, and who is already leaving.
+
+Legend for array suffixes: D devices, S seats, K places, P pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from penstock.pool.plan import Expand, Grant, Plan, Shrink, Snapshot
+from penstock.records.ids import PipelineName
+from penstock.records.pool import DeviceId, SeatId
+
+NOBODY = -1
+
+
+class Ground:
+    """Devices during planning. Every move recorded here changes the picture for the moves after it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        count = snapshot.topology.device_count
+        self.seats = snapshot.seats
+        self.occupant = [NOBODY] * count
+        """Index of the seat that physically stands on a device."""
+        self.planned = [NOBODY] * count
+        """Index of the seat that is promised a device but waits for another seat to leave it."""
+        self.taken = [False] * count
+        """Held or promised: out of reach for everybody else."""
+        self.calm = [False] * count
+        """A request waits for it: workers may stay, but none is woken there."""
+        self.leaving = [seat.phase in ("leaving", "fenced") for seat in snapshot.seats]
+        self._shrinks: list[Shrink] = []
+        self._expands: list[Expand] = []
+        self._grants: list[Grant] = []
+        self.take(snapshot.held)
+        for index, seat in enumerate(snapshot.seats):
+            where = self.planned if seat.phase == "planned" else self.occupant
+            for device in seat.devices:
+                where[device] = index
+                if seat.phase == "planned":
+                    self.taken[device] = True
+        for request in snapshot.requests:
+            self.take(request.assigned)
+
+    def take(self, devices: Iterable[int]) -> None:
+        for device in devices:
+            self.taken[device] = True
+
+    def is_open(self, device: int) -> bool:
+        """Nobody has it or is promised it (a worker may still be leaving)."""
+        occupant = self.occupant[device]
+        return not self.taken[device] and (occupant == NOBODY or self.leaving[occupant])
+
+    def open_D(self) -> np.ndarray:
+        return np.array([self.is_open(device) for device in range(len(self.taken))], dtype=bool)
+
+    def shrink(self, index: int, *, abort: bool, reason: str) -> None:
+        """Record that a seat ends: its devices are open to the moves that follow."""
+        seat = self.seats[index]
+        self.leaving[index] = True
+        if seat.phase == "planned":
+            for device in seat.devices:
+                self.planned[device] = NOBODY
+                self.taken[device] = False
+        self._shrinks.append(Shrink(seat.seat, abort, reason))
+
+    def expand(self, pipeline: PipelineName, devices: tuple[DeviceId, ...]) -> None:
+        self._expands.append(Expand(pipeline, devices, self._leavers(devices)))
+        self.take(devices)
+
+    def grant(self, request: int, devices: tuple[DeviceId, ...]) -> None:
+        self._grants.append(Grant(request, devices, self._leavers(devices)))
+        self.take(devices)
+
+    def plan(self) -> Plan:
+        return Plan(tuple(self._shrinks), tuple(self._expands), tuple(self._grants))
+
+    def _leavers(self, devices: tuple[DeviceId, ...]) -> tuple[SeatId, ...]:
+        occupants = {self.occupant[device] for device in devices} - {NOBODY}
+        return tuple(sorted(self.seats[index].seat for index in occupants))
+
+
+def as_devices(row: Iterable[int]) -> tuple[DeviceId, ...]:
+    return tuple(DeviceId(device) for device in row)

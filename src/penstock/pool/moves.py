@@ -1,0 +1,201 @@
+"""Carrying out plans: orders with deadlines, what follows from their answers, and from no answer.
+
+Every move has one owner (the worker with the order), one deadline, and one way back: a wake that fails or is late is
+undone by a sleep order; a sleep that fails or is late ends in a fence. Moves of different seats never wait for each
+other unless they share a device, so one pipeline's hang costs that pipeline.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import InvalidTransition
+from penstock.pool import events as ev
+from penstock.pool.book import Book
+from penstock.pool.lease import Hold, Member, Seat, SeatInput
+from penstock.pool.plan import Plan
+from penstock.pool.settings import PoolSettings
+from penstock.records.ids import PipelineName
+from penstock.records.pool import DeviceId, Order, OrderNumber, SeatId
+
+
+class Moves:
+    """Turns plans and answers into steps of seats and holds, and collects the effects."""
+
+    def __init__(self, book: Book, settings: PoolSettings, effects: list[ev.Effect]) -> None:
+        self._book = book
+        self._state = book.state
+        self._settings = settings
+        self._effects = effects
+
+    def carry_out(self, plan: Plan, now: float) -> None:
+        """Start every move of a validated plan; those that must wait for a device start when it is clear."""
+        for shrink in plan.shrinks:
+            self.recall(self._state.seats[shrink.seat], now, abort=shrink.abort, reason=shrink.reason)
+        for grant in plan.grants:
+            hold = self._state.holds[grant.request]
+            self._book.promise(hold, grant.devices)
+            self._if_clear(hold, now)
+        for expand in plan.expands:
+            worker = self._free_worker(expand.pipeline, expand.devices)
+            seat = Seat(SeatId(self._state.next_seat), expand.pipeline, worker.member, expand.devices, "planned", now)
+            self._state.next_seat += 1
+            self._book.add_seat(seat)
+            self._if_clear(seat, now)
+
+    def recall(self, seat: Seat, now: float, *, abort: bool, reason: str) -> None:
+        """Take a worker off its devices (or forget a seat that was only planned)."""
+        self._step(seat, "recalled", now, abort=abort, reason=reason)
+
+    def done(self, event: ev.MoveDone, now: float) -> bool:
+        seat = self._answered(event.pipeline, event.member, event.order)
+        if seat is None:
+            return False
+        first = seat.state == "waking" and not any(
+            other.pipeline == seat.pipeline and other.state == "serving" for other in self._state.seats.values()
+        )
+        self._step(seat, "finished", now)
+        entry = self._state.pipelines.get(seat.pipeline)
+        if entry is not None:
+            entry.failures = 0
+            if first:
+                entry.demand.heard_at = now
+                self._effects.append(ev.AnswerDemand(seat.pipeline))
+        return True
+
+    def failed(self, event: ev.MoveFailed, now: float) -> bool:
+        seat = self._answered(event.pipeline, event.member, event.order)
+        if seat is None:
+            return False
+        self._bench(seat, event.error, now)
+        self._step(seat, "proved" if event.released else "failed", now, abort=True, reason=event.error)
+        return True
+
+    def expire(self, now: float) -> bool:
+        """Silence and missed deadlines. True if anything was overdue."""
+        members = [member for member in self._state.members.values() if member.expires_at <= now]
+        for member in members:
+            self._fall_silent(member, now)
+        late = [seat for seat in self._state.seats.values() if seat.deadline is not None and seat.deadline <= now]
+        for seat in late:
+            if seat.state != "fenced":
+                self._bench(seat, f"no answer to the order to {'wake' if seat.state == 'waking' else 'sleep'}", now)
+            elif seat.member in self._state.members:
+                del self._state.members[seat.member]
+            self._step(seat, "overdue", now, abort=True, reason="the last order was not answered in time")
+        overdue = [hold for hold in self._state.holds.values() if hold.deadline is not None and hold.deadline <= now]
+        for hold in overdue:
+            if hold.state == "fenced":
+                self.go_on(self._book.step_hold(hold, "overdue"), now)
+            else:
+                waited_s = now - hold.since
+                self.reject(hold, "timed_out", f"not served within {waited_s:.1f} s", now)
+        return bool(members or late or overdue)
+
+    def reject(self, hold: Hold, kind: ev.Rejection, reason: str, now: float) -> None:
+        """End a request that has not been granted."""
+        self.go_on(self._book.step_hold(hold, "ended"), now)
+        self._effects.append(ev.RejectRequest(hold.pipeline, hold.member, hold.request, kind, reason))
+
+    def go_on(self, cleared: list[Seat | Hold], now: float) -> None:
+        """Devices became clear: start what waited for them."""
+        for claim in cleared:
+            self._if_clear(claim, now)
+
+    def order(self, seat: Seat) -> Order:
+        """The order a waking or leaving seat stands under."""
+        settings = self._settings
+        waking = seat.state == "waking"
+        return Order(
+            number=seat.order,
+            seat=seat.seat,
+            action="wake" if waking else "sleep",
+            devices=seat.devices,
+            abort=seat.abort,
+            within_s=settings.wake_s if waking else settings.sleep_s + (0.0 if seat.abort else settings.drain_s),
+            reason=seat.reason,
+        )
+
+    # --------------------------------------------------------------------------------------------------- inside
+
+    def _if_clear(self, claim: Seat | Hold, now: float) -> None:
+        if not self._book.is_clear(claim):
+            return
+        if isinstance(claim, Seat):
+            self._step(claim, "cleared", now)
+        else:
+            self._book.step_hold(claim, "cleared")
+            claim.deadline = None
+            self._effects.append(ev.GrantDevices(claim.pipeline, claim.member, claim.request, claim.devices))
+
+    def _step(self, seat: Seat, what: SeatInput, now: float, *, abort: bool = False, reason: str = "") -> None:
+        cleared = self._book.step_seat(seat, what)
+        seat.deadline = None
+        if seat.state in ("waking", "leaving"):
+            seat.order = OrderNumber(self._state.next_order)
+            self._state.next_order += 1
+            self._state.moves += 1
+            seat.abort, seat.reason = abort, reason
+            order = self.order(seat)
+            seat.deadline = now + order.within_s + self._settings.report_s
+            if seat.state == "waking":
+                seat.since = now
+                self._effects.append(ev.WakeWorker(seat.pipeline, seat.member, order))
+            else:
+                self._effects.append(ev.SleepWorker(seat.pipeline, seat.member, order))
+        elif seat.state == "fenced":
+            seat.deadline = now + self._settings.fence_s
+            self._effects.append(ev.FenceMember(seat.pipeline, seat.member, reason))
+        elif seat.state == "gone" and (member := self._state.members.get(seat.member)) is not None:
+            member.last_devices = seat.devices
+        self.go_on(cleared, now)
+
+    def _answered(self, pipeline: PipelineName, member: str, order: OrderNumber) -> Seat | None:
+        """The seat this answer is for; None for an answer that came too late to matter."""
+        for seat in self._state.seats.values():
+            if seat.order == order and seat.state in ("waking", "leaving"):
+                return seat if (seat.pipeline, seat.member) == (pipeline, member) else None
+        return None
+
+    def _bench(self, seat: Seat, error: str, now: float) -> None:
+        self._state.failed_moves += 1
+        entry = self._state.pipelines.get(seat.pipeline)
+        if entry is None:
+            return
+        settings = self._settings
+        pause_s = min(settings.bench_max_s, settings.bench_s * 2.0**entry.failures)
+        entry.failures += 1
+        entry.benched_until = now + pause_s
+        self._effects.append(
+            ev.Log(
+                "warning",
+                f"pipeline {seat.pipeline}: worker {seat.member} on {list(seat.devices)} failed while {seat.state}: "
+                f"{error}; waking none of its workers for {pause_s:g} s",
+            )
+        )
+
+    def _fall_silent(self, member: Member, now: float) -> None:
+        del self._state.members[member.member]
+        reason = f"not heard of for {self._settings.lease_s:g} s"
+        holds = [hold for hold in self._state.holds.values() if hold.member == member.member]
+        seat = self._book.seat_of.get(member.member)
+        if seat is not None and seat.state != "fenced":
+            self._step(seat, "silent", now, reason=reason)
+        for hold in holds:
+            if hold.state == "held":
+                self._book.step_hold(hold, "silent")
+                hold.deadline = now + self._settings.fence_s
+                self._effects.append(ev.FenceMember(hold.pipeline, hold.member, reason))
+            elif hold.state != "fenced":
+                self.reject(hold, "timed_out", f"{member.member} was {reason}", now)
+        self._effects.append(ev.Log("warning", f"pipeline {member.pipeline}: {member.member} {reason}"))
+
+    def _free_worker(self, pipeline: PipelineName, devices: tuple[DeviceId, ...]) -> Member:
+        """The asleep worker that is bound to these devices, or was last on them, or else the first."""
+        idle = [
+            member
+            for member in self._state.members.values()
+            if member.worker and member.pipeline == pipeline and member.member not in self._book.seat_of
+        ]
+        fitting = [member for member in idle if not member.bound or member.bound == devices]
+        if not fitting:
+            raise InvalidTransition(f"plan wakes a worker of {pipeline} on {devices}, but none of its workers is free")
+        return next((member for member in fitting if member.last_devices == devices), fitting[0])

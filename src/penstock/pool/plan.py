@@ -1,0 +1,116 @@
+"""The two values planning is about: a snapshot goes in, a plan comes out. Neither knows who will act on it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.records.ids import PipelineName
+from penstock.records.pool import DeviceId, Priority, SeatId, Topology
+
+SeatPhase = Literal["planned", "waking", "serving", "leaving", "fenced"]
+
+
+class PipelineView(msgspec.Struct, frozen=True):
+    """What the planner may know about one open pipeline."""
+
+    name: PipelineName
+    bundle: int
+    inference: tuple[DeviceId, ...]
+    remaining: int
+    """Samples still to be generated; 0 means it needs no worker (and may keep those nobody else wants)."""
+    useful: int
+    """The most bundles it can put to use: by remaining work, by quota, by processes that exist."""
+    weight: float = 1.0
+    min_bundles: int = 0
+    waiting_since: float | None = None
+    """When it began to have work and no worker."""
+    turn_s: float = 10.0
+    """A woken worker of it is not taken for another pipeline's generation before this has passed."""
+    may_wake: bool = True
+    """False after failed moves, until the bench time is over."""
+    places: tuple[tuple[DeviceId, ...], ...] | None = None
+    """The only bundles it can use, when its worker processes are bound to devices."""
+
+
+class SeatView(msgspec.Struct, frozen=True, array_like=True):
+    """One worker's stay. `planned` occupies nothing yet; `leaving` and `fenced` occupy but have no future."""
+
+    seat: SeatId
+    pipeline: int
+    """Index into the snapshot's pipelines, -1 for a pipeline that has closed."""
+    devices: tuple[DeviceId, ...]
+    phase: SeatPhase
+    since: float
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """One request above generation that is not yet granted."""
+
+    request: int
+    priority: Priority
+    among: tuple[DeviceId, ...]
+    count: int
+    since: float
+    assigned: tuple[DeviceId, ...] = ()
+    """Devices already promised to it, on which a worker is still leaving."""
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """The planner's settings."""
+
+    band: float = 0.25
+    """A share may differ from the ideal by this fraction (and always by less than one bundle) without a move."""
+    patience_s: float = 30.0
+    """A request that waited this long is no longer overtaken by later ones of its class."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything a plan depends on."""
+
+    now: float
+    topology: Topology
+    pipelines: tuple[PipelineView, ...]
+    """Sorted by name."""
+    seats: tuple[SeatView, ...] = ()
+    held: tuple[DeviceId, ...] = ()
+    """By initialisation, training or scoring: never taken away."""
+    requests: tuple[RequestView, ...] = ()
+    """In order of arrival."""
+    rules: Rules = Rules()
+
+
+class Shrink(msgspec.Struct, frozen=True):
+    """Put the worker in this seat to sleep (or forget the seat, if it was only planned)."""
+
+    seat: SeatId
+    abort: bool
+    reason: str
+
+
+class Expand(msgspec.Struct, frozen=True):
+    """Wake one worker of the pipeline on these devices, once the seats in `after` are gone."""
+
+    pipeline: PipelineName
+    devices: tuple[DeviceId, ...]
+    after: tuple[SeatId, ...] = ()
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Give these devices to the request, once the seats in `after` are gone."""
+
+    request: int
+    devices: tuple[DeviceId, ...]
+    after: tuple[SeatId, ...] = ()
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Moves that may all start at once: what must wait for what stands in `after`."""
+
+    shrinks: tuple[Shrink, ...] = ()
+    expands: tuple[Expand, ...] = ()
+    grants: tuple[Grant, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.shrinks or self.expands or self.grants)

@@ -1,0 +1,31 @@
+"""A plan is a pure function of a snapshot: requests first, by class and arrival; then generation, by share.
+
+Promises:
+
+- A request above generation takes devices from generation at once, from another request never.
+- A pipeline with work and no worker comes before every pipeline that would grow, longest wait first. If all places it
+  could use are occupied it takes turns: it keeps the place that becomes takeable first, where a worker becomes
+  takeable when its turn is over. Nobody is woken in a kept place, so it never becomes takeable later than promised.
+- Between pipelines that are served a bundle moves only if giver and taker are both off their ideal share by a whole
+  bundle and by more than the band: a plan made again after its moves are done moves nothing.
+- Waking stops where the remaining work cannot use more workers.
+- Equal snapshots give equal plans; ties fall to the smaller name and the lower device.
+
+Cost: one sort of the places per distinct (bundle, devices) pair and constant work per move; one pass over the places
+for each pipeline that has to take turns.
+"""
+
+from __future__ import annotations
+
+from penstock.pool.generation import Generation
+from penstock.pool.ground import Ground
+from penstock.pool.plan import Plan, Snapshot
+from penstock.pool.requests import serve_requests
+
+
+def make_plan(snapshot: Snapshot) -> Plan:
+    """What to do next, given everything that is known."""
+    ground = Ground(snapshot)
+    serve_requests(snapshot, ground)
+    Generation(snapshot, ground).share_out()
+    return ground.plan()

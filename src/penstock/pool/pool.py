@@ -1,0 +1,359 @@
+"""One pool of devices for all pipelines: what is known, what is promised, and the orders that follow from it.
+
+The pool is a plain machine: `handle(event, now)` changes its state and returns what the host must do. Orders and
+grants are *state*, not messages: a worker asks `orders(member)`, a waiting caller asks `granted(member, request)`, and
+the effects only say that there is something new. So a lost reply or a restarted controller loses nothing.
+
+Invariants (see `check`): a device has at most one occupant and at most one next owner; it passes from one to the
+other only when the first has proved that it is off, has certainly ended, or was fenced; and every plan was accepted by
+the validator before any of it was carried out.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import ConfigError, InvalidTransition, LocalProtocolError, Stale
+from penstock.pool import events as ev
+from penstock.pool.book import Book, Entry, State
+from penstock.pool.demand import Demand
+from penstock.pool.lease import Hold, Member
+from penstock.pool.moves import Moves
+from penstock.pool.places import places
+from penstock.pool.planner import make_plan
+from penstock.pool.settings import PoolSettings
+from penstock.pool.status import describe
+from penstock.pool.validate import validate
+from penstock.pool.view import view_of
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import GrantedDevices, Order, PoolStatus, Priority
+
+
+class Pool:
+    """Decides who uses which device. Knows nothing of processes, sockets or clocks."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self.revision = 0
+        """Grows if and only if an event changed the state: exactly those events belong in the journal."""
+        self._effects: list[ev.Effect] = []
+        self._take_on(State())
+
+    def _take_on(self, state: State) -> None:
+        self._state = state
+        self._book = Book(state)
+        self._moves = Moves(self._book, self.settings, self._effects)
+
+    # ------------------------------------------------------------------------------------------------ the machine
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Take in one event. A call that breaks the protocol raises before anything has changed."""
+        self._effects.clear()
+        changed = self._apply(event, now)
+        if changed or isinstance(event, ev.TimePassed):
+            changed = self._replan(now) or changed
+        if changed:
+            self.revision += 1
+        return list(self._effects)
+
+    def _apply(self, event: ev.Event, now: float) -> bool:
+        match event:
+            case ev.TimePassed():
+                return self._expire(now)
+            case ev.LeaseRenewed(member=member):
+                return self._renew(member, now)
+            case ev.ProgressReported():
+                return self._entry(event.pipeline).demand.report(event.round, event.completed, now)
+            case ev.DemandDeclared():
+                return self._entry(event.pipeline).demand.declare(event.round, event.target, now)
+            case ev.DemandWithdrawn():
+                return self._withdraw(event)
+            case ev.DevicesRequested():
+                return self._request(event, now)
+            case ev.DevicesReleased():
+                return self._release(event, now)
+            case ev.RequestCancelled():
+                return self._cancel(event, now)
+            case ev.MoveDone():
+                return self._moves.done(event, now)
+            case ev.MoveFailed():
+                return self._moves.failed(event, now)
+            case ev.WorkerJoined():
+                return self._join(event, now)
+            case ev.MemberLost():
+                return self._lose(event.member, now)
+            case ev.PipelineOpened():
+                return self._open(event)
+            case ev.PipelineClosed():
+                return self._close(event, now)
+            case ev.ControllerRestarted():
+                return self._start_deadlines_afresh(now)
+
+    # ------------------------------------------------------------------------------------------------- questions
+
+    def orders(self, member: MemberId) -> tuple[Order, ...]:
+        """What this worker must do now; empty when it is where it should be."""
+        seat = self._book.seat_of.get(member)
+        return () if seat is None or seat.state not in ("waking", "leaving") else (self._moves.order(seat),)
+
+    def granted(self, member: MemberId, request: int) -> GrantedDevices | None:
+        """What a request holds; None while it waits (or when it is over)."""
+        for hold in self._state.holds.values():
+            if hold.member == member and hold.request == request and hold.state == "held":
+                return GrantedDevices(hold.request, hold.priority, hold.devices)
+        return None
+
+    def awake(self, pipeline: PipelineName) -> int:
+        """Workers of the pipeline that serve now."""
+        return sum(seat.pipeline == pipeline and seat.state == "serving" for seat in self._state.seats.values())
+
+    def status(self, now: float) -> PoolStatus:
+        return describe(self._state, self.settings.topology, now)
+
+    def snapshot(self) -> bytes:
+        """The whole state, for a journal snapshot."""
+        return msgspec.msgpack.encode((self.revision, self._state))
+
+    def restore(self, data: bytes) -> None:
+        """Take on a state written by `snapshot`."""
+        self.revision, state = msgspec.msgpack.decode(data, type=tuple[int, State])
+        self._take_on(state)
+
+    def check(self) -> None:
+        """Raises if an invariant is broken."""
+        self._book.check()
+        if self._state.refused_plans:
+            raise InvalidTransition(f"{self._state.refused_plans} plans were refused by the validator")
+
+    def __repr__(self) -> str:
+        state = self._state
+        seats = ", ".join(f"{s.pipeline}@{list(s.devices)} {s.state}" for s in state.seats.values())
+        holds = ", ".join(f"{h.pipeline} {h.priority.name.lower()} {h.state}" for h in state.holds.values())
+        return (
+            f"<Pool {self.settings.topology.device_count} devices; seats: {seats or 'none'}; holds: {holds or 'none'}>"
+        )
+
+    def _entry(self, pipeline: PipelineName) -> Entry:
+        entry = self._state.pipelines.get(pipeline)
+        if entry is None:
+            raise LocalProtocolError(f"pipeline {pipeline!r} is not open in the pool: open it before using it")
+        return entry
+
+    # ------------------------------------------------------------------------------------- pipelines and members
+
+    def _open(self, event: ev.PipelineOpened) -> bool:
+        existing = self._state.pipelines.get(event.pipeline)
+        if existing is not None:
+            if existing.shape != event:
+                raise LocalProtocolError(
+                    f"pipeline {event.pipeline!r} is already open with another shape: close it first"
+                )
+            return False
+        count = self.settings.topology.device_count
+        strangers = [device for device in event.inference if not 0 <= device < count]
+        if strangers or len(set(event.inference)) != len(event.inference):
+            raise ConfigError(
+                f"pipeline {event.pipeline!r}: inference devices must be distinct and within 0 to {count - 1}, "
+                f"found {list(event.inference)}"
+            )
+        if event.bundle < 1 or event.concurrency < 1 or event.weight <= 0 or event.move_cost < 0:
+            raise ConfigError(
+                f"pipeline {event.pipeline!r}: bundle and concurrency must be at least 1, weight positive, "
+                f"found {event.bundle}, {event.concurrency}, {event.weight}"
+            )
+        if not len(places(self.settings.topology, event.inference, event.bundle)):
+            raise ConfigError(
+                f"pipeline {event.pipeline!r}: no {event.bundle} neighbouring devices of one node among its inference "
+                f"devices {list(event.inference)}; a worker needs such a bundle"
+            )
+        self._state.pipelines[event.pipeline] = Entry(event, Demand())
+        return True
+
+    def _close(self, event: ev.PipelineClosed, now: float) -> bool:
+        if self._state.pipelines.pop(event.pipeline, None) is None:
+            return False
+        for seat in [seat for seat in self._state.seats.values() if seat.pipeline == event.pipeline and seat.stays]:
+            self._moves.recall(seat, now, abort=True, reason=f"{event.pipeline} closed {event.reason}".strip())
+        for hold in [hold for hold in self._state.holds.values() if hold.pipeline == event.pipeline]:
+            if hold.state in ("waiting", "assigned"):
+                self._moves.reject(hold, "closed", f"pipeline {event.pipeline} closed", now)
+        return True
+
+    def _withdraw(self, event: ev.DemandWithdrawn) -> bool:
+        demand = self._entry(event.pipeline).demand
+        if demand.remaining == 0:
+            return False
+        demand.completed = demand.target
+        return True
+
+    def _join(self, event: ev.WorkerJoined, now: float) -> bool:
+        shape = self._entry(event.pipeline).shape
+        if event.devices and (len(event.devices) != shape.bundle or not set(event.devices) <= set(shape.inference)):
+            raise LocalProtocolError(
+                f"worker {event.member} is bound to {list(event.devices)}; pipeline {event.pipeline} has bundles of "
+                f"{shape.bundle} among {list(shape.inference)}"
+            )
+        member = self._state.members.get(event.member)
+        if member is not None and member.worker:
+            return self._renew(event.member, now)
+        member = self._member(event.pipeline, event.member, now)
+        member.worker, member.bound = True, tuple(sorted(event.devices))
+        return True
+
+    def _member(self, pipeline: PipelineName, member: MemberId, now: float) -> Member:
+        known = self._state.members.get(member)
+        if known is None:
+            known = self._state.members[member] = Member(member, pipeline, now + self.settings.lease_s)
+        return known
+
+    def _renew(self, member: MemberId, now: float) -> bool:
+        known = self._state.members.get(member)
+        # A quarter of the lease is coarse enough to keep heartbeats out of the journal, and fine enough to live by.
+        if known is None or now + 0.75 * self.settings.lease_s < known.expires_at:
+            return False
+        known.expires_at = now + self.settings.lease_s
+        return True
+
+    def _lose(self, member: MemberId, now: float) -> bool:
+        """The process has ended: everything of it is free."""
+        known = self._state.members.pop(member, None)
+        seat = self._book.seat_of.get(member)
+        holds = [hold for hold in self._state.holds.values() if hold.member == member]
+        if seat is not None:
+            self._moves.go_on(self._book.step_seat(seat, "lost"), now)
+        for hold in holds:
+            self._moves.go_on(self._book.step_hold(hold, "lost"), now)
+        return known is not None or seat is not None or bool(holds)
+
+    # --------------------------------------------------------------------------------------- requests and grants
+
+    def _request(self, event: ev.DevicesRequested, now: float) -> bool:
+        self._entry(event.pipeline)
+        if event.priority == Priority.GENERATION:
+            raise LocalProtocolError("generation does not request devices: declare demand, and the pool wakes workers")
+        count = self.settings.topology.device_count
+        if not set(event.among) <= set(range(count)) or not 1 <= event.count <= len(set(event.among)):
+            raise LocalProtocolError(
+                f"{event.member} asks for {event.count} of devices {list(event.among)}; the pool has 0 to {count - 1}"
+            )
+        among = tuple(sorted(set(event.among)))
+        if event.count < len(among) and not len(places(self.settings.topology, among, event.count)):
+            raise LocalProtocolError(f"no {event.count} neighbouring devices of one node among {list(among)}")
+        if self._hold(event.member, event.request) is not None:
+            return self._renew(event.member, now)
+        known = self._state.members.get(event.member)
+        if known is not None and event.request <= known.last_request:
+            raise Stale(
+                f"request {event.request} of {event.member} is over; number {known.last_request} was the latest"
+            )
+        old = None
+        if event.release is not None:
+            old = self._hold(event.member, event.release)
+            if old is None or old.state != "held":
+                raise LocalProtocolError(f"{event.member} cannot release request {event.release}: it does not hold it")
+        self._member(event.pipeline, event.member, now).last_request = event.request
+        if old is not None:
+            # Given back and asked for in one event: whoever plans next sees both or neither.
+            self._moves.go_on(self._book.step_hold(old, "released"), now)
+        number = self._state.next_hold
+        self._state.next_hold += 1
+        self._book.add_hold(
+            Hold(
+                hold=number,
+                pipeline=event.pipeline,
+                member=event.member,
+                request=event.request,
+                priority=event.priority,
+                among=among,
+                count=event.count,
+                since=now,
+                deadline=now + event.timeout_s,
+            )
+        )
+        return True
+
+    def _hold(self, member: MemberId, request: int) -> Hold | None:
+        for hold in self._state.holds.values():
+            if hold.member == member and hold.request == request:
+                return hold
+        return None
+
+    def _release(self, event: ev.DevicesReleased, now: float) -> bool:
+        hold = self._hold(event.member, event.request)
+        if hold is None:
+            return False
+        if hold.state in ("waiting", "assigned"):
+            raise LocalProtocolError(
+                f"{event.member} releases request {event.request}, which was not granted: cancel it"
+            )
+        self._moves.go_on(self._book.step_hold(hold, "released"), now)
+        return True
+
+    def _cancel(self, event: ev.RequestCancelled, now: float) -> bool:
+        hold = self._hold(event.member, event.request)
+        if hold is None or hold.state not in ("waiting", "assigned"):
+            return False
+        self._moves.reject(hold, "cancelled", "cancelled by the caller", now)
+        return True
+
+    # ------------------------------------------------------------------------------------------ time and planning
+
+    def _expire(self, now: float) -> bool:
+        changed = self._moves.expire(now)
+        serving = {seat.pipeline for seat in self._state.seats.values() if seat.state == "serving"}
+        for name in serving & self._state.pipelines.keys():
+            demand = self._state.pipelines[name].demand
+            silent_s = now - demand.heard_at
+            if demand.remaining and not demand.lapsed and silent_s >= self.settings.demand_lease_s:
+                demand.lapsed = changed = True
+                self._effects.append(
+                    ev.Log(
+                        "warning",
+                        f"pipeline {name} has workers but completed no sample for {silent_s:.0f} s: it is worth one "
+                        f"worker until it reports progress. Is its progress wired to the pool?",
+                    )
+                )
+        return changed
+
+    def _start_deadlines_afresh(self, now: float) -> bool:
+        for member in self._state.members.values():
+            member.expires_at = now + self.settings.lease_s
+        for seat in self._state.seats.values():
+            if seat.deadline is not None:
+                within_s = self.settings.fence_s if seat.state == "fenced" else self._moves.order(seat).within_s
+                seat.deadline = now + within_s + self.settings.report_s
+        for hold in self._state.holds.values():
+            if hold.deadline is not None:
+                hold.deadline = max(hold.deadline, now + self.settings.lease_s)
+        for entry in self._state.pipelines.values():
+            entry.demand.heard_at = now
+        return True
+
+    def _replan(self, now: float) -> bool:
+        """Plan, validate, carry out. True if anything changed."""
+        changed = self._mark_waiting(now)
+        view = view_of(self._state, self.settings, now)
+        plan = make_plan(view)
+        if not plan:
+            return changed
+        try:
+            validate(view, plan)
+        except InvalidTransition as refusal:
+            # Standing still is always safe; the count makes `check` and the diagnosis speak up.
+            self._state.refused_plans += 1
+            self._effects.append(ev.Log("error", f"refused a wrong plan, nothing was moved: {refusal}"))
+            return True
+        self._moves.carry_out(plan, now)
+        self._mark_waiting(now)
+        return True
+
+    def _mark_waiting(self, now: float) -> bool:
+        """Note since when each pipeline has had work and no worker: what ageing goes by."""
+        served = {seat.pipeline for seat in self._state.seats.values() if seat.stays}
+        changed = False
+        for name, entry in self._state.pipelines.items():
+            waits = entry.demand.remaining > 0 and name not in served
+            if waits != (entry.waiting_since is not None):
+                entry.waiting_since = now if waits else None
+                changed = True
+        return changed

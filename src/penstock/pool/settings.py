@@ -1,0 +1,43 @@
+"""The pool's settings."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.pool.plan import Rules
+from penstock.records.pool import Topology
+
+
+class PoolSettings(msgspec.Struct, frozen=True):
+    """All times of the pool. The defaults suit engines that wake within seconds."""
+
+    topology: Topology
+    turn_s: float = 10.0
+    """How long a woken worker is safe from other pipelines' generation (times its pipeline's weight)."""
+    wake_s: float = 60.0
+    drain_s: float = 30.0
+    """What a worker gets to finish running samples when devices move between generators."""
+    sleep_s: float = 30.0
+    """What it gets to release its devices and prove it, after the drain."""
+    report_s: float = 10.0
+    """What an order and its answer may take to travel."""
+    lease_s: float = 30.0
+    """A member not heard of for this long loses what it holds."""
+    fence_s: float = 15.0
+    """How long the host has to end a fenced process and say so, before its devices are given on regardless."""
+    demand_lease_s: float = 300.0
+    """Served, but no sample completed for this long: the pipeline is worth one worker until it is heard of again."""
+    bench_s: float = 5.0
+    """Pause after a failed move; doubles with every failure in a row."""
+    bench_max_s: float = 300.0
+    rules: Rules = Rules()
+
+    def longest_wait_s(self, *, pipelines_ahead: int, heaviest: float = 1.0) -> float:
+        """The bound on starvation: an open pipeline with work and a live worker is ordered to wake within this time.
+
+        `pipelines_ahead` counts those that began to wait earlier. Each of them, and then the pipeline itself, needs at
+        most one turn of the workers in the way (of a pipeline of weight `heaviest`) and one eviction, which ends with
+        a verified sleep or with the fence. Time in which training or other requests occupy the devices is not counted.
+        """
+        eviction_s = self.drain_s + self.sleep_s + self.report_s + self.fence_s
+        return (pipelines_ahead + 1) * (self.turn_s * heaviest + eviction_s)

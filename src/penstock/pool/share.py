@@ -1,0 +1,75 @@
+"""How many bundles each pipeline should have: devices follow remaining work x bundle size x weight.
+
+Shares are proportional, but nobody gets more than its remaining work can use, and everybody with work gets its floor
+first. What the caps leave over goes to the others. The ideal is a real number; `Shares` turns it into moves only when
+a pipeline is off by a whole bundle and by more than the band, so that small drifts of demand move nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+_EPSILON = 1e-6
+_HALVINGS = 60
+"""Enough to pin the common level down to the last bit that could change a whole bundle."""
+
+
+def ideal_devices(budget: int, weight_P: np.ndarray, floor_P: np.ndarray, cap_P: np.ndarray) -> np.ndarray:
+    """Real-valued shares of `budget` devices: clip(level x weight, floor, cap) with one level for all (P pipelines).
+
+    With floors above the budget the floors are returned (somebody must take turns); with caps below it, the caps.
+    """
+    if floor_P.sum() >= budget:
+        return floor_P.astype(float)
+    if cap_P.sum() <= budget:
+        return cap_P.astype(float)
+    low, high = 0.0, float((cap_P / weight_P).max())
+    for _ in range(_HALVINGS):
+        level = (low + high) / 2
+        if np.clip(level * weight_P, floor_P, cap_P).sum() > budget:
+            high = level
+        else:
+            low = level
+    return np.clip(low * weight_P, floor_P, cap_P)
+
+
+@dataclass(slots=True)
+class Share:
+    """What one pipeline holds, should have, and may give or take, in bundles."""
+
+    held: int
+    ideal: float
+    useful: int
+    band: float
+
+    @property
+    def surplus(self) -> int:
+        """Bundles its remaining work cannot use: anyone may have them at any time."""
+        return max(0, self.held - self.useful)
+
+    @property
+    def spare(self) -> int:
+        """Bundles it should give to a pipeline that is short of them."""
+        if self.held - self.ideal < max(1.0, self.band * self.ideal) - _EPSILON:
+            return 0
+        return self.held - math.ceil(self.ideal - _EPSILON)
+
+    @property
+    def short(self) -> int:
+        """Bundles it should be given, if need be by taking them from others."""
+        if self.useful == 0:
+            return 0
+        wanted = min(self.useful, math.floor(self.ideal + _EPSILON))
+        if self.held == 0:
+            return max(1, wanted)
+        if self.ideal - self.held < max(1.0, self.band * self.ideal) - _EPSILON:
+            return 0
+        return max(0, wanted - self.held)
+
+    @property
+    def gap_ratio(self) -> float:
+        """1: has nothing of its ideal share; 0: has it; below: has more."""
+        return (self.ideal - self.held) / self.ideal if self.ideal > 0 else 0.0

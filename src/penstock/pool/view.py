@@ -1,0 +1,80 @@
+"""The book as the planner may see it."""
+
+from __future__ import annotations
+
+from penstock.pool.book import Entry, State
+from penstock.pool.plan import PipelineView, RequestView, SeatView, Snapshot
+from penstock.pool.settings import PoolSettings
+from penstock.records.ids import PipelineName
+from penstock.records.pool import DeviceId
+
+
+def useful_bundles(entry: Entry, workers: int) -> int:
+    """The most workers a pipeline can use: by its work, its quota, and the processes that exist."""
+    shape = entry.shape
+    useful = entry.demand.useful_bundles(concurrency=shape.concurrency, move_cost=shape.move_cost)
+    most = len(shape.inference) // shape.bundle
+    return min(useful, most, workers, most if shape.max_bundles is None else shape.max_bundles)
+
+
+def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
+    """Worker processes that could serve: those that are leaving will be able to again, fenced ones never."""
+    fenced = {seat.member for seat in state.seats.values() if seat.state == "fenced"}
+    counts = dict.fromkeys(state.pipelines, 0)
+    for member in state.members.values():
+        if member.worker and member.pipeline in counts and member.member not in fenced:
+            counts[member.pipeline] += 1
+    return counts
+
+
+def view_of(state: State, settings: PoolSettings, now: float) -> Snapshot:
+    """A snapshot to plan on."""
+    names = sorted(state.pipelines)
+    index = {name: position for position, name in enumerate(names)}
+    workers = workers_by_pipeline(state)
+    free_workers = dict(workers)
+    for seat in state.seats.values():
+        if seat.pipeline in free_workers and seat.state == "leaving":
+            free_workers[seat.pipeline] -= 1
+    bound: dict[PipelineName, list[tuple[DeviceId, ...]]] = {}
+    leaving = {seat.member for seat in state.seats.values() if not seat.stays}
+    for member in state.members.values():
+        if member.bound and member.member not in leaving:
+            bound.setdefault(member.pipeline, []).append(member.bound)
+    pipelines = []
+    for name in names:
+        entry = state.pipelines[name]
+        shape = entry.shape
+        pipelines.append(
+            PipelineView(
+                name=name,
+                bundle=shape.bundle,
+                inference=shape.inference,
+                remaining=entry.demand.remaining if not entry.demand.lapsed else 1,
+                useful=useful_bundles(entry, free_workers[name]),
+                weight=shape.weight,
+                min_bundles=shape.min_bundles,
+                waiting_since=entry.waiting_since,
+                turn_s=settings.turn_s * shape.weight,
+                may_wake=now >= entry.benched_until,
+                places=tuple(sorted(bound[name])) if name in bound else None,
+            )
+        )
+    holds = state.holds.values()
+    return Snapshot(
+        now=now,
+        topology=settings.topology,
+        pipelines=tuple(pipelines),
+        seats=tuple(
+            SeatView(seat.seat, index.get(seat.pipeline, -1), seat.devices, seat.state, seat.since)
+            for seat in state.seats.values()
+            if seat.state != "gone"
+        ),
+        held=tuple(device for hold in holds if hold.state in ("held", "fenced") for device in hold.devices),
+        requests=tuple(
+            RequestView(hold.hold, hold.priority, hold.among, hold.count, hold.since, hold.devices)
+            for hold in holds
+            if hold.state in ("waiting", "assigned")
+        ),
+        rules=settings.rules,
+    )
