@@ -63,7 +63,7 @@ class Header(NamedTuple):
     writer_pid: int
     guardian_pid: int
     guardian_start: int
-    """In clock ticks since boot, so that a recycled pid is not mistaken for the process that guards the run."""
+    """In the kernel's own count, so that a recycled pid is not mistaken for the process that guards the run."""
     digests: bool = True
 
     def pack(self) -> bytes:

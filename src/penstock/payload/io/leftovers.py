@@ -11,6 +11,7 @@ from penstock.errors import PenstockError, RemoteProtocolError, Stale
 from penstock.payload.io.mapping import DIRECTORY, Mapping
 from penstock.payload.ring import Header, check_name
 from penstock.payload.slot import MAX_READERS
+from penstock.runtime.process import start_time
 
 UNREADABLE_GRACE_S = 60.0
 """A header that cannot be read may belong to a ring that is just being created."""
@@ -61,7 +62,7 @@ def _rings(directory: str) -> list[tuple[str, Header | None]]:
 
 
 def _in_use(name: str, directory: str, header: Header) -> bool:
-    if header.guardian_start and start_ticks(header.guardian_pid) == header.guardian_start:
+    if header.guardian_start and start_time(header.guardian_pid) == header.guardian_start:
         return True
     try:
         mapping = Mapping.open(name, directory)
@@ -86,12 +87,3 @@ def _age_s(path: Path) -> float:
         return time.time() - path.lstat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def start_ticks(pid: int) -> int:
-    """When `pid` was started, in clock ticks since boot; 0 when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])

@@ -56,7 +56,10 @@ def _is_locked(fd: int, byte: int) -> bool:
 
 
 class Mapping:
-    """One open file description and one mapping of a ring.
+    """One mapping of a ring, and the file description that holds this process's locks on it.
+
+    Takes over `fd`. The locks have a description of their own: the one that is mapped lives as long as the mapping,
+    in a forked child too. `fd` of the object is that of the locks.
 
     Stores of one word are single aligned 8-byte stores and commit a transition; everything else is written before the
     word that makes it visible.
@@ -64,10 +67,11 @@ class Mapping:
 
     def __init__(self, path: Path, fd: int, header: Header) -> None:
         self.path = path
-        self.fd = fd
         self.header = header
         self.layout = header.layout
         self.memory = mmap.mmap(fd, self.layout.total_bytes)
+        self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        os.close(fd)
         self.bytes = memoryview(self.memory)
         self.word_array = np.frombuffer(self.memory, np.uint64, header.slots, self.layout.words)
         self._words = self.bytes[self.layout.words : self.layout.words + 8 * header.slots].cast("Q")

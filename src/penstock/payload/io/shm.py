@@ -19,11 +19,12 @@ import numpy as np
 import xxhash
 
 from penstock.errors import LocalProtocolError, RunFailed, Stale, Transient
-from penstock.payload.io.leftovers import start_ticks, sweep, sweep_dead
+from penstock.payload.io.leftovers import sweep, sweep_dead
 from penstock.payload.io.mapping import DIRECTORY, Mapping
 from penstock.payload.ring import ALIGNMENT, HEADER_BYTES, MAX_SLOTS, NAME_PREFIX, Arena, Extent, Header
 from penstock.payload.slot import MAX_READERS, Slot, SlotState
 from penstock.records.payload import PayloadRef, RingAddress
+from penstock.runtime.process import start_time
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -98,7 +99,7 @@ class Ring:
             capacity_bytes=-(-capacity_bytes // ALIGNMENT) * ALIGNMENT,
             writer_pid=os.getpid(),
             guardian_pid=guardian,
-            guardian_start=start_ticks(guardian),
+            guardian_start=int(start_time(guardian) or 0),
             digests=digests,
         )
         path = Path(directory) / f"{NAME_PREFIX}{secrets.token_hex(16)}"
@@ -106,9 +107,6 @@ class Ring:
         try:
             os.ftruncate(fd, header.layout.total_bytes)
             os.posix_fallocate(fd, 0, header.layout.arena)
-            mapping = Mapping(path, fd, header)
-            mapping.become_writer()
-            mapping.bytes[:HEADER_BYTES] = header.pack()
         except OSError as error:
             os.close(fd)
             path.unlink()
@@ -116,6 +114,9 @@ class Ring:
                 f"cannot create a payload ring of {capacity_bytes} bytes in {directory}: {error.strerror}; "
                 "make the ring smaller or the directory's file system larger"
             ) from error
+        mapping = Mapping(path, fd, header)
+        mapping.become_writer()
+        mapping.bytes[:HEADER_BYTES] = header.pack()
         return cls(mapping)
 
     def __repr__(self) -> str:
