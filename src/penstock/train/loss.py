@@ -220,6 +220,8 @@ class EpisodeTensors:
             errors_S = rewards_S + settings.discount * next_values_S - values_S
             self.advantages_S = discounted_sums(errors_S, lengths_N, settings.discount * settings.gae_lambda)
             self.returns_S = self.advantages_S + values_S
+            # In units of the returns' variance the value loss is near 1 at most, and cannot drown the policy's gradient.
+            self.value_scale = 0.5 / (float(self.returns_S.var(correction=0)) + 1e-3)
             self.proximal_S = network.distribution(self.observations_S).log_prob(self.actions_S)
         self.steps = len(self.sampled_S)
 
@@ -255,7 +257,7 @@ def control_loss(
     advantage = batch.advantages_S[chosen]
     advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-6)
     objective, clipped = _clipped(current - proximal, advantage, 1 - settings.clip, 1 + settings.clip)
-    value_loss = 0.5 * (network.value(observations) - batch.returns_S[chosen]).square().mean()
+    value_loss = batch.value_scale * (network.value(observations) - batch.returns_S[chosen]).square().mean()
     entropy = distribution.entropy().mean()
     policy_loss = -(weight * objective).mean()
     loss = policy_loss + settings.value_coefficient * value_loss - settings.entropy_coefficient * entropy
