@@ -1,0 +1,195 @@
+"""Deadlines, rollback, fences, silence, restart: what happens when somebody does not answer."""
+
+from __future__ import annotations
+
+from penstock.pool import events as ev
+from penstock.pool.pool import Pool
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import DeviceId
+
+A, A0 = PipelineName("a"), MemberId("a-0")
+
+
+def times(town) -> tuple[float, float, float]:
+    settings = town.pool.settings
+    return settings.wake_s + settings.report_s, settings.sleep_s + settings.report_s, settings.fence_s
+
+
+def test_a_late_wake_is_rolled_back(make_town):
+    town = make_town()
+    town.open("a", workers=1)
+    town.deaf = {"a-0"}
+    town.demand("a", 100)
+    wake_s, _, _ = times(town)
+    town.after(wake_s)
+    order = town.pool.orders(A0)[0]
+    assert (order.action, order.abort) == ("sleep", True)
+    town.tell(ev.MoveDone(A, A0, order.number))
+    assert town.pool.orders(A0) == ()
+    town.deaf.clear()
+    town.after(town.pool.settings.bench_s)
+    assert town.awake("a") == 1
+
+
+def test_a_sleep_that_never_ends_is_fenced_and_the_devices_come_back(make_town):
+    town = make_town()
+    town.open("a", workers=1)
+    town.demand("a", 100)
+    town.deaf = {"a-0"}
+    assert town.ask("a", 1, (0, 1, 2, 3)) is None
+    _, sleep_s, fence_s = times(town)
+    town.after(sleep_s)
+    assert [effect.member for effect in town.told(ev.FenceMember)] == ["a-0"]
+    assert town.held("a", 1) is None
+    town.after(fence_s)
+    assert town.held("a", 1) == (0, 1, 2, 3)
+
+
+def test_a_proof_of_death_ends_the_fence_early(make_town):
+    town = make_town()
+    town.open("a", workers=1)
+    town.demand("a", 100)
+    town.deaf = {"a-0"}
+    town.ask("a", 1, (0, 1, 2, 3))
+    town.after(times(town)[1])
+    town.tell(ev.MemberLost(A, A0, "killed"))
+    assert town.held("a", 1) == (0, 1, 2, 3)
+
+
+def test_a_dead_worker_frees_its_devices_at_once(town):
+    town.open("a", workers=1)
+    town.open("b", workers=4)
+    town.demand("a", 100)
+    town.tell(ev.MemberLost(A, A0, "SIGKILL"))
+    town.demand("b", 100)
+    assert town.awake("b") == 4
+    assert town.pool.status(0.0).shares[0].note == "has work but no worker process"
+
+
+def test_a_worker_killed_in_mid_resize_frees_the_way(make_town):
+    town = make_town()
+    town.open("a")
+    town.open("b")
+    town.demand("a", 100)
+    town.after(11)
+    town.deaf = {f"a-{number}" for number in range(4)}
+    town.demand("b", 100)
+    going = town.told(ev.SleepWorker)
+    assert len(going) == 2
+    assert town.awake("b") == 0
+    for effect in going:
+        town.tell(ev.MemberLost(A, effect.member, "SIGKILL"))
+    assert town.awake("b") == 2
+
+
+def test_a_failed_wake_that_proved_nothing_is_put_to_sleep(town):
+    town.open("a", workers=1)
+    town.deaf = {"a-0"}
+    town.demand("a", 100)
+    order = town.pool.orders(A0)[0]
+    town.tell(ev.MoveFailed(A, A0, order.number, released=False, error="weights would not load"))
+    following = town.pool.orders(A0)[0]
+    assert following.action == "sleep"
+    assert following.number > order.number
+
+
+def test_failures_in_a_row_wait_longer_and_success_forgets_them(make_town):
+    town = make_town()
+    town.open("a", workers=1)
+    town.deaf = {"a-0"}
+    town.demand("a", 100)
+    benches = []
+    for _ in range(4):
+        order = town.pool.orders(A0)[0]
+        town.tell(ev.MoveFailed(A, A0, order.number, released=True, error="no memory"))
+        bench_s = town.pool.status(town.now).shares[0].benched_s
+        benches.append(bench_s)
+        town.after(bench_s)
+    assert benches == [5.0, 10.0, 20.0, 40.0]
+    town.tell(ev.MoveDone(A, A0, town.pool.orders(A0)[0].number))
+    town.tell(ev.MemberLost(A, A0))
+    town.tell(ev.WorkerJoined(A, MemberId("a-9")))
+    assert town.awake("a") == 1
+
+
+def test_a_silent_trainer_loses_its_devices_after_its_lease(make_town):
+    town = make_town(lease_s=30.0, fence_s=5.0)
+    town.open("a", workers=0)
+    town.open("b", workers=0)
+    assert town.ask("a", 1, (0, 1))
+    town.after(20)
+    assert town.ask("b", 1, (0, 1)) is None
+    town.after(10)
+    assert [effect.member for effect in town.told(ev.FenceMember)] == ["a-trainer"]
+    town.after(5)
+    assert town.held("b", 1) == (0, 1)
+
+
+def test_heartbeats_keep_a_lease_and_rarely_touch_the_journal(make_town):
+    town = make_town(lease_s=30.0)
+    town.open("a", workers=0)
+    assert town.ask("a", 1, (0, 1))
+    entries = len(town.journal)
+    for _ in range(300):
+        town.after(1)
+        town.tell(ev.LeaseRenewed(A, MemberId("a-trainer")))
+    assert town.held("a", 1) == (0, 1)
+    assert len(town.journal) - entries <= 300 / 7
+
+
+def test_a_restarted_controller_forgets_nobody_and_gives_no_device_twice(make_town):
+    town = make_town(lease_s=30.0)
+    town.open("a")
+    town.open("b")
+    town.demand("a", 100)
+    town.demand("b", 100)
+    town.deaf = {f"{name}-{number}" for name in "ab" for number in range(4)}
+    assert town.ask("b", 1, (2, 3)) is None
+    orders = {member: town.pool.orders(MemberId(member)) for member in town.deaf}
+    assert any(orders.values())
+
+    town.pool = town.replayed()
+    town.now += 3600
+    town.tell(ev.ControllerRestarted())
+    assert all(town.pool.orders(MemberId(member)) == waiting for member, waiting in orders.items() if waiting)
+    assert not town.told(ev.FenceMember), "nobody could report while the controller was away"
+    for member, waiting in orders.items():
+        for order in waiting:
+            town.tell(ev.MoveDone(PipelineName(member[0]), MemberId(member), order.number))
+    assert town.held("b", 1) == (2, 3)
+
+
+def test_a_snapshot_restores_byte_for_byte(town):
+    town.open("a")
+    town.open("b", bundle=2)
+    town.demand("a", 100)
+    town.demand("b", 50)
+    town.after(11)
+    town.ask("a", 1, (0, 1))
+    copy = Pool(town.pool.settings)
+    copy.restore(town.pool.snapshot())
+    copy.check()
+    assert copy.snapshot() == town.pool.snapshot()
+    assert copy.handle(ev.TimePassed(), town.now + 50) == town.pool.handle(ev.TimePassed(), town.now + 50)
+    assert copy.snapshot() == town.pool.snapshot()
+    town.journal.append((ev.TimePassed(), town.now + 50))
+
+
+def test_a_bound_worker_wakes_on_its_own_devices_only(make_town):
+    town = make_town()
+    town.open("a", workers=0)
+    town.tell(ev.WorkerJoined(A, A0, (DeviceId(3),)))
+    town.demand("a", 100)
+    assert [effect.order.devices for effect in town.told(ev.WakeWorker)] == [(3,)]
+
+
+def test_a_worker_goes_back_to_the_devices_it_knows(make_town):
+    town = make_town()
+    town.open("a")
+    town.demand("a", 100)
+    where = {effect.member: effect.order.devices for effect in town.told(ev.WakeWorker)}
+    for request in range(3):
+        assert town.ask("a", request, (0, 1, 2, 3))
+        town.effects.clear()
+        town.release("a", request)
+        assert {effect.member: effect.order.devices for effect in town.told(ev.WakeWorker)} == where

@@ -1,0 +1,179 @@
+"""Requests above generation: classes, order, atomic exchange, cancelling, time limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import LocalProtocolError, Stale
+from penstock.pool import events as ev
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import Priority
+
+
+def test_training_takes_devices_from_generation_by_abort(town):
+    town.open("a")
+    town.demand("a", 100)
+    assert town.ask("a", 1, (0, 1)) == (0, 1)
+    assert [(e.order.devices, e.order.abort) for e in town.told(ev.SleepWorker)] == [((0,), True), ((1,), True)]
+    assert town.awake("a") == 2
+
+
+def test_a_grant_waits_until_every_device_is_verified_free(town):
+    town.open("a")
+    town.demand("a", 100)
+    town.deaf = {"a-0"}
+    assert town.ask("a", 1, (0, 1)) is None
+    order = town.pool.orders(MemberId("a-0"))[0]
+    town.tell(ev.MoveDone(PipelineName("a"), MemberId("a-0"), order.number))
+    assert town.held("a", 1) == (0, 1)
+
+
+def test_training_is_never_preempted(town):
+    town.open("a")
+    town.open("b")
+    assert town.ask("a", 1, (0, 1), priority=Priority.SCORING)
+    assert town.ask("b", 1, (1, 2), priority=Priority.INITIALISATION) is None
+    town.release("a", 1)
+    assert town.held("b", 1) == (1, 2)
+
+
+def test_classes_are_strict_whatever_the_arrival(town):
+    town.open("a")
+    assert town.ask("a", 1, (0,))
+    for number, priority in enumerate((Priority.SCORING, Priority.TRAINING, Priority.INITIALISATION)):
+        town.open(f"p{number}")
+        town.now += 1
+        assert town.ask(f"p{number}", 1, (0,), priority=priority) is None
+    town.release("a", 1)
+    assert town.held("p2", 1)
+    town.release("p2", 1)
+    assert town.held("p1", 1)
+    town.release("p1", 1)
+    assert town.held("p0", 1)
+
+
+def test_a_lower_class_cannot_have_what_a_higher_one_waits_for(town):
+    town.open("a")
+    town.open("b")
+    town.open("c")
+    assert town.ask("a", 1, (1,))
+    assert town.ask("b", 1, (0, 1), priority=Priority.TRAINING) is None
+    assert town.ask("c", 1, (0,), priority=Priority.SCORING) is None
+    town.release("a", 1)
+    assert town.held("b", 1) == (0, 1)
+    assert town.held("c", 1) is None
+
+
+def test_within_a_class_one_may_overtake_until_patience_ends(make_town):
+    town = make_town()
+    for name in "abcd":
+        town.open(name)
+    assert town.ask("a", 1, (1,))
+    assert town.ask("b", 1, (0, 1)) is None
+    assert town.ask("c", 1, (0,)) == (0,), "device 0 would only have stood idle"
+    town.release("c", 1)
+    town.after(town.pool.settings.rules.patience_s)
+    assert town.ask("d", 1, (0,)) is None, "now the first in line keeps what it needs"
+    town.release("a", 1)
+    assert town.held("b", 1) == (0, 1)
+    town.release("b", 1)
+    assert town.held("d", 1) == (0,)
+
+
+def test_a_steady_stream_of_small_requests_does_not_starve_a_large_one(make_town):
+    town = make_town()
+    town.open("large")
+    town.open("small")
+    assert town.ask("small", 0, (0,))
+    assert town.ask("large", 1, (0, 1, 2, 3)) is None
+    for number in range(1, 100):
+        town.ask("small", number, (number % 4,))
+        town.after(1)
+        town.release("small", number - 1) if town.held("small", number - 1) else None
+        if town.held("large", 1):
+            break
+    assert town.held("large", 1) == (0, 1, 2, 3)
+    assert town.now <= town.pool.settings.rules.patience_s + 2
+
+
+def test_the_pool_chooses_when_the_request_leaves_a_choice(town):
+    town.open("a")
+    assert town.ask("a", 1, (0, 1, 2, 3), count=2) == (0, 1)
+    assert town.ask("a", 2, (0, 1, 2, 3), count=2) == (2, 3)
+
+
+def test_a_choice_falls_on_devices_that_disturb_nobody(town):
+    town.open("a", inference=(0, 1))
+    town.demand("a", 100)
+    assert town.ask("a", 1, (0, 1, 2, 3), count=2) == (2, 3)
+    assert not town.told(ev.SleepWorker)
+
+
+def test_release_and_request_are_one_step(town):
+    town.open("a")
+    town.open("b")
+    assert town.ask("a", 1, (0, 1))
+    assert town.ask("b", 1, (0, 1), priority=Priority.SCORING) is None
+    assert town.ask("a", 2, (0, 1), priority=Priority.INITIALISATION, release=1) == (0, 1)
+    assert town.held("b", 1) is None
+    assert town.held("a", 1) is None
+
+
+def test_exchanging_what_one_does_not_hold_changes_nothing(town):
+    town.open("a")
+    assert town.ask("a", 1, (0,))
+    before = town.pool.snapshot()
+    with pytest.raises(LocalProtocolError, match="does not hold"):
+        town.ask("a", 2, (1,), release=7)
+    assert town.pool.snapshot() == before
+
+
+def test_the_same_request_again_is_the_same_request(town):
+    town.open("a")
+    assert town.ask("a", 1, (0,))
+    before = town.pool.revision
+    assert town.ask("a", 1, (0,)) == (0,)
+    assert town.pool.revision == before
+    town.release("a", 1)
+    with pytest.raises(Stale, match="is over"):
+        town.ask("a", 1, (0,))
+
+
+def test_a_request_ends_at_its_time_limit(town):
+    town.open("a")
+    town.open("b")
+    town.ask("a", 1, (0,))
+    assert town.ask("b", 1, (0,), timeout_s=5.0) is None
+    town.after(5)
+    assert [(e.member, e.kind) for e in town.told(ev.RejectRequest)] == [("b-trainer", "timed_out")]
+    town.release("a", 1)
+    assert town.held("b", 1) is None
+
+
+def test_a_cancelled_request_lets_the_next_one_in(town):
+    town.open("a")
+    town.open("b")
+    town.demand("a", 100)
+    town.deaf = {"a-0", "a-1", "a-2", "a-3"}
+    assert town.ask("a", 1, (0, 1, 2, 3)) is None
+    assert town.ask("b", 1, (0,)) is None
+    town.tell(ev.RequestCancelled(PipelineName("a"), MemberId("a-trainer"), 1))
+    assert [(e.member, e.kind) for e in town.told(ev.RejectRequest)] == [("a-trainer", "cancelled")]
+    order = town.pool.orders(MemberId("a-0"))[0]
+    town.tell(ev.MoveDone(PipelineName("a"), MemberId("a-0"), order.number))
+    assert town.held("b", 1) == (0,)
+
+
+def test_generation_does_not_ask_for_devices(town):
+    town.open("a")
+    with pytest.raises(LocalProtocolError, match="declare demand"):
+        town.ask("a", 1, (0,), priority=Priority.GENERATION)
+
+
+def test_no_worker_is_woken_where_a_request_waits(town):
+    town.open("a")
+    town.open("b")
+    town.ask("a", 1, (1,))
+    assert town.ask("b", 1, (0, 1)) is None
+    town.demand("a", 100)
+    assert sorted(e.order.devices for e in town.told(ev.WakeWorker)) == [(2,), (3,)]
