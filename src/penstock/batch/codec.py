@@ -80,8 +80,8 @@ def encode(arrays: Mapping[str, np.ndarray]) -> list[Buffer]:
         entries.append(_EXTENTS[dimensions].pack(*array.shape))
         size = array.nbytes
         if size:
-            # A view of the array's own bytes; reshape copies only what is not contiguous.
-            body.append(array.reshape(-1).view(np.uint8).data)
+            contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+            body.append(contiguous.reshape(-1).view(np.uint8).data)
             gap = -size % ALIGNMENT_BYTES
             if gap:
                 body.append(_PADDING[gap])

@@ -220,7 +220,7 @@ class EpisodeTensors:
             errors_S = rewards_S + settings.discount * next_values_S - values_S
             self.advantages_S = discounted_sums(errors_S, lengths_N, settings.discount * settings.gae_lambda)
             self.returns_S = self.advantages_S + values_S
-            # In units of the returns' variance the value loss is near 1 at most, and cannot drown the policy's gradient.
+            # In units of the returns' variance the value loss cannot drown the policy's gradient.
             self.value_scale = 0.5 / (float(self.returns_S.var(correction=0)) + 1e-3)
             self.proximal_S = network.distribution(self.observations_S).log_prob(self.actions_S)
         self.steps = len(self.sampled_S)

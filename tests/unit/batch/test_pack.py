@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.batch.pack import (
+    PackSettings,
+    TokenMicroBatch,
+    TrajectoryBatch,
+    assign_ranks,
+    pack,
+    pack_tokens,
+    plan_micro_batches,
+    plan_rows,
+)
+from penstock.errors import RemoteProtocolError
+
+
+def sequence(tokens: int, seed: int, routed: bool = False) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    prompt = max(1, tokens // 2)
+    sample = {
+        "token_ids": rng.integers(1, 1000, tokens, dtype=np.int32),
+        "loss_mask": np.r_[np.zeros(prompt), np.ones(tokens - prompt)].astype(np.uint8),
+        "logprobs": -rng.random(tokens, dtype=np.float32),
+        "versions": np.array([[prompt, 3]], np.int32),
+    }
+    if routed:
+        sample["routed_experts"] = rng.integers(0, 255, (tokens, 3, 2), dtype=np.uint8)
+    return sample
+
+
+def unpack(batches: list[TokenMicroBatch]) -> list[tuple[bytes, bytes, bytes, bytes, float]]:
+    found = []
+    for batch in batches:
+        for index in range(len(batch.advantages_N)):
+            at = batch.sequences_RT == index
+            assert np.array_equal(batch.position_ids_RT[at], np.arange(at.sum()))
+            experts = batch.routed_experts_RTLK
+            found.append(
+                (
+                    batch.token_ids_RT[at].tobytes(),
+                    batch.loss_mask_RT[at].tobytes(),
+                    batch.logprobs_RT[at].tobytes(),
+                    b"" if experts is None else experts[at].tobytes(),
+                    float(batch.advantages_N[index]),
+                )
+            )
+    return sorted(found)
+
+
+@pytest.mark.parametrize("row_tokens", [0, 16, 40])
+@pytest.mark.parametrize("routed", [False, True])
+def test_every_token_lands_once_and_unchanged(row_tokens: int, routed: bool) -> None:
+    samples = [sequence(tokens, seed, routed) for seed, tokens in enumerate([3, 9, 14, 5, 16, 2, 7, 7, 12])]
+    advantages = np.linspace(-1, 1, len(samples)).astype(np.float32)
+    batches = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=64, row_tokens=row_tokens))
+    wanted = sorted(
+        (
+            s["token_ids"].tobytes(),
+            s["loss_mask"].tobytes(),
+            s["logprobs"].tobytes(),
+            s["routed_experts"].tobytes() if routed else b"",
+            float(a),
+        )
+        for s, a in zip(samples, advantages, strict=True)
+    )
+    assert unpack(batches) == wanted
+    for batch in batches:
+        assert batch.token_ids_RT.size <= 64
+        assert batch.trained_tokens_N.sum() == batch.loss_mask_RT.sum()
+        assert batch.packed == (len(batch.advantages_N) > len(batch.token_ids_RT))
+        padding = batch.sequences_RT < 0
+        assert not batch.token_ids_RT[padding].any()
+        assert not batch.loss_mask_RT[padding].any()
+
+
+def test_a_sequence_longer_than_the_budget_stands_alone() -> None:
+    batches = pack_tokens([sequence(100, 0), sequence(4, 1)], np.zeros(2), PackSettings(micro_batch_tokens=32))
+    assert [batch.token_ids_RT.shape for batch in batches] == [(1, 100), (1, 4)]
+
+
+def test_rows_fill_up_tightly() -> None:
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(50, 2000, 400).tolist()
+    rows = plan_rows(lengths, 4096)
+    assert sorted(i for row in rows for i in row) == list(range(400))
+    loads = [sum(lengths[i] for i in row) for row in rows]
+    assert max(loads) <= 4096
+    assert len(rows) <= -(-sum(lengths) // 4096) + 1
+
+
+def test_micro_batches_are_mostly_tokens() -> None:
+    rng = np.random.default_rng(4)
+    widths = rng.integers(100, 4000, 256).tolist()
+    batches = plan_micro_batches(widths, 16_384)
+    area = sum(len(batch) * max(widths[i] for i in batch) for batch in batches)
+    assert sorted(i for batch in batches for i in batch) == list(range(256))
+    assert sum(widths) / area > 0.93
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_are_balanced(ranks: int) -> None:
+    rng = np.random.default_rng(5)
+    costs = rng.integers(100, 9000, 256).tolist()
+    assigned = assign_ranks(costs, ranks)
+    assert sorted(i for rank in assigned for i in rank) == list(range(256))
+    loads = [sum(costs[i] for i in rank) for rank in assigned]
+    assert max(loads) <= 1.02 * min(loads)
+
+
+def test_more_ranks_than_samples_leaves_some_idle() -> None:
+    assert assign_ranks([5.0], 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"loss_mask": np.ones(6, np.uint8)},
+        {"loss_mask": np.zeros(5, np.uint8)},
+        {"logprobs": np.zeros(7, np.float32)},
+        {"logprobs": np.full(6, np.nan, np.float32)},
+        {"routed_experts": np.zeros((6, 1, 1), np.uint8)},
+    ],
+)
+def test_a_sample_that_contradicts_itself_is_refused(damage: dict[str, np.ndarray]) -> None:
+    samples = [sequence(6, 0), sequence(6, 1) | damage]
+    with pytest.raises(RemoteProtocolError):
+        pack_tokens(samples, np.zeros(2), PackSettings())
+
+
+def episode(steps: int) -> dict[str, np.ndarray]:
+    return {
+        "observations": np.full((steps, 4), steps, np.float32),
+        "actions": np.zeros(steps, np.int64),
+        "logprobs": np.zeros(steps, np.float32),
+        "rewards": np.ones(steps, np.float32),
+        "terminated": np.array([steps % 2], np.uint8),
+        "last_observation": np.full(4, -steps, np.float32),
+    }
+
+
+def test_episodes_are_joined_end_to_end() -> None:
+    (batch,) = pack([episode(3), episode(2)], np.zeros(2), PackSettings())
+    assert isinstance(batch, TrajectoryBatch)
+    assert batch.observations_S[:, 0].tolist() == [3, 3, 3, 2, 2]
+    assert batch.lengths_N.tolist() == [3, 2]
+    assert batch.terminated_N.tolist() == [1, 0]
+    assert batch.last_observations_N[:, 0].tolist() == [-3, -2]
+
+
+def test_an_episode_with_missing_steps_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="episode 1"):
+        pack([episode(3), episode(3) | {"rewards": np.ones(2, np.float32)}], np.zeros(2), PackSettings())
+
+
+def test_an_empty_batch_packs_to_nothing() -> None:
+    assert pack([], np.zeros(0), PackSettings()) == []
