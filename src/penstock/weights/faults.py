@@ -26,6 +26,7 @@ class Fault(StrEnum):
     UPDATE_OVERDUE = "update overdue"
     """One replica was offered a version and did not report by the deadline."""
     ALL_FAILED = "all replicas failed"
+    FLEET_FAILED_AGAIN = "all replicas failed again after a restart of all"
     GROUP_HUNG = "group build hung"
     FINALIZE_FAILED = "finalize failed"
     RESUME_FAILED = "resume failed"
@@ -66,6 +67,8 @@ class Row(msgspec.Struct, frozen=True):
 
 _A, _F, _S = Action, Fault, ReplicaState
 
+_SYSTEMIC = (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)
+
 TABLE: tuple[Row, ...] = (
     Row(_F.TRAINER_DIED, _S.SERVING, (_A.RESTART_TRAINER, _A.KEEP_SERVING)),
     Row(_F.TRAINER_DIED, _S.QUIESCED, (_A.RESTART_TRAINER, _A.RESUME_OLD)),
@@ -83,10 +86,12 @@ TABLE: tuple[Row, ...] = (
     Row(_F.UPDATE_OVERDUE, _S.LOADED, (_A.FENCE, _A.EVICT)),
     Row(_F.UPDATE_OVERDUE, _S.TORN, (_A.FENCE, _A.EVICT)),
     Row(_F.UPDATE_OVERDUE, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.FENCE, _A.EVICT)),
-    Row(_F.ALL_FAILED, _S.SERVING, (_A.RETRY,), 1, (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)),
-    Row(_F.ALL_FAILED, _S.TORN, (_A.FENCE, _A.RETRY), 1, (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)),
-    Row(_F.ALL_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)),
-    Row(_F.ALL_FAILED, _S.DEAD, (_A.FAIL,)),
+    Row(_F.ALL_FAILED, _S.SERVING, (_A.KEEP_SERVING, _A.RETRY), 1, _SYSTEMIC),
+    Row(_F.ALL_FAILED, _S.QUIESCED, (_A.RESUME_OLD, _A.RETRY), 1, _SYSTEMIC),
+    Row(_F.ALL_FAILED, _S.LOADED, (_A.COMMIT, _A.RETRY), 1, _SYSTEMIC),
+    Row(_F.ALL_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE), 1, (_A.FENCE, *_SYSTEMIC)),
+    Row(_F.ALL_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.FENCE, *_SYSTEMIC)),
+    Row(_F.FLEET_FAILED_AGAIN, _S.DEAD, (_A.FAIL,)),
     Row(_F.GROUP_HUNG, _S.SERVING, (_A.ABORT_GROUP, _A.KEEP_SERVING, _A.RETRY), 2, (_A.ABORT_GROUP, _A.FALL_BACK)),
     Row(_F.GROUP_HUNG, _S.QUIESCED, (_A.ABORT_GROUP, _A.RESUME_OLD, _A.RETRY), 2, (_A.ABORT_GROUP, _A.FALL_BACK)),
     Row(_F.GROUP_HUNG, _S.TORN, (_A.ABORT_GROUP, _A.FENCE, _A.CHOOSE)),

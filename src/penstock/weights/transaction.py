@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import msgspec
-
 from penstock.errors import LocalProtocolError
 from penstock.records.ids import MemberId, Version
 from penstock.records.weights import Manifest
@@ -46,56 +44,9 @@ from penstock.weights.events import (
     VersionPublished,
     WeightsAsked,
 )
-from penstock.weights.faults import Action, Fault, Policy, decide
+from penstock.weights.faults import Action, Fault, decide
+from penstock.weights.fleet import ReplicaRecord, TransactionSettings, TransactionStatistics
 from penstock.weights.replica import ReplicaState
-
-
-class TransactionSettings(msgspec.Struct, frozen=True):
-    policy: Policy = "restore"
-    """What becomes of a replica that holds a mixture."""
-    min_healthy: int = 1
-    update_timeout_s: float = 300.0
-    """From an offer to the report of its outcome."""
-    fenced_timeout_s: float = 300.0
-    """How long a replica may hold no complete version before it is replaced."""
-    unhealthy_timeout_s: float = 600.0
-    """How long fewer than `min_healthy` replicas may serve before the run fails."""
-    history: int = 64
-    """Published versions whose digests are remembered."""
-    max_fleet_restarts: int = 1
-
-
-class ReplicaRecord(msgspec.Struct):
-    """What the controller knows of one replica."""
-
-    state: ReplicaState = ReplicaState.STALE
-    version: Version = Version(-1)
-    digest: str = ""
-    admitted: bool = False
-    waiting: bool = False
-    """Asks for weights right now and has no answer yet."""
-    offered: str = ""
-    """Digest of the open offer."""
-    since: float = 0.0
-    """When the offer was made, or else when the state was entered."""
-    failures: int = 0
-    overdue: int = 0
-    evicting: bool = False
-    first_error: str = ""
-    later_errors: list[str] = []
-    pause_s: float = 0.0
-
-
-class TransactionStatistics(msgspec.Struct):
-    """Counted since the start, for metrics."""
-
-    published: int = 0
-    offers: int = 0
-    updates: int = 0
-    skipped_versions: int = 0
-    failures: int = 0
-    evictions: int = 0
-    mismatches: int = 0
 
 
 class WeightTransaction:
@@ -114,6 +65,8 @@ class WeightTransaction:
         self.admission_stopped = False
         self.failed = ""
         self._digests: dict[Version, set[str]] = {}
+        self._retired: set[str] = set()
+        """Lineages of trainers that were replaced."""
         self._unhealthy_since: float | None = None
 
     # What others ask
@@ -192,8 +145,12 @@ class WeightTransaction:
         if event.durable:
             self.durable = manifest
         newest = self.newest
+        if manifest.lineage in self._retired:
+            return []  # from a trainer that was replaced since
         if newest is not None and manifest.lineage == newest.lineage and manifest.version < newest.version:
             return []  # a late repetition
+        if newest is not None and manifest.lineage != newest.lineage:
+            self._retired.add(newest.lineage)
         self.newest = manifest
         self.trainer_lost = False
         effects: list[TransactionEffect] = []
@@ -219,7 +176,7 @@ class WeightTransaction:
         return [OfferVersion(member, self.newest)]
 
     def _reported(self, event: ReplicaReported, now: float) -> list[TransactionEffect]:
-        replica = self.replicas.setdefault(event.member, ReplicaRecord())
+        replica = self.replicas.setdefault(event.member, ReplicaRecord(since=now))
         if replica.evicting or replica.state is ReplicaState.DEAD:
             return []
         state = event.state
@@ -241,7 +198,7 @@ class WeightTransaction:
             self.statistics.skipped_versions += event.skipped_versions
             replica.pause_s = event.pause_s
             replica.failures, replica.overdue, replica.first_error, replica.later_errors = 0, 0, "", []
-            self.fleet_failures = 0
+            self.fleet_failures = self.fleet_restarts = 0
             if self.admission_stopped:
                 self.admission_stopped = False
                 effects.append(OpenAdmission())
@@ -263,36 +220,35 @@ class WeightTransaction:
         self._note(replica, error)
         self.statistics.failures += 1
         replica.failures += 1
-        live = [r for r in self.replicas.values() if r.state is not ReplicaState.DEAD]
-        if len(live) > 1 and all(r.failures > 0 for r in live):
-            effects = self._all_failed(replica, now)
-            if effects is not None:
-                return effects
-        return self._act(member, decide(Fault.LOAD_FAILED, replica.state, self.settings.policy, replica.failures), now)
+        fault, times = Fault.LOAD_FAILED, replica.failures
+        live = self.replicas.values()
+        everyone = min(r.failures for r in live)
+        if everyone > self.fleet_failures:
+            # Everyone failed since the last success: probably nothing to do with any one of them.
+            self.fleet_failures = everyone
+            fault, times = Fault.ALL_FAILED, everyone
+        return self._act(member, decide(fault, replica.state, self.settings.policy, times), now)
 
-    def _all_failed(self, replica: ReplicaRecord, now: float) -> list[TransactionEffect] | None:
-        """Every replica failed since the last success: probably nothing to do with any one of them."""
-        failures = min(r.failures for r in self.replicas.values() if r.state is not ReplicaState.DEAD)
-        if failures <= self.fleet_failures:
-            return None
-        self.fleet_failures = failures
-        if failures == 1:
-            return None  # one resend, which each replica's own row does
+    def _restart_fleet(self, cause: str, now: float) -> list[TransactionEffect]:
+        """Starts all replicas again, from the durable version if there is one; the second time the run fails.
+
+        The durable version stays the newest until the trainer publishes again: its emergency checkpoint writes
+        every file afresh, which heals a damaged artifact.
+        """
+        manifest = self.durable or self.newest
+        if manifest is None:
+            raise LocalProtocolError(f"replicas failed to load although nothing was published: {self!r}")
         sentence = (
-            f"no replica can load version {self.newest.version if self.newest else '?'}: each failed {failures} times, "
-            f"the last one with: {replica.first_error}"
+            f"no replica can load weights version {self.newest.version if self.newest else manifest.version}: "
+            f"each of {len(self.replicas)} failed {self.fleet_failures} times, first with: {cause}"
         )
-        if self.fleet_restarts >= self.settings.max_fleet_restarts or self.durable is None:
-            return self._fail(sentence)
+        if self.fleet_restarts >= self.settings.max_fleet_restarts:
+            fault = decide(Fault.FLEET_FAILED_AGAIN, ReplicaState.DEAD, self.settings.policy)
+            return self._fail(sentence) if Action.FAIL in fault else []
         self.fleet_restarts += 1
         self.fleet_failures = 0
-        self.admission_stopped = True
-        effects: list[TransactionEffect] = [
-            StopAdmission(sentence),
-            CheckpointTrainer(sentence),
-            RestartFleet(self.durable, sentence),
-        ]
-        self.newest = self.durable
+        self.newest = manifest
+        effects: list[TransactionEffect] = [RestartFleet(manifest, sentence)]
         for member in list(self.replicas):
             effects.extend(self._evict(member, sentence, now, whole_fleet=True))
         return effects
@@ -326,6 +282,9 @@ class WeightTransaction:
         effects: list[TransactionEffect] = []
         for member, replica in list(self.replicas.items()):
             if replica.evicting:
+                if now - replica.since > self.settings.fenced_timeout_s:
+                    replica.since = now
+                    effects.append(EvictReplica(member, f"is still there: {replica.first_error}"))
                 continue
             if replica.offered and now - replica.since > self.settings.update_timeout_s:
                 replica.overdue += 1
@@ -372,6 +331,13 @@ class WeightTransaction:
                     effects.extend(self._fail(f"replica {member} is {replica.state}: {replica.first_error}"))
                 case Action.RETRY | Action.REFIT:
                     effects.extend(self._offer(member, now, ""))
+                case Action.STOP_ADMISSION:
+                    self.admission_stopped = True
+                    effects.append(StopAdmission(replica.first_error))
+                case Action.CHECKPOINT:
+                    effects.append(CheckpointTrainer(replica.first_error))
+                case Action.RESTART_FLEET:
+                    effects.extend(self._restart_fleet(replica.first_error, now))
                 case _:  # FENCE was done with the report; the others are the replica's own
                     pass
         return effects
@@ -385,7 +351,7 @@ class WeightTransaction:
         if replica.admitted and not whole_fleet and self.healthy <= self.settings.min_healthy:
             replica.failures = replica.overdue = 0  # still serves, and is needed: it gets another round
             return self._offer(member, now, "")
-        replica.evicting, replica.offered, replica.waiting = True, "", False
+        replica.evicting, replica.offered, replica.waiting, replica.since = True, "", False, now
         self.statistics.evictions += 1
         return [*self._admission(member), EvictReplica(member, reason)]
 

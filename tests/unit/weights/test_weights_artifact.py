@@ -212,7 +212,10 @@ def test_a_new_incarnation_clears_up_after_the_old_one(tmp_path: Path) -> None:
 def test_publishing_twice_is_harmless_and_changing_a_version_is_refused(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path, "l1")
     first = publisher.publish(Version(3), model(3))
+    path = tmp_path / first.directory / first.buckets[0].file
+    path.write_bytes(b"damaged")
     assert publisher.publish(Version(3), model(3)) == first
+    assert_same(load(tmp_path, first), model(3))
     with pytest.raises(LocalProtocolError, match="other weights"):
         publisher.publish(Version(3), model(4))
     assert_same(load(tmp_path, first), model(3))

@@ -71,8 +71,8 @@ class Publisher:
     def publish(self, version: Version, tensors: Mapping[str, torch.Tensor], *, durable: bool = False) -> Manifest:
         """Writes one version and returns its manifest once readers can open it.
 
-        The tensors must not change while this runs: pass a snapshot if training goes on. Publishing a version again
-        is allowed and returns the first manifest, provided that the bytes are the same.
+        The tensors must not change while this runs: pass a snapshot if training goes on. Publishing the same version
+        again writes its files afresh, which heals damaged ones; the bytes must be the same.
         """
         directory = directory_name(self._pipeline, self._lineage, version)
         final = self._run_dir / directory
@@ -92,7 +92,7 @@ class Publisher:
             if durable:
                 _make_durable(writing)
             if final.exists():
-                return self._published_before(final, manifest)
+                self._retire(final, manifest)
             os.rename(writing, final)
             if durable:
                 _sync_directory(final.parent)
@@ -101,14 +101,18 @@ class Publisher:
         self.collect()
         return manifest
 
-    def _published_before(self, final: Path, manifest: Manifest) -> Manifest:
+    def _retire(self, final: Path, manifest: Manifest) -> None:
+        """Makes way for the same version written afresh; refused when it is not the same."""
         before = read_manifest(final)
         if before.digest != manifest.digest:
             raise LocalProtocolError(
                 f"{describe(before)} is already published by lineage {self._lineage!r} with other weights than "
                 f"{describe(manifest)}; a restarted trainer must use a new lineage"
             )
-        return before
+        retired = final.parent / f".writing-{final.name}-retired"
+        shutil.rmtree(retired, ignore_errors=True)
+        os.rename(final, retired)
+        shutil.rmtree(retired, ignore_errors=True)
 
     def make_durable(self, version: Version) -> None:
         """Flushes a published version to the disk and keeps it; `Stale` if it was removed already."""

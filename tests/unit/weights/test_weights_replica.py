@@ -1,0 +1,152 @@
+"""The replica machine: the whole table, and what follows a failure in each state."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from penstock.errors import InvalidTransition
+from penstock.records.ids import Version
+from penstock.weights.replica import (
+    RESUME_TRIES,
+    TRANSITIONS,
+    AbandonReplica,
+    Died,
+    Mismatched,
+    Quiesced,
+    Replica,
+    ReplicaEvent,
+    ReplicaState,
+    ReportReplicaState,
+    Restarted,
+    Resumed,
+    ResumeEngine,
+    Swapped,
+    UpdateFailed,
+    Verified,
+    WriteBegan,
+)
+
+S = ReplicaState
+OLD, NEW = "a" * 32, "b" * 32
+EVENTS: list[ReplicaEvent] = [
+    Quiesced(),
+    WriteBegan(),
+    Verified(Version(2), NEW),
+    Swapped(Version(2), NEW),
+    Mismatched(NEW, OLD),
+    Resumed(),
+    Died("killed"),
+    Restarted(),
+]
+TO_SERVING: list[ReplicaEvent] = [Verified(Version(1), OLD), Resumed()]
+PATHS: dict[ReplicaState, list[ReplicaEvent]] = {
+    S.STALE: [],
+    S.SERVING: TO_SERVING,
+    S.QUIESCED: [*TO_SERVING, Quiesced()],
+    S.TORN: [*TO_SERVING, Quiesced(), WriteBegan()],
+    S.LOADED: [*TO_SERVING, Quiesced(), WriteBegan(), Verified(Version(2), NEW)],
+    S.DEAD: [*TO_SERVING, Died("killed")],
+}
+
+
+def replica_in(state: ReplicaState) -> Replica:
+    replica = Replica()
+    for event in PATHS[state]:
+        replica.handle(event, 0.0)
+    assert replica.state is state
+    return replica
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), list(product(S, EVENTS)), ids=lambda x: getattr(x, "value", type(x).__name__)
+)
+def test_the_table_and_nothing_else(state: ReplicaState, event: ReplicaEvent) -> None:
+    replica = replica_in(state)
+    target = TRANSITIONS.get((state, type(event)))
+    if target is None:
+        before = repr(replica)
+        with pytest.raises(InvalidTransition, match=state.value):
+            replica.handle(event, 1.0)
+        assert repr(replica) == before
+    else:
+        replica.handle(event, 1.0)
+        assert replica.state is target
+    replica.check()
+
+
+def test_torn_is_left_only_through_a_verified_version_or_death() -> None:
+    ways_out = {
+        (event.__name__, target)
+        for (state, event), target in TRANSITIONS.items()
+        if state is S.TORN and target is not S.TORN
+    }
+    assert ways_out == {("Verified", S.LOADED), ("Died", S.DEAD)}
+
+
+def test_serving_is_entered_only_from_complete_versions() -> None:
+    sources = {state for (state, _), target in TRANSITIONS.items() if target is S.SERVING}
+    assert sources == {S.SERVING, S.QUIESCED, S.LOADED}
+
+
+def test_dead_comes_back_only_as_stale() -> None:
+    assert {target for (state, _), target in TRANSITIONS.items() if state is S.DEAD} == {S.DEAD, S.STALE}
+
+
+@pytest.mark.parametrize("state", [S.SERVING, S.TORN, S.STALE])
+def test_a_failure_where_nothing_can_be_resumed_is_reported(state: ReplicaState) -> None:
+    replica = replica_in(state)
+    (report,) = replica.handle(UpdateFailed("bring", "no route"), 1.0)
+    assert isinstance(report, ReportReplicaState)
+    assert (report.state, report.error) == (state, "bring: no route")
+    assert bool(report.digest) is (state is S.SERVING)
+
+
+@pytest.mark.parametrize(("state", "version", "digest"), [(S.QUIESCED, 1, OLD), (S.LOADED, 2, NEW)])
+def test_a_failure_with_a_complete_version_resumes_it(state: ReplicaState, version: int, digest: str) -> None:
+    replica = replica_in(state)
+    assert replica.handle(UpdateFailed("quiesce", "slow"), 1.0) == [ResumeEngine()]
+    (report,) = replica.handle(Resumed(), 1.0)
+    assert report == ReportReplicaState(S.SERVING, Version(version), digest, "quiesce: slow")
+
+
+def test_resuming_is_tried_a_few_times_and_then_the_replica_is_given_up() -> None:
+    replica = replica_in(S.LOADED)
+    for _ in range(RESUME_TRIES - 1):
+        assert replica.handle(UpdateFailed("resume", "refused"), 1.0) == [ResumeEngine()]
+    report, abandon = replica.handle(UpdateFailed("resume", "refused"), 1.0)
+    assert isinstance(report, ReportReplicaState)
+    assert isinstance(abandon, AbandonReplica)
+    assert "refused" in abandon.reason
+
+
+def test_a_replica_that_cannot_be_refitted_is_given_up_with_its_first_error() -> None:
+    replica = replica_in(S.TORN)
+    for number in range(2):
+        replica.handle(UpdateFailed("write", f"error {number}"), 1.0)
+    *_, abandon = replica.handle(UpdateFailed("write", "error 2"), 1.0)
+    assert isinstance(abandon, AbandonReplica)
+    assert "error 0" in abandon.reason
+    assert replica.later_errors == ["write: error 1", "write: error 2"]
+
+
+def test_a_serving_replica_is_never_given_up_for_failed_updates() -> None:
+    replica = replica_in(S.SERVING)
+    for _ in range(20):
+        assert [type(e) for e in replica.handle(UpdateFailed("bring", "x"), 1.0)] == [ReportReplicaState]
+    assert len(replica.later_errors) <= 8
+    replica.handle(Swapped(Version(2), NEW), 2.0)
+    assert (replica.failures, replica.first_error) == (0, "")
+
+
+def test_a_dead_replica_has_no_updates() -> None:
+    with pytest.raises(InvalidTransition):
+        replica_in(S.DEAD).handle(UpdateFailed("bring", "x"), 1.0)
+
+
+@pytest.mark.parametrize("state", list(S))
+def test_what_is_held_is_claimed_only_when_complete(state: ReplicaState) -> None:
+    complete = state in (S.SERVING, S.QUIESCED, S.LOADED)
+    assert bool(replica_in(state).held_digest) is complete
+    assert replica_in(state).may_serve is (state is S.SERVING)

@@ -1,0 +1,331 @@
+"""The controller's side: each row of the fault table, as lists of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.errors import LocalProtocolError
+from penstock.records.ids import MemberId, Version
+from penstock.records.weights import Manifest
+from penstock.weights.events import (
+    AdmitReplica,
+    CheckpointTrainer,
+    EvictReplica,
+    FailRun,
+    FenceReplica,
+    MembershipReconciled,
+    OfferVersion,
+    OpenAdmission,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaReported,
+    RestartFleet,
+    RestartTrainer,
+    StopAdmission,
+    Ticked,
+    TrainerLost,
+    TransactionEffect,
+    TransactionEvent,
+    VersionMadeDurable,
+    VersionPublished,
+    WeightsAsked,
+)
+from penstock.weights.faults import TABLE, Action, Fault, decide
+from penstock.weights.fleet import TransactionSettings
+from penstock.weights.replica import ReplicaState
+from penstock.weights.transaction import WeightTransaction
+
+S = ReplicaState
+A, B, C = MemberId("a"), MemberId("b"), MemberId("c")
+
+
+def version(number: int, lineage: str = "l1") -> Manifest:
+    return Manifest(Version(number), lineage, f"{number:031x}{len(lineage) % 16:x}", (), f"weights/{number}")
+
+
+class Fleet:
+    """A transaction with short cuts for the things that happen to it."""
+
+    def __init__(self, **settings: object) -> None:
+        self.now = 0.0
+        self.transaction = WeightTransaction(TransactionSettings(**settings))  # type: ignore[arg-type]
+
+    def __call__(self, event: TransactionEvent) -> list[TransactionEffect]:
+        effects = self.transaction.handle(event, self.now)
+        self.transaction.check()
+        repr(self.transaction)
+        return effects
+
+    def later(self, seconds: float) -> list[TransactionEffect]:
+        self.now += seconds
+        return self(Ticked())
+
+    def ask(self, member: MemberId, held: str = "") -> list[TransactionEffect]:
+        return self(WeightsAsked(member, held))
+
+    def serve(self, member: MemberId, manifest: Manifest, skipped: int = 0) -> list[TransactionEffect]:
+        return self(ReplicaReported(member, S.SERVING, manifest.version, manifest.digest, 0.001, skipped))
+
+    def fail(self, member: MemberId, state: ReplicaState, error: str = "boom") -> list[TransactionEffect]:
+        record = self.transaction.replicas[member]
+        digest = record.digest if state is S.SERVING else ""
+        return self(ReplicaReported(member, state, record.version, digest, error=error))
+
+    def started(self, *members: MemberId, durable: bool = True) -> Fleet:
+        self(VersionPublished(version(0), durable))
+        for member in members:
+            self(ReplicaJoined(member))
+            self.ask(member)
+            self.serve(member, version(0))
+        return self
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.transaction.check()
+
+
+def of(effects: list[TransactionEffect], kind: type) -> list[TransactionEffect]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def test_a_replica_is_offered_the_newest_and_admitted_once_it_serves_it(fleet: Fleet) -> None:
+    assert fleet(ReplicaJoined(A)) == []
+    assert fleet.ask(A) == []
+    assert fleet(VersionPublished(version(0))) == [OfferVersion(A, version(0))]
+    assert fleet.serve(A, version(0)) == [AdmitReplica(A, Version(0), version(0).digest)]
+    assert fleet.ask(A, version(0).digest) == []
+    assert fleet(VersionPublished(version(1))) == [OfferVersion(A, version(1))]
+    assert fleet.serve(A, version(1)) == []
+    assert fleet.transaction.statistics.updates == 2
+
+
+def test_a_slow_replica_gets_only_the_newest_version(fleet: Fleet) -> None:
+    fleet.started(A, B)
+    fleet.ask(A, version(0).digest)
+    assert fleet(VersionPublished(version(1))) == [OfferVersion(A, version(1))]
+    for number in range(2, 9):
+        assert fleet(VersionPublished(version(number))) == []
+        assert fleet.transaction.metrics()["weights_offers_open"] == 1
+    assert fleet.transaction.behind() == {A: 8, B: 8}
+    fleet.serve(A, version(1))
+    assert fleet.ask(A, version(1).digest) == [OfferVersion(A, version(8))]
+    fleet.serve(A, version(8), skipped=6)
+    assert fleet.transaction.behind() == {A: 0, B: 8}
+    assert fleet.transaction.metrics()["weights_skipped_versions_total"] == 6
+
+
+def test_a_late_or_repeated_publication_changes_nothing(fleet: Fleet) -> None:
+    fleet.started(A)
+    fleet(VersionPublished(version(3)))
+    for manifest in (version(2), version(3)):
+        fleet(VersionPublished(manifest))
+        assert fleet.transaction.newest == version(3)
+    assert fleet.transaction.statistics.published == 3  # 0, 3 and the late 2, each counted once
+
+
+def test_weights_that_nobody_published_are_not_served(fleet: Fleet) -> None:
+    fleet.started(A, B)
+    effects = fleet(ReplicaReported(A, S.SERVING, Version(0), "f" * 32))
+    assert [type(e) for e in effects] == [FenceReplica]
+    assert fleet.transaction.statistics.mismatches == 1
+    assert not fleet.transaction.expects(Version(0), "f" * 32)
+    assert fleet.transaction.expects(Version(0), version(0).digest)
+
+
+def test_a_torn_replica_is_fenced_and_refitted(fleet: Fleet) -> None:
+    fleet.started(A, B)
+    fleet.ask(A, version(0).digest)
+    fleet(VersionPublished(version(1)))
+    assert fleet.fail(A, S.TORN) == [FenceReplica(A, "is torn")]
+    assert fleet.ask(A) == [OfferVersion(A, version(1))]
+    assert fleet.serve(A, version(1)) == [AdmitReplica(A, Version(1), version(1).digest)]
+    assert fleet.transaction.replicas[A].failures == 0
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("evict", EvictReplica), ("fail", FailRun)])
+def test_policy_decides_about_a_torn_replica(policy: str, expected: type) -> None:
+    fleet = Fleet(policy=policy).started(A, B)
+    effects = fleet.fail(A, S.TORN, "lost the second bucket")
+    assert [type(e) for e in effects] == [FenceReplica, expected]
+    assert "lost the second bucket" in str(effects[1])
+
+
+def test_refitting_is_tried_twice_and_then_the_replica_is_evicted(fleet: Fleet) -> None:
+    fleet.started(A, B)
+    fleet.fail(A, S.TORN, "first")
+    assert not of(fleet.fail(A, S.TORN, "second"), EvictReplica)
+    assert fleet.fail(A, S.TORN, "third") == [EvictReplica(A, "first")]
+    assert fleet.transaction.replicas[A].later_errors == ["second", "third"]
+    assert fleet.ask(A) == []  # a replica that goes gets nothing more
+    assert fleet.serve(A, version(0)) == []
+
+
+def test_a_staged_failure_costs_nothing_until_it_repeats(fleet: Fleet) -> None:
+    fleet.started(A, B)
+    assert fleet.fail(A, S.SERVING) == []
+    assert fleet.fail(A, S.SERVING) == []
+    assert [type(e) for e in fleet.fail(A, S.SERVING)] == [FenceReplica, EvictReplica]
+
+
+def test_the_last_healthy_replicas_are_not_evicted_while_they_serve() -> None:
+    fleet = Fleet(min_healthy=2).started(A, B)
+    for _ in range(9):
+        assert not of(fleet.fail(A, S.SERVING), EvictReplica)
+    fleet(ReplicaJoined(C))
+    fleet.serve(C, version(0))
+    evicted = [fleet.fail(A, S.SERVING) for _ in range(3)]
+    assert of(evicted[-1], EvictReplica)
+
+
+def test_a_lost_replica_costs_only_itself(fleet: Fleet) -> None:
+    fleet.started(A, B)
+    fleet.ask(B, version(0).digest)
+    assert fleet(ReplicaLost(A, "killed")) == [FenceReplica(A, "killed")]
+    assert fleet(VersionPublished(version(1))) == [OfferVersion(B, version(1))]
+    assert fleet(ReplicaLost(A, "killed")) == []
+
+
+def test_membership_is_reconciled_and_the_dead_are_never_addressed(fleet: Fleet) -> None:
+    fleet.started(A, B)
+    for member in (A, B):
+        fleet.ask(member, version(0).digest)
+    effects = fleet(MembershipReconciled(frozenset({B, C})))
+    assert [type(e) for e in effects] == [FenceReplica]
+    assert fleet.transaction.replicas[C].state is S.STALE
+    assert fleet(MembershipReconciled(frozenset({B, C}))) == []
+    assert fleet(VersionPublished(version(1))) == [OfferVersion(B, version(1))]
+
+
+def test_when_all_fail_there_is_one_resend_then_a_fresh_fleet_then_the_end() -> None:
+    fleet = Fleet(min_healthy=0).started(A, B)
+    fleet(VersionPublished(version(1)))
+    for member in (A, B):
+        assert fleet.fail(member, S.TORN, "shape") == [FenceReplica(member, "is torn")]
+    fleet.fail(A, S.TORN, "shape")
+    effects = fleet.fail(B, S.TORN, "shape")
+    assert [type(e) for e in effects] == [StopAdmission, CheckpointTrainer, RestartFleet, EvictReplica, EvictReplica]
+    (restart,) = of(effects, RestartFleet)
+    assert restart.manifest == version(0)  # type: ignore[attr-defined]
+    for member in (A, B):
+        fleet(ReplicaLost(member, "evicted"))
+    again = [MemberId("a2"), MemberId("b2")]
+    for member in again:
+        fleet(ReplicaJoined(member))
+        assert fleet.ask(member) == [OfferVersion(member, version(0))]
+    for member in again * 2:
+        effects = fleet.fail(member, S.STALE, "shape")
+    (failure,) = of(effects, FailRun)
+    assert "no replica can load weights version 0" in str(failure)
+    assert "shape" in str(failure)
+    assert fleet.ask(again[0]) == []
+
+
+def test_a_fresh_fleet_that_works_opens_admission_again() -> None:
+    fleet = Fleet(min_healthy=0).started(A)
+    fleet(VersionPublished(version(1)))
+    for _ in range(2):
+        fleet.fail(A, S.TORN)
+    fleet(ReplicaLost(A, "evicted"))
+    fleet(ReplicaJoined(B))
+    fleet.ask(B)
+    assert of(fleet.serve(B, version(0)), OpenAdmission)
+    assert (fleet.transaction.fleet_restarts, fleet.transaction.fleet_failures) == (0, 0)
+    fleet.ask(B, version(0).digest)
+    assert fleet(VersionPublished(version(1))) == [OfferVersion(B, version(1))]
+
+
+def test_a_lost_trainer_is_restarted_once_and_the_replicas_go_on(fleet: Fleet) -> None:
+    fleet.started(A)
+    assert fleet(TrainerLost("killed")) == [RestartTrainer("killed")]
+    assert fleet(TrainerLost("killed")) == []
+    assert fleet.transaction.healthy == 1
+    fleet.ask(A, version(0).digest)
+    fresh = version(0, "lineage2")
+    assert fleet(VersionPublished(fresh)) == [OfferVersion(A, fresh)]
+    assert fleet(TrainerLost("killed again")) == [RestartTrainer("killed again")]
+
+
+def test_a_trainer_that_was_replaced_is_not_listened_to(fleet: Fleet) -> None:
+    fleet.started(A)
+    fleet(VersionPublished(version(9)))
+    fresh = version(5, "lineage2")
+    fleet(VersionPublished(fresh))
+    assert fleet.transaction.newest == fresh
+    fleet(VersionPublished(version(10)))
+    assert fleet.transaction.newest == fresh
+
+
+def test_an_offer_without_an_answer_is_repeated_once_and_then_the_replica_goes() -> None:
+    fleet = Fleet(update_timeout_s=10.0).started(A, B)
+    for member in (A, B):
+        fleet.ask(member, version(0).digest)
+    fleet(VersionPublished(version(1)))
+    fleet.serve(B, version(1))
+    assert fleet.later(10.0) == []
+    assert fleet.later(0.1) == []  # noted once, still serving
+    assert fleet.ask(A, version(0).digest) == [OfferVersion(A, version(1))]
+    assert [type(e) for e in fleet.later(10.1)] == [FenceReplica, EvictReplica]
+    assert [type(e) for e in fleet.later(1e6)] == [EvictReplica]  # and it is insisted on
+
+
+def test_a_replica_fenced_for_too_long_is_replaced() -> None:
+    fleet = Fleet(fenced_timeout_s=10.0).started(A, B)
+    fleet.fail(A, S.TORN)
+    assert fleet.later(10.0) == []
+    assert [type(e) for e in fleet.later(0.1)] == [EvictReplica]
+
+
+def test_too_few_healthy_replicas_for_too_long_end_the_run_with_one_sentence() -> None:
+    fleet = Fleet(min_healthy=2, unhealthy_timeout_s=30.0, fenced_timeout_s=1e9)
+    fleet.later(1e6)
+    assert not fleet.transaction.failed  # nothing was published: nobody can serve yet
+    fleet.started(A)
+    assert fleet.later(1.0) == []
+    (failure,) = fleet.later(31.0)
+    assert failure == FailRun("only 1 of the required 2 replicas served for 30 s")
+    assert fleet.later(100.0) == []
+
+
+def test_durability_follows_the_newest(fleet: Fleet) -> None:
+    fleet.started(A)
+    fleet(VersionPublished(version(1)))
+    fleet(VersionMadeDurable("e" * 32))
+    assert fleet.transaction.durable == version(0)
+    fleet(VersionMadeDurable(version(1).digest))
+    assert fleet.transaction.durable == version(1)
+
+
+def test_digests_are_remembered_for_a_bounded_history() -> None:
+    fleet = Fleet(history=4).started(A)
+    for number in range(1, 10):
+        fleet(VersionPublished(version(number)))
+    assert not fleet.transaction.expects(Version(5), version(5).digest)
+    assert fleet.transaction.expects(Version(6), version(6).digest)
+
+
+def test_the_table_has_one_row_per_fault_and_state() -> None:
+    assert len({(row.fault, row.state) for row in TABLE}) == len(TABLE)
+    assert {row.fault for row in TABLE} == set(Fault)
+    with pytest.raises(LocalProtocolError, match="no row"):
+        decide(Fault.REPLICA_DIED, S.SERVING, "restore")
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.fault}-{row.state}".replace(" ", "_"))
+def test_no_row_lets_a_mixture_serve(row: object) -> None:
+    serving = {Action.KEEP_SERVING, Action.RESUME_OLD, Action.COMMIT}
+    unsafe = {S.TORN, S.STALE, S.DEAD}
+    assert row.state not in unsafe or not serving & {*row.first, *row.then}  # type: ignore[attr-defined]
+    if row.state in {S.TORN, S.STALE}:  # type: ignore[attr-defined]
+        assert Action.FENCE in row.first  # type: ignore[attr-defined]
+
+
+def test_policy_replaces_every_choice() -> None:
+    for row in TABLE:
+        for policy in ("restore", "evict", "fail"):
+            for times in (1, 10_000_000):
+                assert Action.CHOOSE not in decide(row.fault, row.state, policy, times)
