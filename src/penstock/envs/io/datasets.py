@@ -1,0 +1,101 @@
+"""Prompts from a file of JSON lines: one object per line, with a `prompt` (text or chat messages) and other columns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.envs.cursor import Cursor
+from penstock.envs.protocol import Message, Prompt
+from penstock.envs.registry import find_reward
+from penstock.envs.rewards import Rubric
+from penstock.errors import ConfigError, RunFailed
+
+
+class JsonLinesDataset:
+    """A text environment over the rows of a file, each epoch in an order of its own. Rows are read when asked for."""
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        rewards: Sequence[str] = ("exact_answer",),
+        reward_weights: Sequence[float] | None = None,
+        prompt_column: str = "prompt",
+        epochs: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.path = Path(path)
+        self.prompt_column = prompt_column
+        self.rubric = Rubric([find_reward(name) for name in rewards], reward_weights or None)
+        self._starts = _row_starts(self.path)
+        if len(self._starts) < 2:
+            raise ConfigError(f"dataset {path!r} has no rows")
+        self.cursor = Cursor(len(self._starts) - 1, seed, epochs=epochs, shuffle=shuffle)
+        self._file = self.path.open("rb")
+        self._lock = threading.Lock()
+        self.row(0)
+
+    @property
+    def count(self) -> int | None:
+        return self.cursor.count
+
+    def prompt(self, position: int) -> Prompt:
+        return self.row(self.cursor.row(position))
+
+    def row(self, number: int) -> Prompt:
+        """The prompt of one line of the file; the error for a bad one names the file and the line."""
+        start, end = int(self._starts[number]), int(self._starts[number + 1])
+        with self._lock:
+            self._file.seek(start)
+            line = self._file.read(end - start)
+        where = f"{self.path}, row {number + 1}"
+        try:
+            columns = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise RunFailed(f"{where}: expected a JSON object, found something else: {error}") from error
+        shown = columns.pop(self.prompt_column, None)
+        if isinstance(shown, str) and shown:
+            return Prompt(text=shown, columns=columns)
+        try:
+            messages = msgspec.convert(shown, tuple[Message, ...])
+        except msgspec.ValidationError:
+            messages = ()
+        if not messages:
+            raise RunFailed(
+                f"{where}: the column {self.prompt_column!r} must be a text or a list of messages with 'role' and "
+                f"'content', found {type(shown).__name__}; the row's columns are {', '.join(columns) or 'none'}"
+            )
+        return Prompt(messages=messages, columns=columns)
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+        return self.rubric(prompts, completions, **columns)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __repr__(self) -> str:
+        return f"JsonLinesDataset({str(self.path)!r}, {self.cursor}, {self.rubric})"
+
+
+def _row_starts(path: Path) -> np.ndarray:
+    """Where each non-empty line begins, and where the last one ends."""
+    try:
+        data = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise ConfigError(f"dataset {str(path)!r} cannot be read: {error.strerror or error}") from error
+    ends = np.flatnonzero(data == ord("\n")) + 1
+    if len(data) and (not len(ends) or ends[-1] != len(data)):
+        ends = np.append(ends, len(data))
+    starts = np.concatenate([[0], ends])
+    # A blank line would be a row without a prompt; merging it into the line before leaves that row readable.
+    lengths = np.diff(starts)
+    keep = np.concatenate([lengths > 1, [True]])
+    return starts[keep]

@@ -1,0 +1,71 @@
+"""What an environment must offer: a deterministic stream of prompts and a way to score completions.
+
+The invariant everything else rests on: `prompt(position)` is a pure function of the environment's construction
+arguments and the position. Every worker computes the same prompt, so leases carry positions and a resumed run
+needs no more than the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a chat prompt."""
+
+    role: str
+    content: str
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What the policy is shown: plain text, or chat messages when `messages` is not empty."""
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    columns: dict[str, Any] = {}
+    """What reward functions need to know besides the text: the answer, a difficulty, a source."""
+
+    def shown(self) -> str | list[dict[str, str]]:
+        """The prompt in the form reward functions receive it."""
+        if not self.messages:
+            return self.text
+        return [{"role": message.role, "content": message.content} for message in self.messages]
+
+
+@runtime_checkable
+class TextEnvironment(Protocol):
+    """Prompts in, completions scored."""
+
+    @property
+    def count(self) -> int | None:
+        """How many positions the stream has; None when it never ends."""
+        ...
+
+    def prompt(self, position: int) -> Prompt:
+        """The prompt at a position of the stream. Pure; any position, any order, any thread."""
+        ...
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+        """One reward per completion; None where the environment cannot judge it."""
+        ...
+
+
+@runtime_checkable
+class ConversingEnvironment(TextEnvironment, Protocol):
+    """A text environment that may answer a completion and ask for another turn."""
+
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
+        """What the policy is shown after its last completion; None ends the episode.
+
+        A pure function of the conversation so far, so that an interrupted episode can go on anywhere.
+        """
+        ...
+
+
+def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """The prompts' columns, column-wise; None where a prompt lacks one that another has."""
+    names = {name: None for prompt in prompts for name in prompt.columns}
+    return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

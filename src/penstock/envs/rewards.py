@@ -1,0 +1,139 @@
+"""Reward functions: `f(prompts, completions, **columns) -> list[float | None]`, combined by weight and checked.
+
+A function that *raises* costs the prompt it was scoring. A function that returns something else than one finite
+number (or None: not applicable) per completion is broken for every prompt, so it fails the run, by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+import msgspec
+
+from penstock.errors import ConfigError, RunFailed
+
+RewardFunction = Callable[..., "list[float | None]"]
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """The weighted reward of each completion, and what each function gave."""
+
+    total: list[float | None]
+    by_function: dict[str, list[float | None]]
+
+
+class Rubric:
+    """Reward functions with weights. A completion to which no function applies has no reward (None)."""
+
+    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
+        if not functions:
+            raise ConfigError("a rubric needs at least one reward function, found none")
+        if weights is not None and len(weights) != len(functions):
+            raise ConfigError(f"reward weights: expected one per function ({len(functions)}), found {len(weights)}")
+        self.functions = tuple(functions)
+        self.weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
+        self.names = _distinct([reward_name(function) for function in functions])
+
+    def evaluate(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Scores:
+        total: list[float | None] = [None] * len(completions)
+        by_function: dict[str, list[float | None]] = {}
+        for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
+            values = checked(name, function(prompts, completions, **columns), len(completions))
+            by_function[name] = values
+            for row, value in enumerate(values):
+                if value is not None:
+                    total[row] = (total[row] or 0.0) + weight * value
+        return Scores(total, by_function)
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | None]:
+        return self.evaluate(prompts, completions, **columns).total
+
+    def __repr__(self) -> str:
+        return f"Rubric({dict(zip(self.names, self.weights, strict=True))})"
+
+
+def checked(name: str, values: Any, expected: int) -> list[float | None]:
+    """The returned rewards as floats, or RunFailed with a sentence that names the function."""
+    if hasattr(values, "tolist"):  # an array
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RunFailed(
+            f"reward function {name!r} must return a list of numbers, one per completion; "
+            f"it returned {type(values).__name__}"
+        )
+    if len(values) != expected:
+        raise RunFailed(
+            f"reward function {name!r} must return one reward per completion: expected {expected}, found {len(values)}"
+        )
+    return [_number(name, row, value) for row, value in enumerate(values)]
+
+
+def _number(name: str, row: int, value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, Real):
+        raise RunFailed(
+            f"reward function {name!r} must return numbers (or None where it does not apply); "
+            f"for completion {row} it returned {type(value).__name__} {value!r}"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise RunFailed(f"reward function {name!r} returned {number} for completion {row}; rewards must be finite")
+    return number
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """The name a reward function goes by in metrics and errors."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _distinct(names: Sequence[str]) -> tuple[str, ...]:
+    counts: dict[str, int] = {}
+    distinct: list[str] = []
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+        distinct.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
+    return tuple(distinct)
+
+
+def exact_answer(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """1 when the completion, stripped, equals the `answer` column."""
+    return [
+        None if wanted is None else float(completion.strip() == str(wanted).strip())
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def contains_answer(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """1 when the `answer` column occurs anywhere in the completion."""
+    return [
+        None if wanted is None else float(str(wanted).strip() in completion)
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def matching_positions(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """The share of positions that agree with the `answer` column; missing and surplus characters count as wrong."""
+    return [
+        None if wanted is None else position_match(completion, str(wanted))
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def position_match(completion: str, wanted: str) -> float:
+    """The share of positions at which two strings agree, of the longer one."""
+    longest = max(len(completion), len(wanted))
+    if longest == 0:
+        return 1.0
+    return sum(given == due for given, due in zip(completion, wanted, strict=False)) / longest
