@@ -1,0 +1,186 @@
+"""The weights an engine serves, and the one gate through which they change.
+
+Any number of generating threads take *steps*; a *change* (swap, load in place, sleep) waits for the steps in flight,
+holds back new ones, and lets them go on afterwards. A waiting change goes before waiting steps, so it starts after
+at most one step. Between two steps of the same generation the version may therefore differ; each step learns
+exactly which weights it ran with.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import LocalProtocolError, PeerLost
+
+
+class Serving:
+    """The live tensors of a module with their version and digest. Safe to call from any thread."""
+
+    def __init__(self, module: nn.Module, *, version: int = 0, digest: str = "", blocked_timeout_s: float = 600.0):
+        self.module = module
+        self.version = version
+        self.digest = digest
+        self._blocked_timeout_s = blocked_timeout_s
+        self._gate = threading.Condition()
+        self._steps = 0
+        self._changes_waiting = 0
+        self._changing = False
+        self._asleep = False
+        self._torn = False
+        self._droppable: dict[int, Callable[[], None]] = {}
+        self._staged: dict[str, Tensor] | None = None
+        self._awake_device = next(module.parameters()).device
+
+    @property
+    def state(self) -> str:
+        """`serving`, `asleep`, or `torn`: half overwritten, not to be served before a complete version is loaded."""
+        return "torn" if self._torn else "asleep" if self._asleep else "serving"
+
+    def served_tensors(self) -> dict[str, Tensor]:
+        """The live parameters and saved buffers by name, tied ones once. Not copies."""
+        tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        known = {tensor.data_ptr() for tensor in tensors.values()}
+        saved = self.module.state_dict()
+        for name, buffer in self.module.named_buffers():
+            if name in saved and buffer.data_ptr() not in known:
+                tensors[name] = buffer.detach()
+        return tensors
+
+    @contextmanager
+    def step(self) -> Iterator[tuple[int, str]]:
+        """Runs one step of generation with weights that stay put; yields their version and digest.
+
+        Waits while the engine is asleep or torn; PeerLost if that lasts longer than `blocked_timeout_s`.
+        """
+        with self._gate:
+            ready = self._gate.wait_for(self._may_step, timeout=self._blocked_timeout_s)
+            if not ready:
+                raise PeerLost(f"the engine was {self.state} for {self._blocked_timeout_s:.0f} s; nothing woke it")
+            self._steps += 1
+        try:
+            yield self.version, self.digest
+        finally:
+            with self._gate:
+                self._steps -= 1
+                if self._steps == 0:
+                    self._gate.notify_all()
+
+    @contextmanager
+    def generation(self, drop_cache: Callable[[], None]) -> Iterator[None]:
+        """Brackets the steps of one generation. A sleep calls `drop_cache`, between two of them, for its memory."""
+        with self._gate:
+            self._droppable[id(drop_cache)] = drop_cache
+        try:
+            yield
+        finally:
+            with self._gate:
+                del self._droppable[id(drop_cache)]
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies a complete version beside the live one; a second call replaces the first. Disturbs no step."""
+        live = self.served_tensors()
+        self._check(tensors, live)
+        self._staged = {
+            name: tensors[name].to(device=tensor.device, copy=True).requires_grad_(False)
+            for name, tensor in live.items()
+        }
+
+    def swap(self, version: int, digest: str, timeout_s: float = 60.0) -> float:
+        """Serves what was staged, from the next step on. Returns for how many seconds no step could run."""
+        staged = self._staged
+        if staged is None:
+            raise LocalProtocolError(f"no weights are staged, so version {version} cannot be swapped in")
+        with self._change(timeout_s) as started:
+            parameters: dict[str, Tensor] = dict(self.module.named_parameters())
+            parameters |= dict(self.module.named_buffers())
+            for name, tensor in staged.items():
+                parameters[name].data = tensor
+            self._staged = None
+            self._torn = False
+            self.version, self.digest = version, digest
+            return time.monotonic() - started
+
+    def load_in_place(self, tensors: Mapping[str, Tensor], version: int, digest: str, timeout_s: float = 60.0) -> float:
+        """Overwrites the live tensors while generation stands still. If it fails part-way the engine is torn.
+
+        Returns for how many seconds no step could run.
+        """
+        live = self.served_tensors()
+        self._check(tensors, live)
+        with self._change(timeout_s) as started, torch.no_grad():
+            self._torn = True
+            for name, tensor in live.items():
+                tensor.copy_(tensors[name])
+            self._torn = False
+            self.version, self.digest = version, digest
+            return time.monotonic() - started
+
+    def sleep(self, timeout_s: float = 60.0) -> None:
+        """Stops stepping and frees device memory. Generations in flight keep their tokens and go on after `wake`."""
+        with self._change(timeout_s):
+            self._asleep = True
+            for drop_cache in list(self._droppable.values()):
+                drop_cache()
+            if self._awake_device.type != "cpu":
+                self.module.to("cpu")
+                torch.cuda.empty_cache()
+
+    def wake(self, timeout_s: float = 60.0) -> None:
+        """Goes on after `sleep`; a no-op when awake."""
+        with self._change(timeout_s):
+            if self._asleep and self._awake_device.type != "cpu":
+                self.module.to(self._awake_device)
+            self._asleep = False
+
+    def _may_step(self) -> bool:
+        return not (self._changing or self._changes_waiting or self._asleep or self._torn)
+
+    @contextmanager
+    def _change(self, timeout_s: float) -> Iterator[float]:
+        deadline = time.monotonic() + timeout_s
+        with self._gate:
+            self._changes_waiting += 1
+            try:
+                free = self._gate.wait_for(
+                    lambda: not self._changing and not self._steps, timeout=max(0.0, deadline - time.monotonic())
+                )
+                if not free:
+                    raise PeerLost(f"a generation step did not end within {timeout_s:.0f} s; the engine is stuck")
+                self._changing = True
+            finally:
+                self._changes_waiting -= 1
+                self._gate.notify_all()
+        try:
+            yield time.monotonic()
+        finally:
+            with self._gate:
+                self._changing = False
+                self._gate.notify_all()
+
+    @staticmethod
+    def _check(tensors: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+        missing = sorted(live.keys() - tensors.keys())
+        if missing:
+            raise LocalProtocolError(
+                f"weights lack {len(missing)} of the {len(live)} tensors the engine serves, first {missing[0]!r}; "
+                "they belong to another model"
+            )
+        for name, tensor in live.items():
+            given = tensors[name]
+            if given.shape != tensor.shape or given.dtype != tensor.dtype:
+                raise LocalProtocolError(
+                    f"tensor {name!r}: the engine serves {tuple(tensor.shape)} {tensor.dtype}, "
+                    f"the weights have {tuple(given.shape)} {given.dtype}; they belong to another model"
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"Serving(version={self.version}, digest={self.digest[:12]!r}, {self.state}, steps={self._steps}, "
+            f"changes_waiting={self._changes_waiting}, staged={self._staged is not None})"
+        )

@@ -1,0 +1,272 @@
+"""Samples from a transformers causal language model, in batches, with a KV cache.
+
+Shape suffixes: B rows of the batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.rollout.io.serving import Serving
+
+Ending = Literal["stop", "length", "interrupted"]
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How tokens are drawn. Recorded log-probabilities are those of exactly this distribution."""
+
+    max_new_tokens: int = 16
+    temperature: float = 1.0
+    eos_id: int | None = None
+    """Ends a completion and belongs to it; None lets every completion run to its full length."""
+    greedy: bool = False
+    """Takes the most likely token instead; the log-probabilities stay those of the distribution."""
+
+
+class Completion(msgspec.Struct):
+    """What was generated for one row. Token ids as sampled: they are never made again from text."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    """int32[S, 2]: from which generated token on, which version of the weights."""
+    ending: Ending
+    version: int
+    """The oldest version of them."""
+    digest: str
+    """Of the weights of that version."""
+
+
+class TorchEngine:
+    """One model on one device. `generate` may be called from several threads; weights change between decode steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pad_id: int,
+        version: int = 0,
+        digest: str = "",
+        seed: int = 0,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.serving = Serving(model, version=version, digest=digest)
+        self.device = next(model.parameters()).device
+        self.pad_id = pad_id
+        config: Any = getattr(model, "config", None)
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._progressed = progressed
+        self._generator = torch.Generator(device=self.device).manual_seed(seed)
+        self._interrupted = threading.Event()
+
+    @property
+    def version(self) -> int:
+        return self.serving.version
+
+    @property
+    def digest(self) -> str:
+        return self.serving.digest
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Serving.stage`."""
+        self.serving.stage(tensors)
+
+    def swap(self, version: int, digest: str, timeout_s: float = 60.0) -> float:
+        """See `Serving.swap`."""
+        return self.serving.swap(version, digest, timeout_s)
+
+    def load_in_place(self, tensors: Mapping[str, Tensor], version: int, digest: str, timeout_s: float = 60.0) -> float:
+        """See `Serving.load_in_place`."""
+        return self.serving.load_in_place(tensors, version, digest, timeout_s)
+
+    def served_tensors(self) -> dict[str, Tensor]:
+        """See `Serving.served_tensors`."""
+        return self.serving.served_tensors()
+
+    def sleep(self, timeout_s: float = 60.0) -> None:
+        """See `Serving.sleep`: the cache is dropped, the tokens are kept and read again after `wake`."""
+        self.serving.sleep(timeout_s)
+
+    def wake(self, timeout_s: float = 60.0) -> None:
+        """See `Serving.wake`."""
+        self.serving.wake(timeout_s)
+
+    def interrupt(self) -> None:
+        """Ends all generations, now and later, at the next decode step, with what they have; `resume` undoes it."""
+        self._interrupted.set()
+
+    def resume(self) -> None:
+        """Allows generation after `interrupt`."""
+        self._interrupted.clear()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, repeats: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """One completion per prompt, or `repeats[i]` of prompt i, side by side. Blocks; each prompt is read once."""
+        if not prompts:
+            return []
+        longest = max(len(prompt) for prompt in prompts)
+        if min(len(prompt) for prompt in prompts) == 0:
+            raise ConfigError("cannot generate from an empty prompt: it has no token to go on from")
+        if self.max_positions is not None and longest + sampling.max_new_tokens > self.max_positions:
+            raise ConfigError(
+                f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the model's "
+                f"{self.max_positions} positions; shorten the prompt or max_new_tokens"
+            )
+        batch = _Decoding(self, prompts, repeats or [1] * len(prompts), sampling)
+        with torch.inference_mode(), self.serving.generation(batch.drop_cache):
+            while batch.unfinished and not self._interrupted.is_set():
+                batch.step()
+                self._progressed()
+        return batch.completions()
+
+    def sample(self, logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Next tokens and the log-probabilities of drawing them, in float32."""
+        logprobs_BV = torch.log_softmax(logits_BV.float() / sampling.temperature, dim=-1)
+        if sampling.greedy:
+            tokens_B1 = logprobs_BV.argmax(-1, keepdim=True)
+        else:
+            tokens_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=self._generator)
+        return tokens_B1, logprobs_BV.gather(-1, tokens_B1)
+
+    def __repr__(self) -> str:
+        return f"TorchEngine({type(self.model).__name__} on {self.device}, {self.serving})"
+
+
+class _Decoding:
+    """One batch on its way. Rows that ended leave once half of them have; a sleep costs the cache, not the tokens."""
+
+    def __init__(
+        self, engine: TorchEngine, prompts: Sequence[Sequence[int]], repeats: Sequence[int], sampling: Sampling
+    ) -> None:
+        self.engine = engine
+        self.sampling = sampling
+        self.prompts = prompts
+        self.prompt_of_row = [index for index, repeat in enumerate(repeats) for _ in range(repeat)]
+        rows = len(self.prompt_of_row)
+        self.tokens = np.zeros((rows, sampling.max_new_tokens), dtype=np.int32)
+        self.logprobs = np.zeros((rows, sampling.max_new_tokens), dtype=np.float32)
+        self.lengths = np.zeros(rows, dtype=np.int64)
+        self.stopped = np.zeros(rows, dtype=bool)
+        self.spans: list[tuple[int, int, str]] = []
+        self.steps = 0
+        self.live = np.arange(rows)
+        """Rows still in the device batch, in its order; some of them may have ended already."""
+        self.cache: Any = None
+        self.inputs: dict[str, Tensor] = {}
+
+    @property
+    def unfinished(self) -> bool:
+        return self.steps < self.sampling.max_new_tokens and not self.stopped.all()
+
+    def step(self) -> None:
+        """Draws one token for every live row."""
+        with self.engine.serving.step() as (version, digest):
+            if self.cache is None:
+                logits_BV = self._read_again() if self.steps else self._read_prompts()
+            else:
+                logits_BV = self._forward(self.inputs)
+            tokens_B1, logprobs_B1 = self.engine.sample(logits_BV, self.sampling)
+        if not self.spans or self.spans[-1][1:] != (version, digest):
+            self.spans.append((self.steps, version, digest))
+        self._record(tokens_B1, logprobs_B1)
+
+    def drop_cache(self) -> None:
+        """Frees the device memory; the next step reads the kept tokens again."""
+        self.cache = None
+        self.inputs = {}
+
+    def _read_prompts(self) -> Tensor:
+        """Reads every distinct prompt once, then gives each of its rows a copy of the cache."""
+        self._start_cache(self.prompts)
+        logits = self._forward(self.inputs)
+        if len(self.prompt_of_row) != len(self.prompts):
+            index = torch.as_tensor(self.prompt_of_row, device=self.engine.device)
+            self.cache.batch_select_indices(index)
+            self._select_inputs(index)
+            logits = logits[index]
+        return logits
+
+    def _read_again(self) -> Tensor:
+        """After a sleep: the same rows from their kept tokens."""
+        self._start_cache(
+            [[*self.prompts[self.prompt_of_row[row]], *self.tokens[row, : self.steps].tolist()] for row in self.live]
+        )
+        return self._forward(self.inputs)
+
+    def _start_cache(self, contexts: Sequence[Sequence[int]]) -> None:
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self.engine.model.config)  # type: ignore[arg-type]
+        longest = max(len(context) for context in contexts)
+        ids_BT = np.full((len(contexts), longest), self.engine.pad_id, dtype=np.int64)
+        mask_BT = np.zeros((len(contexts), longest), dtype=np.int64)
+        for row, context in enumerate(contexts):
+            ids_BT[row, longest - len(context) :] = context
+            mask_BT[row, longest - len(context) :] = 1
+        device = self.engine.device
+        self.inputs = {"input_ids": torch.from_numpy(ids_BT).to(device)}
+        # Equal lengths need no mask, and the model is faster without one.
+        if not mask_BT.all():
+            mask = torch.from_numpy(mask_BT).to(device)
+            self.inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+    def _forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        output = self.engine.model(**inputs, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1]
+
+    def _record(self, tokens_B1: Tensor, logprobs_B1: Tensor) -> None:
+        tokens_B = tokens_B1[:, 0].cpu().numpy()
+        going = ~self.stopped[self.live]
+        rows = self.live[going]
+        self.tokens[self.live, self.steps] = tokens_B
+        self.logprobs[self.live, self.steps] = logprobs_B1[:, 0].cpu().numpy()
+        self.lengths[rows] += 1
+        if self.sampling.eos_id is not None:
+            self.stopped[rows] = tokens_B[going] == self.sampling.eos_id
+        self.steps += 1
+        self.inputs["input_ids"] = tokens_B1
+        if "attention_mask" in self.inputs:
+            mask = self.inputs["attention_mask"]
+            self.inputs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            self.inputs["position_ids"] = self.inputs["position_ids"][:, -1:] + 1
+        self._drop_ended_rows()
+
+    def _drop_ended_rows(self) -> None:
+        going = ~self.stopped[self.live]
+        if not self.unfinished or 2 * going.sum() > len(self.live):
+            return
+        index = torch.from_numpy(np.flatnonzero(going)).to(self.engine.device)
+        self.live = self.live[going]
+        self.cache.batch_select_indices(index)
+        self._select_inputs(index)
+
+    def _select_inputs(self, index: Tensor) -> None:
+        self.inputs = {name: tensor[index] for name, tensor in self.inputs.items()}
+
+    def completions(self) -> list[Completion]:
+        return [self._completion(row) for row in range(len(self.prompt_of_row))]
+
+    def _completion(self, row: int) -> Completion:
+        length = int(self.lengths[row])
+        ending: Ending = "stop" if self.stopped[row] else "interrupted" if self.unfinished else "length"
+        spans = [span for span in self.spans if span[0] < length]
+        # Interrupted before its first token, a row has no weights of its own; the engine's present ones are the truth.
+        oldest = min(spans, key=lambda span: span[1], default=(0, self.engine.version, self.engine.digest))
+        return Completion(
+            token_ids=self.tokens[row, :length],
+            logprobs=self.logprobs[row, :length],
+            versions=np.array([span[:2] for span in spans], dtype=np.int32).reshape(-1, 2),
+            ending=ending,
+            version=oldest[1],
+            digest=oldest[2],
+        )
