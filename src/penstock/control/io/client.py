@@ -1,0 +1,272 @@
+"""Calling the controller.
+
+Every call may be repeated without harm, so a lost connection is simply tried again, for a bounded time, at whatever
+address the endpoint file names then: a restarted controller may listen on another port. Connections are kept open and
+each carries one call at a time.
+
+The client speaks HTTP/1.1 on its own, with the same parser as the server: a general client costs several times more
+per call than the controller needs to answer it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import httptools
+
+from penstock import errors
+from penstock.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+from penstock.records.ids import MemberId, PipelineName
+from penstock.runtime.backoff import Backoff
+from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
+from penstock.wire.messages import Refused, Reply, Request
+
+logger = logging.getLogger(__name__)
+
+MSGPACK = b"application/msgpack"
+
+
+class _Unreachable(Exception):
+    """This attempt failed; another may succeed."""
+
+
+class ControlClient:
+    """The calls of one process. Used from one loop; any number of calls may be under way at once."""
+
+    def __init__(
+        self,
+        endpoint: Path | str | tuple[str, int],
+        token: str,
+        pipeline: PipelineName,
+        member: MemberId,
+        *,
+        give_up_s: float = 60.0,
+        attempt_timeout_s: float = 10.0,
+    ) -> None:
+        """`endpoint` is the controller's endpoint file, or a fixed (host, port).
+
+        A call fails with `PeerLost` when the controller could not be reached for `give_up_s`. An attempt that is
+        neither answered within `attempt_timeout_s` (beyond what it asked to be held) counts as a lost connection.
+        """
+        self.pipeline = pipeline
+        self.member = member
+        self._endpoint = Path(endpoint) if isinstance(endpoint, str) else endpoint
+        self._token = token
+        self._give_up_s = give_up_s
+        self._attempt_timeout_s = attempt_timeout_s
+        self._requests: Codec[Request] = Codec(Request)
+        self._replies: Codec[Reply] = Codec(Reply)
+        self._address: tuple[str, int] | None = None
+        self._head = b""
+        self._idle: list[_Connection] = []
+        self._open: set[_Connection] = set()
+        self._hurried = asyncio.Event()
+        self._hurry_timeout_s = 0.0
+        self.reconnects = 0
+
+    async def call(self, request: Request, timeout_s: float | None = None) -> Reply:
+        """Sends the request until it is answered, and raises the error that a refusal names.
+
+        `timeout_s` bounds the whole call; by default what the request asks to be held plus `give_up_s`.
+        """
+        body = self._requests.encode(request)
+        loop = asyncio.get_running_loop()
+        wait_s = getattr(request, "wait_s", 0.0)
+        deadline = loop.time() + (timeout_s if timeout_s is not None else wait_s + self._give_up_s)
+        backoff = Backoff(0.05, 2.0)
+        while True:
+            attempt_s = min(deadline - loop.time(), wait_s + self._attempt_timeout_s)
+            if self._hurried.is_set():
+                attempt_s = min(attempt_s, self._hurry_timeout_s)
+            try:
+                status, kind, answer = await self._attempt(body, attempt_s)
+                return self._decoded(status, kind, answer)
+            except _Unreachable as failure:
+                pause_s = backoff.next_s()
+                if self._hurried.is_set():
+                    raise PeerLost(f"the controller did not answer during shutdown: {failure}") from failure
+                if loop.time() + pause_s >= deadline:
+                    raise PeerLost(
+                        f"the controller could not be reached ({backoff.attempts} attempts, the last at "
+                        f"{self._address}): {failure}"
+                    ) from failure
+                if backoff.attempts == 1:
+                    logger.info("controller at %s: %s; trying again", self._address, failure)
+                self.reconnects += 1
+                self._address = None
+                await self._pause(pause_s)
+
+    def hurry(self, timeout_s: float) -> None:
+        """Shutdown began: from now on nothing is retried, and no call waits longer than `timeout_s`."""
+        self._hurry_timeout_s = timeout_s
+        self._hurried.set()
+        for connection in list(self._open):
+            connection.expire_in(timeout_s)
+
+    async def close(self) -> None:
+        """Closes all connections; calls under way fail with `PeerLost`."""
+        self.hurry(0.0)
+        for connection in list(self._open):
+            connection.close("the client was closed")
+        self._idle.clear()
+
+    async def _pause(self, pause_s: float) -> None:
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._hurried.wait()
+        except TimeoutError:
+            return
+
+    async def _attempt(self, body: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+        connection = self._idle.pop() if self._idle else await self._connect(timeout_s)
+        try:
+            answer = await connection.exchange(self._head + b"%d\r\n\r\n" % len(body) + body, timeout_s)
+        except BaseException:
+            connection.close("the call was given up")
+            raise
+        if connection.reusable:
+            self._idle.append(connection)
+        return answer
+
+    async def _connect(self, timeout_s: float) -> _Connection:
+        if self._address is None:
+            self._address = self._locate()
+            host, port = self._address
+            self._head = (
+                f"POST /v1/call HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {self._token}\r\n"
+                "Content-Type: application/msgpack\r\nContent-Length: "
+            ).encode()
+        host, port = self._address
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, connection = await loop.create_connection(lambda: _Connection(self._forget), host, port)
+        except (OSError, TimeoutError) as error:
+            raise _Unreachable(f"cannot connect: {error or 'timed out'}") from error
+        self._open.add(connection)
+        return connection
+
+    def _locate(self) -> tuple[str, int]:
+        if isinstance(self._endpoint, tuple):
+            return self._endpoint
+        try:
+            found: dict[str, Any] = json.loads(self._endpoint.read_text(encoding="utf-8"))
+            return str(found["host"]), int(found["port"])
+        except FileNotFoundError:
+            raise _Unreachable(f"no controller has announced itself in {self._endpoint}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _Unreachable(f"{self._endpoint} cannot be read: {error}") from error
+
+    def _forget(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _decoded(self, status: int, kind: bytes, answer: bytes) -> Reply:
+        if kind == MSGPACK:
+            reply = self._replies.decode(answer)
+            if isinstance(reply, Refused):
+                raise getattr(errors, reply.kind)(reply.message)
+            return reply
+        sentence = answer.decode(errors="replace")[:500]
+        if status == 401:
+            # Another run's controller may have taken over the port of ours: look where ours is now.
+            raise _Unreachable(f"the token was refused ({sentence}); this may be the controller of another run")
+        if 400 <= status < 500:
+            raise LocalProtocolError(f"the controller rejected the call with status {status}: {sentence}")
+        if status >= 500:
+            raise _Unreachable(f"status {status}: {sentence}")
+        raise RemoteProtocolError(f"the controller answered a call with status {status} and {kind.decode()!r}")
+
+    def __repr__(self) -> str:
+        return f"ControlClient({self.pipeline}/{self.member} at {self._address}, open={len(self._open)})"
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: one exchange at a time."""
+
+    def __init__(self, on_lost: Any) -> None:
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._answer: asyncio.Future[tuple[int, bytes, bytes]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._kind = b""
+        self._body = bytearray()
+        self.reusable = True
+
+    async def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+        """Sends a request and returns status, content type and body of the response."""
+        if self._transport is None or self._transport.is_closing():
+            raise _Unreachable("the connection was closed")
+        loop = asyncio.get_running_loop()
+        self._answer = loop.create_future()
+        self._timer = loop.call_later(timeout_s, self._expire, timeout_s)
+        self._transport.write(request)
+        try:
+            return await self._answer
+        finally:
+            self._timer.cancel()
+            self._answer = None
+
+    def expire_in(self, timeout_s: float) -> None:
+        """Shortens the exchange under way, if there is one."""
+        if self._timer is not None and self._answer is not None:
+            loop = asyncio.get_running_loop()
+            if self._timer.when() > loop.time() + timeout_s:
+                self._timer.cancel()
+                self._timer = loop.call_later(timeout_s, self._expire, timeout_s)
+
+    def close(self, reason: str) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+        self._fail(reason)
+
+    def _expire(self, timeout_s: float) -> None:
+        self.close(f"no answer within {timeout_s:.1f} s")
+
+    def _fail(self, reason: str) -> None:
+        self.reusable = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(_Unreachable(reason))
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.close(f"the answer is not HTTP: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(f"the connection was lost{f': {exc}' if exc else ''}")
+        self._on_lost(self)
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        self._kind = b""
+        self._body.clear()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"content-type":
+            self._kind = value
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+        if len(self._body) > MAX_MESSAGE_BYTES:
+            self.close(f"the answer exceeds {MAX_MESSAGE_BYTES} bytes")
+
+    def on_message_complete(self) -> None:
+        if not self._parser.should_keep_alive():
+            self.reusable = False
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result((self._parser.get_status_code(), self._kind, bytes(self._body)))

@@ -1,0 +1,223 @@
+"""The controller's one port.
+
+    POST /v1/call       a msgpack `Request`, answered by a msgpack `Reply`
+    GET  /v1/status     JSON: phases, counts, members, figures
+    GET  /v1/diagnosis  JSON: per pipeline, who waits for what since when
+    GET  /metrics       for Prometheus
+    GET  /healthz       "ok" while the process answers; the only path that needs no token
+
+A refusal by the protocol (malformed, unknown, too large, no token) is a 4xx with one line of text and changes nothing;
+a refusal by the machines is a 4xx with a `Refused` in its body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+import orjson
+import uvicorn
+
+from penstock.control.io.desk import ControlDesk
+from penstock.errors import ConfigError, RemoteProtocolError, RunFailed
+from penstock.runtime.metrics import Metrics
+from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
+from penstock.wire.messages import Refused, Reply, Request
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+STATUS_OF_REFUSAL = {"Stale": 410, "PeerLost": 410, "LocalProtocolError": 422, "Transient": 503, "RunFailed": 409}
+TEXT = b"text/plain; charset=utf-8"
+JSON = b"application/json"
+MSGPACK = b"application/msgpack"
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Rejected(Exception):
+    """A request that never reaches the desk."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.sentence = sentence
+
+
+class ControlApp:
+    """The ASGI application: checks the token, bounds the body, decodes, asks the desk."""
+
+    def __init__(
+        self, desk: ControlDesk, token: str, metrics: Metrics, *, max_body_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        self._desk = desk
+        self._credential = f"Bearer {token}".encode()
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._requests: Codec[Request] = Codec(Request, max_bytes=max_body_bytes)
+        self._replies: Codec[Reply] = Codec(Reply)
+        self._rejected = metrics.counter(
+            "penstock_control_rejected_total", "Requests rejected before they reached the desk", ("status",)
+        )
+        self._calls = metrics.counter("penstock_control_calls_total", "Calls answered by the desk")
+        self._refused = metrics.counter("penstock_control_refused_total", "Calls the desk refused", ("kind",))
+        self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
+            "/v1/status": lambda: (JSON, orjson.dumps(desk.status(), option=orjson.OPT_NON_STR_KEYS)),
+            "/v1/diagnosis": lambda: (JSON, orjson.dumps(desk.diagnosis())),
+            "/metrics": lambda: (PROMETHEUS, metrics.render()),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RemoteProtocolError(f"the control port speaks HTTP only, not {scope['type']}")
+        close = False
+        try:
+            status, kind, body = await self._answer(scope, receive)
+        except Rejected as rejected:
+            self._rejected.labels(str(rejected.status)).inc()
+            status, kind, body = rejected.status, TEXT, rejected.sentence.encode()
+            close = True  # what may be left of its body is not worth reading
+        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        if close:
+            headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, bytes, bytes]:
+        path = scope["path"]
+        if path == "/healthz":
+            return 200, TEXT, b"ok"
+        declared_bytes = self._admit(scope)
+        if path == "/v1/call":
+            if scope["method"] != "POST":
+                raise Rejected(405, f"{scope['method']} {path}: calls are POSTed")
+            return await self._call(await self._body(receive, declared_bytes))
+        page = self._pages.get(path)
+        if page is None:
+            raise Rejected(404, f"there is nothing at {path}")
+        if scope["method"] != "GET":
+            raise Rejected(405, f"{scope['method']} {path}: this page is only read")
+        return 200, *page()
+
+    def _admit(self, scope: Scope) -> int:
+        """Checks the token, and what the headers say about the body, before any of it is read."""
+        credential = b""
+        declared_bytes = 0
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                credential = value
+            elif name == b"content-length":
+                declared_bytes = int(value) if value.isdigit() and len(value) < 16 else self._max_body_bytes + 1
+        if not hmac.compare_digest(credential, self._credential):
+            raise Rejected(401, "the run's token is missing or wrong")
+        if declared_bytes > self._max_body_bytes:
+            raise Rejected(413, f"the body exceeds {self._max_body_bytes} bytes")
+        return declared_bytes
+
+    async def _body(self, receive: Receive, declared_bytes: int) -> bytes:
+        message = await receive()
+        body = message.get("body", b"")
+        while message.get("more_body"):
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self._max_body_bytes:
+                raise Rejected(413, f"the body exceeds {self._max_body_bytes} bytes")
+        if message["type"] == "http.disconnect" or len(body) < declared_bytes:
+            raise Rejected(400, "the body ended early")
+        return body
+
+    async def _call(self, body: bytes) -> tuple[int, bytes, bytes]:
+        try:
+            request = self._requests.decode(body)
+        except RemoteProtocolError as error:
+            raise Rejected(400, error.message) from error
+        answer = await self._desk.call(request)
+        self._calls.inc()
+        status = 200
+        if isinstance(answer, Refused):
+            self._refused.labels(answer.kind).inc()
+            status = STATUS_OF_REFUSAL[answer.kind]
+        return status, MSGPACK, self._replies.encode(answer)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals belong to the process, not to its port
+
+
+class ControlServer:
+    """Serves the app on one port. `bind` first: it fails at once, and says which port it really is."""
+
+    def __init__(self, app: ControlApp, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.host = host
+        self.port = port
+        config = uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = _Server(config)
+        self._socket: socket.socket | None = None
+        self._ended = asyncio.Event()
+
+    def bind(self) -> int:
+        """Takes the port; returns its number, which the kernel chose if 0 was asked for."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self.host, self.port))
+            listener.listen(512)  # already now: peers that come early wait instead of being turned away
+        except (OSError, OverflowError) as error:
+            listener.close()
+            raise ConfigError(
+                f"the controller cannot listen on {self.host}:{self.port}: {error}; choose another port, or 0 for any"
+            ) from error
+        listener.setblocking(False)
+        self.port = listener.getsockname()[1]
+        self._socket = listener
+        return self.port
+
+    async def serve(self) -> None:
+        """Serves until `stop`, or until cancelled."""
+        if self._socket is None:
+            self.bind()
+        assert self._socket is not None
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self._socket.close()
+            self._ended.set()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Lets calls in flight end and closes the port; raises `RunFailed` when connections outlast the time."""
+        self._server.should_exit = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        except TimeoutError:
+            self._server.force_exit = True
+            left = len(self._server.server_state.connections)
+            raise RunFailed(f"{left} control connections were still open after {timeout_s:g} s") from None
+
+    def __repr__(self) -> str:
+        state = self._server.server_state
+        return f"ControlServer({self.host}:{self.port}, connections={len(state.connections)}, calls={len(state.tasks)})"

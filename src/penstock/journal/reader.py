@@ -1,0 +1,74 @@
+"""Reading a journal: from the latest snapshot to restart, or from the beginning to tell a story."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import RunFailed
+from penstock.journal.schema import Entry, explained, open_to_read, unpack
+from penstock.records.ids import PipelineName
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How to get back to the last committed state: restore `states`, then handle `entries` in order."""
+
+    seq: int
+    """The event after which the states were taken; 0 when there is no snapshot."""
+    states: dict[PipelineName, bytes]
+    entries: Iterator[Entry]
+    """Every committed event after `seq`. Read it to its end, or close it, to let go of the file."""
+
+
+def replay(path: Path | str) -> Replay:
+    """Reads what is needed to restart; the time it takes is bounded by the distance between snapshots."""
+    path = Path(path)
+    connection = open_to_read(path)
+    try:
+        with explained(path):
+            newest = connection.execute("SELECT max(seq) FROM snapshots").fetchone()[0] or 0
+            rows = connection.execute("SELECT pipeline, body FROM snapshots WHERE seq = ?", (newest,)).fetchall()
+    except BaseException:
+        connection.close()
+        raise
+    return Replay(newest, dict(rows), _entries(path, connection, newest))
+
+
+def history(path: Path | str) -> Iterator[Entry]:
+    """Every event of the run in order, compacted or not. Safe on the journal of a live run."""
+    path = Path(path)
+    return _entries(path, open_to_read(path), 0)
+
+
+def _entries(path: Path, connection: sqlite3.Connection, after_seq: int) -> Iterator[Entry]:
+    """Pages through the blocks, so that a reader holds no long transaction that would keep the writer's log growing."""
+    seq = after_seq
+    try:
+        while True:
+            with explained(path):
+                row = connection.execute(
+                    "SELECT first_seq, packed, body FROM blocks WHERE first_seq <= ? ORDER BY first_seq DESC LIMIT 1",
+                    (seq + 1,),
+                ).fetchone()
+            entries = unpack(path, *row) if row else []
+            if not entries or entries[-1].seq <= seq:
+                break
+            for entry in entries:
+                if entry.seq <= seq:
+                    continue
+                if entry.seq != seq + 1:
+                    raise _gap(path, seq + 1)
+                seq = entry.seq
+                yield entry
+        with explained(path):
+            if connection.execute("SELECT 1 FROM blocks WHERE last_seq > ? LIMIT 1", (seq,)).fetchone():
+                raise _gap(path, seq + 1)
+    finally:
+        connection.close()
+
+
+def _gap(path: Path, seq: int) -> RunFailed:
+    return RunFailed(f"journal {path} is corrupt: event {seq} is missing though later ones are there")

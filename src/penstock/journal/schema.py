@@ -1,0 +1,144 @@
+"""The file: three tables, their version, and what each way of being unreadable means to the user.
+
+    meta       schema version, run id
+    blocks     events in order; one row per group commit, later joined and compressed by compaction
+    snapshots  the state of every machine after some event: replay starts there
+
+Events keep one number each (`seq`, from 1, without gaps) whatever block they are in.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ConfigError, PenstockError, RunFailed
+from penstock.records.ids import PipelineName, RunId
+
+SCHEMA_VERSION = 1
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE blocks (
+    first_seq INTEGER PRIMARY KEY, last_seq INTEGER NOT NULL, packed INTEGER NOT NULL, body BLOB NOT NULL
+);
+CREATE INDEX unpacked_blocks ON blocks (last_seq) WHERE packed = 0;
+CREATE TABLE snapshots (
+    seq INTEGER NOT NULL, pipeline TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (seq, pipeline)
+) WITHOUT ROWID;
+"""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One journalled event."""
+
+    seq: int
+    pipeline: PipelineName
+    at: float
+    body: bytes
+    """The event as msgpack, with its tag."""
+    decided: bytes = b""
+    """What came of it, as msgpack, as far as a story wants to know."""
+
+
+_encode_entries = msgspec.msgpack.Encoder().encode
+_decode_entries = msgspec.msgpack.Decoder(list[Entry]).decode
+
+
+def pack(entries: Iterable[Entry], *, compress: bool) -> bytes:
+    body = _encode_entries(list(entries))
+    return zlib.compress(body, 6) if compress else body
+
+
+def unpack(path: Path, first_seq: int, packed: int, body: bytes) -> list[Entry]:
+    try:
+        return _decode_entries(zlib.decompress(body) if packed else body)
+    except (zlib.error, msgspec.DecodeError) as error:
+        raise RunFailed(
+            f"journal {path} is corrupt: the events from number {first_seq} on are damaged: {error}"
+        ) from error
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns the database's own errors into sentences that say what happened and what to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise explain(path, error) from error
+
+
+def explain(path: Path, error: Exception) -> PenstockError:
+    if isinstance(error, PenstockError):
+        return error
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL:
+        return RunFailed(
+            f"journal {path}: the disk is full; everything acknowledged so far is safe. Free some space, then resume "
+            "the run"
+        )
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return RunFailed(
+            f"journal {path} is corrupt ({error}): restore the file from a copy, or start a new run from a checkpoint"
+        )
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return RunFailed(f"journal {path} cannot be read or written ({error}): check the disk and the permissions")
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return RunFailed(f"journal {path} is locked by another process ({error}): end it and try again")
+    return RunFailed(f"journal {path} failed: {type(error).__name__}: {error}")
+
+
+def create(connection: sqlite3.Connection, run_id: RunId) -> None:
+    """Makes the tables of a new journal, all or nothing."""
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in TABLES.split(";"):
+        connection.execute(statement)
+    meta = [("schema_version", str(SCHEMA_VERSION)), ("run_id", run_id)]
+    connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
+    connection.execute("COMMIT")
+
+
+def exists(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is not None
+
+
+def verify(connection: sqlite3.Connection, path: Path, run_id: RunId | None = None) -> None:
+    """Refuses a file of another version, of another run, or of something else altogether."""
+    if not exists(connection):
+        raise RunFailed(f"{path} is not a journal of Penstock: it has no meta table")
+    meta = dict(connection.execute("SELECT key, value FROM meta"))
+    version = meta.get("schema_version")
+    if version != str(SCHEMA_VERSION):
+        raise ConfigError(
+            f"journal {path} was written by another version of Penstock: it has journal version {version}, this one "
+            f"reads {SCHEMA_VERSION}. Use the version that made the run, or start a new run"
+        )
+    found = meta.get("run_id")
+    if run_id is not None and found != run_id:
+        raise ConfigError(f"journal {path} belongs to run {found}, not to run {run_id}: do not mix run directories")
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write; works beside a live writer, and on a directory that may not be written to."""
+    if not path.is_file():
+        raise RunFailed(f"there is no journal at {path}")
+    with explained(path):
+        uri = path.resolve().as_uri()
+        connection = sqlite3.connect(f"{uri}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError:
+            # Write-ahead mode needs a shared-memory file beside the journal, which a read-only disk cannot give.
+            connection.close()
+            connection = sqlite3.connect(f"{uri}?immutable=1", uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            verify(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+        return connection

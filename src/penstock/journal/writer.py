@@ -1,0 +1,309 @@
+"""Writing down what happened: appending is instant, committing is grouped, and only the committed is promised.
+
+`append` numbers the event and queues it. One thread takes everything queued, writes it as one row in one transaction,
+and then lets go of whoever awaits `committed`. So a hundred calls that arrive together cost one commit, and no loop
+ever waits for a disk.
+
+What can be lost, of what was acknowledged: by SIGKILL of any process, nothing (the pages are with the kernel). By
+power failure or a kernel crash, with `synchronous="normal"`, the events since the last flush, which a second thread
+makes every `flush_every_s`; with `"full"`, nothing, at the price of one disk flush per group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import heapq
+import itertools
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import LocalProtocolError, PenstockError, RunFailed
+from penstock.journal import schema
+from penstock.journal.schema import Entry, explain, explained, pack, unpack
+from penstock.records.ids import PipelineName, RunId
+
+logger = logging.getLogger(__name__)
+
+BUSY_TIMEOUT_S = 10.0
+PACKED_EVENTS = 4096
+"""Events per compressed block: large enough to compress well, small enough to pack between two commits."""
+MAX_LOG_BYTES = 32 * 1024 * 1024
+"""Above this the write-ahead log is made to start afresh, for which the writer has to pause once."""
+
+
+class _Snapshot(msgspec.Struct):
+    seq: int
+    states: dict[PipelineName, bytes]
+
+
+class Journal:
+    """The one writer of a run's journal. All methods but `close` belong to one thread, that of the loop."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        run_id: RunId,
+        *,
+        synchronous: Literal["normal", "full"] = "normal",
+        flush_every_s: float = 1.0,
+    ) -> None:
+        """Opens the journal of this run, or makes it. Refuses one that is in use, corrupt, or not of this run."""
+        self.path = Path(path)
+        self._flush_every_s = flush_every_s
+        self._lock_fd = _lock(self.path)
+        try:
+            with explained(self.path):
+                self._connection = self._open(run_id, synchronous)
+                last = self._connection.execute("SELECT max(last_seq) FROM blocks").fetchone()[0] or 0
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        self.last_seq: int = last
+        """The number of the newest event, committed or not."""
+        self._committed_seq: int = last
+        self._queue: queue.SimpleQueue[Entry | _Snapshot | None] = queue.SimpleQueue()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._waiters: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waits = itertools.count()  # breaks ties in the heap: futures do not compare
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._oldest_append = 0.0
+        self._failure: PenstockError | None = None
+        self._closing = threading.Event()
+        self.commits = 0
+        self._writer = threading.Thread(target=self._write, name="journal-writer", daemon=True)
+        self._flusher = threading.Thread(target=self._flush, name="journal-flusher", daemon=True)
+        self._writer.start()
+        self._flusher.start()
+
+    def append(self, pipeline: PipelineName, at: float, event: bytes | msgspec.Struct, decided: bytes = b"") -> int:
+        """Queues the event and returns its number; it is promised only once `committed` returns.
+
+        `decided` is what came of the event, for stories only: replay decides again and does not read it.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._closing.is_set():
+            raise LocalProtocolError(f"journal {self.path} is closed and takes no more events")
+        body = event if isinstance(event, bytes) else self._encode(event)
+        if self._committed_seq == self.last_seq:
+            self._oldest_append = time.monotonic()
+        self.last_seq += 1
+        self._queue.put(Entry(self.last_seq, pipeline, at, body, decided))
+        return self.last_seq
+
+    async def committed(self, seq: int) -> None:
+        """Returns once everything up to event `seq` will survive the death of this process."""
+        if self._committed_seq >= seq:
+            return
+        loop = self._loop = asyncio.get_running_loop()
+        if self._failure is not None:
+            raise self._failure
+        if self._committed_seq >= seq:  # may have happened before the writer could see the loop
+            return
+        future: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._waiters, (seq, next(self._waits), future))
+        await future
+
+    def snapshot(self, states: Mapping[PipelineName, bytes]) -> None:
+        """Queues the states of all machines as they are after the newest event; replay will start from them.
+
+        Older events are then joined into compressed blocks, a few at a time: they are kept for stories, and no
+        longer read at a restart.
+        """
+        if self._failure is None:
+            self._queue.put(_Snapshot(self.last_seq, dict(states)))
+
+    @property
+    def uncommitted_for_s(self) -> float:
+        """How long the oldest queued event has been waiting: more than seconds means that the disk hangs."""
+        return time.monotonic() - self._oldest_append if self._committed_seq < self.last_seq else 0.0
+
+    def fail(self, failure: PenstockError) -> None:
+        """Ends every present and future wait with `failure`: the journal can no longer promise anything."""
+        self._failure = self._failure or failure
+        self._advance()
+
+    def close(self, timeout_s: float) -> None:
+        """Commits what is queued and closes the file; raises `RunFailed` when that cannot be done in time."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._queue.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in (self._flusher, self._writer):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._writer.is_alive() or self._flusher.is_alive():
+            raise RunFailed(
+                f"journal {self.path}: {self.last_seq - self._committed_seq} events could not be written within "
+                f"{timeout_s:g} s; the disk hangs"
+            )
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+        if self._failure is not None and self._committed_seq < self.last_seq:
+            raise self._failure
+
+    def _open(self, run_id: RunId, synchronous: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=16
+        )
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            connection.execute(f"PRAGMA synchronous = {synchronous}")
+            connection.execute("PRAGMA wal_autocheckpoint = 0")
+            if not schema.exists(connection):
+                schema.create(connection, run_id)
+            schema.verify(connection, self.path, run_id)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _write(self) -> None:
+        """Consumes the queue; produces commits; ends when told to close, or at the first error."""
+        ending = False
+        packable_seq = 0
+        while not ending:
+            item = self._queue.get()
+            entries: list[Entry] = []
+            snapshot: _Snapshot | None = None
+            while True:
+                if item is None:
+                    ending = True
+                elif isinstance(item, Entry):
+                    entries.append(item)
+                else:
+                    snapshot = item
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            try:
+                self._commit(entries, snapshot)
+                packable_seq = snapshot.seq if snapshot else packable_seq
+                while packable_seq and not ending and self._queue.empty():
+                    if not self._pack(packable_seq):
+                        packable_seq = 0
+            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+                self._failure = self._failure or explain(self.path, error)
+                logger.error("%s", self._failure)
+                ending = True
+                self._notify()
+        self._connection.close()
+
+    def _commit(self, entries: list[Entry], snapshot: _Snapshot | None) -> None:
+        if not entries and snapshot is None:
+            return
+        execute = self._connection.execute
+        if snapshot is not None:
+            execute("BEGIN IMMEDIATE")
+        try:
+            if entries:
+                first, last = entries[0].seq, entries[-1].seq
+                execute("INSERT INTO blocks VALUES (?, ?, 0, ?)", (first, last, pack(entries, compress=False)))
+            if snapshot is not None:
+                rows = [(snapshot.seq, pipeline, body) for pipeline, body in snapshot.states.items()]
+                self._connection.executemany("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", rows)
+                execute("DELETE FROM snapshots WHERE seq < ?", (snapshot.seq,))
+                execute("COMMIT")
+        except sqlite3.Error:
+            if self._connection.in_transaction:
+                execute("ROLLBACK")
+            raise
+        self.commits += 1
+        if entries:
+            self._committed_seq = entries[-1].seq
+            self._oldest_append = time.monotonic()
+            self._notify()
+
+    def _pack(self, upto_seq: int) -> bool:
+        """Joins one run of small blocks; True while there are more."""
+        rows = self._connection.execute(
+            "SELECT first_seq, last_seq, packed, body FROM blocks WHERE packed = 0 AND last_seq <= ? "
+            "ORDER BY last_seq LIMIT ?",
+            (upto_seq, PACKED_EVENTS),
+        ).fetchall()
+        entries: list[Entry] = []
+        for first, _, packed, body in rows:
+            entries += unpack(self.path, first, packed, body)
+            if len(entries) >= PACKED_EVENTS:
+                break
+        if not entries:
+            return False
+        first, last = entries[0].seq, entries[-1].seq
+        execute = self._connection.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            execute("DELETE FROM blocks WHERE first_seq BETWEEN ? AND ?", (first, last))
+            execute("INSERT INTO blocks VALUES (?, ?, 1, ?)", (first, last, pack(entries, compress=True)))
+            execute("COMMIT")
+        except sqlite3.Error:
+            if self._connection.in_transaction:
+                execute("ROLLBACK")
+            raise
+        return len(entries) >= PACKED_EVENTS
+
+    def _flush(self) -> None:
+        """Moves the log into the database and to the disk, so that the writer never has to wait for a flush."""
+        try:
+            connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        except sqlite3.Error as error:
+            logger.warning("journal %s is not flushed in the background: %s", self.path, error)
+            return
+        flushed = -1
+        log = self.path.with_name(f"{self.path.name}-wal")
+        while not self._closing.wait(self._flush_every_s) and self._failure is None:
+            if self.commits == flushed:
+                continue
+            flushed = self.commits
+            try:
+                mode = "RESTART" if log.stat().st_size > MAX_LOG_BYTES else "PASSIVE"
+                connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+            except (sqlite3.Error, OSError) as error:
+                logger.warning("journal %s could not be flushed: %s", self.path, error)
+        connection.close()
+
+    def _notify(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._advance)
+
+    def _advance(self) -> None:
+        committed, failure = self._committed_seq, self._failure
+        while self._waiters and (failure is not None or self._waiters[0][0] <= committed):
+            seq, _, future = heapq.heappop(self._waiters)
+            if future.done():
+                continue
+            if seq <= committed:
+                future.set_result(None)
+            elif failure is not None:
+                future.set_exception(failure)
+
+    def __repr__(self) -> str:
+        return (
+            f"Journal({str(self.path)!r}, last_seq={self.last_seq}, committed={self._committed_seq}, {self._failure})"
+        )
+
+
+def _lock(path: Path) -> int:
+    """Two writers would mix two histories: the kernel lets only one hold the lock, and frees it with its holder."""
+    try:
+        fd = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RunFailed(f"journal {path} cannot be opened: {error}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise RunFailed(
+            f"journal {path} is in use: another controller of this run is alive. End it first, or wait for it"
+        ) from None
+    return fd
