@@ -2,114 +2,279 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import threading
+import time
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple, Protocol
 
-from penstock.errors import PenstockError, Stale
+from penstock.errors import ConfigError, RemoteProtocolError, Stale, Transient
 from penstock.payload.io.mapping import DIRECTORY
-from penstock.payload.io.shm import Lease, RingReader
+from penstock.payload.io.received import Buffers, Cancellation, Received
+from penstock.payload.io.shm import RingReader
+from penstock.payload.io.tcp_client import TcpClient
+from penstock.payload.retry import (
+    BatchCancelled,
+    BatchRetry,
+    BeginCall,
+    CallFailed,
+    CallSucceeded,
+    Failure,
+    RetryPolicy,
+    TimePassed,
+)
 from penstock.records.payload import PayloadRef, RingAddress
 
-Reason = Literal["stale", "unreachable", "unknown_ring"]
+log = logging.getLogger(__name__)
+
+Carrier = Literal["shm", "tcp", "ucxx"]
+NEAREST_FIRST: tuple[Carrier, ...] = ("shm", "ucxx", "tcp")
 
 KEEP_UNUSED_FETCHES = 16
 """A ring that this many fetches did not mention is detached."""
 
 
-class Missing(NamedTuple):
-    """Why one payload could not be had."""
+class WireClient(Protocol):
+    """What the fetcher asks of a carrier that is not shared memory."""
 
-    reason: Reason
-    detail: str
+    def read(
+        self, address: RingAddress, ref: PayloadRef, deadline: float, tried: set[int], cancellation: Cancellation
+    ) -> Received | Failure: ...
+
+    def close(self) -> None: ...
+
+
+class Held(Protocol):
+    """Something to be ended exactly once; true when it was still ours."""
+
+    def consumed(self) -> bool: ...
+
+    def released(self) -> bool: ...
+
+
+class _OwnMemory(NamedTuple):
+    """A body that came over a wire: acknowledged on receipt, so both endings only give the memory back."""
+
+    buffers: Buffers
+    received: Received
+
+    def consumed(self) -> bool:
+        self.buffers.give_back(self.received.memory)
+        return True
+
+    released = consumed
 
 
 class FetchReport:
-    """The payloads of one batch, and what is missing.
+    """The payloads of one batch, and what is missing and why.
 
     The views stay good until `consumed` (the batch was trained: the memory may be reused) or `released` (it was not:
-    the payloads can be fetched again). Exactly one of the two must be called.
+    what came through shared memory can be fetched again). Exactly one of the two must be called.
     """
 
-    def __init__(self, views: dict[PayloadRef, memoryview], missing: dict[PayloadRef, Missing], leases: list[Lease]):
+    def __init__(
+        self, views: dict[PayloadRef, memoryview], missing: dict[PayloadRef, Failure], held: list[Held]
+    ) -> None:
         self.views = views
         self.missing = missing
-        self._leases = leases
+        self._held = held
 
     def __repr__(self) -> str:
-        return f"<FetchReport {len(self.views)} payloads, {len(self.missing)} missing, {len(self._leases)} leases held>"
+        return f"<FetchReport {len(self.views)} payloads, {len(self.missing)} missing, {len(self._held)} held>"
 
     def consumed(self) -> int:
         """Give the memory back; how many payloads had been taken over by another reader in the meantime."""
-        leases, self._leases = self._leases, []
-        return sum(not lease.consumed() for lease in leases)
+        held, self._held = self._held, []
+        return sum(not one.consumed() for one in held)
 
     def released(self) -> None:
-        """Let the payloads be fetched again."""
-        leases, self._leases = self._leases, []
-        for lease in leases:
-            lease.released()
+        """Give the memory back without having used the payloads."""
+        held, self._held = self._held, []
+        for one in held:
+            one.released()
 
 
 class BatchFetcher:
-    """Fetches batches for one trainer process. Blocking and thread-safe; call it from a worker thread."""
+    """Fetches batches for one trainer process. Blocking and thread-safe; call it from a worker thread.
+
+    Payloads on the same host are read in place; others come by UCXX where the producer offers it and it is installed
+    here, or else by TCP. `carrier` overrides the choice for all rings.
+    """
 
     def __init__(
-        self, *, host_id: str, label: str = "trainer", directory: str = DIRECTORY, verify: bool = True
+        self,
+        *,
+        host_id: str,
+        token: str = "",
+        label: str = "trainer",
+        directory: str = DIRECTORY,
+        verify: bool = True,
+        carrier: Carrier | Literal["auto"] = "auto",
+        policy: RetryPolicy | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         self._host_id = host_id
+        self._token = token
         self._label = label
         self._directory = directory
         self._verify = verify
+        self._forced = carrier
+        self._policy = policy or RetryPolicy()
+        self._buffers = buffers or Buffers()
         self._lock = threading.Lock()
         self._readers: dict[str, RingReader] = {}
-        self._idle: dict[str, int] = {}
+        self._unused: dict[str, int] = {}
+        self._carriers: dict[str, Carrier] = {}
+        self._clients: dict[Carrier, WireClient] = {}
+        self._calls = ThreadPoolExecutor(self._policy.concurrency, thread_name_prefix="payload-call")
 
     def __repr__(self) -> str:
-        return f"<BatchFetcher {self._label}, {len(self._readers)} rings attached>"
+        return f"<BatchFetcher {self._label}, carriers {self._carriers}>"
 
-    def fetch(self, refs: Iterable[PayloadRef], rings: Sequence[RingAddress]) -> FetchReport:
-        """Get every payload named in `refs`, from the rings that `rings` says how to reach."""
+    def fetch(
+        self, refs: Iterable[PayloadRef], rings: Sequence[RingAddress], cancellation: Cancellation | None = None
+    ) -> FetchReport:
+        """Get every payload named in `refs` from the rings that `rings` says how to reach, within the policy's time."""
         addresses = {address.ring: address for address in rings}
-        views: dict[PayloadRef, memoryview] = {}
-        missing: dict[PayloadRef, Missing] = {}
-        leases: list[Lease] = []
-        with self._lock:
-            self._detach_unused(addresses)
-            for ref in dict.fromkeys(refs):
-                address = addresses.get(ref.ring)
-                if address is None:
-                    missing[ref] = Missing("unknown_ring", f"no address is known for ring {ref.ring}")
-                    continue
-                try:
-                    lease = self._reader(address).take(ref)
-                except Stale as error:
-                    missing[ref] = Missing("stale", str(error))
-                except PenstockError as error:
-                    missing[ref] = Missing("unreachable", str(error))
-                else:
-                    leases.append(lease)
-                    views[ref] = lease.view
-        return FetchReport(views, missing, leases)
+        report = FetchReport({}, {}, [])
+        remote: dict[PayloadRef, RingAddress] = {}
+        try:
+            with self._lock:
+                self._detach_unused(addresses)
+                for ref in dict.fromkeys(refs):
+                    address = addresses.get(ref.ring)
+                    if address is None:
+                        report.missing[ref] = Failure("unknown_ring", f"no address is known for ring {ref.ring}")
+                    elif self._carrier(address) == "shm":
+                        self._take(ref, report)
+                    else:
+                        remote[ref] = address
+            if remote:
+                self._fetch_remote(remote, report, cancellation or Cancellation())
+        except BaseException:
+            report.released()
+            raise
+        return report
 
     def close(self) -> None:
-        """Detach from all rings; payloads not consumed stay readable by others."""
+        """Detach from all rings and close all connections; payloads not consumed stay readable by others."""
+        self._calls.shutdown(cancel_futures=True)
         with self._lock:
             for reader in self._readers.values():
                 reader.close()
+            for client in self._clients.values():
+                client.close()
             self._readers.clear()
+            self._clients.clear()
 
-    def _reader(self, address: RingAddress) -> RingReader:
-        reader = self._readers.get(address.ring)
-        if reader is None:
-            reader = RingReader.attach(address, directory=self._directory, label=self._label, verify=self._verify)
-            self._readers[address.ring] = reader
-        self._idle[address.ring] = 0
-        return reader
+    def _take(self, ref: PayloadRef, report: FetchReport) -> None:
+        try:
+            lease = self._readers[ref.ring].take(ref)
+        except Stale as error:
+            report.missing[ref] = Failure("stale", str(error))
+        except Transient as error:
+            report.missing[ref] = Failure("busy", str(error))
+        else:
+            report._held.append(lease)
+            report.views[ref] = lease.view
+
+    def _fetch_remote(
+        self, wanted: dict[PayloadRef, RingAddress], report: FetchReport, cancellation: Cancellation
+    ) -> None:
+        retry = BatchRetry(wanted, self._policy, time.monotonic())
+        landed: queue.SimpleQueue[tuple[PayloadRef, Received | Failure | BaseException]] = queue.SimpleQueue()
+        tried: dict[PayloadRef, set[int]] = {}
+        number = cancellation.register(lambda: None)
+
+        def call(ref: PayloadRef, deadline: float) -> None:
+            address = wanted[ref]
+            client = self._clients[self._carriers[address.ring]]
+            try:
+                landed.put((ref, client.read(address, ref, deadline, tried.setdefault(ref, set()), cancellation)))
+            except BaseException as error:  # noqa: BLE001  raised again by the thread that waits for it
+                landed.put((ref, error))
+
+        broken: BaseException | None = None
+        effects = retry.handle(TimePassed(), time.monotonic())
+        while True:
+            for effect in effects:
+                if isinstance(effect, BeginCall):
+                    self._calls.submit(call, effect.ref, effect.deadline)
+            if retry.done:
+                break
+            now = time.monotonic()
+            if cancellation.reason is not None:
+                effects = retry.handle(BatchCancelled(cancellation.reason), now)
+                if retry.done:
+                    break
+            try:
+                ref, outcome = landed.get(timeout=max(0.0, min(retry.wake_at(now) - now, 1.0)))
+            except queue.Empty:
+                effects = retry.handle(TimePassed(), time.monotonic())
+                continue
+            if isinstance(outcome, Received):
+                report.views[ref] = outcome.view
+                report._held.append(_OwnMemory(self._buffers, outcome))
+                event = CallSucceeded(ref)
+            elif isinstance(outcome, Failure):
+                event = CallFailed(ref, outcome)
+            else:
+                broken = outcome
+                cancellation.cancel(f"a call failed unexpectedly: {outcome!r}")
+                event = CallFailed(ref, Failure("cancelled", str(outcome)))
+            effects = retry.handle(event, time.monotonic())
+        cancellation.unregister(number)
+        if broken is not None:
+            raise broken
+        report.missing.update(retry.missing)
+
+    def _carrier(self, address: RingAddress) -> Carrier:
+        self._unused[address.ring] = 0
+        carrier = self._carriers.get(address.ring)
+        if carrier is None:
+            carrier, why = self._choose(address)
+            log.info("payloads of ring %s come by %s (%s)", address.ring, carrier, why)
+            self._carriers[address.ring] = carrier
+        return carrier
+
+    def _choose(self, address: RingAddress) -> tuple[Carrier, str]:
+        passed_over: list[str] = []
+        for carrier in NEAREST_FIRST if self._forced == "auto" else (self._forced,):
+            try:
+                self._prepare(carrier, address)
+            except (Stale, Transient, ConfigError, RemoteProtocolError) as error:
+                passed_over.append(f"not {carrier}: {error}")
+                continue
+            return carrier, "; ".join(passed_over) or "nearest"
+        raise ConfigError(f"ring {address.ring} cannot be reached: {'; '.join(passed_over)}")
+
+    def _prepare(self, carrier: Carrier, address: RingAddress) -> None:
+        """Make `carrier` ready for use with `address`, or raise why it cannot be."""
+        if carrier == "shm":
+            if self._forced == "auto" and address.host_id != self._host_id:
+                raise Stale("it is on another host")
+            self._readers[address.ring] = RingReader.attach(
+                address, directory=self._directory, label=self._label, verify=self._verify
+            )
+            return
+        if not (address.tcp_ports if carrier == "tcp" else address.ucxx_ports):
+            raise ConfigError("the producer offers no port")
+        if carrier in self._clients:
+            return
+        if carrier == "tcp":
+            self._clients[carrier] = TcpClient(self._token, self._buffers, verify=self._verify)
+        else:
+            raise ConfigError("UCXX is not installed here")
 
     def _detach_unused(self, addresses: dict[str, RingAddress]) -> None:
-        for ring, reader in list(self._readers.items()):
-            self._idle[ring] = 0 if ring in addresses else self._idle[ring] + 1
-            if self._idle[ring] > KEEP_UNUSED_FETCHES and reader.leases == 0:
-                del self._readers[ring], self._idle[ring]
+        for ring in list(self._carriers):
+            self._unused[ring] = 0 if ring in addresses else self._unused[ring] + 1
+            reader = self._readers.get(ring)
+            if self._unused[ring] <= KEEP_UNUSED_FETCHES or (reader is not None and reader.leases):
+                continue
+            del self._carriers[ring], self._unused[ring]
+            if reader is not None:
+                del self._readers[ring]
                 reader.close()

@@ -371,6 +371,14 @@ class RingReader:
             f"<RingReader {self._mapping.path.name} as {self._mapping.reader_name(self._reader)}, {self.leases} leases>"
         )
 
+    @property
+    def name(self) -> str:
+        return self._mapping.path.name
+
+    @property
+    def epoch(self) -> int:
+        return self._mapping.header.epoch
+
     def take(self, ref: PayloadRef) -> Lease:
         """Begin to read exactly what `ref` names, superseding an attempt that is still going on.
 

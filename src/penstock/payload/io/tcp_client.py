@@ -1,0 +1,272 @@
+"""The exchange over TCP, client's side: pooled connections, ports in turn, one deadline per call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from typing import NamedTuple
+
+import xxhash
+
+from penstock.errors import Aborted, LocalProtocolError, RemoteProtocolError, Transient
+from penstock.payload.exchange import STATUS, Ack, Code, hello, parse_status, request
+from penstock.payload.io.received import Buffers, Cancellation, Received
+from penstock.payload.ports import CallFailed, CallSucceeded, Fault, HealPort, Ports
+from penstock.payload.retry import Failure
+from penstock.records.payload import PayloadRef, RingAddress
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 20
+"""Received and hashed piece by piece, so that the hash finds the bytes still in the cache."""
+SMALL_BYTES = 1 << 16
+
+
+class _Broken(Transient):
+    """A call that ended in a way that says something about the port. Never leaves this module."""
+
+    def __init__(self, fault: Fault, detail: str, answered: bool = False) -> None:
+        super().__init__(detail)
+        self.fault: Fault = fault
+        self.detail = detail
+        self.answered = answered
+        """At least one byte had arrived."""
+
+
+class _Pooled(NamedTuple):
+    connection: socket.socket
+    born: float
+
+
+class TcpClient:
+    """Reads payloads from any number of servers. Thread-safe; every call blocks until its deadline at most."""
+
+    def __init__(
+        self,
+        token: str,
+        buffers: Buffers,
+        *,
+        max_age_s: float = 90.0,
+        keep_per_port: int = 8,
+        connect_s: float = 3.0,
+        quarantine_s: tuple[float, float] = (1.0, 30.0),
+        verify: bool = True,
+    ) -> None:
+        """`max_age_s` must lie below the servers' idle limit, so that no connection is used just as it is evicted."""
+        self._token = token
+        self._buffers = buffers
+        self._max_age_s = max_age_s
+        self._keep_per_port = keep_per_port
+        self._connect_s = connect_s
+        self._quarantine_s = quarantine_s
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[str, int], list[_Pooled]] = {}
+        self._ports: dict[tuple[str, tuple[int, ...]], Ports] = {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        idle = sum(len(pooled) for pooled in self._idle.values())
+        return f"<TcpClient {idle} idle connections, {list(self._ports.values())}>"
+
+    def read(
+        self, address: RingAddress, ref: PayloadRef, deadline: float, tried: set[int], cancellation: Cancellation
+    ) -> Received | Failure:
+        """One call for one payload, complete and checked by `deadline` (monotonic), or the reason why not.
+
+        `tried` holds the ports already tried for this payload; the one used now is added.
+        """
+        ports = self._ports_of(address)
+        with self._lock:
+            port = ports.choose(time.monotonic(), avoid=tried)
+        tried.add(port)
+        try:
+            answer = self._call(address.host, port, ref, deadline, cancellation)
+        except Aborted as error:
+            return Failure("cancelled", str(error))
+        except _Broken as broken:
+            if cancellation.reason is not None:
+                return Failure("cancelled", cancellation.reason)
+            self._tell(ports, CallFailed(port, broken.fault), address)
+            return Failure(broken.fault, f"{address.host}:{port}: {broken.detail}")
+        self._tell(ports, CallSucceeded(port), address)
+        return answer
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle = [pooled for group in self._idle.values() for pooled in group]
+            self._idle.clear()
+        for pooled in idle:
+            pooled.connection.close()
+
+    def _ports_of(self, address: RingAddress) -> Ports:
+        key = (address.host, address.tcp_ports)
+        with self._lock:
+            if self._closed:
+                raise LocalProtocolError("this payload client is closed")
+            if key not in self._ports:
+                first_s, cap_s = self._quarantine_s
+                self._ports[key] = Ports(address.tcp_ports, first_s=first_s, cap_s=cap_s)
+            return self._ports[key]
+
+    def _tell(self, ports: Ports, event: CallSucceeded | CallFailed, address: RingAddress) -> None:
+        with self._lock:
+            effects = ports.handle(event, time.monotonic())
+        for effect in effects:
+            if isinstance(effect, HealPort):
+                log.info("payload port %s:%d is well again", address.host, effect.port)
+            else:
+                log.warning("payload port %s:%d is quarantined: %s", address.host, effect.port, effect.fault)
+
+    def _call(
+        self, host: str, port: int, ref: PayloadRef, deadline: float, cancellation: Cancellation
+    ) -> Received | Failure:
+        pooled = self._pooled(host, port)
+        if pooled is not None:
+            try:
+                return self._exchange(pooled, host, port, ref, deadline, cancellation)
+            except _Broken as broken:
+                # An old connection may have been closed by the other side since: that says nothing about the port.
+                if broken.answered or broken.fault == "timed_out" or cancellation.reason is not None:
+                    raise
+                self._drop_idle(host, port)
+        return self._exchange(self._connect(host, port, deadline), host, port, ref, deadline, cancellation)
+
+    def _exchange(
+        self, pooled: _Pooled, host: str, port: int, ref: PayloadRef, deadline: float, cancellation: Cancellation
+    ) -> Received | Failure:
+        connection = pooled.connection
+        memory = None
+        registered = None
+        try:
+            registered = cancellation.register(lambda: _break_off(connection))
+            _send(connection, request(ref), deadline)
+            raw = bytearray(STATUS.size)
+            _receive(connection, memoryview(raw), deadline, answered=False)
+            status = parse_status(raw, ref)
+            if status.code is not Code.OK:
+                text = bytearray(status.length)
+                _receive(connection, memoryview(text), deadline)
+                answer = _refusal(status.code, text.decode(errors="replace"))
+            else:
+                memory = self._buffers.take(ref.size_bytes)
+                view = memory.data[: ref.size_bytes]
+                digest = _receive(connection, view, deadline, hashing=self._verify and ref.digest != 0)
+                if digest is not None and digest != ref.digest:
+                    _send(connection, bytes([Ack.RELEASED]), deadline)
+                    raise _Broken("corrupt", f"body hashes to {digest:016x}, expected {ref.digest:016x}", answered=True)
+                _send(connection, bytes([Ack.CONSUMED]), deadline)
+                answer = Received(view.toreadonly(), memory)
+                memory = None
+        except RemoteProtocolError as error:
+            connection.close()
+            raise _Broken("protocol", str(error), answered=True) from error
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            if registered is not None:
+                cancellation.unregister(registered)
+            if memory is not None:
+                self._buffers.give_back(memory)
+        self._keep(host, port, pooled)
+        return answer
+
+    def _connect(self, host: str, port: int, deadline: float) -> _Pooled:
+        try:
+            timeout_s = min(self._connect_s, max(1e-3, deadline - time.monotonic()))
+            connection = socket.create_connection((host, port), timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except TimeoutError as error:
+            raise _Broken("timed_out", "no connection in time") from error
+        except OSError as error:
+            raise _Broken("refused", f"cannot connect: {error}") from error
+        try:
+            _send(connection, hello(self._token), deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return _Pooled(connection, time.monotonic())
+
+    def _pooled(self, host: str, port: int) -> _Pooled | None:
+        now = time.monotonic()
+        too_old: list[_Pooled] = []
+        fresh = None
+        with self._lock:
+            idle = self._idle.get((host, port), [])
+            while idle and fresh is None:
+                pooled = idle.pop()
+                if now - pooled.born < self._max_age_s:
+                    fresh = pooled
+                else:
+                    too_old.append(pooled)
+        for pooled in too_old:
+            pooled.connection.close()
+        return fresh
+
+    def _keep(self, host: str, port: int, pooled: _Pooled) -> None:
+        with self._lock:
+            idle = self._idle.setdefault((host, port), [])
+            if not self._closed and len(idle) < self._keep_per_port:
+                idle.append(pooled)
+                return
+        pooled.connection.close()
+
+    def _drop_idle(self, host: str, port: int) -> None:
+        with self._lock:
+            idle = self._idle.pop((host, port), [])
+        for pooled in idle:
+            pooled.connection.close()
+
+
+def _refusal(code: Code, reason: str) -> Failure:
+    if code is Code.REFUSED:
+        raise _Broken("protocol", f"the server refused our hello: {reason}", answered=True)
+    return Failure("stale" if code is Code.STALE else "busy", reason)
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    try:
+        connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        connection.sendall(data)
+    except TimeoutError as error:
+        raise _Broken("timed_out", "could not send in time") from error
+    except OSError as error:
+        raise _Broken("reset", f"while sending: {error}") from error
+
+
+def _receive(
+    connection: socket.socket, view: memoryview, deadline: float, *, answered: bool = True, hashing: bool = False
+) -> int | None:
+    """Fill `view`; its digest when `hashing`."""
+    hasher = xxhash.xxh3_64() if hashing and len(view) > SMALL_BYTES else None
+    at = 0
+    try:
+        while at < len(view):
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+            count = connection.recv_into(view[at : at + CHUNK_BYTES])
+            if count == 0:
+                started = answered or at > 0
+                fault: Fault = "truncated" if started else "reset"
+                raise _Broken(fault, f"closed after {at} of {len(view)} bytes", started)
+            if hasher is not None:
+                hasher.update(view[at : at + count])
+            at += count
+            if at < len(view) and time.monotonic() >= deadline:
+                raise _Broken("timed_out", f"{at} of {len(view)} bytes in time", True)
+    except TimeoutError as error:
+        raise _Broken("timed_out", f"{at} of {len(view)} bytes in time", answered or at > 0) from error
+    except OSError as error:
+        raise _Broken("reset", f"after {at} of {len(view)} bytes: {error}", answered or at > 0) from error
+    if hasher is not None:
+        return hasher.intdigest()
+    return xxhash.xxh3_64_intdigest(view) if hashing else None
+
+
+def _break_off(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
