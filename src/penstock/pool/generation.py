@@ -3,7 +3,7 @@
 1. Pipelines with work and no worker, longest wait first: any open place, then what others should give up, then by
    turns: the place whose workers have all had their turn, else keep the place where that happens first.
 2. Pipelines a whole bundle short of their ideal share, from those that have a whole bundle too many.
-3. Idle devices to whoever can use them.
+3. Idle devices, and those of workers that have nothing to do, to whoever can use them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Generation:
         while heap:
             _, name, index = heapq.heappop(heap)
             share = self._shares[index]
-            if share.held < share.useful and self._take(index, idle_only=True):
+            if share.held < share.useful and self._take(index, unused_only=True):
                 heapq.heappush(heap, (-share.gap_ratio, name, index))
 
     def _queue_order(self, index: int) -> tuple[float, str]:
@@ -104,7 +104,7 @@ class Generation:
 
     # --------------------------------------------------------------------------------------------- the places
 
-    def _take(self, index: int, *, idle_only: bool = False) -> bool:
+    def _take(self, index: int, *, unused_only: bool = False) -> bool:
         """Give the pipeline the cheapest place that is open or that others should give up; False if there is none."""
         kind = self._kinds[index]
         search = self._searches.get(kind.number)
@@ -114,7 +114,7 @@ class Generation:
             standing = self._standing(place)
             if standing is None:
                 continue
-            if standing and idle_only:
+            if unused_only and any(self._surplus[self._ground.seats[seat].pipeline] <= 0 for seat in standing):
                 self._searches[kind.number] = _put_back(place, search)
                 return False
             if not standing or self._may_all_give(standing):

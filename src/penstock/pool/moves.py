@@ -13,7 +13,7 @@ from penstock.pool.book import Book
 from penstock.pool.lease import Hold, Member, Seat, SeatInput
 from penstock.pool.plan import Plan
 from penstock.pool.settings import PoolSettings
-from penstock.records.ids import PipelineName
+from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, OrderNumber, SeatId
 
 
@@ -148,12 +148,12 @@ class Moves:
             member.last_devices = seat.devices
         self.go_on(cleared, now)
 
-    def _answered(self, pipeline: PipelineName, member: str, order: OrderNumber) -> Seat | None:
+    def _answered(self, pipeline: PipelineName, member: MemberId, order: OrderNumber) -> Seat | None:
         """The seat this answer is for; None for an answer that came too late to matter."""
-        for seat in self._state.seats.values():
-            if seat.order == order and seat.state in ("waking", "leaving"):
-                return seat if (seat.pipeline, seat.member) == (pipeline, member) else None
-        return None
+        seat = self._book.seat_of.get(member)
+        if seat is None or seat.pipeline != pipeline or seat.order != order or seat.state not in ("waking", "leaving"):
+            return None
+        return seat
 
     def _bench(self, seat: Seat, error: str, now: float) -> None:
         self._state.failed_moves += 1

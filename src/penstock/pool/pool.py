@@ -11,6 +11,8 @@ the validator before any of it was carried out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from penstock.errors import ConfigError, InvalidTransition, LocalProtocolError, Stale
@@ -20,6 +22,7 @@ from penstock.pool.demand import Demand
 from penstock.pool.lease import Hold, Member
 from penstock.pool.moves import Moves
 from penstock.pool.places import places
+from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.settings import PoolSettings
 from penstock.pool.status import describe
@@ -32,8 +35,10 @@ from penstock.records.pool import GrantedDevices, Order, PoolStatus, Priority
 class Pool:
     """Decides who uses which device. Knows nothing of processes, sockets or clocks."""
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(self, settings: PoolSettings, planner: Callable[[Snapshot], Plan] = make_plan) -> None:
+        """`planner` can be another pure function of a snapshot, to compare rules on the same machine."""
         self.settings = settings
+        self._planner = planner
         self.revision = 0
         """Grows if and only if an event changed the state: exactly those events belong in the journal."""
         self._effects: list[ev.Effect] = []
@@ -50,11 +55,17 @@ class Pool:
         """Take in one event. A call that breaks the protocol raises before anything has changed."""
         self._effects.clear()
         changed = self._apply(event, now)
-        if changed or isinstance(event, ev.TimePassed):
+        if isinstance(event, ev.TimePassed) or (changed and self._calls_for_a_plan(event)):
             changed = self._replan(now) or changed
         if changed:
             self.revision += 1
         return list(self._effects)
+
+    def _calls_for_a_plan(self, event: ev.Event) -> bool:
+        """Progress in the middle of a round, heartbeats and finished moves can wait for the next tick."""
+        if isinstance(event, ev.ProgressReported):
+            return self._state.pipelines[event.pipeline].demand.remaining == 0
+        return not isinstance(event, ev.LeaseRenewed | ev.MoveDone)
 
     def _apply(self, event: ev.Event, now: float) -> bool:
         match event:
@@ -333,7 +344,7 @@ class Pool:
         """Plan, validate, carry out. True if anything changed."""
         changed = self._mark_waiting(now)
         view = view_of(self._state, self.settings, now)
-        plan = make_plan(view)
+        plan = self._planner(view)
         if not plan:
             return changed
         try:

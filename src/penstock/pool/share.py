@@ -1,8 +1,8 @@
 """How many bundles each pipeline should have: devices follow remaining work x bundle size x weight.
 
 Shares are proportional, but nobody gets more than its remaining work can use, and everybody with work gets its floor
-first. What the caps leave over goes to the others. The ideal is a real number; `Shares` turns it into moves only when
-a pipeline is off by a whole bundle and by more than the band, so that small drifts of demand move nothing.
+first. What the caps leave over goes to the others. The ideal is a real number; `Share` turns it into moves only when
+a pipeline is short by a whole bundle and by more than the band, so that small drifts of demand move nothing.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ class Share:
 
     @property
     def spare(self) -> int:
-        """Bundles it should give to a pipeline that is short of them."""
-        if self.held - self.ideal < max(1.0, self.band * self.ideal) - _EPSILON:
-            return 0
-        return self.held - math.ceil(self.ideal - _EPSILON)
+        """Whole bundles above its ideal: a pipeline that is short may have them."""
+        return max(0, self.held - math.ceil(self.ideal - _EPSILON))
 
     @property
     def short(self) -> int:
