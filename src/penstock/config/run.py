@@ -96,7 +96,7 @@ class PathModel(Section):
     kind: Literal["path"] = "path"
     path: Path
     gguf_file: str = ""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class MlpModel(Section):

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -21,18 +22,21 @@ from typing import Any, Protocol
 import httpx
 
 from penstock.config.run import Config
-from penstock.errors import ConfigError, RunFailed
-from penstock.launch.restarts import FailTheRun, Finished, RestartAfter, RestartPolicy
+from penstock.control.io.client import ControlClient
+from penstock.errors import ConfigError, PenstockError, RunFailed
+from penstock.launch.restarts import FailTheRun, Finished, RestartAfter, RestartPolicy, describe_exit
 from penstock.payload.io.shm import sweep
+from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.process import kill_tree
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.tasks import Tasks
+from penstock.wire.messages import Unregister
 
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
-CONTROLLER_START_S = 30.0
+REPORT_DEATH_S = 2.0
 
 
 class View(Protocol):
@@ -51,6 +55,7 @@ class ProcessSpec:
     role: str
     arguments: tuple[str, ...]
     threads: int
+    pipeline: str | None = None
     wave: int = 0
 
 
@@ -73,6 +78,7 @@ def processes_of(config: Config) -> list[ProcessSpec]:
                 "trainer",
                 ("--pipeline", pipeline.name),
                 pipeline.train.threads,
+                pipeline.name,
             )
         )
         for index in range(pipeline.rollout.workers):
@@ -82,6 +88,7 @@ def processes_of(config: Config) -> list[ProcessSpec]:
                     "rollout_worker",
                     ("--pipeline", pipeline.name, "--index", str(index)),
                     pipeline.rollout.threads,
+                    pipeline.name,
                 )
             )
     return specs
@@ -107,6 +114,7 @@ class Supervisor:
         self._ended_well: set[str] = set()
         self._status: dict[str, Any] = {}
         self._failure: str | None = None
+        self._session = secrets.token_hex(8)
         self._over = asyncio.Event()
 
     async def run(self) -> Outcome:
@@ -140,9 +148,12 @@ class Supervisor:
         while not self._over.is_set():
             self._run.failure_path(spec.name).unlink(missing_ok=True)
             began = time.monotonic()
-            exit_code = await self._start_and_wait(spec)
+            member = f"{spec.name}-{secrets.token_hex(4)}"
+            exit_code = await self._start_and_wait(spec, member)
             if self._over.is_set():
                 return
+            if exit_code != 0 and spec.pipeline is not None:
+                await self._report_death(spec.pipeline, member, describe_exit(exit_code, None))
             match policy.ended(exit_code, time.monotonic() - began, self._run.read_failure(spec.name)):
                 case Finished():
                     self._ended_well.add(spec.name)
@@ -157,7 +168,18 @@ class Supervisor:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._over.wait(), delay_s)
 
-    async def _start_and_wait(self, spec: ProcessSpec) -> int:
+    async def _report_death(self, pipeline: str, member: str, why: str) -> None:
+        """The controller would notice by the silence; told, it issues the leases again at once."""
+        died = Unregister(PipelineName(pipeline), MemberId(member), reason=why, died=True)
+        client = ControlClient(self._run.endpoint_path, self._run.token(), died.pipeline, died.member)
+        try:
+            await client.call(died, timeout_s=REPORT_DEATH_S)
+        except PenstockError as error:
+            log.info("the controller could not be told that %s ended: %s", member, error)
+        finally:
+            await client.close()
+
+    async def _start_and_wait(self, spec: ProcessSpec, member: str) -> int:
         threads = str(spec.threads)
         environment = os.environ | {
             "OMP_NUM_THREADS": threads,
@@ -172,7 +194,7 @@ class Supervisor:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "penstock.roles", spec.role, str(self._run.root)),
-                *("--name", spec.name, "--parent", str(os.getpid())),
+                *("--name", spec.name, "--member", member, "--session", self._session, "--parent", str(os.getpid())),
                 *spec.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -187,6 +209,7 @@ class Supervisor:
     async def _watch(self) -> None:
         """Asks the controller for the run's status and notices completion."""
         headers = {"authorization": f"Bearer {self._run.token()}"}
+        stall_s = self._config.control.stall_after_s
         async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
             while not self._over.is_set():
                 endpoint = self._run.read_endpoint()
@@ -195,6 +218,10 @@ class Supervisor:
                         reply = await client.get(f"{endpoint.url}/v1/status")
                         reply.raise_for_status()
                         self._status = reply.json()
+                        if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
+                            sentences = (await client.get(f"{endpoint.url}/v1/diagnosis")).json()
+                            for name, one in self._status["pipelines"].items():
+                                one["diagnosis"] = sentences[name]
                         self._view.update(self._status)
                     except httpx.HTTPError as error:
                         log.debug("no status from the controller at present: %s", error)

@@ -24,7 +24,8 @@ class Curve:
     """The reward of each trained step. A step trained again after a rollback replaces its first try."""
 
     rewards: dict[int, float] = field(default_factory=dict)
-    times: dict[int, float] = field(default_factory=dict)
+    staleness_mean: dict[int, float] = field(default_factory=dict)
+    staleness_max: dict[int, int] = field(default_factory=dict)
 
     def points(self) -> list[tuple[int, float]]:
         return sorted(self.rewards.items())
@@ -50,7 +51,8 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
             if entry.get("kind") == "step" and entry.get("reward") is not None:
                 curve = curves[entry["pipeline"]]
                 curve.rewards[entry["step"]] = entry["reward"]
-                curve.times[entry["step"]] = entry["at"]
+                curve.staleness_mean[entry["step"]] = entry["staleness_mean"]
+                curve.staleness_max[entry["step"]] = entry["staleness_max"]
     return curves
 
 
@@ -94,21 +96,22 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
         table.add_column(column, justify="left" if column in ("pipeline", "dropped") else "right")
     for name, one in status.get("pipelines", {}).items():
         curve = curves.get(name, Curve())
-        dropped = ", ".join(f"{reason} {count}" for reason, count in one["dropped"].items() if count) or "none"
+        drops = {key.removeprefix("dropped_"): count for key, count in one.items() if key.startswith("dropped_")}
+        dropped = ", ".join(f"{reason} {count}" for reason, count in drops.items() if count) or "none"
         table.add_row(
             name,
             f"{one['step']}/{one['steps']}",
             f"{_figure(curve.first())} → {_figure(curve.final())}",
             f"{one['samples_trained']:,}",
             dropped,
-            f"{one['staleness_mean_run']:.2f} / {one['staleness_max_run']}",
+            f"{_figure(_mean(list(curve.staleness_mean.values())))} / {max(curve.staleness_max.values(), default=0)}",
         )
     console.print(table)
     lag = status.get("lag")
     if lag:
         console.print(
-            f"controller loop lag: p50 {lag['p50'] * 1e3:.2f} ms, p99 {lag['p99'] * 1e3:.1f} ms, "
-            f"max {lag['max'] * 1e3:.0f} ms",
+            f"controller loop lag: p50 {lag['p50_s'] * 1e3:.2f} ms, p99 {lag['p99_s'] * 1e3:.1f} ms, "
+            f"max {lag['max_s'] * 1e3:.0f} ms",
             highlight=False,
         )
     if picture is not None:

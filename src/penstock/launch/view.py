@@ -56,8 +56,8 @@ class RunView:
         for name, one in status.get("pipelines", {}).items():
             self._paces.setdefault(name, Pace()).saw(now, one["step"], one["samples_trained"])
             curve = self._curves.setdefault(name, [])
-            if one["reward"] is not None and (not curve or curve[-1] != one["reward"]):
-                curve.append(one["reward"])
+            if one["step"] and (not curve or curve[-1] != one["reward_mean"]):
+                curve.append(one["reward_mean"])
         self.show(status)
 
     def show(self, status: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class RunView:
         """The figures of one pipeline, ready to print."""
         pace = self._paces[name]
         return {
-            "reward": "-" if one["reward"] is None else f"{one['reward']:.3g}",
+            "reward": f"{one['reward_mean']:.3g}" if one["step"] else "-",
             "samples/s": f"{pace.samples_per_s:,.0f}",
             "in flight": f"{one['in_flight']}",
             "staleness": f"{one['staleness_mean']:.1f} (max {one['staleness_max']})",
@@ -152,7 +152,7 @@ class TerminalView(RunView):
 
 def lag_of(status: dict[str, Any]) -> str:
     lag = status.get("lag")
-    return f"  loop lag p99 {lag['p99'] * 1e3:.1f} ms max {lag['max'] * 1e3:.0f} ms" if lag else ""
+    return f"  loop lag p99 {lag['p99_s'] * 1e3:.1f} ms max {lag['max_s'] * 1e3:.0f} ms" if lag else ""
 
 
 def clock(seconds: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import secrets
 import traceback
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -36,14 +35,13 @@ class RoleProcess:
     run: RunDir
     config: Config
     name: str
+    member: MemberId
+    session: str
+    """The supervisor's life: a run that is resumed has another one."""
     pipeline_name: PipelineName | None
     index: int
     stop: ShutdownSignal = field(default_factory=ShutdownSignal)
     progress: ProgressCell = field(default_factory=ProgressCell)
-    member: MemberId = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.member = MemberId(f"{self.name}-{secrets.token_hex(4)}")
 
     @property
     def pipeline(self) -> PipelineSection:
@@ -67,7 +65,15 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
     run = RunDir.open(options.run_dir)
     configure(options.name, run.log_path(options.name), logging.INFO)
     try:
-        process = RoleProcess(run, load(run.config_path), options.name, options.pipeline, options.index)
+        process = RoleProcess(
+            run=run,
+            config=load(run.config_path),
+            name=options.name,
+            member=options.member,
+            session=options.session,
+            pipeline_name=options.pipeline,
+            index=options.index,
+        )
         uvloop.run(_with_signals(main, process))
     except PenstockError as error:
         log.error("%s: %s", type(error).__name__, error, exc_info=True)

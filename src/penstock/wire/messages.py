@@ -44,9 +44,10 @@ class Register(Call, tag="register", frozen=True):
 
 
 class Unregister(Call, tag="unregister", frozen=True):
-    """Last call of a process that leaves in good order; its leases return at once."""
+    """Last call of a process that leaves in good order, or its supervisor's word that it `died`; leases return at once."""
 
     reason: str = ""
+    died: bool = False
 
 
 class Heartbeat(Call, tag="heartbeat", frozen=True):

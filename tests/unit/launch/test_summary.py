@@ -9,7 +9,8 @@ from penstock.runtime.rundir import RunDir
 
 
 def step(number: int, reward: float, pipeline: str = "letters") -> str:
-    return json.dumps({"kind": "step", "pipeline": pipeline, "step": number, "reward": reward, "at": float(number)})
+    entry = {"kind": "step", "pipeline": pipeline, "step": number, "reward": reward, "at": float(number)}
+    return json.dumps(entry | {"staleness_mean": 1.25, "staleness_max": 2})
 
 
 def test_a_step_trained_again_replaces_its_first_try(tmp_path: Path):
@@ -30,11 +31,11 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
         "step": 100,
         "steps": 100,
         "samples_trained": 12800,
-        "dropped": {"outdated": 3, "filtered": 0, "failed": 1, "lost": 0},
-        "staleness_mean_run": 1.25,
-        "staleness_max_run": 2,
+        "dropped_outdated": 3,
+        "dropped_filtered": 0,
+        "dropped_failed": 1,
     }
-    status = {"pipelines": {"letters": one, "pole": one}, "lag": {"p50": 0.001, "p99": 0.002, "max": 0.003}}
+    status = {"pipelines": {"letters": one, "pole": one}, "lag": {"p50_s": 0.001, "p99_s": 0.002, "max_s": 0.003}}
     out = StringIO()
     print_summary(Console(file=out, width=200), run, status, wall_s=61.0, ended="complete")
     text = out.getvalue()

@@ -8,7 +8,7 @@ PIPELINE = {
     "step": 3,
     "steps": 10,
     "phase": "running",
-    "reward": 0.25,
+    "reward_mean": 0.25,
     "in_flight": 40,
     "staleness_mean": 1.0,
     "staleness_max": 2,
@@ -17,7 +17,7 @@ PIPELINE = {
     "samples_trained": 384,
     "diagnosis": "",
 }
-STATUS = {"pipelines": {"letters": PIPELINE}, "lag": {"p50": 0.0001, "p99": 0.0021, "max": 0.004}}
+STATUS = {"pipelines": {"letters": PIPELINE}, "lag": {"p50_s": 0.0001, "p99_s": 0.0021, "max_s": 0.004}}
 
 
 def test_a_pace_foretells_the_end():
@@ -68,7 +68,7 @@ def test_the_terminal_view_draws_a_panel_per_pipeline():
     console = Console(file=out, width=120, force_terminal=True, color_system=None)
     view = TerminalView(console, "runs/demo")
     view.update(STATUS)
-    view.update({"pipelines": {"letters": PIPELINE | {"reward": 0.5, "step": 4}}})
+    view.update({"pipelines": {"letters": PIPELINE | {"reward_mean": 0.5, "step": 4}}})
     view.note("a worker was replaced")
     view.update(STATUS)
     view.close()

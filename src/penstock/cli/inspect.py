@@ -1,0 +1,63 @@
+"""`penstock story` and `penstock doctor`: asking a run what happened, and what is the matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+import typer
+
+from penstock.config.load import load
+from penstock.errors import ConfigError
+from penstock.journal.story import tell
+from penstock.records.ids import PipelineName
+from penstock.runtime.rundir import RunDir
+
+Kind = Literal["sample", "prompt", "step", "version"]
+
+
+def story_command(run_dir: Path, subject: str, pipeline: str | None) -> int:
+    run = RunDir.open(run_dir)
+    names = [section.name for section in load(run.config_path).pipeline]
+    if pipeline is None and len(names) == 1:
+        pipeline = names[0]
+    if pipeline not in names:
+        raise ConfigError(f"say which pipeline with --pipeline: this run has {', '.join(names)}")
+    kind, number = parse_subject(subject)
+    for line in tell(run.journal_path, PipelineName(pipeline), kind, number):
+        typer.echo(line)
+    return 0
+
+
+def parse_subject(subject: str) -> tuple[Kind, int]:
+    """`sample:17`, or a bare number for a sample."""
+    kind, colon, number = subject.rpartition(":")
+    if not colon:
+        kind = "sample"
+    if kind not in get_args(Kind) or not number.isdigit():
+        raise ConfigError(f"{subject!r}: expected sample:17, prompt:3, step:5 or version:6")
+    return kind, int(number)  # type: ignore[return-value]
+
+
+def doctor_command(run_dir: Path) -> int:
+    """Exit 0 with the diagnosis of a live run; exit 1 when nobody answers."""
+    import httpx
+
+    run = RunDir.open(run_dir)
+    endpoint = run.read_endpoint()
+    if endpoint is None:
+        raise ConfigError(f"no controller has announced itself in {run.root}: the run is not started")
+    headers = {"authorization": f"Bearer {run.token()}"}
+    try:
+        with httpx.Client(base_url=endpoint.url, headers=headers, timeout=10.0, trust_env=False) as client:
+            sentences = client.get("/v1/diagnosis").raise_for_status().json()
+            status = client.get("/v1/status").raise_for_status().json()
+    except httpx.HTTPError as error:
+        typer.echo(f"the controller (process {endpoint.pid}, {endpoint.url}) does not answer: {error}", err=True)
+        typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
+        return 1
+    for name, sentence in sentences.items():
+        one = status["pipelines"][name]
+        typer.echo(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
+        typer.echo(f"  {sentence}")
+    return 0

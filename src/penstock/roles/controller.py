@@ -1,0 +1,108 @@
+"""The controller process: one loop, one port, one journal, the machines of all pipelines. Wiring only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from penstock.batch import filters
+from penstock.config.run import ControlSection, PipelineSection
+from penstock.control.events import RunResumed
+from penstock.control.io.http import ControlApp, ControlServer
+from penstock.control.pipeline import PipelineControl
+from penstock.control.settings import PipelineSettings
+from penstock.errors import RunFailed
+from penstock.journal.writer import Journal
+from penstock.records.ids import PipelineName
+from penstock.roles.front_desk import FrontDesk
+from penstock.roles.process import RoleProcess
+from penstock.runtime.clock import SystemClock
+from penstock.runtime.lag import LagMonitor
+from penstock.runtime.metrics import JsonLines, Metrics
+from penstock.runtime.rundir import Endpoint, write_atomically
+from penstock.runtime.shutdown import teardown
+from penstock.runtime.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+TEARDOWN_S = 5.0
+
+
+async def main(process: RoleProcess) -> None:
+    """Serves until asked to stop; raises `RunFailed` with one sentence when a pipeline cannot go on."""
+    run, config = process.run, process.config
+    machines = {PipelineName(section.name): machine_of(section, config.control) for section in config.pipeline}
+    journal = Journal(run.journal_path, run.run_id)
+    lines = JsonLines(run.metrics_path)
+    lag = LagMonitor(process.name)
+    every = config.journal.snapshot_every_events
+    desk = FrontDesk(machines, journal, SystemClock(), lines, lag, snapshot_every=every)
+    server = ControlServer(ControlApp(desk, run.token(), Metrics()), host=config.control.host, port=config.control.port)
+    try:
+        replayed = desk.recover()
+        await _note_session(process, desk, replayed)
+        port = server.bind()
+        async with Tasks() as tasks:
+            tasks.spawn("desk", desk.run())
+            tasks.spawn("server", server.serve())
+            tasks.spawn("watch the loop", lag.run())
+            run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
+            log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)
+            await _until_over(process, desk)
+            desk.close()
+            await teardown([("close the port", lambda: server.stop(TEARDOWN_S / 2))], TEARDOWN_S)
+            tasks.cancel()
+        desk.check()
+    finally:
+        journal.close(TEARDOWN_S)
+        lines.close(TEARDOWN_S)
+    if desk.failure:
+        raise RunFailed(desk.failure)
+
+
+def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineControl:
+    settings = PipelineSettings(
+        name=PipelineName(pipeline.name),
+        steps=pipeline.steps,
+        groups_per_step=pipeline.train.groups_per_step,
+        group_size=pipeline.rollout.group_size,
+        max_staleness=pipeline.train.max_staleness,
+        epochs=pipeline.epochs,
+        max_failures=pipeline.rollout.max_failures,
+        suspect_after_s=control.suspect_after_s,
+        reap_after_s=control.reap_after_s,
+        wedge_after_s=control.wedged_after_s,
+        startup_grace_s=control.startup_grace_s,
+        stall_after_s=control.stall_after_s,
+        stall_fail_after_s=control.stall_fail_after_s,
+        exit_without_trainer_s=control.exit_without_trainer_s,
+    )
+    group_filter = filters.build(
+        filters.FilterSettings(
+            zero_signal="zero_signal" in pipeline.train.filters,
+            custom=tuple(path for path in pipeline.train.filters if path != "zero_signal"),
+        )
+    )
+    return PipelineControl(settings, (lambda rewards: group_filter(rewards, ())) if pipeline.train.filters else None)
+
+
+async def _note_session(process: RoleProcess, desk: FrontDesk, replayed: int) -> None:
+    """A new life of the run has none of the old processes; a restarted controller still has all of them."""
+    marker = process.run.root / "session"
+    if replayed and (not marker.exists() or marker.read_text() != process.session):
+        for name in desk.pipelines:
+            desk.happen(name, RunResumed())
+        await desk.settle()
+    write_atomically(marker, process.session)
+
+
+async def _until_over(process: RoleProcess, desk: FrontDesk) -> None:
+    async def heed_failure() -> None:
+        await desk.failed.wait()
+        process.stop.request(desk.failure)
+
+    async with asyncio.TaskGroup() as group:
+        heeding = group.create_task(heed_failure())
+        await process.stop.wait()
+        heeding.cancel()

@@ -1,0 +1,120 @@
+"""The trainer's feed: the batch of the next step is fetched and packed while the present one trains."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.batch.advantage import Advantage, compute
+from penstock.batch.codec import decode
+from penstock.batch.pack import MicroBatch, PackSettings, pack
+from penstock.control.io.client import ControlClient
+from penstock.errors import RemoteProtocolError
+from penstock.payload.io.fetch import BatchFetcher, FetchReport
+from penstock.records.batch import Batch, BatchGroup
+from penstock.records.ids import PromptIndex, StepIndex
+from penstock.records.payload import RingAddress
+from penstock.roles.process import RoleProcess
+from penstock.runtime.offload import Offload
+from penstock.wire.messages import AskBatch, BatchReady, Complete, NotYet
+
+log = logging.getLogger(__name__)
+
+ASK_FOR_S = 10.0
+
+
+@dataclass(slots=True)
+class PreparedBatch:
+    """One step's data, ready to train. The payloads stay held until the step is acknowledged."""
+
+    step: StepIndex
+    micro_batches: list[MicroBatch]
+    groups: list[BatchGroup]
+    samples: list[dict[str, np.ndarray]]
+    missing_prompts: tuple[PromptIndex, ...]
+    missing_reason: str
+    report: FetchReport
+    waited_s: float
+    prepared_s: float
+    final: bool
+
+
+class Feed:
+    """Gets the batch of exactly the step that was asked for.
+
+    Consumes: step numbers. Produces: prepared batches. Waits for: the controller to have a full batch.
+    Unblocked by: deliveries, completion, shutdown.
+    """
+
+    def __init__(
+        self,
+        process: RoleProcess,
+        client: ControlClient,
+        fetcher: BatchFetcher,
+        offload: Offload,
+        advantage: Advantage,
+        settings: PackSettings,
+    ) -> None:
+        self._process = process
+        self._client = client
+        self._fetcher = fetcher
+        self._offload = offload
+        self._advantage = advantage
+        self._settings = settings
+
+    async def prepare(self, step: StepIndex) -> PreparedBatch | None:
+        """None when training is complete, or when this process was asked to stop."""
+        began = time.monotonic()
+        ready = await self._ask(step)
+        if ready is None:
+            return None
+        waited_s = time.monotonic() - began
+        return await self._offload.run(self._fetch_and_pack, ready.batch, ready.rings, waited_s)
+
+    async def _ask(self, step: StepIndex) -> BatchReady | None:
+        process = self._process
+        while not process.stop.requested:
+            reply = await self._client.call(
+                AskBatch(pipeline=self._client.pipeline, member=process.member, step=step, wait_s=ASK_FOR_S),
+                timeout_s=ASK_FOR_S + 20.0,
+            )
+            match reply:
+                case BatchReady():
+                    return reply
+                case Complete():
+                    return None
+                case NotYet(waiting_for=waiting_for, phase=phase):
+                    process.progress.moved(f"waiting for the batch of step {step}: {waiting_for}")
+                    if phase == "stopped":
+                        return None
+                case _:
+                    raise RemoteProtocolError(f"the controller answered a request for a batch with {reply!r}")
+        return None
+
+    def _fetch_and_pack(self, batch: Batch, rings: tuple[RingAddress, ...], waited_s: float) -> PreparedBatch:
+        began = time.monotonic()
+        report = self._fetcher.fetch((ref for group in batch.groups for ref in group.payloads), rings)
+        kept = [group for group in batch.groups if not any(ref in report.missing for ref in group.payloads)]
+        missing = tuple(group.prompt for group in batch.groups if group not in kept)
+        reason = next((f"{why.kind}: {why.detail}" for why in report.missing.values()), "")
+        if missing:
+            log.warning("step %d: payloads of %d prompts are missing (%s)", batch.step, len(missing), reason)
+        samples = [decode(report.views[ref]) for group in kept for ref in group.payloads]
+        rewards = [reward for group in kept for reward in group.rewards]
+        advantages = compute(self._advantage, rewards, [len(group.samples) for group in kept])
+        micro_batches = pack(samples, advantages, self._settings)
+        return PreparedBatch(
+            batch.step,
+            micro_batches,
+            kept,
+            samples,
+            missing,
+            reason,
+            report,
+            waited_s,
+            time.monotonic() - began,
+            batch.final,
+        )

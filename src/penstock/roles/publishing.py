@@ -1,0 +1,68 @@
+"""Publishing weights in the background: the newest version wins, so a fast trainer builds no backlog."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from penstock.control.io.client import ControlClient
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.roles.process import RoleProcess
+from penstock.runtime.offload import Offload
+from penstock.weights.io.files import Publisher
+from penstock.wire.messages import PublishWeights
+
+log = logging.getLogger(__name__)
+
+
+class Publishing:
+    """Holds at most one version that waits to be written.
+
+    Consumes: snapshots of the weights after each step. Produces: published manifests. Waits for: a snapshot.
+    Unblocked by: `offer`.
+    """
+
+    def __init__(self, process: RoleProcess, client: ControlClient, publisher: Publisher, offload: Offload) -> None:
+        self._process = process
+        self._client = client
+        self._publisher = publisher
+        self._offload = offload
+        self._waiting: tuple[Version, Mapping[str, Tensor]] | None = None
+        self._offered = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.skipped = 0
+        """Versions that were replaced by a newer one before they could be written."""
+
+    def offer(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        """Takes a snapshot at once; the caller may go on changing the tensors."""
+        if self._waiting is not None:
+            self.skipped += 1
+        self._waiting = (version, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+        self._idle.clear()
+        self._offered.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._offered.wait()
+            self._offered.clear()
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None:
+                await self.publish(*waiting)
+            if self._waiting is None:
+                self._idle.set()
+
+    async def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
+        manifest = await self._offload.run(self._publisher.publish, version, tensors)
+        await self._client.call(
+            PublishWeights(pipeline=self._client.pipeline, member=self._process.member, manifest=manifest)
+        )
+        return manifest
+
+    async def flush(self) -> None:
+        """Waits until nothing waits to be published."""
+        await self._idle.wait()

@@ -1,0 +1,61 @@
+"""What workers and trainers do alike towards the controller: register, beat, report, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from penstock.control.io.client import ControlClient
+from penstock.records.ids import PipelineName
+from penstock.roles.process import RoleProcess
+from penstock.runtime.lag import LagMonitor
+from penstock.runtime.process import host_id
+from penstock.runtime.shutdown import teardown
+from penstock.wire.messages import Register, Registered, ReportMetrics, Role, Unregister
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 2.0
+LEAVE_S = 5.0
+
+
+@asynccontextmanager
+async def connected(process: RoleProcess, role: Role, **details: Any) -> AsyncIterator[ControlClient]:
+    """A registered connection with a beating heart; unregisters within a bound, however the body ends."""
+    pipeline = PipelineName(process.pipeline.name)
+    control = process.config.control
+    client = ControlClient(
+        process.run.endpoint_path, process.run.token(), pipeline, process.member, give_up_s=control.reconnect_s
+    )
+    try:
+        register = Register(
+            pipeline=pipeline, member=process.member, role=role, pid=os.getpid(), host_id=host_id(), **details
+        )
+        registered = await client.call(register)
+        assert isinstance(registered, Registered)
+        log.info("registered as %s; %s at version %d", process.member, registered.phase, registered.version)
+        try:
+            yield client
+        finally:
+            goodbye = Unregister(pipeline=pipeline, member=process.member, reason=process.stop.reason or "finished")
+            steps: list[tuple[str, Callable[[], Any]]] = [
+                ("unregister", lambda: client.call(goodbye, timeout_s=LEAVE_S)),
+            ]
+            client.hurry(LEAVE_S)
+            await teardown(steps, deadline_s=LEAVE_S)
+    finally:
+        await client.close()
+
+
+async def report_gauges(
+    process: RoleProcess, client: ControlClient, lag: LagMonitor, more: Callable[[], dict[str, float]] = dict
+) -> None:
+    """Sends this process's figures every few seconds, until cancelled."""
+    while True:
+        await asyncio.sleep(REPORT_EVERY_S)
+        values = {**lag.report().values(), **more()}
+        await client.call(ReportMetrics(pipeline=client.pipeline, member=process.member, values=values))

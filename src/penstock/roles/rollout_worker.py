@@ -1,0 +1,115 @@
+"""The rollout worker process: an engine, the five hooks, a ring, and weights kept up to date. Wiring only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.errors import RunFailed
+from penstock.payload.io.shm import Ring
+from penstock.roles.models import engine_of, environment_of, policy_of, workload_of
+from penstock.roles.process import RoleProcess
+from penstock.roles.reporting import connected, report_gauges
+from penstock.roles.worker_desk import RingStore, WorkerDesk
+from penstock.rollout.io.runner import Runner, RunnerSettings
+from penstock.rollout.prefetch import Bounds
+from penstock.runtime.lag import LagMonitor
+from penstock.runtime.offload import Offload
+from penstock.runtime.process import host_id
+from penstock.runtime.tasks import Tasks
+from penstock.weights.io.files import FileMover
+from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
+
+log = logging.getLogger(__name__)
+
+FIRST_WEIGHTS_S = 300.0
+
+
+async def main(process: RoleProcess) -> None:
+    """Generates until the prompts are exhausted or training is complete, or until asked to stop."""
+    pipeline = process.pipeline
+    rollout = pipeline.rollout
+    torch.set_num_threads(rollout.threads)
+    building = Offload(1, "build")
+    process.progress.moved("building the model")
+    environment, engine, workload = await building.run(_build, process)
+    building.close(timeout_s=1.0)
+    ring = Ring.create(process.run.run_id, capacity_bytes=rollout.ring_mb << 20, slots=rollout.ring_slots)
+    lag = LagMonitor(process.name)
+    try:
+        address = ring.address(host_id=host_id(), host="127.0.0.1")
+        async with (
+            connected(process, "rollout", ring=address, prompt_count=environment.count) as client,
+            Tasks() as tasks,
+        ):
+            desk = WorkerDesk(client, engine.serving, ring)
+            serving = asyncio.Event()
+            updater = ReplicaUpdater(
+                engine,
+                desk,
+                _announcing(desk, serving),
+                FileMover(process.run.root),
+                way=pipeline.weights.way,
+                change_timeout_s=pipeline.weights.deadline_s,
+            )
+            runner = Runner(workload, desk, RingStore(ring), _settings(process), progressed=process.progress.moved)
+            tasks.spawn("watch the loop", lag.run())
+            tasks.spawn("update weights", updater.run())
+            tasks.spawn("report gauges", report_gauges(process, client, lag, runner.statistics))
+            tasks.spawn("heed the stop", _stop_runner(process, runner))
+            if await _first_weights(process, serving):
+                log.info("generation ended: %s", await runner.run())
+            tasks.cancel()
+    finally:
+        # A dead worker's ring is still read by the trainer; the supervisor removes it at the end of the run.
+        ring.close(unlink=False)
+
+
+def _build(process: RoleProcess) -> tuple[Any, Any, Any]:
+    config, pipeline = process.config, process.pipeline
+    environment = environment_of(config, pipeline)
+    policy = policy_of(config, pipeline, environment, pipeline.rollout.device)
+    # Every incarnation draws other samples: a restarted worker must not repeat what it drew before.
+    seed = zlib.crc32(process.member.encode()) ^ config.run.seed
+    engine = engine_of(policy, seed)
+    return environment, engine, workload_of(pipeline, environment, policy, engine)
+
+
+def _settings(process: RoleProcess) -> RunnerSettings:
+    rollout = process.pipeline.rollout
+    bounds = Bounds(batch_samples=rollout.batch_samples, queue_samples=rollout.queue_samples)
+    return RunnerSettings(bounds=bounds, prefetch=rollout.prefetch, drain_s=process.config.run.grace_s / 2)
+
+
+def _announcing(desk: WorkerDesk, serving: asyncio.Event) -> Callable[[ReplicaReport], Any]:
+    async def report(said: ReplicaReport) -> None:
+        if said.state == "serving":
+            serving.set()
+        await desk.report(said)
+
+    return report
+
+
+async def _first_weights(process: RoleProcess, serving: asyncio.Event) -> bool:
+    """False when the process was asked to stop before the trainer published anything."""
+    process.progress.moved("waiting for the first weights")
+    async with asyncio.TaskGroup() as group:
+        stopping = group.create_task(process.stop.wait())
+        arriving = group.create_task(serving.wait())
+        done, waiting = await asyncio.wait(
+            {stopping, arriving}, timeout=FIRST_WEIGHTS_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in waiting:
+            task.cancel()
+    if not done:
+        raise RunFailed(f"{process.name}: the trainer published no weights within {FIRST_WEIGHTS_S:.0f} s")
+    return arriving in done
+
+
+async def _stop_runner(process: RoleProcess, runner: Runner) -> None:
+    runner.stop(await process.stop.wait())

@@ -1,0 +1,148 @@
+"""The trainer process: fetch, step, acknowledge, publish, checkpoint. Wiring only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+
+import torch
+
+from penstock.batch.advantage import resolve
+from penstock.batch.pack import PackSettings
+from penstock.control.io.client import ControlClient
+from penstock.payload.io.fetch import BatchFetcher
+from penstock.records.ids import StepIndex, Version
+from penstock.roles.feed import Feed, PreparedBatch
+from penstock.roles.models import environment_of, loss_of, optimizer_of, policy_of
+from penstock.roles.process import RoleProcess
+from penstock.roles.publishing import Publishing
+from penstock.roles.reporting import connected, report_gauges
+from penstock.runtime.lag import LagMonitor
+from penstock.runtime.offload import Offload
+from penstock.runtime.process import host_id
+from penstock.runtime.tasks import Tasks
+from penstock.train import checkpoint
+from penstock.train.step import Learner
+from penstock.weights.io.files import Publisher
+from penstock.wire.messages import AckCheckpoint, AckStep
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 10.0
+
+
+async def main(process: RoleProcess) -> None:
+    """Trains until the controller says that training is complete, or until asked to stop."""
+    pipeline = process.pipeline
+    torch.set_num_threads(pipeline.train.threads)
+    training, fetching, writing = Offload(1, "train"), Offload(1, "fetch"), Offload(1, "write")
+    process.progress.moved("building the model")
+    learner = await training.run(_build, process)
+    step = StepIndex(learner.steps)
+    lineage = secrets.token_hex(6)
+    log.info("training %s from step %d, lineage %s", pipeline.name, step, lineage)
+    fetcher = BatchFetcher(host_id=host_id(), label=process.name)
+    lag = LagMonitor(process.name)
+    try:
+        async with connected(process, "trainer", step=step, lineage=lineage) as client, Tasks() as tasks:
+            publisher = Publisher(process.run.root, lineage, pipeline.weights.keep, pipeline=pipeline.name)
+            publishing = Publishing(process, client, publisher, writing)
+            await publishing.publish(Version(step), learner.policy.named_tensors())
+            settings = PackSettings(micro_batch_tokens=pipeline.train.tokens_per_micro_batch)
+            feed = Feed(process, client, fetcher, fetching, resolve(pipeline.train.advantage), settings)
+            tasks.spawn("watch the loop", lag.run())
+            tasks.spawn("publish weights", publishing.run())
+            tasks.spawn("report gauges", report_gauges(process, client, lag))
+            loop = TrainingLoop(process, client, learner, feed, publishing, training)
+            await loop.run(step)
+            await asyncio.wait_for(publishing.flush(), FLUSH_S)
+            tasks.cancel()
+    finally:
+        fetcher.close()
+        for offload in (training, fetching, writing):
+            offload.close(timeout_s=2.0)
+
+
+def _build(process: RoleProcess) -> Learner:
+    """The learner, restored from the latest good checkpoint if there is one."""
+    config, pipeline = process.config, process.pipeline
+    environment = environment_of(config, pipeline)
+    policy = policy_of(config, pipeline, environment, pipeline.train.device)
+    reference = None
+    if pipeline.token_loss.kl_coefficient and pipeline.kind == "language":
+        reference = policy_of(config, pipeline, environment, pipeline.train.device)
+    learner = Learner(policy, loss_of(pipeline), optimizer_of(config, pipeline), reference=reference)  # type: ignore[arg-type]
+    found = checkpoint.latest(process.run.checkpoints(pipeline.name))
+    if found is not None:
+        checkpoint.load(found, learner)
+    return learner
+
+
+class TrainingLoop:
+    """One step after the other.
+
+    Consumes: prepared batches. Produces: acknowledgements, weights, checkpoints. Waits for: the feed.
+    Unblocked by: a batch, completion, shutdown.
+    """
+
+    def __init__(
+        self,
+        process: RoleProcess,
+        client: ControlClient,
+        learner: Learner,
+        feed: Feed,
+        publishing: Publishing,
+        training: Offload,
+    ) -> None:
+        self._process = process
+        self._client = client
+        self._learner = learner
+        self._feed = feed
+        self._publishing = publishing
+        self._training = training
+        self._saved_step = StepIndex(learner.steps)
+
+    async def run(self, step: StepIndex) -> None:
+        every = self._process.pipeline.checkpoint.every_steps
+        async with asyncio.TaskGroup() as group:
+            upcoming = group.create_task(self._feed.prepare(step))
+            while (batch := await upcoming) is not None:
+                upcoming = group.create_task(self._feed.prepare(StepIndex(step + 1)))
+                await self._train(batch)
+                step = StepIndex(step + 1)
+                if step % every == 0:
+                    await self._save(step)
+        if step > self._saved_step or step == 0:
+            await self._save(step)
+
+    async def _train(self, batch: PreparedBatch) -> None:
+        began = time.monotonic()
+        self._process.progress.moved(f"training step {batch.step}")
+        metrics = await self._training.run(self._learner.step, batch.micro_batches)
+        metrics |= {"step_s": time.monotonic() - began, "wait_s": batch.waited_s, "fetch_s": batch.prepared_s}
+        self._publishing.offer(Version(batch.step + 1), self._learner.policy.named_tensors())
+        await self._client.call(
+            AckStep(
+                pipeline=self._client.pipeline,
+                member=self._process.member,
+                step=batch.step,
+                metrics=metrics,
+                missing_prompts=batch.missing_prompts,
+                missing_reason=batch.missing_reason,
+            )
+        )
+        batch.report.consumed()
+        self._process.progress.moved(f"trained step {batch.step}")
+
+    async def _save(self, step: StepIndex) -> None:
+        self._process.progress.moved(f"saving the checkpoint of step {step}")
+        await self._training.run(self._write_checkpoint)
+        self._saved_step = step
+        await self._client.call(AckCheckpoint(pipeline=self._client.pipeline, member=self._process.member, step=step))
+
+    def _write_checkpoint(self) -> None:
+        pipeline = self._process.pipeline
+        directory = self._process.run.checkpoints(pipeline.name)
+        checkpoint.save(directory, self._learner, keep=pipeline.checkpoint.keep)

@@ -1,0 +1,102 @@
+"""`penstock run` in real processes: it trains, ends, resumes, survives kills, and says what is wrong."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from running import letters, start, step_lines, trained_steps, wait_for
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_run_trains_and_ends_with_a_summary(folder: Path):
+    run = start(folder, letters(folder, steps=6))
+    code, output = run.end()
+    assert code == 0, output
+    assert "complete after" in output
+    assert "6/6" in output
+    directory = run.directory
+    assert sorted(entry["step"] for entry in step_lines(directory)) == list(range(6))
+    for name in ("config.toml", "journal.sqlite", "plots/rewards.png", "logs/controller.log"):
+        assert (directory / name).exists(), name
+    assert list((directory / "checkpoints" / "letters").iterdir())
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(folder: Path):
+    run = start(folder, letters(folder, steps=30))
+    run.wait_for_step(4)
+    run.interrupt()
+    code, output = run.end(30)
+    assert code == 130, output
+    assert "penstock run --resume" in output
+    done = trained_steps(run.directory)
+    assert done < 30
+    again = start(folder, "--resume", run.directory)
+    code, output = again.end()
+    assert code == 0, output
+    steps = [entry["step"] for entry in step_lines(run.directory)]
+    assert sorted(steps) == list(range(30)), "a clean stop saves a checkpoint, so no step is trained twice"
+
+
+@pytest.mark.parametrize("victim", ["letters.rollout.0", "letters.trainer", "controller"])
+def test_a_killed_process_is_replaced_and_the_run_completes(folder: Path, victim: str):
+    run = start(folder, letters(folder, steps=25))
+    run.wait_for_step(3)
+    before = run.child(victim)
+    before.send_signal(signal.SIGKILL)
+    wait_for(lambda: run.child(victim).pid != before.pid, 30, f"a new {victim}")
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert {entry["step"] for entry in step_lines(run.directory)} == set(range(25))
+    assert "SIGKILL" in output
+
+
+def test_a_killed_supervisor_takes_its_processes_along_and_the_run_can_be_resumed(folder: Path):
+    run = start(folder, letters(folder, steps=15, checkpoint_every=2))
+    run.wait_for_step(4)
+    children = list(run.children().values())
+    assert len(children) == 3
+    run.process.kill()
+    run.process.communicate(timeout=10)
+    for child in children:
+        wait_for(lambda child=child: not child.is_running() or child.status() == "zombie", 10, f"{child} to die")
+    again = start(folder, "--resume", run.directory)
+    code, output = again.end()
+    assert code == 0, output
+    assert {entry["step"] for entry in step_lines(run.directory)} == set(range(15))
+
+
+def test_a_model_path_that_does_not_exist_is_named_before_anything_starts(folder: Path):
+    config = letters(folder)
+    config.write_text(
+        config.read_text().replace(
+            'kind = "tiny"\nhidden = 32\nlayers = 1\nheads = 2', 'kind = "path"\npath = "nowhere"'
+        )
+    )
+    code, output = start(folder, config).end(30)
+    assert code == 2
+    assert "'nowhere' is not a directory" in output
+
+
+def test_a_worker_that_cannot_start_fails_the_run_with_its_own_error(folder: Path):
+    (folder / "broken_env.py").write_text(
+        "class Broken:\n    count = None\n    def __init__(self, seed=0):\n"
+        "        raise RuntimeError('the dataset is gone')\n"
+    )
+    config = letters(folder, run=f'extra_path = ["{folder}"]')
+    config.write_text(config.read_text().replace('name = "copy"', 'name = "broken_env:Broken"'))
+    code, output = start(folder, config).end(60)
+    assert code == 1
+    assert "the dataset is gone" in output
+
+
+def test_a_directory_in_use_is_refused(folder: Path):
+    run = start(folder, letters(folder, steps=500))
+    run.wait_for_step(0)
+    code, output = start(folder, "--resume", run.directory).end(30)
+    assert code == 2
+    assert "is being run by another process" in output
+    run.interrupt()
+    assert run.end(30)[0] == 130
