@@ -100,7 +100,7 @@ class LagMonitor:
 
     def __init__(
         self,
-        name: str,
+        name: str = "this process",
         *,
         period_s: float = 0.1,
         window: int = 600,

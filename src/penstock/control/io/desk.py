@@ -131,7 +131,7 @@ class ControlDesk:
     # -- life -----------------------------------------------------------------------------------------------------
 
     def recover(self) -> int:
-        """Brings the machines to the last committed state; returns how many events were replayed.
+        """Brings the machines to the last committed state; returns how many events lie behind it (0: a new run).
 
         Instructions of the past are not carried out again.
         """
@@ -163,7 +163,7 @@ class ControlDesk:
         self._snapshot_seq = story.seq
         for name in self.pipelines:  # before any call: the machines must see that it was us who were away
             self.happen(name, events.TimePassed())
-        return count
+        return story.seq + count
 
     async def run(self) -> None:
         """Ticks and carries out instructions until cancelled."""
@@ -208,8 +208,11 @@ class ControlDesk:
         if request.pipeline not in self.pipelines:
             known = ", ".join(self.pipelines)
             return Refused("LocalProtocolError", f"there is no pipeline {request.pipeline!r}; there are: {known}")
+        answerer = self._answerers.get(type(request))
+        if answerer is None:
+            return Refused("LocalProtocolError", f"{type(request).__name__} is not answered by this controller")
         try:
-            return await self._answerers[type(request)](request)
+            return await answerer(request)
         except RunFailed as error:
             self._fail(error.message)
             return Refused("RunFailed", error.message)
