@@ -67,6 +67,8 @@ class WeightTransaction:
         self._digests: dict[Version, set[str]] = {}
         self._retired: set[str] = set()
         """Lineages of trainers that were replaced."""
+        self._restarted = 0
+        """Replicas that were restarted together: the first to return do not speak for all of them."""
         self._unhealthy_since: float | None = None
 
     # What others ask
@@ -198,7 +200,7 @@ class WeightTransaction:
             self.statistics.skipped_versions += event.skipped_versions
             replica.pause_s = event.pause_s
             replica.failures, replica.overdue, replica.first_error, replica.later_errors = 0, 0, "", []
-            self.fleet_failures = self.fleet_restarts = 0
+            self.fleet_failures = self.fleet_restarts = self._restarted = 0
             if self.admission_stopped:
                 self.admission_stopped = False
                 effects.append(OpenAdmission())
@@ -221,9 +223,8 @@ class WeightTransaction:
         self.statistics.failures += 1
         replica.failures += 1
         fault, times = Fault.LOAD_FAILED, replica.failures
-        live = self.replicas.values()
-        everyone = min(r.failures for r in live)
-        if everyone > self.fleet_failures:
+        everyone = min(r.failures for r in self.replicas.values())
+        if everyone > self.fleet_failures and len(self.replicas) >= self._restarted:
             # Everyone failed since the last success: probably nothing to do with any one of them.
             self.fleet_failures = everyone
             fault, times = Fault.ALL_FAILED, everyone
@@ -247,6 +248,7 @@ class WeightTransaction:
             return self._fail(sentence) if Action.FAIL in fault else []
         self.fleet_restarts += 1
         self.fleet_failures = 0
+        self._restarted = len(self.replicas)
         self.newest = manifest
         effects: list[TransactionEffect] = [RestartFleet(manifest, sentence)]
         for member in list(self.replicas):

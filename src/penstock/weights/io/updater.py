@@ -141,8 +141,8 @@ class ReplicaUpdater:
         report_timeout_s: float = 60.0,
         grace_s: float = 5.0,
         max_failures: int = 3,
-        retry_first_s: float = 0.05,
-        retry_cap_s: float = 2.0,
+        retry_first_s: float = 0.5,
+        retry_cap_s: float = 5.0,
         clock: Clock | None = None,
     ) -> None:
         self.replica = Replica(max_failures=max_failures)
