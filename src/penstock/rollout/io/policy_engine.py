@@ -42,6 +42,10 @@ class PolicyEngine:
         """See `Serving.stage`."""
         self.serving.stage(tensors)
 
+    def staged_tensors(self) -> dict[str, Tensor]:
+        """See `Serving.staged_tensors`."""
+        return self.serving.staged_tensors()
+
     def swap(self, version: int, digest: str, timeout_s: float = 60.0) -> float:
         """See `Serving.swap`."""
         return self.serving.swap(version, digest, timeout_s)

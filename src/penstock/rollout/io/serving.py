@@ -35,6 +35,8 @@ class Serving:
         self._torn = False
         self._droppable: dict[int, Callable[[], None]] = {}
         self._staged: dict[str, Tensor] | None = None
+        self._spare: dict[str, Tensor] = {}
+        """Memory that the last swap retired: the next version is staged there."""
         self._awake_device = next(module.parameters()).device
 
     @property
@@ -86,10 +88,20 @@ class Serving:
         """Copies a complete version beside the live one; a second call replaces the first. Disturbs no step."""
         live = self.served_tensors()
         self._check(tensors, live)
-        self._staged = {
-            name: tensors[name].to(device=tensor.device, copy=True).requires_grad_(False)
-            for name, tensor in live.items()
-        }
+        spare, self._spare, self._staged = self._spare, {}, None
+        staged: dict[str, Tensor] = {}
+        for name, tensor in live.items():
+            kept = spare.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            staged[name] = kept.requires_grad_(False).copy_(tensors[name])
+        self._staged = staged
+
+    def staged_tensors(self) -> dict[str, Tensor]:
+        """What the next swap will serve: the very memory, so that it can be verified before it serves."""
+        if self._staged is None:
+            raise LocalProtocolError("no weights are staged, so there is nothing to verify")
+        return dict(self._staged)
 
     def swap(self, version: int, digest: str, timeout_s: float = 60.0) -> float:
         """Serves what was staged, from the next step on. Returns for how many seconds no step could run."""
@@ -99,8 +111,12 @@ class Serving:
         with self._change(timeout_s) as started:
             parameters: dict[str, Tensor] = dict(self.module.named_parameters())
             parameters |= dict(self.module.named_buffers())
+            retired = {name: parameters[name].data for name in staged}
+            self._torn = True  # until the last one is exchanged
             for name, tensor in staged.items():
                 parameters[name].data = tensor
+            # Host memory is slow to get afresh (each page is zeroed); device memory comes from a pool.
+            self._spare = retired if self._awake_device.type == "cpu" else {}
             self._staged = None
             self._torn = False
             self.version, self.digest = version, digest

@@ -1,7 +1,9 @@
 """Keeps one engine's weights at the newest published version.
 
-    staged:    poll → bring → stage → swap → prove → report          generation goes on; second buffer
+    staged:    poll → bring → stage → prove → swap → report                 generation goes on; second buffer
     in place:  poll → bring → quiesce → write → prove → resume → report     generation stands still; no second buffer
+
+The proof is the digest of the very memory that serves afterwards, taken before it does.
 
 The newest version wins: one update runs at a time, nothing is queued, and what was published meanwhile is skipped.
 """
@@ -63,6 +65,10 @@ class Engine(Protocol):
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies a complete version beside the live one, without disturbing generation."""
+        ...
+
+    def staged_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The memory that `swap` will serve."""
         ...
 
     def swap(self, version: int, digest: str, timeout_s: float) -> float:
@@ -229,23 +235,20 @@ class ReplicaUpdater:
         tensors = await self._bring(manifest, offload)
         await self._do("stage", offload, self._engine.stage, tensors)
         del tensors
-        if self.replica.may_serve:
-            self._pause_s = await self._do(
-                "swap", offload, self._engine.swap, manifest.version, manifest.digest, self._change_timeout_s
-            )
-            # From here on the new version serves; the proof is read from its own memory while it does.
-            effects = self._tell(Swapped(manifest.version, manifest.digest))
-            await self._prove(manifest, offload)
-            await self._perform(effects, offload)
-            return
-        await self._do("quiesce", offload, self._engine.sleep, self._change_timeout_s)
-        self._tell(Quiesced())
+        found = await self._do("prove", offload, self._staged_digest)
+        if found != manifest.digest:
+            raise RemoteProtocolError(f"what was staged is not {describe(manifest)}: its memory has digest {found}")
+        if not self.replica.may_serve:
+            await self._do("quiesce", offload, self._engine.sleep, self._change_timeout_s)
+            self._tell(Quiesced())
         self._pause_s = await self._do(
             "swap", offload, self._engine.swap, manifest.version, manifest.digest, self._change_timeout_s
         )
-        await self._prove(manifest, offload)
-        self._tell(Verified(manifest.version, manifest.digest))
-        await self._perform([ResumeEngine()], offload)
+        if self.replica.may_serve:
+            await self._perform(self._tell(Swapped(manifest.version, manifest.digest)), offload)
+        else:
+            self._tell(Verified(manifest.version, manifest.digest))
+            await self._perform([ResumeEngine()], offload)
 
     async def _in_place(self, manifest: Manifest, offload: Offload) -> None:
         tensors = await self._bring(manifest, offload)
@@ -299,6 +302,9 @@ class ReplicaUpdater:
         found = await self._do("recheck", offload, self._served_digest)
         if found != self.replica.digest:
             await self._fence(self.replica.digest, found, offload)
+
+    def _staged_digest(self) -> str:
+        return digest_of(self._engine.staged_tensors())
 
     def _served_digest(self) -> str:
         return digest_of(self._engine.served_tensors())
