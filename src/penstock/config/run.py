@@ -50,7 +50,7 @@ class ControlSection(Section):
     """Silence after which a process is suspected."""
     reap_after_s: Seconds = 15.0
     """Silence after which a process is given up and its leases are issued again."""
-    wedged_after_s: Seconds = 120.0
+    wedged_after_s: Seconds = 600.0
     """No progress for so long, though heartbeats arrive, counts as silence too."""
     startup_grace_s: Seconds = 120.0
     """How long the first processes may take to register."""

@@ -12,7 +12,7 @@ from penstock.batch.advantage import Advantage, compute
 from penstock.batch.codec import decode
 from penstock.batch.pack import MicroBatch, PackSettings, pack
 from penstock.control.io.client import ControlClient
-from penstock.errors import RemoteProtocolError
+from penstock.errors import PeerLost, RemoteProtocolError
 from penstock.payload.io.fetch import BatchFetcher, FetchReport
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, StepIndex
@@ -77,10 +77,14 @@ class Feed:
     async def _ask(self, step: StepIndex) -> BatchReady | None:
         process = self._process
         while not process.stop.requested:
-            reply = await self._client.call(
-                AskBatch(pipeline=self._client.pipeline, member=process.member, step=step, wait_s=ASK_FOR_S),
-                timeout_s=ASK_FOR_S + 20.0,
-            )
+            try:
+                reply = await self._client.call(
+                    AskBatch(pipeline=self._client.pipeline, member=process.member, step=step, wait_s=ASK_FOR_S)
+                )
+            except PeerLost:
+                if process.stop.requested:  # the call was cut short by the shutdown
+                    return None
+                raise
             match reply:
                 case BatchReady():
                     return reply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,10 +96,12 @@ class ScoredEnvironment:
         return getattr(self._environment, name)
 
 
-def engine_of(policy: LanguagePolicy | ControlPolicy, seed: int) -> TorchEngine | PolicyEngine:
+def engine_of(
+    policy: LanguagePolicy | ControlPolicy, seed: int, progressed: Callable[[], None]
+) -> TorchEngine | PolicyEngine:
     """The engine that serves a policy. It has no digest yet: it may not serve before published weights are in."""
     if isinstance(policy, LanguagePolicy):
-        return TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, seed=seed)
+        return TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, seed=seed, progressed=progressed)
     return PolicyEngine(policy.module, seed=seed)
 
 

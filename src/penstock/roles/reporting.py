@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock.control.io.client import ControlClient
+from penstock.control.io.heartbeat import Sidecar
 from penstock.records.ids import PipelineName
 from penstock.roles.process import RoleProcess
 from penstock.runtime.lag import LagMonitor
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 2.0
 LEAVE_S = 5.0
+HURRY_S = 2.0
 
 
 @asynccontextmanager
@@ -38,17 +40,36 @@ async def connected(process: RoleProcess, role: Role, **details: Any) -> AsyncIt
         registered = await client.call(register)
         assert isinstance(registered, Registered)
         log.info("registered as %s; %s at version %d", process.member, registered.phase, registered.version)
+        sidecar = Sidecar.start(
+            process.run.endpoint_path,
+            process.run.token(),
+            pipeline,
+            process.member,
+            process.progress,
+            every_s=control.heartbeat_every_s,
+        )
         try:
             yield client
         finally:
             goodbye = Unregister(pipeline=pipeline, member=process.member, reason=process.stop.reason or "finished")
             steps: list[tuple[str, Callable[[], Any]]] = [
                 ("unregister", lambda: client.call(goodbye, timeout_s=LEAVE_S)),
+                ("stop the heartbeat", lambda: asyncio.to_thread(sidecar.stop, LEAVE_S)),
             ]
             client.hurry(LEAVE_S)
             await teardown(steps, deadline_s=LEAVE_S)
     finally:
         await client.close()
+
+
+async def heed_stop(
+    process: RoleProcess, client: ControlClient, tell: Callable[[str], None] = lambda reason: None
+) -> None:
+    """Once asked to stop, no call is retried or held for long: a controller that is gone cannot hold this process."""
+    reason = await process.stop.wait()
+    log.info("stopping: %s", reason)
+    tell(reason)
+    client.hurry(HURRY_S)
 
 
 async def report_gauges(

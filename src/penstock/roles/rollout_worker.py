@@ -14,7 +14,7 @@ from penstock.errors import RunFailed
 from penstock.payload.io.shm import Ring
 from penstock.roles.models import engine_of, environment_of, policy_of, workload_of
 from penstock.roles.process import RoleProcess
-from penstock.roles.reporting import connected, report_gauges
+from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.roles.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
@@ -47,7 +47,7 @@ async def main(process: RoleProcess) -> None:
             connected(process, "rollout", ring=address, prompt_count=environment.count) as client,
             Tasks() as tasks,
         ):
-            desk = WorkerDesk(client, engine.serving, ring)
+            desk = WorkerDesk(process, client, engine.serving, ring)
             serving = asyncio.Event()
             updater = ReplicaUpdater(
                 engine,
@@ -61,7 +61,7 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("watch the loop", lag.run())
             tasks.spawn("update weights", updater.run())
             tasks.spawn("report gauges", report_gauges(process, client, lag, runner.statistics))
-            tasks.spawn("heed the stop", _stop_runner(process, runner))
+            tasks.spawn("heed the stop", heed_stop(process, client, runner.stop))
             if await _first_weights(process, serving):
                 log.info("generation ended: %s", await runner.run())
             tasks.cancel()
@@ -76,7 +76,7 @@ def _build(process: RoleProcess) -> tuple[Any, Any, Any]:
     policy = policy_of(config, pipeline, environment, pipeline.rollout.device)
     # Every incarnation draws other samples: a restarted worker must not repeat what it drew before.
     seed = zlib.crc32(process.member.encode()) ^ config.run.seed
-    engine = engine_of(policy, seed)
+    engine = engine_of(policy, seed, lambda: process.progress.moved("generating"))
     return environment, engine, workload_of(pipeline, environment, policy, engine)
 
 
@@ -109,7 +109,3 @@ async def _first_weights(process: RoleProcess, serving: asyncio.Event) -> bool:
     if not done:
         raise RunFailed(f"{process.name}: the trainer published no weights within {FIRST_WEIGHTS_S:.0f} s")
     return arriving in done
-
-
-async def _stop_runner(process: RoleProcess, runner: Runner) -> None:
-    runner.stop(await process.stop.wait())

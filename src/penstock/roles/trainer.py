@@ -18,7 +18,7 @@ from penstock.roles.feed import Feed, PreparedBatch
 from penstock.roles.models import environment_of, loss_of, optimizer_of, policy_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.publishing import Publishing
-from penstock.roles.reporting import connected, report_gauges
+from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
@@ -54,6 +54,7 @@ async def main(process: RoleProcess) -> None:
             feed = Feed(process, client, fetcher, fetching, resolve(pipeline.train.advantage), settings)
             tasks.spawn("watch the loop", lag.run())
             tasks.spawn("publish weights", publishing.run())
+            tasks.spawn("heed the stop", heed_stop(process, client))
             tasks.spawn("report gauges", report_gauges(process, client, lag))
             loop = TrainingLoop(process, client, learner, feed, publishing, training)
             await loop.run(step)

@@ -9,12 +9,13 @@ import numpy as np
 
 from penstock.batch.codec import encode
 from penstock.control.io.client import ControlClient
-from penstock.errors import RemoteProtocolError
+from penstock.errors import PeerLost, RemoteProtocolError
 from penstock.payload.io.shm import Ring
 from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
+from penstock.roles.process import RoleProcess
 from penstock.rollout.io.serving import Serving
 from penstock.weights.io.updater import ReplicaReport
 from penstock.wire.messages import (
@@ -35,23 +36,28 @@ WRITE_S = 120.0
 class WorkerDesk:
     """Leases, deliveries and weights, as the runner and the updater ask for them."""
 
-    def __init__(self, client: ControlClient, serving: Serving, ring: Ring) -> None:
+    def __init__(self, process: RoleProcess, client: ControlClient, serving: Serving, ring: Ring) -> None:
+        self._process = process
         self._client = client
         self._serving = serving
         self._ring = ring
         self._requests = itertools.count()
 
     async def lease(self, samples: int, wait_s: float) -> Leased:
-        reply = await self._client.call(
-            AskLease(
-                pipeline=self._client.pipeline,
-                member=self._client.member,
-                request=next(self._requests),
-                samples=samples,
-                version=Version(self._serving.version),
-                wait_s=wait_s,
-            )
+        ask = AskLease(
+            pipeline=self._client.pipeline,
+            member=self._client.member,
+            request=next(self._requests),
+            samples=samples,
+            version=Version(self._serving.version),
+            wait_s=wait_s,
         )
+        try:
+            reply = await self._client.call(ask)
+        except PeerLost:
+            if self._process.stop.requested:  # the call was cut short by the shutdown
+                return Leased((), "throttled", "stopped")
+            raise
         if not isinstance(reply, Leased):
             raise RemoteProtocolError(f"the controller answered a request for a lease with {reply!r}")
         if reply.discard:
