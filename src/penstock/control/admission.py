@@ -1,4 +1,4 @@
-"""How much may be leased now.
+"""How much may be leased now, and whether anything can still fill a step.
 
     capacity = (max_staleness + version + 1) * batch - (version * batch + in flight)
 
@@ -43,6 +43,28 @@ class Admission:
         if self.steps is None:
             return True
         return (self.steps - ledger.state.version) * ledger.groups_per_step > ledger.live_groups
+
+    @property
+    def drained(self) -> bool:
+        """Nothing but complete groups is left, and nothing more can be issued."""
+        return self.ledger.open_groups == 0 and not self.ledger.prompts_left
+
+    @property
+    def finished(self) -> bool:
+        """No sample, buffered or in flight, can fill a further step."""
+        if self.ledger.state.version == self.steps:
+            return True
+        return self.drained and self.ledger.live_groups == 0
+
+    def batch_is_ready(self) -> bool:
+        """Whether the next step has a full batch, or all that a last, partial one will ever have."""
+        ledger = self.ledger
+        if self.steps is not None and ledger.state.next_step >= self.steps:
+            return False
+        if ledger.ready_groups >= ledger.groups_per_step:
+            return True
+        nothing_ahead = ledger.state.next_step == ledger.state.version
+        return nothing_ahead and self.drained and ledger.ready_groups > 0
 
     def can_lease(self) -> bool:
         """Whether an ask from a worker with the newest weights would be granted now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from penstock.control.samples import NO_VERSION, NOT_LEASED, Group, LedgerState
 from penstock.errors import InvalidTransition
 
@@ -33,6 +35,8 @@ def audit(state: LedgerState, *, group_size: int, max_staleness: int) -> None:
     _must(state.counts["dropped"] == sum(state.dropped.values()), "dropped samples and their reasons disagree")
     missing = state.next_sample - sum(state.counts.values())
     _must(missing == 0, f"{missing} of {state.next_sample} issued samples are unaccounted for")
+    promised = Counter(group.promised for group in state.groups.values() if group.stage == "open")
+    _must(promised == state.promised_by_version, "the open groups and the versions they were leased under disagree")
     _audit_prompts(state)
 
 

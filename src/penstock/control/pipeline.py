@@ -14,38 +14,27 @@ from penstock.control import events, phase
 from penstock.control.admission import Admission, ThrottleChange, watch_throttle
 from penstock.control.diagnosis import Observer
 from penstock.control.effects import (
-    AcceptDelivery,
     AcceptHeartbeat,
     AcceptMember,
     Announce,
     Confirm,
-    ConfirmComplete,
-    DeferBatch,
     Effect,
     EvictMember,
     FailRun,
-    GiveBatch,
-    GrantLeases,
     Log,
-    OfferWeights,
     RefuseCall,
-    RefuseLease,
     ReleasePayloads,
 )
 from penstock.control.ledger import GroupFilter, Ledger
 from penstock.control.membership import Member, Membership
 from penstock.control.samples import LedgerState
-from penstock.control.settings import RECENT_STEPS, PipelineSettings, PipelineState, StepSummary
-from penstock.errors import InvalidTransition, LocalProtocolError, Stale
-from penstock.records.batch import Batch, BatchGroup
-from penstock.records.ids import MemberId, SampleId, StepIndex, Version
-from penstock.records.prompt import PromptLease
-from penstock.records.rollout import FailedRollout, Rollout
+from penstock.control.settings import Outcome, PipelineSettings, PipelineState
+from penstock.control.trainer_side import TrainerSide
+from penstock.control.worker_side import WorkerSide
+from penstock.errors import InvalidTransition
+from penstock.records.ids import MemberId, StepIndex, Version
 from penstock.records.weights import Manifest
-from penstock.wire.messages import Phase
-
-Outcome = tuple[list[Effect], bool]
-"""What to do, and whether the state changed."""
+from penstock.wire.messages import Phase, Role
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PipelineState)
@@ -72,7 +61,9 @@ class PipelineControl:
         )
         self.members = Membership(settings.patience, state.members)
         self.admission = Admission(self.ledger, settings.steps)
-        self._observer = Observer(settings, state, self.ledger, self.members, self.admission)
+        self.observer = Observer(settings, state, self.ledger, self.members, self.admission)
+        self._worker_side = WorkerSide(settings, state, self.ledger, self.admission)
+        self._trainer_side = TrainerSide(settings, state, self.ledger, self.members, self.admission, self.observer)
 
     def snapshot(self) -> bytes:
         """The whole state; equal states give equal bytes."""
@@ -99,39 +90,16 @@ class PipelineControl:
 
     @property
     def newest(self) -> Version:
-        """The highest version that exists: samples of higher ones come from a trainer that is gone."""
-        weights = self.state.weights
-        return max(self.ledger.state.version, weights.version if weights is not None else Version(0))
-
-    @property
-    def drained(self) -> bool:
-        """Nothing but complete groups is left, and nothing more can be issued."""
-        return self.ledger.open_groups == 0 and not self.ledger.prompts_left
-
-    @property
-    def finished(self) -> bool:
-        """No sample, buffered or in flight, can fill a further step."""
-        if self.ledger.state.version == self.settings.steps:
-            return True
-        return self.drained and self.ledger.live_groups == 0
-
-    def can_give_batch(self) -> bool:
-        """Whether the next step's batch could be formed now; the last one may be partial."""
-        ledger, steps = self.ledger, self.settings.steps
-        if steps is not None and ledger.state.next_step >= steps:
-            return False
-        if ledger.ready_groups >= ledger.groups_per_step:
-            return True
-        alone = ledger.state.next_step == ledger.state.version
-        return alone and self.drained and ledger.ready_groups > 0
+        """The highest version that exists."""
+        return self.state.newest
 
     def status(self, now: float) -> dict[str, float | str]:
         """Plain numbers for metrics and the live view."""
-        return self._observer.status(now)
+        return self.observer.status(now)
 
     def diagnose(self, now: float) -> str:
         """Who waits for what, since when, and who should have moved."""
-        return self._observer.diagnose(now)
+        return self.observer.diagnose(now)
 
     def check(self) -> None:
         """Raises if an invariant of the ledger, the admission or the phase is broken."""
@@ -142,7 +110,7 @@ class PipelineControl:
         for member in self.state.ledger.leases:
             if member not in self.state.members.live:
                 raise InvalidTransition(f"{member} holds leases but is not a live member")
-        if self.state.phase == "complete" and not self.finished:
+        if self.state.phase == "complete" and not self.admission.finished:
             raise InvalidTransition("the pipeline is complete although samples could still fill a step")
 
     def __repr__(self) -> str:
@@ -158,32 +126,8 @@ class PipelineControl:
         if first:
             state.started_at = state.last_event_at = state.progressed_at = now
         could_lease, awaited = self.admission.can_lease(), state.ledger.awaiting_count
-        could_batch = self.can_give_batch()
-        match event:
-            case events.LeaseAsked():
-                effects, changed = self._on_lease_asked(event)
-            case events.Delivered():
-                effects, changed = self._on_delivered(event)
-            case events.BatchAsked():
-                effects, changed = self._on_batch_asked(event, now)
-            case events.StepAcked():
-                effects, changed = self._on_step_acked(event)
-            case events.HeartbeatHeard():
-                effects, changed = self._on_heartbeat(event, now)
-            case events.TimePassed():
-                effects, changed = self._on_time_passed(now)
-            case events.MemberRegistered():
-                effects, changed = self._on_registered(event, now)
-            case events.MemberLeft():
-                effects, changed = self._on_left(event, now)
-            case events.CheckpointSaved():
-                effects, changed = self._on_checkpoint(event)
-            case events.WeightsPublished():
-                effects, changed = self._on_weights(event)
-            case events.RunResumed():
-                effects, changed = self._on_resumed(now)
-            case events.StopAsked():
-                effects, changed = self._on_stop(event)
+        could_batch = self._trainer_side.can_give_batch(state.last_event_at)
+        effects, changed = self._decide(event, now)
         if not changed and not first:
             return effects
         state.revision += 1
@@ -195,29 +139,74 @@ class PipelineControl:
         self._watch(effects, now)
         if self.admission.can_lease() and (not could_lease or state.ledger.awaiting_count > awaited):
             effects.append(Announce("leases"))
-        if self.can_give_batch() and not could_batch:
+        if not could_batch and self._trainer_side.can_give_batch(now):
             effects.append(Announce("batches"))
         return effects
 
+    def _decide(self, event: events.Event, now: float) -> Outcome:
+        match event:
+            case events.TimePassed():
+                return self._on_time_passed(now)
+            case events.HeartbeatHeard():
+                return self._on_heartbeat(event, now)
+            case events.MemberRegistered():
+                return self._on_registered(event, now)
+            case events.MemberLeft():
+                return self._on_left(event, now)
+            case events.RunResumed():
+                return self._on_resumed(now)
+            case events.StopAsked():
+                return self._on_stop(event)
+        workers_call = isinstance(event, events.LeaseAsked | events.Delivered)
+        caller = self._caller(event.member, "rollout" if workers_call else "trainer")
+        if isinstance(caller, RefuseCall):
+            return [caller], False
+        match event:
+            case events.LeaseAsked():
+                return self._worker_side.lease_asked(event, caller)
+            case events.Delivered():
+                return self._worker_side.delivered(event)
+            case events.BatchAsked():
+                return self._trainer_side.batch_asked(event, now)
+            case events.StepAcked():
+                return self._trainer_side.step_acked(event)
+            case events.CheckpointSaved():
+                return self._trainer_side.checkpoint_saved(event)
+            case events.WeightsPublished():
+                return self._trainer_side.weights_published(event)
+
+    def _caller(self, member: MemberId, role: Role) -> Member | RefuseCall:
+        found = self.members.get(member)
+        if found is None:
+            return RefuseCall("Stale", self.members.why_unknown(member))
+        if found.role != role:
+            return RefuseCall("LocalProtocolError", f"{member} is a {found.role}; this call is for a {role}")
+        return found
+
     def _watch(self, effects: list[Effect], now: float) -> None:
-        """Draws what follows from any change: the phase, the throttle, payloads nobody will read."""
-        state = self.state
-        if self.ledger.released:
-            effects.append(ReleasePayloads(tuple(self.ledger.released)))
-            self.ledger.released.clear()
+        """Draws what follows from any change: payloads nobody will read, a ready batch, the phase, the throttle."""
+        state, admission = self.state, self.admission
+        released = self.ledger.take_released()
+        if released:
+            effects.append(ReleasePayloads(released))
+        if not admission.batch_is_ready():
+            state.batch_ready_at = None
+        elif state.batch_ready_at is None:
+            state.batch_ready_at = now
         prospects = phase.Prospects(
             stop_asked=state.stop_asked,
-            finished=self.finished,
+            finished=admission.finished,
             safe=state.ledger.durable == state.ledger.version or state.trainer_left_well,
-            still_needed=self.admission.still_needed(),
+            still_needed=admission.still_needed(),
         )
         former, state.phase = state.phase, phase.decide(state.phase, prospects)
         if state.phase != former:
-            effects.append(Log("info", f"{self.settings.name}: {former} -> {state.phase} at step {self.newest}"))
+            line = f"{self.settings.name}: {former} -> {state.phase} after {state.ledger.version} steps"
+            effects.append(Log("info", line))
             effects.extend((Announce("phase"), Announce("leases"), Announce("batches")))
-        elif self.finished:
+        elif prospects.finished:
             effects.append(Announce("batches"))
-        closed = state.phase == "running" and not self.admission.can_lease()
+        closed = state.phase == "running" and not admission.can_lease()
         change = watch_throttle(state.throttle, closed=closed, now=now, report_every_s=self.settings.throttle_report_s)
         if change is not None:
             effects.append(self._throttle_line(change))
@@ -237,9 +226,9 @@ class PipelineControl:
             return [RefuseCall("Stale", self.members.why_unknown(event.member))], False
         effects: list[Effect] = []
         known = self.members.get(event.member) is not None
-        step = event.step if event.step is not None else StepIndex(ledger.version)
         if event.role == "trainer":
-            refusal = self._place_trainer(step, known, effects)
+            step = event.step if event.step is not None else StepIndex(ledger.version)
+            refusal = self._trainer_side.place(step, known, effects)
             if refusal is not None:
                 return [refusal], False
             former = self.members.trainer()
@@ -253,34 +242,6 @@ class PipelineControl:
             effects.append(Log("info", f"{self.settings.name}: {event.role} {event.member} joined"))
         answer = AcceptMember(state.phase, ledger.version, StepIndex(ledger.version))
         return [answer, *effects], True
-
-    def _place_trainer(self, step: StepIndex, known: bool, effects: list[Effect]) -> RefuseCall | None:
-        """Brings the ledger to the step a (re)started trainer begins with, or says why that cannot be."""
-        state, ledger = self.state, self.state.ledger
-        if step > ledger.version and not known:
-            if step != ledger.version + 1 or ledger.version not in ledger.steps:
-                sentence = (
-                    f"the trainer starts at step {step}, but the journal knows only {ledger.version} trained steps"
-                )
-                return RefuseCall("RunFailed", f"{sentence}; resume with an older checkpoint")
-            self.ledger.acknowledge(StepIndex(ledger.version), ())
-            effects.append(Log("warning", f"step {step - 1} was in the trainer's checkpoint but never acknowledged"))
-        if step < ledger.version:
-            trained = ledger.version
-            try:
-                redone = self.ledger.roll_back(step)
-            except Stale as error:
-                return RefuseCall("RunFailed", f"{error}; the checkpoint it was started from is not the newest")
-            line = f"training rolled back from step {trained} to {step}; {redone} prompts are issued again"
-            effects.append(Log("warning", line))
-        elif not known:
-            self.ledger.undo_after(step)
-        if not known:
-            if state.weights is not None and state.weights.version > step:
-                state.weights = None
-            for version in [version for version in state.digests if version > step]:
-                del state.digests[version]
-        return None
 
     def _on_left(self, event: events.MemberLeft, now: float) -> Outcome:
         member = self.members.get(event.member)
@@ -303,195 +264,7 @@ class PipelineControl:
         changed = known and self.members.beat(event, now)
         return [AcceptHeartbeat(known, self.state.phase)], changed
 
-    # -- samples ------------------------------------------------------------------------------------------------
-
-    def _on_lease_asked(self, event: events.LeaseAsked) -> Outcome:
-        state = self.state
-        member = self._caller(event.member, "rollout")
-        if isinstance(member, RefuseCall):
-            return [member], False
-        if event.request == member.request:
-            return [GrantLeases(member.granted, state.phase)], False
-        if event.request < member.request:
-            sentence = f"lease request {event.request} of {event.member} was answered long ago"
-            return [RefuseCall("Stale", f"{sentence}: its latest is {member.request}")], False
-        if event.samples < 1:
-            return [RefuseCall("LocalProtocolError", f"{event.member} asked for {event.samples} samples")], False
-        if state.phase in ("complete", "stopped"):
-            return [RefuseLease("exhausted", state.phase)], False
-        if event.version > self.newest or event.version < self.admission.min_version_awaiting():
-            return [RefuseLease("version_too_old", state.phase)], False
-        leases = self._grant(event)
-        if not leases:
-            verdict = "version_too_old" if self.admission.can_lease() else "throttled"
-            return [RefuseLease(verdict, state.phase)], False
-        member.request, member.granted, member.version = event.request, leases, event.version
-        return [GrantLeases(leases, state.phase)], True
-
-    def _grant(self, event: events.LeaseAsked) -> tuple[PromptLease, ...]:
-        ledger, admission = self.ledger, self.admission
-        budget = admission.share(event.samples, event.waiting)
-        leases = ledger.lease_awaiting(event.member, budget, admission.min_version_awaiting())
-        budget -= sum(len(lease.samples) for lease in leases)
-        while budget > 0 and ledger.prompts_left and admission.capacity() >= ledger.group_size:
-            min_version = admission.min_version_fresh(self.newest)
-            if event.version < min_version or (leases and budget < ledger.group_size):
-                break
-            leases.append(ledger.lease_group(event.member, budget, min_version))
-            budget -= ledger.group_size
-        return tuple(leases)
-
-    def _on_delivered(self, event: events.Delivered) -> Outcome:
-        member = self._caller(event.member, "rollout")
-        if isinstance(member, RefuseCall):
-            return [member], False
-        state, ledger = self.state, self.ledger
-        moves, aside = ledger.state.moves, len(ledger.state.set_aside)
-        refused: list[SampleId] = []
-        reasons: list[str] = []
-        for rollout in event.rollouts:
-            why = self._take_rollout(event.member, rollout)
-            if why:
-                refused.append(rollout.sample)
-                reasons.append(f"sample {rollout.sample} {why}")
-        booked = [(failure.sample, ledger.fail(event.member, failure)) for failure in event.failures]
-        booked += [(sample, ledger.give_back(event.member, sample)) for sample in event.returned]
-        for sample, why in booked:
-            if why:
-                refused.append(sample)
-                reasons.append(f"sample {sample} {why}")
-        effects: list[Effect] = [AcceptDelivery(tuple(refused), "; ".join(reasons[:4]))]
-        set_aside = len(ledger.state.set_aside) - aside
-        if len(event.rollouts) > len(refused):
-            state.set_aside_in_a_row = 0
-        if set_aside:
-            state.set_aside_in_a_row += set_aside
-            effects.extend(self._mourn(event.failures[-1] if event.failures else None))
-        return effects, ledger.state.moves > moves
-
-    def _take_rollout(self, member: MemberId, rollout: Rollout) -> str:
-        expected = self.state.digests.get(rollout.version)
-        if (
-            expected is not None
-            and rollout.weights_digest != expected
-            and self.ledger.state_of(rollout.sample) == "leased"
-        ):
-            self.state.wrong_weights += 1
-            self.ledger.reject(member, rollout.sample)
-            return f"was made with weights {rollout.weights_digest!r}, but version {rollout.version} is {expected!r}"
-        return self.ledger.deliver(member, rollout, self.newest)
-
-    def _mourn(self, failure: FailedRollout | None) -> list[Effect]:
-        state, settings = self.state, self.settings
-        prompt, aside = next(reversed(state.ledger.set_aside.items()))
-        line = f"{settings.name}: prompt {prompt} set aside after {aside.failures} failures in {aside.hook}"
-        effects: list[Effect] = [Log("warning", f"{line}: {aside.error}")]
-        if state.set_aside_in_a_row >= settings.set_aside_in_a_row_allowed and not state.stop_asked:
-            hook, error = (failure.hook, failure.error) if failure is not None else (aside.hook, aside.error)
-            last = error.strip().splitlines()[-1] if error.strip() else "no message"
-            sentence = (
-                f"{state.set_aside_in_a_row} prompts in a row failed and none succeeded; the last in {hook}: {last}"
-            )
-            effects.append(self._fail(sentence))
-        return effects
-
-    # -- steps --------------------------------------------------------------------------------------------------
-
-    def _on_batch_asked(self, event: events.BatchAsked, now: float) -> Outcome:
-        member = self._caller(event.member, "trainer")
-        if isinstance(member, RefuseCall):
-            return [member], False
-        state, ledger = self.state, self.ledger.state
-        if event.step < ledger.version:
-            sentence = f"step {event.step} was acknowledged already, the next is {ledger.version}"
-            return [RefuseCall("LocalProtocolError", f"{sentence}; a restarted trainer registers with its step")], False
-        if event.step in ledger.steps:
-            return [self._batch(event.step)], False
-        if self.finished or event.step == self.settings.steps:
-            return [ConfirmComplete(StepIndex(ledger.version))], False
-        if event.step > ledger.version + 1:
-            return [
-                RefuseCall("LocalProtocolError", f"step {event.step} was asked for, the next is {ledger.version}")
-            ], False
-        if event.step != ledger.next_step or not self.can_give_batch() or state.phase == "stopped":
-            return [DeferBatch(self._observer.batch_waits_for(), state.phase)], False
-        last = self.drained and self.ledger.ready_groups <= self.settings.groups_per_step
-        final = event.step + 1 == self.settings.steps or (last and ledger.next_step == ledger.version)
-        self.ledger.dispatch(final=final, now=now)
-        return [self._batch(event.step)], True
-
-    def _batch(self, step: StepIndex) -> GiveBatch:
-        books = self.ledger.state.steps[step]
-        groups = []
-        rings: dict[str, None] = {}
-        for prompt in books.prompts:
-            group = self.ledger.state.groups[prompt]
-            payloads = tuple(payload for payload in group.payloads if payload is not None)
-            rings.update(dict.fromkeys(payload.ring for payload in payloads))
-            groups.append(
-                BatchGroup(
-                    prompt=prompt,
-                    attempt=group.attempt,
-                    samples=tuple(group.samples),
-                    rewards=tuple(group.rewards),
-                    versions=tuple(group.versions),
-                    lengths=tuple(group.lengths),
-                    payloads=payloads,
-                )
-            )
-        known = self.state.members.rings
-        addresses = tuple(known[ring] for ring in rings if ring in known)
-        return GiveBatch(Batch(step, tuple(groups), books.final), addresses)
-
-    def _on_step_acked(self, event: events.StepAcked) -> Outcome:
-        member = self._caller(event.member, "trainer")
-        if isinstance(member, RefuseCall):
-            return [member], False
-        state, ledger = self.state, self.ledger
-        books = ledger.state.steps.get(event.step)
-        try:
-            changed = ledger.acknowledge(event.step, event.missing_prompts)
-        except LocalProtocolError as error:
-            return [RefuseCall("LocalProtocolError", error.message)], False
-        if not changed or books is None:
-            return [Confirm()], False
-        trained = len(books.prompts) * ledger.group_size
-        summary = StepSummary(event.step, trained, books.reward_mean, books.staleness_mean, books.staleness_max)
-        state.recent = [*state.recent[1 - RECENT_STEPS :], summary]
-        self.members.forget_rings(ledger.state.version - self.settings.max_staleness - 1)
-        effects: list[Effect] = [Confirm()]
-        if event.missing_prompts:
-            line = f"step {event.step} was trained without {len(event.missing_prompts)} groups: {event.missing_reason}"
-            effects.append(Log("warning", f"{self.settings.name}: {line}"))
-        return effects, True
-
-    def _on_checkpoint(self, event: events.CheckpointSaved) -> Outcome:
-        member = self._caller(event.member, "trainer")
-        if isinstance(member, RefuseCall):
-            return [member], False
-        try:
-            return [Confirm()], self.ledger.settle(event.step)
-        except LocalProtocolError as error:
-            return [RefuseCall("LocalProtocolError", error.message)], False
-
-    def _on_weights(self, event: events.WeightsPublished) -> Outcome:
-        member = self._caller(event.member, "trainer")
-        if isinstance(member, RefuseCall):
-            return [member], False
-        state, manifest = self.state, event.manifest
-        version, trained = manifest.version, self.ledger.state.version
-        if not 0 <= version <= trained + 1:
-            sentence = f"weights version {version} were published, but only {trained} steps were trained"
-            return [RefuseCall("LocalProtocolError", sentence)], False
-        if manifest == state.weights or (state.weights is not None and version < state.weights.version):
-            return [Confirm()], False
-        state.weights = manifest
-        state.digests[version] = manifest.digest
-        for old in [old for old in state.digests if old < version - self.settings.max_staleness - 1]:
-            del state.digests[old]
-        return [Confirm(), OfferWeights(manifest), Announce("weights")], True
-
-    # -- time and the end -----------------------------------------------------------------------------------------
+    # -- time and the end ---------------------------------------------------------------------------------------
 
     def _on_time_passed(self, now: float) -> Outcome:
         state, settings = self.state, self.settings
@@ -502,7 +275,9 @@ class PipelineControl:
             line = f"{settings.name}: the controller itself was away for {away_s:.0f} s; nobody's silence counts"
             return [Log("warning", line)], True
         effects: list[Effect] = []
-        changed = away_s >= settings.patience.resolution_s
+        waited_enough = self._trainer_side.can_give_batch(now)
+        waited_enough = waited_enough and not self._trainer_side.can_give_batch(state.last_event_at)
+        changed = waited_enough or away_s >= settings.patience.resolution_s
         for finding in self.members.look(now):
             changed = True
             level = "warning" if finding.what != "recovered" else "info"
@@ -524,18 +299,18 @@ class PipelineControl:
         state, settings = self.state, self.settings
         limit_s = settings.exit_without_trainer_s
         if limit_s is not None and state.trainer_lost_at is not None and now - state.trainer_lost_at > limit_s:
-            return [self._fail(f"{settings.name}: no trainer came back within {limit_s:.0f} s of the last one's end")]
-        stalled_s = self._observer.stalled_s(now)
+            return [self._fail(f"no trainer came back within {limit_s:.0f} s of the last one's end")]
+        stalled_s = self.observer.stalled_s(now)
         if settings.stall_fail_after_s is not None and stalled_s > settings.stall_fail_after_s:
-            return [self._fail(f"{settings.name}: nothing moved for {stalled_s:.0f} s: {self.diagnose(now)}")]
+            return [self._fail(f"nothing moved for {stalled_s:.0f} s: {self.diagnose(now)}")]
         if stalled_s > settings.stall_after_s and now - state.stall_reported_at >= settings.stall_after_s:
             state.stall_reported_at = now
             return [Log("warning", f"{settings.name}: stalled for {stalled_s:.0f} s: {self.diagnose(now)}")]
         return []
 
     def _fail(self, sentence: str) -> FailRun:
-        self.state.stop_asked, self.state.failure, self.state.stop_reason = True, sentence, sentence
-        return FailRun(sentence)
+        self.state.fail(f"{self.settings.name}: {sentence}")
+        return FailRun(self.state.failure)
 
     def _on_stop(self, event: events.StopAsked) -> Outcome:
         if self.state.stop_asked:
@@ -548,7 +323,7 @@ class PipelineControl:
         for member in list(state.members.live):
             self._evict(member, "the run was resumed without it")
         lost = self.ledger.lose_payloads()
-        self.ledger.released.clear()
+        self.ledger.take_released()
         state.members.rings.clear()
         state.members.departed_rings.clear()
         state.weights, state.stop_asked, state.stop_reason, state.failure = None, False, "", ""
@@ -557,11 +332,3 @@ class PipelineControl:
         state.trainer_lost_at, state.trainer_left_well, state.set_aside_in_a_row = None, False, 0
         line = f"{self.settings.name}: resumed at step {state.ledger.version}; {lost} prompts are issued again"
         return [Confirm(), Log("info", line)], True
-
-    def _caller(self, member: MemberId, role: str) -> Member | RefuseCall:
-        found = self.members.get(member)
-        if found is None:
-            return RefuseCall("Stale", self.members.why_unknown(member))
-        if found.role != role:
-            return RefuseCall("LocalProtocolError", f"{member} is a {found.role}; this call is for a {role}")
-        return found

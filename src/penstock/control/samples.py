@@ -54,6 +54,8 @@ class Group(msgspec.Struct):
     lengths: list[int]
     missing: int
     """Members not delivered yet."""
+    promised: Version
+    """The weights its first worker had at the lease: about as old as the group will turn out to be."""
     oldest: Version = NO_VERSION
     """The lowest version among the delivered members."""
 
@@ -82,7 +84,6 @@ class StepBooks(msgspec.Struct):
     reward_mean: float
     staleness_mean: float
     staleness_max: int
-    samples: int
 
 
 class LedgerState(msgspec.Struct):
@@ -108,6 +109,8 @@ class LedgerState(msgspec.Struct):
     redo: dict[PromptIndex, Redo] = msgspec.field(default_factory=dict)
     leases: dict[MemberId, dict[SampleId, None]] = msgspec.field(default_factory=dict)
     open_by_version: dict[Version, dict[PromptIndex, None]] = msgspec.field(default_factory=dict)
+    promised_by_version: dict[Version, int] = msgspec.field(default_factory=dict)
+    """How many open groups were leased under each version."""
     ready_by_version: dict[Version, dict[PromptIndex, None]] = msgspec.field(default_factory=dict)
     steps: dict[StepIndex, StepBooks] = msgspec.field(default_factory=dict)
     settled_prompts: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.control.admission import ThrottleState
+from penstock.control.effects import Effect
 from penstock.control.membership import MembershipState, Patience
 from penstock.control.samples import LedgerState
 from penstock.records.ids import PipelineName, Version
@@ -12,6 +13,9 @@ from penstock.records.weights import Manifest
 from penstock.wire.messages import Phase
 
 RECENT_STEPS = 16
+
+Outcome = tuple[list[Effect], bool]
+"""What handling one event comes to: what to do, and whether the state changed."""
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +28,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompt_limit: int | None = None
     """Prompts in the whole run; None: endless, or `epochs` times what the first worker reports."""
     epochs: int | None = None
+    straggler_wait_s: float = 0.0
+    """How long a full batch waits for groups that would be outdated without it: none of their work is wasted then, and
+    long samples are not weeded out. Past this, the batch leaves without them."""
     max_failures: int = 3
     """A prompt that fails this often is set aside."""
     max_filtered_per_step: int | None = None
@@ -80,8 +87,19 @@ class PipelineState(msgspec.Struct):
     last_event_at: float = 0.0
     progressed_at: float = 0.0
     stall_reported_at: float = 0.0
+    batch_ready_at: float | None = None
+    """Since when the next batch has enough groups."""
     trainer_lost_at: float | None = None
     trainer_left_well: bool = False
     set_aside_in_a_row: int = 0
     wrong_weights: int = 0
     recent: list[StepSummary] = msgspec.field(default_factory=list)
+
+    @property
+    def newest(self) -> Version:
+        """The highest version that exists: samples of higher ones come from a trainer that is gone."""
+        return max(self.ledger.version, self.weights.version if self.weights is not None else Version(0))
+
+    def fail(self, sentence: str) -> None:
+        """The run cannot go on: it stops, and this is why."""
+        self.stop_asked, self.stop_reason, self.failure = True, sentence, sentence

@@ -1,0 +1,218 @@
+"""The rows of the ledger and the only hands that move them.
+
+Here samples begin, change state and end, and here the counts change (`_move`): nowhere else. What should happen to
+a sample, and why, is decided by the ledger above.
+"""
+
+from __future__ import annotations
+
+from penstock.control.samples import MOVES, NO_VERSION, NOT_LEASED, Group, LedgerState, Reason, Redo, State
+from penstock.errors import InvalidTransition
+from penstock.records.ids import MemberId, PromptIndex, SampleId, Version
+from penstock.records.payload import PayloadRef
+from penstock.records.prompt import PromptLease
+from penstock.records.rollout import Rollout
+
+
+class Books:
+    def __init__(self, state: LedgerState, group_size: int) -> None:
+        self.state = state
+        self.group_size = group_size
+        self.released: list[PayloadRef] = []
+        """Payloads of dropped samples since this list was last emptied by the owner."""
+        self._group_of: dict[SampleId, Group] = {
+            sample: group for group in state.groups.values() for sample in group.samples if sample != NOT_LEASED
+        }
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    def find(self, member: MemberId, sample: SampleId) -> tuple[Group | None, int]:
+        """The group of a sample and its place in it, if it was leased to this member and still exists."""
+        group = self._group_of.get(sample)
+        if group is None:
+            return None, -1
+        index = group.samples.index(sample)
+        return (group, index) if group.owners[index] == member else (None, -1)
+
+    def state_of(self, sample: SampleId) -> State | None:
+        """Where a sample is; None once it is dropped, or trained and durable (the journal knows the rest)."""
+        group = self._group_of.get(sample)
+        if group is None:
+            return None
+        if group.stage != "open":
+            return group.stage
+        return "leased" if group.payloads[group.samples.index(sample)] is None else "delivered"
+
+    @staticmethod
+    def is_leased(group: Group, index: int) -> bool:
+        return group.stage == "open" and group.payloads[index] is None
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def open_group(self, prompt: PromptIndex, redo: Redo, member: MemberId, version: Version) -> Group:
+        """A new group whose members all still await a lease; `version` is what its first worker serves."""
+        state, size = self.state, self.group_size
+        group = Group(
+            prompt=prompt,
+            attempt=redo.attempt,
+            failures=redo.failures,
+            stage="open",
+            samples=[NOT_LEASED] * size,
+            owners=[member] * size,
+            payloads=[None] * size,
+            rewards=[0.0] * size,
+            versions=[NO_VERSION] * size,
+            lengths=[0] * size,
+            missing=size,
+            promised=version,
+        )
+        state.groups[prompt] = group
+        state.promised_by_version[version] = state.promised_by_version.get(version, 0) + 1
+        return group
+
+    def lease(self, group: Group, member: MemberId, members: list[int], min_version: Version) -> PromptLease:
+        """New samples for some members of an open group."""
+        state = self.state
+        first = state.next_sample
+        samples = tuple(SampleId(first + k) for k in range(len(members)))
+        state.next_sample = SampleId(first + len(members))
+        held = state.leases.setdefault(member, {})
+        for index, sample in zip(members, samples, strict=True):
+            group.samples[index] = sample
+            group.owners[index] = member
+            self._group_of[sample] = group
+            held[sample] = None
+        self._move(None, "leased", len(members))
+        return PromptLease(group.prompt, group.attempt, samples, tuple(members), min_version)
+
+    def accept(self, group: Group, index: int, rollout: Rollout) -> None:
+        """leased -> delivered."""
+        group.payloads[index] = rollout.payload
+        group.rewards[index] = rollout.reward
+        group.versions[index] = rollout.version
+        group.lengths[index] = rollout.length
+        group.missing -= 1
+        self._end_lease(group, index)
+        if group.oldest == NO_VERSION or rollout.version < group.oldest:
+            shelves = self.state.open_by_version
+            self._unshelve(shelves, group)
+            group.oldest = rollout.version
+            shelves.setdefault(group.oldest, {})[group.prompt] = None
+        self._move("leased", "delivered", 1)
+
+    def buffer(self, group: Group) -> None:
+        """delivered -> buffered, the whole group."""
+        self._close(group)
+        group.stage = "buffered"
+        self.state.ready_by_version.setdefault(group.oldest, {})[group.prompt] = None
+        self._move("delivered", "buffered", self.group_size)
+
+    def dispatch(self, group: Group) -> None:
+        """buffered -> dispatched."""
+        self._unshelve(self.state.ready_by_version, group)
+        group.stage = "dispatched"
+        self._move("buffered", "dispatched", self.group_size)
+
+    def train(self, group: Group) -> None:
+        """dispatched -> trained. Only what a rollback needs is kept."""
+        group.stage = "trained"
+        group.payloads, group.rewards, group.versions, group.lengths = [], [], [], []
+        self._move("dispatched", "trained", self.group_size)
+
+    def settle(self, prompt: PromptIndex) -> None:
+        """A trained group is in a checkpoint: its row is no longer needed, its count stays."""
+        for sample in self.state.groups.pop(prompt).samples:
+            del self._group_of[sample]
+        self.state.settled_prompts += 1
+
+    # -- dropping -----------------------------------------------------------------------------------------------
+
+    def drop_lease(self, group: Group, index: int, reason: Reason) -> None:
+        """Drops one leased sample; its place in the group awaits another one."""
+        state = self.state
+        self._end_lease(group, index)
+        del self._group_of[group.samples[index]]
+        group.samples[index] = NOT_LEASED
+        state.awaiting.setdefault(group.prompt, []).append(index)
+        state.awaiting_count += 1
+        self._move("leased", "dropped", 1, reason)
+
+    def drop_leases_of(self, member: MemberId, reason: Reason) -> int:
+        """Drops every sample leased to a member; returns how many."""
+        held = list(self.state.leases.get(member, ()))
+        for sample in held:
+            group = self._group_of[sample]
+            self.drop_lease(group, group.samples.index(sample), reason)
+        return len(held)
+
+    def drop_group(self, group: Group, reason: Reason, *, redo: bool) -> None:
+        """Drops all of a group, whatever its stage; with `redo` its prompt is queued to be issued again."""
+        state = self.state
+        stage = group.stage
+        if stage == "open":
+            leased = delivered = 0
+            for index, sample in enumerate(group.samples):
+                if sample == NOT_LEASED:
+                    continue
+                if group.payloads[index] is None:
+                    self._end_lease(group, index)
+                    leased += 1
+                else:
+                    delivered += 1
+            state.awaiting_count -= len(state.awaiting.pop(group.prompt, ()))
+            self._close(group)
+            self._move("leased", "dropped", leased, reason)
+            self._move("delivered", "dropped", delivered, reason)
+        else:
+            if stage == "buffered":
+                self._unshelve(state.ready_by_version, group)
+            self._move(stage, "dropped", self.group_size, reason)
+        self.released.extend(payload for payload in group.payloads if payload is not None)
+        for sample in group.samples:
+            if sample != NOT_LEASED:
+                del self._group_of[sample]
+        del state.groups[group.prompt]
+        if redo:
+            state.redo[group.prompt] = Redo(group.attempt + 1, group.failures)
+
+    # -- indices ------------------------------------------------------------------------------------------------
+
+    def _end_lease(self, group: Group, index: int) -> None:
+        owner = group.owners[index]
+        held = self.state.leases[owner]
+        del held[group.samples[index]]
+        if not held:
+            del self.state.leases[owner]
+
+    def _close(self, group: Group) -> None:
+        """Takes a group off the shelves of open groups."""
+        promised = self.state.promised_by_version
+        promised[group.promised] -= 1
+        if not promised[group.promised]:
+            del promised[group.promised]
+        self._unshelve(self.state.open_by_version, group)
+
+    @staticmethod
+    def _unshelve(shelves: dict[Version, dict[PromptIndex, None]], group: Group) -> None:
+        shelf = shelves.get(group.oldest)
+        if shelf is not None:
+            shelf.pop(group.prompt, None)
+            if not shelf:
+                del shelves[group.oldest]
+
+    def _move(self, source: State | None, target: State, samples: int, reason: Reason | None = None) -> None:
+        if (source, target) not in MOVES:
+            raise InvalidTransition(f"a sample cannot go from {source} to {target}")
+        state = self.state
+        if source is not None:
+            state.counts[source] -= samples
+        state.counts[target] += samples
+        if reason is not None:
+            state.dropped[reason] += samples
+        state.moves += samples
+
+    def check_index(self) -> None:
+        """Raises if the index of samples does not agree with the groups."""
+        rows = {sample for group in self.state.groups.values() for sample in group.samples if sample != NOT_LEASED}
+        if self._group_of.keys() != rows:
+            raise InvalidTransition("the books are broken: the index of samples does not agree with the groups")

@@ -1,0 +1,243 @@
+"""The simulated rollout workers and the trainer, written as the real ones run: ask, work, report, repeat."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import msgspec
+
+from penstock.control import effects, events
+from penstock.records.batch import Batch
+from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
+from penstock.records.payload import PayloadRef
+from penstock.records.prompt import PromptLease
+from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.weights import Manifest
+from penstock.sim.desk import AskWeights
+from penstock.sim.engine import Body, Call, Engine, Owner, Signal, Sleep, Until
+from penstock.sim.faults import FaultLog
+
+LONG_POLL_S = 20.0
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things take, in virtual seconds. Generation times are lognormal with this mean and spread."""
+
+    generate_s: float = 4.0
+    generate_spread: float = 0.4
+    step_s: float = 1.0
+    publish_s: float = 0.1
+    load_s: float = 0.2
+    checkpoint_s: float = 0.3
+    heartbeat_s: float = 4.0
+    backoff_s: float = 0.05
+
+
+class SimWorker:
+    """One incarnation of a rollout worker: leases, generates several groups at once, swaps weights in between."""
+
+    def __init__(
+        self, engine: Engine, name: str, random: Random, faults: FaultLog, pace: Pace, *, concurrency: int, slow: float
+    ) -> None:
+        self.owner = Owner(name)
+        self.member = MemberId(name)
+        self.engine = engine
+        self.random = random
+        self.faults = faults
+        self.pace = pace
+        self.slow = slow
+        self.free = concurrency
+        self.busy_s = 0.0
+        self.retired = False
+        """Told that nothing will ever be issued again."""
+        self.muted = False
+        self.weights: Manifest | None = None
+        self._digest = ""
+        self._freed = Signal()
+        self._loaded = Signal()
+        owner = self.owner
+        engine.spawn(owner, self._main())
+
+    def _main(self) -> Body:
+        answer = yield Call(events.MemberRegistered(self.member, "rollout"))
+        if not isinstance(answer, effects.AcceptMember):
+            self.owner.alive = False
+            return
+        self.engine.after(0.0, self._beat)
+        self.engine.spawn(self.owner, self._follow_weights())
+        if self.weights is None:
+            yield Until(self._loaded)
+        request, backoff_s = 0, self.pace.backoff_s
+        while True:
+            if self.free == 0:
+                yield Until(self._freed)
+                continue
+            version = self.weights.version if self.weights is not None else Version(0)
+            answer = yield Call(events.LeaseAsked(self.member, request, self.free, version), LONG_POLL_S)
+            if isinstance(answer, effects.GrantLeases):
+                request += 1
+                backoff_s = self.pace.backoff_s
+                for lease in answer.leases:
+                    self.free -= len(lease.samples)
+                    self.engine.spawn(self.owner, self._generate(lease))
+            elif isinstance(answer, effects.RefuseLease) and answer.verdict == "exhausted":
+                self.retired = True
+                return
+            elif isinstance(answer, effects.RefuseLease):
+                yield Sleep(backoff_s)
+                backoff_s = min(1.0, 2 * backoff_s)
+            else:
+                self.owner.alive = False
+                return
+
+    def _generate(self, lease: PromptLease) -> Body:
+        weights, digest = self.weights, self._digest
+        faults, now = self.faults, self.engine.now
+        spread = self.pace.generate_spread
+        length = self.pace.generate_s * self.slow * self.random.lognormvariate(-spread * spread / 2, spread)
+        yield Sleep(length)
+        self.busy_s += length * len(lease.samples)
+        version = weights.version if weights is not None else Version(0)
+        rollouts: list[Rollout] = []
+        failures: list[FailedRollout] = []
+        for sample in lease.samples:
+            if faults.faults.poisoned(lease.prompt):
+                failures.append(FailedRollout(sample, "prepare", "poisoned prompt"))
+            elif faults.strikes("sample failed", faults.faults.sample_fails, now):
+                failures.append(FailedRollout(sample, "generate", "simulated failure"))
+            else:
+                rollouts.append(self._rollout(sample, version, digest))
+        answer = yield Call(events.Delivered(self.member, tuple(rollouts), tuple(failures)))
+        if isinstance(answer, effects.RefuseCall):
+            self.owner.alive = False
+            return
+        self.free += len(lease.samples)
+        self.engine.fire(self._freed)
+
+    def _rollout(self, sample: SampleId, version: Version, digest: str) -> Rollout:
+        payload = PayloadRef(self.member, 0, sample, 0, 1, sample)
+        return Rollout(sample, version, digest, self.random.random(), 1, payload)
+
+    def _follow_weights(self) -> Body:
+        while True:
+            held = self._digest
+            manifest: Manifest | None = yield Call(AskWeights(held), LONG_POLL_S)
+            if manifest is None:
+                continue
+            yield Sleep(self.pace.load_s)
+            faults = self.faults
+            torn = faults.strikes("wrong weights", faults.faults.wrong_weights, self.engine.now)
+            self.weights, self._digest = manifest, "torn" if torn else manifest.digest
+            self.engine.fire(self._loaded)
+
+    def _beat(self) -> None:
+        """The sidecar: a strand of its own, that works on while its parent is wedged."""
+        if self.owner.alive and not self.muted:
+            ago_s = self.engine.now - self.owner.progressed_at if self.owner.wedged else 0.0
+            _send_beat(self.engine, self.owner, self.member, ago_s)
+            self.engine.after(self.pace.heartbeat_s, self._beat)
+
+
+class Lineage:
+    """What is on the trainer's disk and survives it: the checkpoint, as the list of prompts its weights saw."""
+
+    def __init__(self) -> None:
+        self.step = StepIndex(0)
+        self.prompts: list[list[PromptIndex]] = []
+        """Per step."""
+
+
+class SimTrainer:
+    """One incarnation of the trainer, started from the checkpoint in `lineage`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        lineage: Lineage,
+        faults: FaultLog,
+        pace: Pace,
+        *,
+        checkpoint_every: int,
+        living: Any,
+    ) -> None:
+        self.owner = Owner(name)
+        self.member = MemberId(name)
+        self.engine = engine
+        self.lineage = lineage
+        self.faults = faults
+        self.pace = pace
+        self.checkpoint_every = checkpoint_every
+        self.living = living
+        self.busy_s = 0.0
+        self.done = False
+        self.seen: list[list[PromptIndex]] = list(lineage.prompts)
+        engine.spawn(self.owner, self._main(lineage.step))
+
+    def _main(self, step: StepIndex) -> Body:
+        answer = yield Call(events.MemberRegistered(self.member, "trainer", step=step, lineage=self.owner.name))
+        if not isinstance(answer, effects.AcceptMember):
+            self.owner.alive = False
+            return
+        self.engine.after(0.0, self._beat)
+        yield from self._publish(Version(step))
+        while True:
+            answer = yield Call(events.BatchAsked(self.member, step), LONG_POLL_S)
+            if isinstance(answer, effects.ConfirmComplete):
+                break
+            if isinstance(answer, effects.RefuseCall):
+                self.owner.alive = False
+                return
+            if isinstance(answer, effects.DeferBatch):
+                continue
+            missing = self._fetch(answer.batch)
+            yield Sleep(self.pace.step_s)
+            self.busy_s += self.pace.step_s
+            self.seen.append([group.prompt for group in answer.batch.groups if group.prompt not in missing])
+            yield from self._publish(Version(step + 1))
+            answer = yield Call(events.StepAcked(self.member, step, tuple(missing), "simulated loss"))
+            if isinstance(answer, effects.RefuseCall):
+                self.owner.alive = False
+                return
+            step = StepIndex(step + 1)
+            if step % self.checkpoint_every == 0:
+                yield from self._checkpoint(step)
+        yield from self._checkpoint(step)
+        yield Call(events.MemberLeft(self.member, "training is complete"))
+        self.done = True
+
+    def _fetch(self, batch: Batch) -> dict[PromptIndex, None]:
+        missing: dict[PromptIndex, None] = {}
+        for group in batch.groups:
+            gone = any(not self.living(payload.ring) for payload in group.payloads)
+            if gone:
+                self.faults.count("payload died with its worker")
+            if gone or self.faults.strikes("payload lost", self.faults.faults.lose_payload, self.engine.now):
+                missing[group.prompt] = None
+        return missing
+
+    def _publish(self, version: Version) -> Body:
+        yield Sleep(self.pace.publish_s)
+        digest = f"{self.owner.name}/{version}"
+        yield Call(events.WeightsPublished(self.member, Manifest(version, self.owner.name, digest, (), "")))
+
+    def _checkpoint(self, step: StepIndex) -> Body:
+        yield Sleep(self.pace.checkpoint_s)
+        self.lineage.step, self.lineage.prompts = step, list(self.seen)
+        yield Call(events.CheckpointSaved(self.member, step))
+
+    def _beat(self) -> None:
+        if self.owner.alive and not self.done:
+            _send_beat(self.engine, self.owner, self.member, 0.0)
+            self.engine.after(self.pace.heartbeat_s, self._beat)
+
+
+def _send_beat(engine: Engine, owner: Owner, member: MemberId, progressed_ago_s: float) -> None:
+    """One heartbeat from a process of its own, so that a wedged parent does not silence it."""
+    sidecar = Owner(f"{owner.name}-sidecar")
+
+    def beat() -> Body:
+        yield Call(events.HeartbeatHeard(member, progressed_ago_s))
+
+    engine.spawn(sidecar, beat())

@@ -1,0 +1,79 @@
+"""What may go wrong in a simulated run, and how often."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+
+class Faults(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of faults. A mean interval of 0 means never; a probability is per message, sample or version."""
+
+    kill_worker_every_s: float = 0.0
+    wedge_worker_every_s: float = 0.0
+    """The process stays, its heartbeat goes on, but nothing in it moves."""
+    mute_worker_every_s: float = 0.0
+    """The heartbeat stops although the worker works on."""
+    kill_trainer_every_s: float = 0.0
+    kill_controller_every_s: float = 0.0
+    controller_down_s: float = 3.0
+    restart_s: float = 2.0
+    exits_seen: float = 0.5
+    """How often the supervisor reports a death before the heartbeat's silence does."""
+    lose_request: float = 0.0
+    lose_reply: float = 0.0
+    repeat_request: float = 0.0
+    slow_workers: int = 0
+    slow_factor: float = 8.0
+    sample_fails: float = 0.0
+    poison_prompt: float = 0.0
+    """Share of the prompts that can never be generated."""
+    lose_payload: float = 0.0
+    """Chance that a group of a batch cannot be fetched."""
+    wrong_weights: float = 0.0
+    """Chance that an engine ends up with other bytes than the version it believes to serve."""
+    until_s: float = float("inf")
+    """No fault fires after this time."""
+
+    @classmethod
+    def everything(cls, intensity: float = 1.0) -> Faults:
+        """Every fault there is, often: the default storm."""
+        return cls(
+            kill_worker_every_s=60.0 / intensity,
+            wedge_worker_every_s=400.0 / intensity,
+            mute_worker_every_s=300.0 / intensity,
+            kill_trainer_every_s=120.0 / intensity,
+            kill_controller_every_s=150.0 / intensity,
+            lose_request=min(0.2, 0.02 * intensity),
+            lose_reply=min(0.2, 0.02 * intensity),
+            repeat_request=min(0.2, 0.02 * intensity),
+            slow_workers=1,
+            sample_fails=min(0.2, 0.01 * intensity),
+            poison_prompt=min(0.05, 0.005 * intensity),
+            lose_payload=min(0.2, 0.01 * intensity),
+            wrong_weights=min(0.2, 0.01 * intensity),
+        )
+
+    def poisoned(self, prompt: int) -> bool:
+        """Whether a prompt can never be generated: the same for every worker and every attempt."""
+        return self.poison_prompt > 0 and Random(prompt * 7919 + 1).random() < self.poison_prompt
+
+
+class FaultLog:
+    """Counts the faults that really fired: a storm in which nothing happened proves nothing."""
+
+    def __init__(self, faults: Faults, random: Random) -> None:
+        self.faults = faults
+        self.fired: dict[str, int] = {}
+        self._random = random
+
+    def strikes(self, what: str, probability: float, now: float) -> bool:
+        """Draws whether a fault of this probability fires now, and counts it."""
+        if probability <= 0.0 or now > self.faults.until_s or self._random.random() >= probability:
+            return False
+        self.count(what)
+        return True
+
+    def count(self, what: str) -> None:
+        self.fired[what] = self.fired.get(what, 0) + 1

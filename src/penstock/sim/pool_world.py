@@ -1,0 +1,382 @@
+"""Many pipelines on one pool, in virtual time: the real pool machine with simulated workers and trainers.
+
+Each pipeline repeats a round: generate `target` samples of uneven length, train on its training devices, then spend
+time off the devices (evaluation, environment resets, checkpoints). Waking and sleeping take time, aborted samples keep
+their prefix. The same world runs under three regimes that differ only in what is stated:
+
+- `shared`    all devices for everybody's generation, our planner, progress looked at once a second;
+- `plain`     the same, with the plain gap-ratio rule (no move cost, no hysteresis, no demand cap), at every report;
+- `disjoint`  every pipeline confined to its own equal part of the devices.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from penstock.pool import events as ev
+from penstock.pool.ground import NOBODY, Ground, as_devices
+from penstock.pool.places import places
+from penstock.pool.plan import Plan, Snapshot
+from penstock.pool.planner import make_plan
+from penstock.pool.pool import Pool
+from penstock.pool.requests import serve_requests
+from penstock.pool.settings import PoolSettings
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import DeviceId, Order, Priority, Topology
+
+Regime = Literal["shared", "plain", "disjoint"]
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True):
+    """A workload. The defaults are the standard alternating mix, on however many pipelines and devices."""
+
+    pipelines: int
+    devices: int
+    node: int = 8
+    bundle: int = 1
+    concurrency: int = 4
+    samples_per_device: int = 80
+    """Per round, for each device of the equal part: how long generation takes does not depend on the scale."""
+    sample_s: float = 6.0
+    spread: float = 0.6
+    """Sigma of the lognormal sample time: the stragglers."""
+    train_s: float = 60.0
+    train_part: float = 0.5
+    """Fraction of its equal part that a pipeline trains on."""
+    apart_s: float = 60.0
+    """Time per round that needs no device."""
+    stagger_s: float = 60.0
+    wake_s: float = 5.0
+    sleep_s: float = 1.0
+    turn_s: float = 20.0
+    horizon_s: float = 2400.0
+    workers_factor: int = 4
+    """Worker processes per pipeline, as a multiple of its equal part."""
+    seed: int = 0
+
+    @property
+    def part(self) -> int:
+        """Devices per pipeline when they are dealt out evenly."""
+        return self.devices // self.pipelines
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What one regime made of a mix."""
+
+    samples: int
+    rounds: int
+    step_s: float
+    """Mean time of a round."""
+    moves: int
+    moves_per_round: float
+    generating: float
+    training: float
+    moving: float
+    idle: float
+    """Fractions of the device time; idle includes workers that are awake with nothing to do."""
+    fairness: float
+    """Jain's index of the samples per pipeline: 1 is even."""
+    longest_wait_s: float
+    """Longest time a pipeline had work and no worker."""
+
+
+class PoolWorld:
+    """The heap of timed events, and everybody it concerns."""
+
+    def __init__(self, mix: Mix, regime: Regime) -> None:
+        self.mix = mix
+        self.regime: Regime = regime
+        nodes = (mix.node,) * (mix.devices // mix.node) if mix.devices >= mix.node else (mix.devices,)
+        settings = PoolSettings(
+            Topology(nodes), turn_s=mix.turn_s, drain_s=mix.sample_s, lease_s=math.inf, demand_lease_s=math.inf
+        )
+        self.pool = Pool(settings, plain_plan if regime == "plain" else make_plan)
+        self.now = 0.0
+        self.samples = 0
+        self.busy_device_s = 0.0
+        self.trained_device_s = 0.0
+        self.moved_device_s = 0.0
+        self.longest_wait_s = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self.pipelines = [_Pipeline(self, number) for number in range(mix.pipelines)]
+        self._by_name = {pipeline.name: pipeline for pipeline in self.pipelines}
+
+    def run(self) -> Outcome:
+        self.at(0.0, self._tick)
+        for pipeline in self.pipelines:
+            self.at(pipeline.number * self.mix.stagger_s % (4 * self.mix.stagger_s), pipeline.begin_round)
+        while self._heap and self._heap[0][0] <= self.mix.horizon_s:
+            self.now, _, act = heapq.heappop(self._heap)
+            act()
+        self.pool.check()
+        return self._outcome()
+
+    def at(self, delay_s: float, act: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._sequence, act))
+
+    def tell(self, event: ev.Event) -> None:
+        for effect in self.pool.handle(event, self.now):
+            match effect:
+                case ev.WakeWorker() | ev.SleepWorker():
+                    self._by_name[effect.pipeline].workers[effect.member].obey(effect.order)
+                case ev.GrantDevices():
+                    self._by_name[effect.pipeline].train(len(effect.devices))
+                case ev.RejectRequest() | ev.FenceMember():
+                    raise AssertionError(f"nobody fails in this world, yet: {effect}")
+
+    def _tick(self) -> None:
+        self.tell(ev.TimePassed())
+        for entry in self.pool.status(self.now).shares if self.mix.pipelines <= 64 else ():
+            self.longest_wait_s = max(self.longest_wait_s, entry.waited_s)
+        self.at(1.0, self._tick)
+
+    def _outcome(self) -> Outcome:
+        total_s = self.mix.devices * self.mix.horizon_s
+        finished = [pipeline.finished for pipeline in self.pipelines]
+        rounds = sum(pipeline.rounds for pipeline in self.pipelines)
+        moves = self.pool.status(self.now).moves
+        generating, training = self.busy_device_s / total_s, self.trained_device_s / total_s
+        moving = self.moved_device_s / total_s
+        return Outcome(
+            samples=self.samples,
+            rounds=rounds,
+            step_s=sum(pipeline.round_time_s for pipeline in self.pipelines) / max(1, rounds),
+            moves=moves,
+            moves_per_round=moves / max(1, rounds),
+            generating=generating,
+            training=training,
+            moving=moving,
+            idle=1.0 - generating - training - moving,
+            fairness=sum(finished) ** 2 / max(1.0, len(finished) * sum(count**2 for count in finished)),
+            longest_wait_s=self.longest_wait_s,
+        )
+
+
+class _Pipeline:
+    """Generates a round, trains it, goes apart for a while, and begins again."""
+
+    def __init__(self, world: PoolWorld, number: int) -> None:
+        mix = world.mix
+        self.world = world
+        self.number = number
+        self.name = PipelineName(f"p{number:03d}")
+        self.random = Random(mix.seed * 100_003 + number)
+        own = tuple(DeviceId(number * mix.part + offset) for offset in range(mix.part))
+        everywhere = tuple(DeviceId(device) for device in range(mix.devices))
+        inference = own if world.regime == "disjoint" else everywhere
+        self.training = own[: max(1, round(mix.part * mix.train_part))]
+        self.target = mix.samples_per_device * mix.part
+        self.round = -1
+        self.rounds = 0
+        self.round_time_s = 0.0
+        self.finished = 0
+        self.completed = 0
+        self.began = 0.0
+        self.queue: deque[float] = deque()
+        """Seconds of work left in each sample that nobody is generating."""
+        # The plain rule knows nothing of demand caps and costs: one sample per worker is what it assumes.
+        frugal = world.regime != "plain"
+        world.tell(
+            ev.PipelineOpened(
+                self.name,
+                inference,
+                bundle=mix.bundle,
+                concurrency=mix.concurrency if frugal else 1,
+                move_cost=round((mix.wake_s + mix.sleep_s) / mix.sample_s * mix.concurrency) if frugal else 0,
+            )
+        )
+        self.workers: dict[MemberId, _Worker] = {}
+        most = min(len(inference), mix.part * mix.workers_factor) // mix.bundle
+        for index in range(most):
+            member = MemberId(f"{self.name}-{index}")
+            self.workers[member] = _Worker(world, self, member)
+            world.tell(ev.WorkerJoined(self.name, member))
+
+    def begin_round(self) -> None:
+        mix = self.world.mix
+        self.round += 1
+        self.completed = 0
+        self.began = self.world.now
+        scale = mix.sample_s / math.exp(mix.spread**2 / 2)
+        self.queue.extend(scale * self.random.lognormvariate(0.0, mix.spread) for _ in range(self.target))
+        self.world.tell(ev.DemandDeclared(self.name, self.round, self.target))
+        for worker in self.workers.values():
+            worker.fill()
+
+    def sample_done(self) -> None:
+        self.completed += 1
+        self.finished += 1
+        self.world.samples += 1
+        revision = self.world.pool.revision
+        self.world.tell(ev.ProgressReported(self.name, self.round, self.completed))
+        if self.world.regime == "plain" and self.world.pool.revision != revision:
+            self.world.tell(ev.TimePassed())
+        if self.completed == self.target:
+            member = MemberId(f"{self.name}-trainer")
+            self.world.tell(
+                ev.DevicesRequested(
+                    self.name, member, self.round, Priority.TRAINING, self.training, len(self.training), math.inf
+                )
+            )
+
+    def train(self, devices: int) -> None:
+        self.world.at(self.world.mix.train_s, lambda: self._trained(devices))
+
+    def _trained(self, devices: int) -> None:
+        self.world.trained_device_s += devices * self.world.mix.train_s
+        self.rounds += 1
+        self.world.tell(ev.DevicesReleased(self.name, MemberId(f"{self.name}-trainer"), self.round))
+        self.world.at(self.world.mix.apart_s, self._again)
+
+    def _again(self) -> None:
+        self.round_time_s += self.world.now - self.began
+        self.begin_round()
+
+
+class _Worker:
+    """A generation worker: takes samples while it serves, drains or aborts when it is told to sleep."""
+
+    def __init__(self, world: PoolWorld, pipeline: _Pipeline, member: MemberId) -> None:
+        self.world = world
+        self.pipeline = pipeline
+        self.member = member
+        self.serving = False
+        self.running: dict[int, float] = {}
+        """When each running sample will be finished."""
+        self._order: Order | None = None
+        self._next = 0
+        self._busy_since = 0.0
+
+    def obey(self, order: Order) -> None:
+        mix = self.world.mix
+        self._order = order
+        if order.action == "wake":
+            self.world.moved_device_s += mix.wake_s * mix.bundle
+            self.world.at(mix.wake_s, lambda: self._answer(order))
+            return
+        self.serving = False
+        if order.abort or not self.running:
+            self._leave(order)
+        else:
+            self.world.at(self.world.pool.settings.drain_s, lambda: self._leave(order))
+
+    def fill(self) -> None:
+        while self.serving and self.pipeline.queue and len(self.running) < self.world.mix.concurrency:
+            if not self.running:
+                self._busy_since = self.world.now
+            left_s = self.pipeline.queue.popleft()
+            key, self._next = self._next, self._next + 1
+            self.running[key] = self.world.now + left_s
+            self.world.at(left_s, lambda key=key: self._done(key))
+
+    def _done(self, key: int) -> None:
+        if self.running.pop(key, None) is None:
+            return
+        if not self.running:
+            self._account()
+        self.pipeline.sample_done()
+        self.fill()
+        if not self.running and self._order is not None and self._order.action == "sleep":
+            self._leave(self._order)
+
+    def _leave(self, order: Order) -> None:
+        if self._order is not order:
+            return
+        if self.running:
+            self._account()
+            self.pipeline.queue.extendleft(finish - self.world.now for finish in self.running.values())
+            self.running.clear()
+            for other in self.pipeline.workers.values():
+                other.fill()
+        self._order = None
+        self.world.moved_device_s += self.world.mix.sleep_s * self.world.mix.bundle
+        self.world.at(
+            self.world.mix.sleep_s,
+            lambda: self.world.tell(ev.MoveDone(self.pipeline.name, self.member, order.number)),
+        )
+
+    def _answer(self, order: Order) -> None:
+        if self._order is order:
+            self._order = None
+            self.serving = True
+            self.world.tell(ev.MoveDone(self.pipeline.name, self.member, order.number))
+            self.fill()
+
+    def _account(self) -> None:
+        self.world.busy_device_s += (self.world.now - self._busy_since) * self.world.mix.bundle
+
+
+def simulate(mix: Mix, regime: Regime) -> Outcome:
+    """Run one mix under one regime."""
+    return PoolWorld(mix, regime).run()
+
+
+def plain_plan(snapshot: Snapshot) -> Plan:
+    """The plain gap-ratio rule, for pipelines with bundles of one size: every gap is a reason to move.
+
+    Target = remaining share of the devices rounded to whole bundles, at least one; while somebody is below its target
+    and its share, it takes a free place, or one from whoever is furthest above. No cap by demand, no turns, no band.
+    """
+    ground = Ground(snapshot)
+    serve_requests(snapshot, ground)
+    views = snapshot.pipelines
+    held = [0] * len(views)
+    own: list[list[int]] = [[] for _ in views]
+    for index, seat in enumerate(ground.seats):
+        if not ground.leaving[index]:
+            held[seat.pipeline] += 1
+            if seat.phase == "serving":
+                own[seat.pipeline].append(index)
+    bundle = views[0].bundle
+    budget = sum(not taken or planned != NOBODY for taken, planned in zip(ground.taken, ground.planned, strict=True))
+    weights = [view.remaining * bundle for view in views]
+    total = sum(weights)
+    if not total or not budget:
+        return ground.plan()
+    ratio = [weight / total for weight in weights]
+    target = [max(1, math.floor(part * budget / bundle + 0.5)) if part else 0 for part in ratio]
+    free = [
+        row for row in places(snapshot.topology, views[0].inference, bundle).tolist() if all(map(ground.is_open, row))
+    ]
+    free = deque(row for row in free if not any(ground.calm[device] for device in row))
+
+    asleep = [view.asleep for view in views]
+
+    def gap(index: int) -> float:
+        return ratio[index] - held[index] * bundle / budget
+
+    takers = [(-gap(i) / ratio[i], -gap(i), views[i].name, i) for i in range(len(views)) if views[i].useful]
+    heapq.heapify(takers)
+    givers = [(gap(i), i) for i in range(len(views)) if own[i]]
+    heapq.heapify(givers)
+    while takers:
+        _, _, name, taker = heapq.heappop(takers)
+        if gap(taker) <= 0 or not asleep[taker] or held[taker] >= min(target[taker], views[taker].useful):
+            continue
+        if free:
+            place = free.popleft()
+        else:
+            while givers and not (own[givers[0][1]] and held[givers[0][1]] > target[givers[0][1]]):
+                heapq.heappop(givers)
+            if not givers:
+                break
+            _, giver = heapq.heappop(givers)
+            victim = own[giver].pop()
+            ground.shrink(victim, abort=True, reason=f"for {name}")
+            held[giver] -= 1
+            place = list(ground.seats[victim].devices)
+            heapq.heappush(givers, (gap(giver), giver))
+        ground.expand(name, as_devices(place))
+        held[taker] += 1
+        asleep[taker] -= 1
+        heapq.heappush(takers, (-gap(taker) / ratio[taker], -gap(taker), name, taker))
+    return ground.plan()
