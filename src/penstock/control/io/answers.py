@@ -26,6 +26,8 @@ def noteworthy(decided: list[Effect]) -> bytes:
                 notes["batch"] = [(group.prompt, group.attempt, group.samples) for group in batch.groups]
             case effects.AcceptDelivery(refused=refused, reason=reason) if refused:
                 notes["refused"] = (refused, reason)
+            case effects.ReleasePayloads(payloads=payloads):
+                notes["released"] = payloads
             case effects.EvictMember(member=member, reason=reason):
                 notes.setdefault("evicted", []).append((member, reason))
             case effects.Log(level=level, line=line) if level != "debug":

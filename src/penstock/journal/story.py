@@ -1,0 +1,303 @@
+"""The life of a sample, a prompt, a step or a version, told from the journal alone.
+
+The journal stands below the stages and does not know their classes: an event is read as what it is on disk, a mapping
+with a `type`, beside the notes of what was decided. Each kind of story is one class with one method per type of event
+it cares about; everything else is passed over. Works on the journal of a live run as well as on one that has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from penstock.errors import ConfigError, RunFailed
+from penstock.journal.reader import history
+from penstock.records.ids import PipelineName
+
+Kind = Literal["sample", "prompt", "step", "version"]
+Event = dict[str, Any]
+Notes = dict[str, Any]
+
+_decode: Callable[[bytes], dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+class StoryLine(NamedTuple):
+    """One thing that happened to the subject."""
+
+    at: float
+    text: str
+
+
+def story(path: Path | str, kind: Kind, id: int, pipeline: PipelineName | None = None) -> list[StoryLine]:
+    """Everything on record about one subject, in order. Raises `ConfigError` when it was never heard of.
+
+    Without `pipeline`, the journal must be of a single one.
+    """
+    tale = _TALES[kind](id)
+    names: set[PipelineName] = set()
+    for entry in history(path):
+        names.add(entry.pipeline)
+        if pipeline is not None and entry.pipeline != pipeline:
+            continue
+        try:
+            event = _decode(entry.body)
+            notes = _decode(entry.decided) if entry.decided else {}
+        except msgspec.DecodeError as error:
+            raise RunFailed(f"journal {path} is corrupt: event {entry.seq} cannot be read: {error}") from error
+        telling = getattr(tale, f"on_{event.get('type')}", None)
+        texts = telling(event, notes) if telling is not None else ()
+        tale.lines += [StoryLine(entry.at, text) for text in texts]
+        tale.lines += [StoryLine(entry.at, text) for text in tale.on_any(event, notes)]
+    if pipeline is None and len(names) > 1:
+        raise ConfigError(f"say which pipeline: the journal knows {', '.join(sorted(names))}")
+    if not tale.lines:
+        raise ConfigError(f"nothing is on record about {kind} {id}{tale.known()}")
+    return tale.lines
+
+
+def tell(path: Path | str, pipeline: PipelineName | None, kind: Kind, id: int) -> list[str]:
+    """The story as text: the time of day, the seconds since it began, and what happened."""
+    lines = story(path, kind, id, pipeline)
+    start = lines[0].at
+    return [f"{_clock_time(line.at)}  +{line.at - start:9.3f} s  {line.text}" for line in lines]
+
+
+def _clock_time(at: float) -> str:
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}.{int(at % 1 * 1000):03d}"
+
+
+class _Tale:
+    """What all tales share."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.lines: list[StoryLine] = []
+        self.highest = -1
+
+    def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
+        """Asked after the method for the event's own type."""
+        return ()
+
+    def known(self) -> str:
+        return f"; the highest number on record is {self.highest}" if self.highest >= 0 else ""
+
+
+class _GroupTale(_Tale):
+    """The life of a prompt: its groups, their samples, and how they ended. A sample's life is the part it shares in."""
+
+    only: int | None = None
+    """Tell of this member alone."""
+
+    def __init__(self, id: int) -> None:
+        super().__init__(id)
+        self.prompt: int | None = id
+        self.attempt = 0
+        self.holders: dict[int, str] = {}
+        self.payloads: dict[tuple[Any, ...], int] = {}
+        self.step: int | None = None
+        self.trained = False
+        self.durable = False
+
+    def _told(self, sample: int) -> bool:
+        return self.only is None or sample == self.only
+
+    def on_lease_asked(self, event: Event, notes: Notes) -> Iterable[str]:
+        for prompt, attempt, samples in notes.get("leases", ()):
+            self._meet(prompt, samples)
+            if prompt != self.prompt:
+                continue
+            if self.only is not None and self.only not in samples:
+                if self.lines and attempt > self.attempt:
+                    self.attempt = attempt
+                    yield f"its prompt {prompt} was issued again, as attempt {attempt} to {event['member']}"
+                continue
+            self.attempt = attempt
+            self.step, self.trained, self.durable = None, False, False
+            self.holders.update(dict.fromkeys(samples, event["member"]))
+            who = f"sample {self.only}" if self.only is not None else _several("sample", samples)
+            to = f"{event['member']}, which serves version {event['version']}"
+            yield f"{who} of prompt {prompt}, attempt {attempt}, leased to {to}"
+
+    def _meet(self, prompt: int, samples: list[int]) -> None:
+        self.highest = max(self.highest, prompt)
+
+    def on_delivered(self, event: Event, notes: Notes) -> Iterable[str]:
+        refused, reason = notes.get("refused", ((), ""))
+        for rollout in event.get("rollouts", ()):
+            sample = rollout["sample"]
+            if sample not in self.holders or not self._told(sample):
+                continue
+            if sample in refused:
+                yield f"sample {sample} from {event['member']} was refused: {reason}"
+                continue
+            self.holders.pop(sample)
+            self.payloads[tuple(rollout["payload"])] = sample
+            prepare_s, generate_s, postprocess_s, waited_s = rollout.get("times") or (0, 0, 0, 0)
+            yield (
+                f"sample {sample} delivered by {event['member']}: reward {rollout['reward']:g}, length "
+                f"{rollout['length']}, version {rollout['version']}; waited {waited_s:.3f} s, prepared in "
+                f"{prepare_s:.3f} s, generated in {generate_s:.3f} s, postprocessed in {postprocess_s:.3f} s"
+            )
+        for failure in event.get("failures", ()):
+            sample = failure["sample"]
+            if self.holders.pop(sample, None) is not None and self._told(sample):
+                last = failure["error"].strip().splitlines()[-1:] or ["no message"]
+                yield f"sample {sample} failed in {failure['hook']} at {event['member']}: {last[0]}"
+        for sample in event.get("returned", ()):
+            if self.holders.pop(sample, None) is not None and self._told(sample):
+                yield f"sample {sample} was given back unused by {event['member']}"
+
+    def on_batch_asked(self, event: Event, notes: Notes) -> Iterable[str]:
+        for prompt, attempt, samples in notes.get("batch", ()):
+            if prompt == self.prompt and (self.only is None or self.only in samples):
+                self.step, self.trained = event["step"], False
+                yield f"given to {event['member']} for step {self.step}, with {len(samples)} samples, attempt {attempt}"
+
+    def on_step_acked(self, event: Event, notes: Notes) -> Iterable[str]:
+        if self.step is None or event["step"] != self.step or self.trained:
+            return
+        if self.prompt in event.get("missing_prompts", ()):
+            self.step = None
+            yield f"not trained in step {event['step']}: {event['missing_reason']}; the prompt is issued again"
+        else:
+            self.trained = True
+            yield f"trained in step {self.step}: it is part of version {self.step + 1}"
+
+    def on_checkpoint_saved(self, event: Event, notes: Notes) -> Iterable[str]:
+        if self.trained and not self.durable and self.step is not None and event["step"] > self.step:
+            self.durable = True
+            yield f"durable: the checkpoint of step {event['step']} contains it"
+
+    def on_member_registered(self, event: Event, notes: Notes) -> Iterable[str]:
+        if self.step is None or self.durable or event["role"] != "trainer" or event.get("step") is None:
+            return
+        if event["step"] <= self.step:
+            step, self.step, self.trained = self.step, None, False
+            yield f"step {step} was lost: trainer {event['member']} starts again at step {event['step']}"
+
+    def on_run_resumed(self, event: Event, notes: Notes) -> Iterable[str]:
+        if self.lines and not self.trained:
+            self.holders.clear()
+            yield "the run was resumed: what was not trained yet is issued again"
+
+    def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
+        gone = dict(notes.get("evicted", ()))
+        if event["type"] == "member_left":
+            gone.setdefault(event["member"], event.get("reason") or "it left")
+        for sample, holder in list(self.holders.items()):
+            if holder in gone:
+                del self.holders[sample]
+                if self._told(sample):
+                    yield f"sample {sample} was lost with {holder}: {gone[holder]}"
+        dropped = [self.payloads.pop(tuple(ref), None) for ref in notes.get("released", ())]
+        told = [sample for sample in dropped if sample is not None and self._told(sample)]
+        if told:
+            yield f"{_several('sample', told)} dropped: {_DROPPED_BY.get(event['type'], 'nobody will read it')}"
+
+
+class _SampleTale(_GroupTale):
+    def __init__(self, id: int) -> None:
+        super().__init__(id)
+        self.only = id
+        self.prompt = None
+
+    def _meet(self, prompt: int, samples: list[int]) -> None:
+        self.highest = max(self.highest, *samples)
+        if self.only in samples:
+            self.prompt = prompt
+
+
+class _StepTale(_Tale):
+    def on_batch_asked(self, event: Event, notes: Notes) -> Iterable[str]:
+        self.highest = max(self.highest, event["step"])
+        if event["step"] == self.id and "batch" in notes:
+            groups = notes["batch"]
+            prompts = _several("prompt", [prompt for prompt, _, _ in groups])
+            yield f"given to {event['member']}: {sum(len(samples) for _, _, samples in groups)} samples of {prompts}"
+
+    def on_step_acked(self, event: Event, notes: Notes) -> Iterable[str]:
+        if event["step"] != self.id:
+            return
+        figures = ", ".join(f"{name} {value:g}" for name, value in sorted(event.get("metrics", {}).items()))
+        yield f"trained by {event['member']}: version {self.id + 1} exists{': ' if figures else ''}{figures}"
+        if event.get("missing_prompts"):
+            yield f"without {_several('prompt', event['missing_prompts'])}: {event['missing_reason']}"
+
+    def on_checkpoint_saved(self, event: Event, notes: Notes) -> Iterable[str]:
+        if event["step"] == self.id + 1:
+            yield f"in the checkpoint of step {event['step']}: it can no longer be lost"
+
+    def on_member_registered(self, event: Event, notes: Notes) -> Iterable[str]:
+        if self.lines and event["role"] == "trainer" and event.get("step") is not None and event["step"] <= self.id:
+            yield f"to be done again: trainer {event['member']} starts at step {event['step']}"
+
+
+class _VersionTale(_Tale):
+    def __init__(self, id: int) -> None:
+        super().__init__(id)
+        self.makers: set[str] = set()
+        self.samples = 0
+        self.superseded = False
+
+    def on_step_acked(self, event: Event, notes: Notes) -> Iterable[str]:
+        if event["step"] == self.id - 1:
+            yield f"made by {event['member']} in step {event['step']}"
+
+    def on_weights_published(self, event: Event, notes: Notes) -> Iterable[str]:
+        manifest = event["manifest"]
+        self.highest = max(self.highest, manifest["version"])
+        if manifest["version"] == self.id:
+            size = sum(bucket["size_bytes"] for bucket in manifest["buckets"])
+            yield (
+                f"published by {event['member']}, lineage {manifest['lineage']!r}: digest {manifest['digest']}, "
+                f"{size} bytes in {manifest['directory']}"
+            )
+        elif self.lines and manifest["version"] > self.id and not self.superseded:
+            self.superseded = True
+            yield f"superseded by version {manifest['version']}; {self.samples} samples were delivered from it so far"
+
+    def on_delivered(self, event: Event, notes: Notes) -> Iterable[str]:
+        refused = notes.get("refused", ((), ""))[0]
+        made = [r for r in event.get("rollouts", ()) if r["version"] == self.id and r["sample"] not in refused]
+        self.samples += len(made)
+        if made and event["member"] not in self.makers:
+            self.makers.add(event["member"])
+            yield f"first sample made with it by {event['member']}: sample {made[0]['sample']}"
+
+    def on_member_registered(self, event: Event, notes: Notes) -> Iterable[str]:
+        if self.lines and event["role"] == "trainer" and event.get("step") is not None and event["step"] < self.id:
+            self.superseded = False
+            yield f"lost: trainer {event['member']} starts again at step {event['step']}"
+
+
+_TALES: dict[Kind, type[_Tale]] = {
+    "sample": _SampleTale,
+    "prompt": _GroupTale,
+    "step": _StepTale,
+    "version": _VersionTale,
+}
+
+_DROPPED_BY = {
+    "delivered": "when its group was complete it was filtered, too old, or its prompt had failed too often",
+    "batch_asked": "it had become too old for every step to come",
+    "step_acked": "it had become too old for every step to come, or could not be fetched",
+    "member_registered": "the trainer started again before the version it was made with",
+    "run_resumed": "the run was resumed and its payload was gone",
+}
+
+
+def _several(noun: str, numbers: Iterable[int]) -> str:
+    """`samples 3 to 6, 9`: runs of consecutive numbers are joined."""
+    ordered = sorted(set(numbers))
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"{noun}{'s' if len(ordered) != 1 else ''} {', '.join(parts) if parts else 'none'}"

@@ -1,0 +1,146 @@
+"""Opening a journal: what is accepted, and what each refusal says."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, LocalProtocolError, RunFailed
+from penstock.journal.reader import history, replay
+from penstock.journal.schema import Entry, pack, unpack
+from penstock.journal.writer import Journal
+from penstock.records.ids import PipelineName, RunId
+
+A = PipelineName("a")
+RUN = RunId("run-1")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    journal = Journal(path, RUN)
+    yield journal
+    journal.close(10)
+
+
+def write(path: Path, count: int) -> None:
+    journal = Journal(path, RUN)
+    for number in range(count):
+        journal.append(A, float(number), b"%d" % number)
+    journal.close(10)
+
+
+def test_what_was_appended_is_read_back_in_order(path: Path) -> None:
+    write(path, 100)
+    entries = list(history(path))
+    assert [entry.seq for entry in entries] == list(range(1, 101))
+    assert [entry.body for entry in entries] == [b"%d" % number for number in range(100)]
+    assert {entry.pipeline for entry in entries} == {A}
+
+
+def test_numbering_goes_on_after_reopening(path: Path) -> None:
+    write(path, 3)
+    write(path, 2)
+    assert [entry.seq for entry in history(path)] == [1, 2, 3, 4, 5]
+
+
+def test_another_version_is_named_in_the_refusal(path: Path) -> None:
+    write(path, 1)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+        connection.commit()
+    with pytest.raises(ConfigError, match="journal version 99"):
+        Journal(path, RUN)
+    with pytest.raises(ConfigError, match="journal version 99"):
+        replay(path)
+
+
+def test_another_run_is_refused(path: Path) -> None:
+    write(path, 1)
+    with pytest.raises(ConfigError, match="belongs to run run-1"):
+        Journal(path, RunId("run-2"))
+
+
+def test_a_file_that_is_no_database_is_called_corrupt(path: Path) -> None:
+    path.write_bytes(b"this is not a database, it is a sentence" * 100)
+    with pytest.raises(RunFailed, match="corrupt"):
+        Journal(path, RUN)
+    with pytest.raises(RunFailed, match="corrupt"):
+        replay(path)
+
+
+def test_a_database_of_something_else_is_refused(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+        connection.commit()
+    with pytest.raises(RunFailed, match="not a journal"):
+        history(path)
+
+
+def test_overwritten_pages_are_called_corrupt(path: Path) -> None:
+    write(path, 5000)
+    body = bytearray(path.read_bytes())
+    body[8192:] = b"\xa5" * (len(body) - 8192)
+    path.write_bytes(body)
+    with pytest.raises(RunFailed, match="corrupt"):
+        list(history(path))
+
+
+def test_a_missing_event_is_noticed(path: Path) -> None:
+    for _ in range(3):
+        write(path, 2)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DELETE FROM blocks WHERE first_seq = 3")
+        connection.commit()
+    with pytest.raises(RunFailed, match="event 3 is missing"):
+        list(history(path))
+
+
+def test_a_damaged_block_is_named(path: Path) -> None:
+    with pytest.raises(RunFailed, match="from number 7 on are damaged"):
+        unpack(path, 7, 1, b"not compressed")
+    with pytest.raises(RunFailed, match="from number 7 on are damaged"):
+        unpack(path, 7, 0, b"\xc1")
+
+
+def test_blocks_survive_packing(path: Path) -> None:
+    entries = [Entry(1, A, 0.5, b"x", b"y"), Entry(2, A, 0.75, b"")]
+    for compress in (False, True):
+        assert unpack(path, 1, int(compress), pack(entries, compress=compress)) == entries
+
+
+def test_two_writers_are_refused(journal: Journal, path: Path) -> None:
+    with pytest.raises(RunFailed, match="in use"):
+        Journal(path, RUN)
+
+
+def test_no_journal_at_all(path: Path) -> None:
+    with pytest.raises(RunFailed, match="no journal"):
+        replay(path)
+
+
+def test_a_directory_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="cannot be opened"):
+        Journal(tmp_path / "nowhere" / "journal.sqlite", RUN)
+
+
+def test_nothing_is_taken_after_closing(path: Path) -> None:
+    journal = Journal(path, RUN)
+    journal.close(10)
+    with pytest.raises(LocalProtocolError, match="closed"):
+        journal.append(A, 0.0, b"late")
+
+
+def test_a_path_with_odd_characters(tmp_path: Path) -> None:
+    folder = tmp_path / "run #1? 100%"
+    folder.mkdir()
+    write(folder / "journal.sqlite", 2)
+    assert len(list(history(folder / "journal.sqlite"))) == 2
