@@ -142,7 +142,7 @@ class ActorCritic(nn.Module):
 
     def act(self, observations: Tensor, generator: torch.Generator, greedy: bool = False) -> tuple[Tensor, Tensor]:
         """Sampled (or most likely) actions and their log-probabilities, one per observation."""
-        with torch.inference_mode():
+        with torch.no_grad():
             heads = self.actor(observations.flatten(1))
             if self.log_std is None:
                 logprobs = torch.log_softmax(heads, dim=-1)
@@ -220,7 +220,7 @@ def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
 
 
 def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs)
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # the global generator stays untouched
     with torch.no_grad():
         nn.init.orthogonal_(layer.weight, gain, generator=generator)
         layer.bias.zero_()

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import ConfigError, RunFailed
+from penstock.train import checkpoint
+from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings
+from penstock.train.model import GymnasiumPolicy, LanguagePolicy, ModelSpec, TinyLanguageModel, build
+from penstock.train.step import Learner, OptimSettings
+
+
+@dataclass
+class Tokens:
+    token_ids_RT: np.ndarray
+    position_ids_RT: np.ndarray
+    sequences_RT: np.ndarray
+    loss_mask_RT: np.ndarray
+    logprobs_RT: np.ndarray
+    advantages_N: np.ndarray
+    trained_tokens_N: np.ndarray
+    packed: bool = False
+
+
+@dataclass
+class Episodes:
+    observations_S: np.ndarray
+    actions_S: np.ndarray
+    logprobs_S: np.ndarray
+    rewards_S: np.ndarray
+    lengths_N: np.ndarray
+    terminated_N: np.ndarray
+    last_observations_N: np.ndarray
+
+
+def language_batches(seed: int) -> list[Tokens]:
+    rng = np.random.default_rng(seed)
+    mask = np.zeros((4, 8), np.uint8)
+    mask[:, 4:] = 1
+    return [
+        Tokens(
+            rng.integers(3, 9, (4, 8), dtype=np.int32),
+            np.tile(np.arange(8, dtype=np.int32), (4, 1)),
+            np.repeat(np.arange(4, dtype=np.int16)[:, None], 8, 1),
+            mask,
+            (mask * -2.2).astype(np.float32),
+            rng.normal(size=4).astype(np.float32),
+            np.full(4, 4),
+        )
+        for _ in range(3)
+    ]
+
+
+def control_batches(seed: int) -> list[Episodes]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(5, 40, 6)
+    steps = int(lengths.sum())
+    return [
+        Episodes(
+            rng.normal(size=(steps, 4)).astype(np.float32),
+            rng.integers(0, 2, steps),
+            np.full(steps, -0.69, np.float32),
+            np.ones(steps, np.float32),
+            lengths,
+            np.ones(6, np.uint8),
+            rng.normal(size=(6, 4)).astype(np.float32),
+        )
+    ]
+
+
+LANGUAGE = TinyLanguageModel(alphabet="abcdef", hidden_size=16, layers=1, heads=2, max_positions=16)
+CONTROL = GymnasiumPolicy((4,), "discrete", 2, hidden_size=16)
+SEVERAL_UPDATES = OptimSettings(epochs=2, minibatches=2, decay_steps=10)
+KINDS = {
+    "language": (LANGUAGE, TokenLossSettings(), OptimSettings(warmup_steps=3), language_batches),
+    "language, several updates": (LANGUAGE, TokenLossSettings(), SEVERAL_UPDATES, language_batches),
+    "control": (CONTROL, ControlLossSettings(), SEVERAL_UPDATES, control_batches),
+}
+
+
+def learner(spec: ModelSpec, loss: LossSettings, optim: OptimSettings) -> Learner:
+    return Learner(build(spec), loss, optim)
+
+
+def small() -> Learner:
+    return learner(CONTROL, ControlLossSettings(), OptimSettings())
+
+
+def tensors(owner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in {**owner.policy.named_tensors(), **owner.state()}.items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resuming_gives_the_same_numbers_as_never_stopping(kind: str, tmp_path: Path) -> None:
+    spec, loss, optim, batches = KINDS[kind]
+    straight = learner(spec, loss, optim)
+    unbroken = [straight.step(batches(step)) for step in range(6)]
+
+    first = learner(spec, loss, optim)
+    broken = [first.step(batches(step)) for step in range(3)]
+    checkpoint.save(tmp_path, first)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.step == 3
+    second = learner(spec, loss, optim)
+    checkpoint.load(found, second)
+    broken += [second.step(batches(step)) for step in range(3, 6)]
+
+    assert broken == unbroken
+    assert same(tensors(second), tensors(straight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_are_finite_and_complete(kind: str) -> None:
+    spec, loss, optim, batches = KINDS[kind]
+    metrics = learner(spec, loss, optim).step(batches(0))
+    assert {"loss", "entropy", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction", "tokens"} <= metrics.keys()
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["tokens"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_step_counts_and_changes_nothing(kind: str) -> None:
+    spec, loss, optim, _ = KINDS[kind]
+    owner = learner(spec, loss, optim)
+    before = {name: tensor.clone() for name, tensor in owner.policy.named_tensors().items()}
+    assert owner.step([])["tokens"] == 0
+    assert owner.steps == 1
+    assert same(before, owner.policy.named_tensors())
+
+
+def test_positive_advantage_makes_tokens_more_likely() -> None:
+    owner = learner(LANGUAGE, TokenLossSettings(), OptimSettings(learning_rate=1e-2))
+    batches = language_batches(0)
+    for batch in batches:
+        batch.advantages_N[:] = 1.0
+    entropies = [owner.step(batches)["kl_sampling"] for _ in range(20)]
+    assert entropies[-1] > entropies[0] + 0.1
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_weights() -> None:
+    owner = learner(LANGUAGE, TokenLossSettings(), OptimSettings())
+    owner.step(language_batches(0))
+    before = tensors(owner)
+    poisoned = language_batches(1)
+    poisoned[1].advantages_N[2] = np.nan
+    with pytest.raises(RunFailed, match="training step 1 gave loss nan"):
+        owner.step(poisoned)
+    assert same(before, tensors(owner))
+    owner.step(language_batches(1))
+
+
+def test_a_gradient_that_is_not_a_number_stops_the_run_and_keeps_the_weights() -> None:
+    owner = small()
+    before = tensors(owner)
+    poisoned = control_batches(0)
+    poisoned[0].rewards_S[0] = np.inf
+    with pytest.raises(RunFailed, match="not applied"):
+        owner.step(poisoned)
+    assert same(before, tensors(owner))
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    settings = OptimSettings(1.0, warmup_steps=3, decay_steps=10, final_fraction=0)
+    owner = learner(CONTROL, ControlLossSettings(), settings)
+    assert [owner.learning_rate(step) for step in range(3)] == pytest.approx([0.25, 0.45, 0.6])
+    assert owner.learning_rate(5) == pytest.approx(0.5)
+    assert owner.learning_rate(50) == 0
+
+
+def test_a_reference_is_asked_for_when_the_divergence_counts() -> None:
+    settings = TokenLossSettings(kl_coefficient=0.1)
+    with pytest.raises(ConfigError, match="reference"):
+        learner(LANGUAGE, settings, OptimSettings())
+    reference = build(LANGUAGE)
+    assert isinstance(reference, LanguagePolicy)
+    owner = Learner(build(LANGUAGE), settings, OptimSettings(learning_rate=1e-2), reference=reference)
+    divergences = [owner.step(language_batches(step))["kl_reference"] for step in range(4)]
+    assert divergences[0] == pytest.approx(0, abs=1e-6)
+    assert divergences[-1] > 1e-4
+
+
+def test_policy_and_loss_must_be_of_one_kind() -> None:
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        learner(CONTROL, TokenLossSettings(), OptimSettings())
+
+
+def test_old_checkpoints_are_pruned(tmp_path: Path) -> None:
+    owner = small()
+    for step in range(4):
+        owner.step(control_batches(step))
+        checkpoint.save(tmp_path, owner, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    owner = small()
+    checkpoint.save(tmp_path, owner, notes={"lineage": "one"})
+    checkpoint.save(tmp_path, owner, notes={"lineage": "two"})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.record.notes == {"lineage": "two"}
+
+
+DAMAGES = {
+    "cut short": lambda path: os.truncate(path / checkpoint.MODEL_FILE, 100),
+    "one bit": lambda path: flip(path / checkpoint.OPTIMIZER_FILE),
+    "file gone": lambda path: (path / checkpoint.MODEL_FILE).unlink(),
+    "record gone": lambda path: (path / checkpoint.RECORD_FILE).unlink(),
+    "record not JSON": lambda path: (path / checkpoint.RECORD_FILE).write_text("{"),
+    "another format": lambda path: (path / checkpoint.RECORD_FILE).write_text(
+        '{"step": 2, "files": {}, "format_version": 99}'
+    ),
+    "a path outside": lambda path: (path / checkpoint.RECORD_FILE).write_text(
+        '{"step": 2, "files": {"../../etc/passwd": {"size_bytes": 1, "digest": ""}}}'
+    ),
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = small()
+    for step in range(2):
+        owner.step(control_batches(step))
+        checkpoint.save(tmp_path, owner)
+    DAMAGES[damage](tmp_path / "step-00000002")
+    with caplog.at_level(logging.WARNING):
+        found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert "step-00000002" in caplog.text
+    checkpoint.load(found, small())
+
+
+def test_a_half_written_checkpoint_never_counts(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "absent") is None
+    owner = small()
+    owner.step(control_batches(0))
+    checkpoint.save(tmp_path, owner)
+    (tmp_path / "step-00000001").rename(tmp_path / ".partial-00000001")
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path, owner)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = small()
+    checkpoint.save(tmp_path, owner)
+    owner.step(control_batches(0))
+
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", no_space)
+    with pytest.raises(RunFailed, match="No space left on device"):
+        checkpoint.save(tmp_path, owner)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.step == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    found = checkpoint.save(tmp_path, small())
+    other = learner(GymnasiumPolicy((4,), "discrete", 2, hidden_size=8), ControlLossSettings(), OptimSettings())
+    with pytest.raises(ConfigError, match="another model"):
+        checkpoint.load(found, other)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.train.model import (
+    ControlPolicy,
+    GymnasiumPolicy,
+    LanguagePolicy,
+    PretrainedLanguageModel,
+    TinyLanguageModel,
+    build,
+)
+from penstock.train.tokenizer import FILE_NAME, CharacterTokenizer, load_tokenizer
+
+
+def test_the_character_tokenizer_round_trips_and_leaves_special_tokens_out(tmp_path: Path) -> None:
+    tokenizer = CharacterTokenizer("abc>")
+    ids = tokenizer.encode("cab>")
+    assert tokenizer.decode([tokenizer.pad_id, tokenizer.bos_id, *ids, tokenizer.eos_id]) == "cab>"
+    assert max(ids) == tokenizer.vocabulary_size - 1
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).encode("cab>") == ids
+
+
+def test_mistakes_in_text_alphabet_and_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'z'"):
+        CharacterTokenizer("abc").encode("az")
+    for alphabet in ("", "aba"):
+        with pytest.raises(ConfigError, match="alphabet"):
+            CharacterTokenizer(alphabet)
+    (tmp_path / FILE_NAME).write_text("{}")
+    with pytest.raises(ConfigError, match="damaged"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TinyLanguageModel(alphabet="ab", hidden_size=16, heads=2, layers=1),
+        GymnasiumPolicy((4,), "discrete", 2),
+        GymnasiumPolicy((2, 3), "gaussian", 2),
+    ],
+)
+def test_a_spec_gives_the_same_numbers_every_time(spec: TinyLanguageModel | GymnasiumPolicy) -> None:
+    global_state = torch.random.get_rng_state()
+    first, second = build(spec).named_tensors(), build(spec).named_tensors()
+    assert torch.equal(global_state, torch.random.get_rng_state())
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_tied_tensors_are_listed_once() -> None:
+    names = build(TinyLanguageModel(alphabet="ab", hidden_size=16, heads=2, layers=1)).named_tensors().keys()
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_loading_changes_everything_or_nothing() -> None:
+    spec = GymnasiumPolicy((4,), "discrete", 2)
+    policy = build(spec)
+    before = {name: tensor.clone() for name, tensor in policy.named_tensors().items()}
+    changed = {name: tensor + 1 for name, tensor in before.items()}
+    missing = dict(list(changed.items())[1:])
+    misshapen = changed | {next(iter(changed)): torch.zeros(1)}
+    for wrong in (missing, misshapen, changed | {"surplus": torch.zeros(1)}):
+        with pytest.raises(ConfigError, match="another model"):
+            policy.load_tensors(wrong)
+        assert all(torch.equal(before[name], tensor) for name, tensor in policy.named_tensors().items())
+    policy.load_tensors(changed)
+    assert all(torch.equal(changed[name], tensor) for name, tensor in policy.named_tensors().items())
+
+
+def test_a_saved_directory_opens_as_a_model(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    policy = build(TinyLanguageModel(alphabet="abc>", hidden_size=16, heads=2, layers=2))
+    policy.save_config(tmp_path)
+    safetensors.torch.save_file(policy.named_tensors(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reopened = build(PretrainedLanguageModel(str(tmp_path)))
+    assert isinstance(reopened, LanguagePolicy)
+    assert reopened.tokenizer.encode("cab") == [5, 3, 4]
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert torch.equal(policy.module(input_ids=ids).logits, reopened.module(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("content", [None, "config.json"])
+def test_a_bad_model_path_is_a_config_error(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "model"
+    if content:
+        path.mkdir()
+        (path / content).write_text("{}")
+    with pytest.raises(ConfigError, match="model"):
+        build(PretrainedLanguageModel(str(path)))
+
+
+def test_hidden_size_and_heads_must_agree() -> None:
+    with pytest.raises(ConfigError, match="multiple"):
+        build(TinyLanguageModel(alphabet="ab", hidden_size=10, heads=4))
+
+
+@pytest.mark.parametrize("kind", ["discrete", "gaussian"])
+def test_actions_come_with_their_own_logprobs(kind: str) -> None:
+    policy = build(GymnasiumPolicy((4,), kind, 3))  # type: ignore[arg-type]
+    assert isinstance(policy, ControlPolicy)
+    observations = torch.from_numpy(np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32))
+    actions, logprobs = policy.network.act(observations, torch.Generator().manual_seed(1))
+    again, _ = policy.network.act(observations, torch.Generator().manual_seed(1))
+    assert torch.equal(actions, again)
+    torch.testing.assert_close(logprobs, policy.network.distribution(observations).log_prob(actions).detach())
+    greedy, greedy_logprobs = policy.network.act(observations, torch.Generator(), greedy=True)
+    assert bool((greedy_logprobs >= logprobs - 1e-6).all())
+    assert greedy.shape == actions.shape
