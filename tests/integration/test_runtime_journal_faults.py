@@ -1,0 +1,128 @@
+"""The journal under a full disk, a hanging disk, and SIGKILL."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import RunFailed
+from penstock.journal.reader import history
+from penstock.journal.writer import Journal
+from penstock.records.ids import PipelineName, RunId
+
+A = PipelineName("a")
+RUN = RunId("run-1")
+
+
+async def test_a_full_disk_is_one_clear_sentence_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path, RUN)
+    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 40}")
+    acknowledged: list[int] = []
+
+    async def fill() -> None:
+        for number in range(1000):
+            seq = journal.append(A, float(number), bytes(1000))
+            await journal.committed(seq)
+            acknowledged.append(seq)
+
+    with pytest.raises(RunFailed, match="the disk is full; everything acknowledged so far is safe"):
+        await fill()
+    assert 10 < len(acknowledged) < 1000
+    with pytest.raises(RunFailed, match="disk is full"):
+        journal.append(A, 0.0, b"more")
+    with pytest.raises(RunFailed, match="disk is full"):
+        journal.close(10)
+    assert [entry.seq for entry in history(path)] == acknowledged
+    again = Journal(path, RUN)
+    assert again.last_seq == acknowledged[-1]
+    await again.committed(again.append(A, 0.0, b"there is space again"))
+    again.close(10)
+
+
+async def test_many_waiters_share_few_commits(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", RUN)
+    for _ in range(5):
+        await asyncio.gather(*(journal.committed(journal.append(A, 0.0, b"x")) for _ in range(200)))
+    assert journal.commits <= 20
+    journal.close(10)
+    assert len(list(history(journal.path))) == 1000
+
+
+async def test_waiting_out_of_order(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", RUN)
+    seqs = [journal.append(A, 0.0, b"x") for _ in range(50)]
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(journal.committed(seq) for seq in reversed(seqs)))
+    journal.close(10)
+
+
+async def test_a_hanging_disk_is_noticed_and_ends_every_wait(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", RUN)
+    release, entered = threading.Event(), threading.Event()
+    commit = journal._commit
+
+    def hang(*arguments: object) -> None:
+        entered.set()
+        release.wait(30)
+        commit(*arguments)  # type: ignore[arg-type]
+
+    journal._commit = hang  # type: ignore[method-assign]
+    waiting = asyncio.ensure_future(journal.committed(journal.append(A, 0.0, b"x")))
+    await asyncio.to_thread(entered.wait, 20)
+    assert not waiting.done()
+    assert journal.uncommitted_for_s > 0
+    journal.fail(RunFailed("the disk hangs"))
+    with pytest.raises(RunFailed, match="hangs"):
+        await waiting
+    with pytest.raises(RunFailed, match="could not be written within"):
+        journal.close(0.05)
+    release.set()
+    journal._writer.join(20)
+    os.close(journal._lock_fd)
+
+
+WRITER = """
+    import asyncio, sys
+    from penstock.journal.writer import Journal
+
+    async def main():
+        journal = Journal(sys.argv[1], "run-1")
+        print("ready", journal.last_seq, flush=True)
+        while True:
+            seqs = [journal.append("a", 0.0, b"event") for _ in range(7)]
+            await journal.committed(seqs[-1])
+            print(seqs[-1], flush=True)
+
+    asyncio.run(main())
+"""
+
+
+def test_sigkill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    acknowledged = 0
+    for life in range(6):
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), str(path)], stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            ready, found = writer.stdout.readline().split()
+            assert ready == "ready"
+            assert int(found) >= acknowledged
+            for _ in range(3 + 17 * life):
+                acknowledged = int(writer.stdout.readline())
+            writer.send_signal(signal.SIGKILL)
+            for line in writer.stdout:  # told before it died, read after
+                acknowledged = int(line) if line.endswith("\n") else acknowledged
+        assert writer.returncode == -signal.SIGKILL
+        assert len(list(history(path))) >= acknowledged
+    assert acknowledged > 500
