@@ -220,7 +220,8 @@ def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
 
 
 def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # the global generator stays untouched
+    # Made without numbers first, so that the global generator stays untouched.
+    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
     with torch.no_grad():
         nn.init.orthogonal_(layer.weight, gain, generator=generator)
         layer.bias.zero_()
