@@ -112,7 +112,7 @@ class Prefetch:
         self._next_batch = 0
         self._started = False
         self._asking = False
-        self._exhausted = False
+        self._stopping = False
         self._abandoned = False
         self._returning = 0
         self._backoff_s = 0.0
@@ -149,6 +149,10 @@ class Prefetch:
         """Batches in the engine."""
         return len(self._batches)
 
+    def depths(self) -> dict[str, int]:
+        """Samples by stage."""
+        return {str(stage): self._samples[stage] for stage in (*_LINE, *_OUTPUT)}
+
     def lease(self, ticket: Ticket) -> PromptLease:
         return self._held[ticket].lease
 
@@ -184,12 +188,12 @@ class Prefetch:
                     self.branches["prefetch_on" if on else "prefetch_off"] += 1
                 self.prefetch = on
             case StopAsked(reason):
-                if self.ending is None:
-                    self.ending = reason
+                self.ending = self.ending or reason
+                self._stopping = True
                 self._give_back(_LINE, effects)
             case Abandoned(reason):
                 self.ending = reason
-                self._abandoned = True
+                self._stopping = self._abandoned = True
                 self._batches.clear()
                 self._give_back((*_LINE, *(stage for stage in _OUTPUT if stage is not Stage.DELIVERING)), effects)
         self._plan(now, effects)
@@ -207,7 +211,6 @@ class Prefetch:
             self._enter(held)
             self.taken += held.samples
         if event.verdict == "exhausted":
-            self._exhausted = True
             self.ending = self.ending or "the prompts are exhausted"
         if event.leases:
             self._backoff_s = 0.0
@@ -215,7 +218,7 @@ class Prefetch:
             grown = min(max(2 * self._backoff_s, self.bounds.first_backoff_s), self.bounds.backoff_cap_s)
             # A desk that held the call has done the waiting; one that said no at once is not asked at once.
             self._backoff_s = 0.0 if event.waited_s >= grown else grown
-        if self.ending is not None and not self._exhausted:
+        if self._stopping:
             self._give_back(_LINE, effects)
 
     def _on_prepare_ended(self, event: PrepareEnded, now: float) -> None:
@@ -243,7 +246,7 @@ class Prefetch:
         elif len(members) == 1:
             self._resize(members[0], 0)
             self._move(members[0], Stage.FINISHED, now)
-        elif self.ending is not None and not self._exhausted:
+        elif self._stopping:
             # No time to find the culprit: let the desk issue them again.
             self._give_back_these(members, effects)
         else:

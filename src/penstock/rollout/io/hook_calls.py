@@ -1,0 +1,240 @@
+"""Calls the hooks, on whatever thread the runner chose, and sorts out what they raise.
+
+Every ticket given to a call is reported exactly once, by an event; an error that is nobody's fault but the worker's is
+reported instead, and ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.errors import Aborted, LocalProtocolError, PeerLost, RunFailed
+from penstock.records.ids import SampleId
+from penstock.records.payload import PayloadRef
+from penstock.records.prompt import PromptLease
+from penstock.records.rollout import FailedRollout, Rollout, StageTimes
+from penstock.rollout import flow, trace
+from penstock.rollout.hooks import Arrays, Failed, Finished, Outcome, Unusable, Workload, held_bytes
+
+logger = logging.getLogger(__name__)
+
+ERROR_CHARACTERS = 2000
+"""Of a traceback, kept in a failed sample's record: its end says what happened."""
+
+
+class Store(Protocol):
+    """Where finished samples wait for the trainer."""
+
+    def write(self, arrays: Arrays) -> PayloadRef:
+        """Blocks while there is no room: that is the backpressure. Called on the postprocessing thread."""
+        ...
+
+
+class Work(msgspec.Struct):
+    """What is kept of one lease: the machine knows where it is, this is what it is."""
+
+    lease: PromptLease
+    leased_at: float
+    prepared: Any = None
+    generated: Any = None
+    rollouts: list[Rollout] = []
+    failures: list[FailedRollout] = []
+    prepare_s: float = 0.0
+    generate_s: float = 0.0
+    waited_s: float = 0.0
+
+    def fail(self, hook: str, error: str, *, poison: bool = False) -> None:
+        """All samples of the lease failed for one reason."""
+        self.rollouts = []
+        self.failures = [failed_rollout(sample, hook, error, poison) for sample in self.lease.samples]
+        self.prepared = self.generated = None
+
+
+class HookCalls:
+    """The five hooks of one workload, with their outcomes turned into events for the prefetch machine."""
+
+    def __init__(
+        self,
+        workload: Workload[Any, Any, Any],
+        store: Store,
+        *,
+        works: dict[flow.Ticket, Work],
+        post: Callable[[flow.Event | BaseException], None],
+        count: Callable[[str, float], None],
+        tell: Callable[[trace.Trace], None],
+        progressed: Callable[[str], None],
+    ) -> None:
+        self._workload = workload
+        self._store = store
+        self._works = works
+        self._post = post
+        self._count = count
+        self._tell = tell
+        self._progressed = progressed
+
+    def prepare(self, tickets: Sequence[flow.Ticket]) -> None:
+        for ticket in tickets:
+            work = self._works.get(ticket)
+            if work is None:  # given back in the meantime
+                continue
+            self._progressed("prepare")
+            started = time.monotonic()
+            try:
+                prepared = self._workload.prepare(work.lease)
+            except BaseException as error:  # noqa: BLE001 - sorted out by kind
+                if self._ends_the_run(error):
+                    return
+                work.fail("prepare", _text(error))
+                self._post(flow.PrepareEnded(ticket, failed=True))
+                continue
+            work.prepare_s = time.monotonic() - started
+            self._count("prepare_s", work.prepare_s)
+            if isinstance(prepared, Unusable):
+                work.fail("prepare", prepared.reason, poison=True)
+                self._post(flow.PrepareEnded(ticket, failed=True))
+            else:
+                work.prepared = prepared
+                self._post(flow.PrepareEnded(ticket, held_bytes(prepared)))
+
+    def generate(self, batch: int, tickets: Sequence[flow.Ticket]) -> None:
+        """For a workload whose `generate` blocks."""
+        works = self._entered(batch, tickets)
+        started = time.monotonic()
+        hook = "collate"
+        try:
+            collated = self._workload.collate([work.prepared for work in works])
+            hook = "generate"
+            generated: Any = self._workload.generate(collated)
+            self._left(batch, works, generated, started)
+        except BaseException as error:  # noqa: BLE001 - sorted out by kind
+            self._raised(batch, works, hook, error, started)
+
+    async def generate_awaiting(self, batch: int, tickets: Sequence[flow.Ticket]) -> None:
+        """For a workload with `async def generate`: on the loop, many at once."""
+        works = self._entered(batch, tickets)
+        started = time.monotonic()
+        hook = "collate"
+        try:
+            collated = self._workload.collate([work.prepared for work in works])
+            hook = "generate"
+            answer: Any = self._workload.generate(collated)
+            self._left(batch, works, await answer, started)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - sorted out by kind
+            self._raised(batch, works, hook, error, started)
+
+    def postprocess(self, tickets: Sequence[flow.Ticket]) -> None:
+        for ticket in tickets:
+            work = self._works.get(ticket)
+            if work is None:
+                continue
+            self._progressed("postprocess")
+            started = time.monotonic()
+            try:
+                outcomes = self._workload.postprocess(work.prepared, work.generated)
+                if len(outcomes) != len(work.lease.samples):
+                    raise LocalProtocolError(
+                        f"postprocess must return one outcome per sample: expected {len(work.lease.samples)}, "
+                        f"found {len(outcomes)}"
+                    )
+                self._keep(work, outcomes, started)
+            except BaseException as error:  # noqa: BLE001 - sorted out by kind
+                if self._ends_the_run(error):
+                    return
+                work.fail("postprocess", _text(error))
+            work.prepared = work.generated = None
+            self._count("postprocess_s", time.monotonic() - started)
+            self._post(flow.PostprocessEnded(ticket))
+
+    def _entered(self, batch: int, tickets: Sequence[flow.Ticket]) -> list[Work]:
+        works = [work for ticket in tickets if (work := self._works.get(ticket)) is not None]
+        now = time.monotonic()
+        samples = 0
+        for work in works:
+            samples += len(work.lease.samples)
+            work.waited_s = max(0.0, now - work.leased_at - work.prepare_s)
+        self._progressed(f"generate {samples} samples")
+        self._tell(trace.GenerateEntered(now, batch, len(works), samples))
+        return works
+
+    def _left(self, batch: int, works: Sequence[Work], generated: Any, started: float) -> None:
+        if len(generated) != len(works):
+            raise LocalProtocolError(
+                f"generate must return one result per prompt: expected {len(works)}, found {len(generated)}"
+            )
+        now = time.monotonic()
+        for work, result in zip(works, generated, strict=True):
+            work.generated = result
+            work.generate_s = now - started
+        self._count("batches", 1)
+        self._count("generate_s", now - started)
+        self._tell(trace.GenerateLeft(now, batch, now - started))
+        sizes = tuple(held_bytes(work.prepared) + held_bytes(work.generated) for work in works)
+        self._post(flow.GenerateEnded(batch, sizes))
+
+    def _raised(self, batch: int, works: Sequence[Work], hook: str, error: BaseException, started: float) -> None:
+        now = time.monotonic()
+        self._tell(trace.GenerateLeft(now, batch, now - started, f"{hook}: {type(error).__name__}: {error}"))
+        if self._ends_the_run(error):
+            return
+        if not isinstance(error, Aborted):
+            logger.warning("%s of %d prompts raised %s: %s", hook, len(works), type(error).__name__, error)
+        if len(works) == 1:
+            works[0].fail(hook, _text(error))
+        self._post(flow.GenerateEnded(batch, failed=True))
+
+    def _keep(self, work: Work, outcomes: Sequence[Outcome], started: float) -> None:
+        """Writes the bulk of each sample and notes what is to be reported."""
+        rollouts: list[Rollout] = []
+        failures: list[FailedRollout] = []
+        for sample, outcome in zip(work.lease.samples, outcomes, strict=True):
+            if isinstance(outcome, Failed):
+                failures.append(failed_rollout(sample, "postprocess", outcome.error, outcome.poison))
+            else:
+                rollouts.append(self._stored(work, sample, outcome, started))
+        work.rollouts, work.failures = rollouts, failures
+
+    def _stored(self, work: Work, sample: SampleId, outcome: Finished, started: float) -> Rollout:
+        self._count("reward_sum", outcome.reward)
+        self._count("length_sum", outcome.length)
+        for name, score in outcome.scores.items():
+            self._count(f"reward_sum_{name}", score)
+        payload = self._store.write(outcome.arrays)
+        times = StageTimes(
+            prepare_s=work.prepare_s,
+            generate_s=work.generate_s,
+            postprocess_s=time.monotonic() - started,
+            waited_s=work.waited_s,
+        )
+        return Rollout(
+            sample=sample,
+            version=outcome.version,
+            weights_digest=outcome.weights_digest,
+            reward=outcome.reward,
+            length=outcome.length,
+            payload=payload,
+            times=times,
+        )
+
+    def _ends_the_run(self, error: BaseException) -> bool:
+        """Reports it if so: a lost engine, a broken reward function, an exit are no lease's fault."""
+        if isinstance(error, Exception) and not isinstance(error, PeerLost | RunFailed):
+            return False
+        self._post(error)
+        return True
+
+
+def failed_rollout(sample: SampleId, hook: str, error: str, poison: bool) -> FailedRollout:
+    return FailedRollout(sample=sample, hook=hook, error=error[-ERROR_CHARACTERS:], poison=poison)
+
+
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))

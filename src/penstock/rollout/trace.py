@@ -1,0 +1,74 @@
+"""What a worker can tell about itself while it runs: small structured events, cheap enough to leave on.
+
+    A  BranchesTaken    which decisions the prefetch machine took, how often
+    B  QueueSampled     how much is held where
+    C  GenerateEntered, GenerateLeft    one batch in the engine
+    D  LeaseAnswered    what the desk granted, or why not
+    E  filter decisions are taken, and reported, by the controller
+
+A and B are sampled; C and D are complete. The newest ones are kept in memory for a diagnosis, all of them are counted
+in `Runner.statistics()`, and each is one DEBUG line in the log.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class BranchesTaken(msgspec.Struct, frozen=True, tag="branches_taken"):
+    """Trace A: since the last one."""
+
+    at: float
+    counts: dict[str, int]
+
+
+class QueueSampled(msgspec.Struct, frozen=True, tag="queue_sampled"):
+    """Trace B."""
+
+    at: float
+    samples: dict[str, int]
+    """By stage."""
+    held_bytes: int
+    generating_batches: int
+    prefetch: bool
+
+
+class GenerateEntered(msgspec.Struct, frozen=True, tag="generate_entered"):
+    """Trace C, entry."""
+
+    at: float
+    batch: int
+    prompts: int
+    samples: int
+
+
+class GenerateLeft(msgspec.Struct, frozen=True, tag="generate_left"):
+    """Trace C, exit."""
+
+    at: float
+    batch: int
+    took_s: float
+    error: str = ""
+
+
+class LeaseAnswered(msgspec.Struct, frozen=True, tag="lease_answered"):
+    """Trace D: dispatch or throttle."""
+
+    at: float
+    asked_samples: int
+    granted_samples: int
+    verdict: str
+    waited_s: float
+    held_samples: int
+
+
+Trace = BranchesTaken | QueueSampled | GenerateEntered | GenerateLeft | LeaseAnswered
+
+
+def as_line(trace: Trace) -> str:
+    """One trace as one line of text."""
+    fields: dict[str, Any] = msgspec.to_builtins(trace)
+    name = fields.pop("type")
+    return f"{name} " + " ".join(f"{field}={value}" for field, value in fields.items())

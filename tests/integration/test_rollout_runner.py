@@ -1,0 +1,340 @@
+"""The runner with real threads and a scripted desk: failures in every hook, live flips, stops at awkward moments."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.errors import ConfigError, PeerLost, RunFailed
+from penstock.records.ids import PromptIndex, SampleId, Version
+from penstock.records.payload import PayloadRef
+from penstock.records.prompt import PromptLease
+from penstock.rollout import trace
+from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
+from penstock.rollout.io.runner import Runner, RunnerSettings
+from penstock.rollout.prefetch import Bounds
+from penstock.wire.messages import Delivered, Leased
+
+GROUP = 2
+
+
+class ScriptedDesk:
+    """Grants `prompts` prompts and remembers what came back."""
+
+    def __init__(self, prompts: int) -> None:
+        self.prompts = prompts
+        self.issued = 0
+        self.rollouts: list[Any] = []
+        self.failures: list[Any] = []
+        self.returned: list[SampleId] = []
+        self.prefetch: bool | None = None
+        self.phase: Any = "running"
+        self.asks = 0
+        self.delivering: Callable[[], Any] | None = None
+
+    async def lease(self, samples: int, wait_s: float) -> Leased:
+        self.asks += 1
+        leases = []
+        while samples >= GROUP and self.issued < self.prompts:
+            first = self.issued * GROUP
+            ids = tuple(SampleId(first + member) for member in range(GROUP))
+            leases.append(PromptLease(PromptIndex(self.issued), 0, ids, tuple(range(GROUP)), Version(0)))
+            self.issued += 1
+            samples -= GROUP
+        verdict = "granted" if leases else "exhausted"
+        return Leased(tuple(leases), verdict, self.phase, self.prefetch)
+
+    async def deliver(
+        self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[SampleId]
+    ) -> Delivered:
+        if self.delivering is not None and (rollouts or failures):
+            await self.delivering()
+        self.rollouts += rollouts
+        self.failures += failures
+        self.returned += returned
+        return Delivered()
+
+    def settled(self) -> list[int]:
+        """Every sample that came back in any way."""
+        return sorted(
+            [rollout.sample for rollout in self.rollouts]
+            + [failure.sample for failure in self.failures]
+            + list(self.returned)
+        )
+
+
+class NumberedStore:
+    def __init__(self) -> None:
+        self.written: list[dict[str, np.ndarray]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, arrays: dict[str, np.ndarray]) -> PayloadRef:
+        assert self.gate.wait(20)
+        self.written.append(arrays)
+        return PayloadRef("ring", 0, len(self.written), 0, 0, 0)
+
+
+class ToyWorkload:
+    """Passes numbers through; `broken` names a hook and the prompts for which it raises."""
+
+    def __init__(
+        self, broken: str = "", prompts: frozenset[int] = frozenset(), error: type[BaseException] = ValueError
+    ):
+        self.broken = broken
+        self.prompts = prompts
+        self.error = error
+        self.generated: list[list[int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+
+    def fault(self, hook: str, prompts: Sequence[int]) -> None:
+        if hook == self.broken and self.prompts & set(prompts):
+            raise self.error(f"{hook} broke on purpose")
+
+    def preflight(self) -> None:
+        if self.broken == "preflight":
+            raise self.error("preflight broke on purpose")
+
+    def prepare(self, lease: PromptLease) -> PromptLease | Unusable:
+        self.fault("prepare", [lease.prompt])
+        if self.broken == "unusable" and lease.prompt in self.prompts:
+            return Unusable("far too long")
+        return lease
+
+    def collate(self, prepared: Sequence[PromptLease]) -> list[PromptLease]:
+        self.fault("collate", [lease.prompt for lease in prepared])
+        return list(prepared)
+
+    def generate(self, batch: Sequence[PromptLease]) -> Any:
+        self.entered.set()
+        assert self.gate.wait(20)
+        self.fault("generate", [lease.prompt for lease in batch])
+        self.generated.append([lease.prompt for lease in batch])
+        return [lease.prompt * 10 for lease in batch]
+
+    def postprocess(self, prepared: PromptLease, generated: int) -> list[Outcome]:
+        self.fault("postprocess", [prepared.prompt])
+        one_bad = self.broken == "outcome" and prepared.prompt in self.prompts
+        return [
+            Failed("this one did not work", poison=True)
+            if one_bad and member == 0
+            else Finished({"number": np.array([generated])}, float(prepared.prompt), Version(0), "d", 1)
+            for member in range(len(prepared.samples))
+        ]
+
+
+def settings(prefetch: bool = True, **bounds: Any) -> RunnerSettings:
+    sized = {"batch_samples": 4, "queue_samples": 8, **bounds}
+    return RunnerSettings(bounds=Bounds(**sized), prefetch=prefetch, lease_wait_s=0.1, drain_s=5.0, return_s=2.0)
+
+
+async def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+async def test_every_sample_is_delivered_once_in_order(prefetch: bool) -> None:
+    desk, store, workload = ScriptedDesk(20), NumberedStore(), ToyWorkload()
+    runner = Runner(workload, desk, store, settings(prefetch))
+    assert await runner.run() == "the prompts are exhausted"
+    runner.machine.check()
+    assert [rollout.sample for rollout in desk.rollouts] == list(range(40))
+    assert [prompt for batch in workload.generated for prompt in batch] == list(range(20))
+    assert all(len(batch) <= 2 for batch in workload.generated)
+    assert len(store.written) == 40
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("hook", ["prepare", "collate", "generate", "postprocess"])
+async def test_a_raising_hook_costs_that_prompt_alone(hook: str, prefetch: bool) -> None:
+    desk, workload = ScriptedDesk(12), ToyWorkload(hook, frozenset({3, 8}))
+    runner = Runner(workload, desk, NumberedStore(), settings(prefetch))
+    await runner.run()
+    runner.machine.check()
+    assert sorted(failure.sample for failure in desk.failures) == [6, 7, 16, 17]
+    assert all(failure.hook == hook and "broke on purpose" in failure.error for failure in desk.failures)
+    assert all("ToyWorkload" in failure.error or "fault" in failure.error for failure in desk.failures)
+    assert desk.settled() == list(range(24))
+
+
+async def test_one_bad_outcome_costs_one_sample() -> None:
+    desk = ScriptedDesk(4)
+    await Runner(ToyWorkload("outcome", frozenset({2})), desk, NumberedStore(), settings()).run()
+    assert [(failure.sample, failure.poison) for failure in desk.failures] == [(4, True)]
+    assert desk.settled() == list(range(8))
+
+
+async def test_an_unusable_prompt_is_poison() -> None:
+    desk = ScriptedDesk(4)
+    await Runner(ToyWorkload("unusable", frozenset({1})), desk, NumberedStore(), settings()).run()
+    assert [(failure.sample, failure.error, failure.poison) for failure in desk.failures] == [
+        (2, "far too long", True),
+        (3, "far too long", True),
+    ]
+
+
+async def test_preflight_fails_before_anything_is_leased() -> None:
+    desk = ScriptedDesk(4)
+    with pytest.raises(ConfigError, match="broke on purpose"):
+        await Runner(ToyWorkload("preflight", error=ConfigError), desk, NumberedStore(), settings()).run()
+    assert desk.asks == 0
+
+
+@pytest.mark.parametrize("hook", ["prepare", "collate", "generate", "postprocess"])
+@pytest.mark.parametrize("error", [PeerLost, RunFailed, SystemExit])
+async def test_an_error_that_is_no_prompts_fault_ends_the_worker_and_gives_everything_back(
+    hook: str, error: type[BaseException]
+) -> None:
+    desk = ScriptedDesk(50)
+    runner = Runner(ToyWorkload(hook, frozenset({5}), error), desk, NumberedStore(), settings())
+    with pytest.raises(error, match="broke on purpose"):
+        await runner.run()
+    runner.machine.check()
+    assert desk.issued < 50
+    assert desk.settled() == list(range(desk.issued * GROUP))
+
+
+async def test_a_slow_consumer_stops_the_leasing() -> None:
+    desk, store = ScriptedDesk(1000), NumberedStore()
+    store.gate.clear()
+    runner = Runner(ToyWorkload(), desk, store, settings(output_samples=8))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await until(lambda: runner.machine.branches["generate_held_output"] > 0 and runner.machine.line_samples == 8)
+        issued = desk.issued
+        await until(lambda: runner.machine.line_samples == 8)
+        assert desk.issued == issued == 8, "eight samples in the line, eight behind the engine, and not one more"
+        store.gate.set()
+        await until(lambda: desk.issued > issued)
+        runner.stop()
+        await running
+    assert desk.settled() == list(range(desk.issued * GROUP))
+
+
+async def test_prefetch_flips_while_running() -> None:
+    desk, workload = ScriptedDesk(10_000), ToyWorkload()
+    desk.prefetch = False
+    runner = Runner(workload, desk, NumberedStore(), settings(True))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await until(lambda: runner.machine.branches["prefetch_off"] and runner.machine.branches["ask_held_plain"])
+        assert not runner.prefetch
+        desk.prefetch = True
+        await until(lambda: runner.prefetch and runner.machine.branches["ask_held_queue"])
+        desk.prefetch = None
+        runner.prefetch = False
+        await until(lambda: runner.machine.branches["prefetch_off"] == 2)
+        runner.stop()
+        await running
+    assert desk.settled() == list(range(desk.issued * GROUP))
+
+
+async def test_stop_while_the_queue_is_full_returns_the_line_and_finishes_the_engine() -> None:
+    desk, workload = ScriptedDesk(1000), ToyWorkload()
+    workload.gate.clear()
+    runner = Runner(workload, desk, NumberedStore(), settings())
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await until(lambda: workload.entered.is_set() and runner.machine.line_samples == 8)
+        runner.stop("time to go")
+        await until(lambda: len(desk.returned) == 8)
+        assert not running.done(), "the batch in the engine is still being waited for"
+        workload.gate.set()
+        assert await running == "time to go"
+    assert [rollout.sample for rollout in desk.rollouts] == [0, 1, 2, 3]
+    assert desk.settled() == list(range(desk.issued * GROUP))
+
+
+async def test_a_drain_that_takes_too_long_is_abandoned_and_everything_goes_back() -> None:
+    desk, workload = ScriptedDesk(1000), ToyWorkload()
+    workload.gate.clear()
+    bounded = RunnerSettings(
+        bounds=Bounds(batch_samples=4, queue_samples=8), lease_wait_s=0.1, drain_s=0.05, return_s=0.2
+    )
+    interrupted = threading.Event()
+    runner = Runner(workload, desk, NumberedStore(), bounded, interrupt=interrupted.set)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await until(lambda: workload.entered.is_set() and runner.machine.line_samples == 8)
+        runner.stop("time to go")
+        assert await running == "time to go"
+    assert interrupted.is_set()
+    workload.gate.set()
+    assert not desk.rollouts
+    assert desk.settled() == list(range(desk.issued * GROUP))
+
+
+async def test_a_completed_run_abandons_what_is_left() -> None:
+    desk = ScriptedDesk(1000)
+    desk.phase = "complete"
+    assert await Runner(ToyWorkload(), desk, NumberedStore(), settings()).run() == "the run is complete"
+    assert desk.settled() == list(range(desk.issued * GROUP))
+
+
+async def test_a_desk_that_is_lost_ends_the_worker() -> None:
+    class LostDesk(ScriptedDesk):
+        async def lease(self, samples: int, wait_s: float) -> Leased:
+            if self.issued >= 4:
+                raise PeerLost("the controller is gone")
+            return await super().lease(samples, wait_s)
+
+    with pytest.raises(PeerLost, match="controller is gone"):
+        await Runner(ToyWorkload(), LostDesk(1000), NumberedStore(), settings()).run()
+
+
+async def test_a_request_engine_has_many_generations_in_flight() -> None:
+    class RequestWorkload(ToyWorkload):
+        in_flight = most = 0
+
+        async def generate(self, batch: Sequence[PromptLease]) -> Any:
+            self.in_flight += 1
+            self.most = max(self.most, self.in_flight)
+            released = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.005, released.set)
+            await released.wait()
+            self.in_flight -= 1
+            self.fault("generate", [lease.prompt for lease in batch])
+            return [lease.prompt for lease in batch]
+
+    desk, workload = ScriptedDesk(40), RequestWorkload("generate", frozenset({7}))
+    await Runner(workload, desk, NumberedStore(), settings(batch_samples=2, queue_samples=16, concurrency=6)).run()
+    assert workload.most == 6
+    assert sorted(failure.sample for failure in desk.failures) == [14, 15]
+    assert desk.settled() == list(range(80))
+
+
+async def test_traces_tell_what_happened() -> None:
+    desk = ScriptedDesk(8)
+    told: list[trace.Trace] = []
+    runner = Runner(ToyWorkload("generate", frozenset({0})), desk, NumberedStore(), settings(), traced=told.append)
+    await runner.run()
+    kinds = {type(one) for one in told}
+    assert kinds == {
+        trace.BranchesTaken,
+        trace.QueueSampled,
+        trace.GenerateEntered,
+        trace.GenerateLeft,
+        trace.LeaseAnswered,
+    }
+    assert sum(isinstance(one, trace.GenerateEntered) for one in told) == sum(
+        isinstance(one, trace.GenerateLeft) for one in told
+    )
+    assert any(isinstance(one, trace.GenerateLeft) and "broke on purpose" in one.error for one in told)
+    assert all(trace.as_line(one) for one in told)
+    assert list(runner.traces) == told
+    statistics = runner.statistics()
+    assert statistics["delivered_samples"] == 14
+    assert statistics["failed_samples"] == 2
+    assert statistics["branch_batch_split"] == 1
+    assert all(rollout.times.generate_s >= 0 and rollout.times.waited_s >= 0 for rollout in desk.rollouts)
