@@ -241,7 +241,9 @@ class BatchFetcher:
 
     def _choose(self, address: RingAddress) -> tuple[Carrier, str]:
         passed_over: list[str] = []
-        for carrier in NEAREST_FIRST if self._forced == "auto" else (self._forced,):
+        for carrier in NEAREST_FIRST:
+            if self._forced not in ("auto", carrier):
+                continue
             try:
                 self._prepare(carrier, address)
             except (Stale, Transient, ConfigError, RemoteProtocolError) as error:
@@ -266,7 +268,7 @@ class BatchFetcher:
         if carrier == "tcp":
             self._clients[carrier] = TcpClient(self._token, self._buffers, verify=self._verify)
         else:
-            raise ConfigError("UCXX is not installed here")
+            self._clients[carrier] = _ucxx_client(self._token, self._buffers, self._verify)
 
     def _detach_unused(self, addresses: dict[str, RingAddress]) -> None:
         for ring in list(self._carriers):
@@ -278,3 +280,11 @@ class BatchFetcher:
             if reader is not None:
                 del self._readers[ring]
                 reader.close()
+
+
+def _ucxx_client(token: str, buffers: Buffers, verify: bool) -> WireClient:
+    try:
+        from penstock.payload.io.ucxx import UcxxClient
+    except ImportError as error:
+        raise ConfigError("UCXX is not installed here (pip install 'penstock[ucxx]')") from error
+    return UcxxClient(token, buffers, verify=verify)

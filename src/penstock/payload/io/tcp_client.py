@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 import time
@@ -14,11 +13,10 @@ import xxhash
 from penstock.errors import Aborted, LocalProtocolError, RemoteProtocolError, Transient
 from penstock.payload.exchange import STATUS, Ack, Code, hello, parse_status, request
 from penstock.payload.io.received import Buffers, Cancellation, Received
-from penstock.payload.ports import CallFailed, CallSucceeded, Fault, HealPort, Ports
+from penstock.payload.io.rotation import Rotation
+from penstock.payload.ports import Fault
 from penstock.payload.retry import Failure
 from penstock.records.payload import PayloadRef, RingAddress
-
-log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 """Received and hashed piece by piece, so that the hash finds the bytes still in the cache."""
@@ -52,7 +50,7 @@ class TcpClient:
         max_age_s: float = 90.0,
         keep_per_port: int = 8,
         connect_s: float = 3.0,
-        quarantine_s: tuple[float, float] = (1.0, 30.0),
+        rotation: Rotation | None = None,
         verify: bool = True,
     ) -> None:
         """`max_age_s` must lie below the servers' idle limit, so that no connection is used just as it is evicted."""
@@ -61,16 +59,15 @@ class TcpClient:
         self._max_age_s = max_age_s
         self._keep_per_port = keep_per_port
         self._connect_s = connect_s
-        self._quarantine_s = quarantine_s
+        self._rotation = rotation or Rotation()
         self._verify = verify
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, int], list[_Pooled]] = {}
-        self._ports: dict[tuple[str, tuple[int, ...]], Ports] = {}
         self._closed = False
 
     def __repr__(self) -> str:
         idle = sum(len(pooled) for pooled in self._idle.values())
-        return f"<TcpClient {idle} idle connections, {list(self._ports.values())}>"
+        return f"<TcpClient {idle} idle connections, {self._rotation!r}>"
 
     def read(
         self, address: RingAddress, ref: PayloadRef, deadline: float, tried: set[int], cancellation: Cancellation
@@ -79,20 +76,21 @@ class TcpClient:
 
         `tried` holds the ports already tried for this payload; the one used now is added.
         """
-        ports = self._ports_of(address)
-        with self._lock:
-            port = ports.choose(time.monotonic(), avoid=tried)
+        if self._closed:
+            raise LocalProtocolError("this payload client is closed")
+        host, ports = address.host, address.tcp_ports
+        port = self._rotation.choose(host, ports, avoid=tried)
         tried.add(port)
         try:
-            answer = self._call(address.host, port, ref, deadline, cancellation)
+            answer = self._call(host, port, ref, deadline, cancellation)
         except Aborted as error:
             return Failure("cancelled", str(error))
         except _Broken as broken:
             if cancellation.reason is not None:
                 return Failure("cancelled", cancellation.reason)
-            self._tell(ports, CallFailed(port, broken.fault), address)
-            return Failure(broken.fault, f"{address.host}:{port}: {broken.detail}")
-        self._tell(ports, CallSucceeded(port), address)
+            self._rotation.failed(host, ports, port, broken.fault)
+            return Failure(broken.fault, f"{host}:{port}: {broken.detail}")
+        self._rotation.succeeded(host, ports, port)
         return answer
 
     def close(self) -> None:
@@ -102,25 +100,6 @@ class TcpClient:
             self._idle.clear()
         for pooled in idle:
             pooled.connection.close()
-
-    def _ports_of(self, address: RingAddress) -> Ports:
-        key = (address.host, address.tcp_ports)
-        with self._lock:
-            if self._closed:
-                raise LocalProtocolError("this payload client is closed")
-            if key not in self._ports:
-                first_s, cap_s = self._quarantine_s
-                self._ports[key] = Ports(address.tcp_ports, first_s=first_s, cap_s=cap_s)
-            return self._ports[key]
-
-    def _tell(self, ports: Ports, event: CallSucceeded | CallFailed, address: RingAddress) -> None:
-        with self._lock:
-            effects = ports.handle(event, time.monotonic())
-        for effect in effects:
-            if isinstance(effect, HealPort):
-                log.info("payload port %s:%d is well again", address.host, effect.port)
-            else:
-                log.warning("payload port %s:%d is quarantined: %s", address.host, effect.port, effect.fault)
 
     def _call(
         self, host: str, port: int, ref: PayloadRef, deadline: float, cancellation: Cancellation
