@@ -182,7 +182,7 @@ def _build_tiny(spec: TinyLanguageModel) -> LanguagePolicy:
     config = LlamaConfig(
         vocab_size=tokenizer.vocabulary_size,
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.hidden_size * 2,
+        intermediate_size=spec.hidden_size * 4,
         num_hidden_layers=spec.layers,
         num_attention_heads=spec.heads,
         num_key_value_heads=spec.heads,
