@@ -125,7 +125,7 @@ class PipelineControl:
         first = state.started_at is None
         if first:
             state.started_at = state.last_event_at = state.progressed_at = now
-        could_lease, awaited = self.admission.can_lease(), state.ledger.awaiting_count
+        could_lease, awaited, newest = self.admission.can_lease(), state.ledger.awaiting_count, state.newest
         could_batch = self._trainer_side.can_give_batch(state.last_event_at)
         effects, changed = self._decide(event, now)
         if not changed and not first:
@@ -137,7 +137,8 @@ class PipelineControl:
             if not isinstance(event, events.RunResumed | events.StopAsked):
                 self.members.hear(event.member, now)
         self._watch(effects, now)
-        if self.admission.can_lease() and (not could_lease or state.ledger.awaiting_count > awaited):
+        opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
+        if opened and self.admission.can_lease():
             effects.append(Announce("leases"))
         if not could_batch and self._trainer_side.can_give_batch(now):
             effects.append(Announce("batches"))

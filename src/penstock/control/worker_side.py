@@ -33,12 +33,11 @@ class WorkerSide:
             return [RefuseCall("LocalProtocolError", f"{event.member} asked for {event.samples} samples")], False
         if state.phase in ("complete", "stopped"):
             return [RefuseLease("exhausted", state.phase)], False
-        if event.version > state.newest or event.version < self.admission.min_version_awaiting():
-            return [RefuseLease("version_too_old", state.phase)], False
-        leases = self._grant(event)
+        usable = self.admission.min_version_awaiting() <= event.version <= state.newest
+        leases = self._grant(event) if usable else ()
         if not leases:
-            verdict = "version_too_old" if self.admission.can_lease() else "throttled"
-            return [RefuseLease(verdict, state.phase)], False
+            behind = event.version != state.newest and self.admission.can_lease()
+            return [RefuseLease("version_too_old" if behind else "throttled", state.phase)], False
         member.request, member.granted, member.version = event.request, leases, event.version
         return [GrantLeases(leases, state.phase)], True
 

@@ -2,11 +2,12 @@
 
 Each pipeline repeats a round: generate `target` samples of uneven length, train on its training devices, then spend
 time off the devices (evaluation, environment resets, checkpoints). Waking and sleeping take time, aborted samples keep
-their prefix. The same world runs under three regimes that differ only in what is stated:
+their prefix. The same world runs under four regimes that differ only in what is stated:
 
 - `shared`    all devices for everybody's generation, our planner, progress looked at once a second;
 - `plain`     the same, with the plain gap-ratio rule (no move cost, no hysteresis, no demand cap), at every report;
-- `disjoint`  every pipeline confined to its own equal part of the devices.
+- `colocated` every pipeline confined to its own equal part of the devices, on which it generates and trains;
+- `disjoint`  nothing overlaps: of its own part, a pipeline trains on some devices and generates on the others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 from penstock.pool import events as ev
 from penstock.pool.ground import NOBODY, Ground, as_devices
 from penstock.pool.places import places
-from penstock.pool.plan import Plan, Snapshot
+from penstock.pool.plan import Plan, Rules, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.pool import Pool
 from penstock.pool.requests import serve_requests
@@ -31,7 +32,7 @@ from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, Priority, Topology
 
-Regime = Literal["shared", "plain", "disjoint"]
+Regime = Literal["shared", "plain", "colocated", "disjoint"]
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     horizon_s: float = 2400.0
     workers_factor: int = 4
     """Worker processes per pipeline, as a multiple of its equal part."""
+    rules: Rules = Rules()
     seed: int = 0
 
     @property
@@ -95,7 +97,13 @@ class PoolWorld:
         self.regime: Regime = regime
         nodes = (mix.node,) * (mix.devices // mix.node) if mix.devices >= mix.node else (mix.devices,)
         settings = PoolSettings(
-            Topology(nodes), turn_s=mix.turn_s, drain_s=mix.sample_s, lease_s=math.inf, demand_lease_s=math.inf
+            Topology(nodes),
+            turn_s=mix.turn_s,
+            linger_s=2 * (mix.wake_s + mix.sleep_s),
+            drain_s=mix.sample_s,
+            lease_s=math.inf,
+            demand_lease_s=math.inf,
+            rules=mix.rules,
         )
         self.pool = Pool(settings, plain_plan if regime == "plain" else make_plan)
         self.now = 0.0
@@ -172,8 +180,9 @@ class _Pipeline:
         self.random = Random(mix.seed * 100_003 + number)
         own = tuple(DeviceId(number * mix.part + offset) for offset in range(mix.part))
         everywhere = tuple(DeviceId(device) for device in range(mix.devices))
-        inference = own if world.regime == "disjoint" else everywhere
         self.training = own[: max(1, round(mix.part * mix.train_part))]
+        regimes = {"disjoint": own[len(self.training) :], "colocated": own}
+        inference = regimes.get(world.regime, everywhere)
         self.target = mix.samples_per_device * mix.part
         self.round = -1
         self.rounds = 0
@@ -220,7 +229,12 @@ class _Pipeline:
         self.world.tell(ev.ProgressReported(self.name, self.round, self.completed))
         if self.world.regime == "plain" and self.world.pool.revision != revision:
             self.world.tell(ev.TimePassed())
-        if self.completed == self.target:
+        if self.completed < self.target:
+            return
+        if not self.world.mix.train_s:
+            self.rounds += 1
+            self.world.at(self.world.mix.apart_s, self._again)
+        else:
             member = MemberId(f"{self.name}-trainer")
             self.world.tell(
                 ev.DevicesRequested(

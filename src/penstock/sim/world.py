@@ -129,7 +129,7 @@ class World:
             samples_per_s=books.counts["trained"] / elapsed_s,
             trainer_busy=(self._trainer_busy_s + self.trainer.busy_s) / elapsed_s,
             workers_busy=self._worker_busy_s / (elapsed_s * settings.workers * settings.concurrency),
-            dropped=dict(books.dropped),
+            dropped={str(reason): count for reason, count in books.dropped.items()},
             set_aside=len(books.set_aside),
             staleness=dict(sorted(self.watch.staleness.items())),
             faults=dict(sorted(self.faults.fired.items())),

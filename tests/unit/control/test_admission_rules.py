@@ -1,0 +1,207 @@
+"""How much is leased, to whom, and with which weights."""
+
+# pyright: reportArgumentType=false
+# Ids are written plainly here.
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.control import effects, events
+from penstock.control.admission import ThrottleState, watch_throttle
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_more_is_leased_than_the_bound_allows(drive, staleness):
+    d = drive(max_staleness=staleness)
+    d.join("w")
+    leases = d.lease(1000)
+    assert sum(len(lease.samples) for lease in leases) == (staleness + 1) * 4
+    assert d.ask(2) == effects.RefuseLease("throttled", "running")
+    d.deliver(leases)
+    assert d.ask(2).verdict == "throttled", "delivered samples still stand before the trainer"
+    d.batch(0)
+    assert d.ask(2).verdict == "throttled", "and so do dispatched ones"
+    d.ack(0)
+    assert "leases" in d.announced()
+    assert len(d.lease(1000, version=d.control.newest)) == 2
+
+
+def test_a_step_trained_on_less_than_a_batch_does_not_widen_the_bound(drive):
+    d = drive(max_staleness=0)
+    d.join("w")
+    d.fill()
+    batch = d.batch(0)
+    d.ack(0, missing=(batch.groups[0].prompt,))
+    assert sum(len(lease.samples) for lease in d.lease(1000)) == 4
+
+
+def test_no_more_is_issued_than_the_remaining_steps_need(drive):
+    d = drive(steps=2, max_staleness=5)
+    d.join("w")
+    assert sum(len(lease.samples) for lease in d.lease(1000)) == 2 * 4
+    assert d.control.phase == "draining"
+
+
+def test_a_drop_near_the_end_is_made_good(drive):
+    d = drive(steps=1, max_staleness=5)
+    d.join("w")
+    leases = d.lease(1000)
+    assert d.ask(2) == effects.RefuseLease("throttled", "draining")
+    d.fail(leases[0].samples[0], poison=True)
+    assert d.control.phase == "running"
+    d.deliver((*leases[1:], *d.lease(1000)))
+    d.train(0)
+    assert d.counts == {"trained": 4, "dropped": 2}
+
+
+def test_what_there_is_is_shared_with_those_who_wait(drive):
+    d = drive(groups_per_step=8, max_staleness=0)
+    d.join("greedy", "slow")
+    answer = d.ask(1000, "greedy", waiting=1)
+    assert sum(len(lease.samples) for lease in answer.leases) == 8
+    assert len(d.lease(2, member="slow")) == 1
+
+
+def test_even_the_smallest_share_is_a_whole_group(drive):
+    d = drive(groups_per_step=2, max_staleness=0)
+    d.join("w")
+    assert len(d.ask(1000, waiting=99).leases) == 1
+
+
+def test_a_repeated_request_gets_the_same_leases(drive):
+    d = drive()
+    d.join("w")
+    first = d.send(events.LeaseAsked("w", 5, 4, 0))
+    revision = d.control.revision
+    assert d.send(events.LeaseAsked("w", 5, 4, 0)) == first
+    assert d.control.revision == revision
+    assert d.counts == {"leased": 4}
+    answer = d.send(events.LeaseAsked("w", 4, 4, 0))
+    assert isinstance(answer, effects.RefuseCall)
+    assert answer.kind == "Stale"
+
+
+def test_a_worker_with_old_weights_is_told_so_until_it_has_newer_ones(drive):
+    """The rejection changes nothing, so asking again may wait as long as it likes."""
+    d = drive(max_staleness=0, steps=3)
+    d.join("w")
+    d.publish(0)
+    d.fill()
+    d.batch(0)
+    d.publish(1)
+    d.ack(0)
+    revision = d.control.revision
+    assert d.ask(4, version=0) == effects.RefuseLease("version_too_old", "running")
+    assert d.control.revision == revision
+    leases = d.lease(4, version=1)
+    assert [lease.min_version for lease in leases] == [1, 1]
+
+
+def test_an_engine_with_weights_of_a_trainer_that_is_gone_must_load_others(drive):
+    d = drive()
+    d.join("w")
+    assert d.ask(4, version=7).verdict == "version_too_old"
+
+
+def test_a_worker_with_the_newest_weights_is_never_sent_away_to_load_newer_ones(drive):
+    """While step 0 trains, version 1 is needed and nobody has it: there is nothing to do but wait."""
+    d = drive(max_staleness=0, groups_per_step=1)
+    d.join("w")
+    d.publish(0)
+    d.fill(1)
+    d.batch(0)
+    assert d.ask(2).verdict == "throttled"
+    d.publish(1)
+    assert d.ask(2, version=0).verdict == "throttled"
+    d.ack(0)
+    assert "leases" in d.announced()
+    assert d.ask(2, version=0).verdict == "version_too_old"
+    assert d.lease(2, version=1)
+
+
+def test_rollouts_of_weights_nobody_published_are_refused_and_made_again(drive):
+    d = drive()
+    d.join("w")
+    d.publish(0, "right")
+    leases = d.lease(2)
+    rollouts = [d.rollout(sample) for sample in leases[0].samples]
+    torn = events.Delivered("w", tuple(type(r)(r.sample, r.version, "torn", 1.0, 1, r.payload) for r in rollouts))
+    answer = d.send(torn)
+    assert answer.refused == leases[0].samples
+    assert "'torn'" in answer.reason
+    assert "'right'" in answer.reason
+    assert d.control.status(0.0)["samples_wrong_weights"] == 2
+    assert d.counts == {"dropped": 2}
+    assert d.deliver(d.lease(2)).refused == ()
+
+
+def test_a_duplicate_delivery_is_not_judged_by_its_digest_again(drive):
+    d = drive()
+    d.join("w")
+    leases = d.lease(2)
+    d.deliver(leases)
+    stale = events.Delivered("w", tuple(d.rollout(sample) for sample in leases[0].samples))
+    d.publish(0, "published later")
+    assert d.send(stale) == effects.AcceptDelivery()
+
+
+def test_the_throttle_says_one_line_each_for_engaged_still_engaged_and_released():
+    state = ThrottleState()
+    said = []
+    for now, closed in [(0, False), (1, True), (2, True), (9, True), (12, True), (13, False), (14, False), (15, True)]:
+        change = watch_throttle(state, closed=closed, now=float(now), report_every_s=10)
+        said.append((change.what, change.lasted_s) if change else None)
+    assert said == [
+        None,
+        ("engaged", 0.0),
+        None,
+        None,
+        ("still engaged", 11.0),
+        ("released", 12.0),
+        None,
+        ("engaged", 0.0),
+    ]
+    assert state.engagements == 2
+
+
+def test_the_throttle_lines_carry_the_state(drive):
+    d = drive(max_staleness=0, throttle_report_s=5.0)
+    d.join("w")
+    leases = d.lease(4)
+    assert d.lines[-1] == "p: throttle engaged at step 0: 4 leased, 0 delivered, 0 buffered, 0 dispatched"
+    d.tick(6)
+    assert d.lines[-1].startswith("p: throttle still engaged after 6.0 s at step 0: 4 leased")
+    d.deliver(leases)
+    d.train(0)
+    assert any("throttle released" in line for line in d.lines)
+    assert d.control.status(0.0)["throttled"] == 0
+
+
+def test_a_full_batch_waits_a_bounded_time_for_groups_it_would_outdate(drive):
+    d = drive(max_staleness=1, groups_per_step=1, straggler_wait_s=5.0)
+    d.join("w", "slow")
+    straggler = d.lease(2, member="slow")
+    d.fill(1)
+    d.train(0)
+    d.fill(1)
+    answer = d.send(events.BatchAsked("t", 1))
+    assert isinstance(answer, effects.DeferBatch)
+    d.deliver(straggler, member="slow", version=0)
+    assert "batches" in d.announced()
+    assert d.batch(1).groups[0].prompt == straggler[0].prompt
+    assert d.books.dropped["outdated"] == 0
+
+
+def test_a_straggler_that_does_not_come_is_left_behind(drive):
+    d = drive(max_staleness=1, groups_per_step=1, straggler_wait_s=5.0)
+    d.join("w", "slow")
+    straggler = d.lease(2, member="slow")
+    d.fill(1)
+    d.train(0)
+    d.fill(1)
+    assert isinstance(d.send(events.BatchAsked("t", 1)), effects.DeferBatch)
+    passed = d.tick(5.0)
+    assert effects.Announce("batches") in passed
+    d.train(1)
+    assert d.deliver(straggler, member="slow", version=0).refused == straggler[0].samples

@@ -1,0 +1,249 @@
+"""Samples through their states, prompts through their attempts."""
+
+# pyright: reportArgumentType=false
+# Ids are written plainly here.
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.control import effects, events
+from penstock.control.books import Books
+from penstock.control.samples import LedgerState
+from penstock.errors import InvalidTransition
+
+
+def test_a_sample_walks_through_every_state(drive):
+    d = drive()
+    d.join("w")
+    leases = d.lease(4)
+    assert d.counts == {"leased": 4}
+    d.deliver(leases[:1])
+    assert d.counts == {"leased": 2, "buffered": 2}
+    first = leases[1].samples[0]
+    d.send(events.Delivered("w", (d.rollout(first),)))
+    assert d.counts == {"leased": 1, "delivered": 1, "buffered": 2}
+    assert d.control.ledger.state_of(first) == "delivered"
+    d.send(events.Delivered("w", (d.rollout(leases[1].samples[1]),)))
+    assert d.counts == {"buffered": 4}
+    assert [group.prompt for group in d.batch(0).groups] == [0, 1]
+    assert d.counts == {"dispatched": 4}
+    d.ack(0)
+    assert d.counts == {"trained": 4}
+    assert d.control.ledger.state_of(first) == "trained"
+    d.checkpoint(1)
+    assert d.counts == {"trained": 4}
+    assert d.control.ledger.state_of(first) is None
+    assert not d.books.groups
+
+
+def test_a_move_that_is_not_in_the_table_is_refused():
+    with pytest.raises(InvalidTransition, match="from leased to trained"):
+        Books(LedgerState(), 1)._move("leased", "trained", 1)
+
+
+def test_a_delivery_may_be_repeated_in_any_later_state(drive):
+    d = drive()
+    d.join("w")
+    leases = d.lease(4)
+    d.deliver(leases)
+    for advance in (lambda: None, lambda: d.batch(0), lambda: d.ack(0)):
+        advance()
+        revision = d.control.revision
+        assert d.deliver(leases) == effects.AcceptDelivery()
+        assert d.control.revision == revision
+    d.checkpoint(1)
+    assert d.deliver(leases).refused == (0, 1, 2, 3)
+
+
+def test_a_sample_leased_to_another_worker_is_refused(drive):
+    d = drive()
+    d.join("w", "x")
+    leases = d.lease(2)
+    assert d.deliver(leases, member="x").refused == leases[0].samples
+    assert d.counts == {"leased": 2}
+    assert d.deliver(leases).refused == ()
+
+
+@pytest.mark.parametrize("how", ["failed", "returned", "worker left"])
+def test_a_lost_member_is_issued_again_alone_with_a_new_sample(drive, how):
+    d = drive()
+    d.join("w", "x")
+    (lease,) = d.lease(2)
+    d.send(events.Delivered("w", (d.rollout(lease.samples[0]),)))
+    lost = lease.samples[1]
+    if how == "failed":
+        d.fail(lost)
+    elif how == "returned":
+        d.send(events.Delivered("w", returned=(lost,)))
+    else:
+        d.send(events.MemberLeft("w"))
+    assert d.counts == {"delivered": 1, "dropped": 1}
+    assert d.books.dropped["failed" if how == "failed" else "lost"] == 1
+    assert "leases" in d.announced()
+    (again,) = d.lease(2, member="x")
+    assert (again.prompt, again.attempt, again.members) == (lease.prompt, lease.attempt, (1,))
+    assert again.samples != (lost,)
+    assert d.deliver((again,), member="x").refused == ()
+    assert d.counts == {"buffered": 2, "dropped": 1}
+
+
+def test_members_to_issue_again_come_before_fresh_prompts_and_keep_their_place(drive):
+    d = drive(max_staleness=0)
+    d.join("w")
+    leases = d.lease(4)
+    assert d.ask(2) == effects.RefuseLease("throttled", "running")
+    d.fail(leases[0].samples[0])
+    (again,) = d.lease(4)
+    assert again.prompt == 0
+    assert d.ask(2).verdict == "throttled"
+
+
+def test_a_small_ask_gets_part_of_a_group_and_the_next_worker_the_rest(drive):
+    d = drive(group_size=4, groups_per_step=1)
+    d.join("w", "x")
+    (part,) = d.lease(3)
+    assert part.members == (0, 1, 2)
+    (rest,) = d.lease(3, member="x")
+    assert (rest.prompt, rest.members) == (part.prompt, (3,))
+    d.deliver((part,))
+    d.deliver((rest,), member="x")
+    assert len(d.batch(0).groups[0].samples) == 4
+
+
+def test_an_outdated_group_is_dropped_whole_and_its_prompt_issued_again_first(drive):
+    d = drive(max_staleness=1, group_size=2, groups_per_step=1)
+    d.join("w")
+    slow = d.lease(2)
+    d.fill(1, version=0)
+    d.train(0)
+    d.fill(1, version=1)
+    d.train(1)
+    late = d.deliver(slow, version=0)
+    assert late.refused == slow[0].samples
+    assert "too old" in late.reason
+    assert d.books.dropped["outdated"] == 2
+    (again,) = d.lease(2)
+    assert (again.prompt, again.attempt) == (slow[0].prompt, 1)
+
+
+def test_groups_that_can_no_longer_be_trained_leave_the_count_at_once(drive):
+    """Both complete groups and begun ones, without waiting for anybody to look at them."""
+    d = drive(max_staleness=1, group_size=2, groups_per_step=2, steps=9)
+    d.join("w")
+    d.fill(3, version=0)
+    (begun,) = d.lease(2, version=0)
+    d.send(events.Delivered("w", (d.rollout(begun.samples[0], 0),)))
+    d.train(0)
+    assert d.books.dropped["outdated"] == 0
+    d.publish(1)
+    d.fill(2, version=1)
+    batch = d.batch(1)
+    assert [group.versions for group in batch.groups] == [(0, 0), (1, 1)], "the older group goes first"
+    assert d.books.dropped["outdated"] == 2, "the begun group can only be trained at step 2, one too late"
+    assert list(d.books.redo) == [begun.prompt]
+    assert d.deliver((begun,), version=0).refused == begun.samples
+
+
+def test_a_prompt_that_keeps_failing_is_set_aside_with_its_error_and_the_run_goes_on(drive):
+    d = drive(max_failures=3, groups_per_step=1, steps=1)
+    d.join("w")
+    (lease,) = d.lease(2)
+    d.fail(lease.samples[0])
+    (again,) = d.lease(1)
+    d.fail(again.samples[0])
+    assert not d.books.set_aside
+    d.fail(lease.samples[1])
+    assert d.books.set_aside[lease.prompt].error == "boom"
+    assert d.books.set_aside[lease.prompt].failures == 3
+    assert any("set aside after 3 failures in generate: boom" in line for line in d.lines)
+    d.fill(1)
+    assert d.train(0).groups[0].prompt == 1
+
+
+def test_a_poisoned_prompt_is_set_aside_at_once(drive):
+    d = drive()
+    d.join("w")
+    (lease,) = d.lease(2)
+    d.fail(lease.samples[0], poison=True)
+    assert list(d.books.set_aside) == [0]
+    assert d.deliver((lease,)).refused == lease.samples
+
+
+def test_failures_are_remembered_when_a_group_starts_afresh(drive):
+    d = drive(max_failures=2, groups_per_step=1, max_staleness=0)
+    d.join("w")
+    d.fail(d.lease(2)[0].samples[0])
+    d.deliver(d.lease(2))
+    d.send(events.RunResumed())
+    d.join("y", trainer="t2")
+    (afresh,) = d.lease(2, member="y")
+    assert (afresh.prompt, afresh.attempt) == (0, 1)
+    d.fail(afresh.samples[0], member="y")
+    assert 0 in d.books.set_aside
+
+
+def test_when_nothing_but_failures_comes_in_the_run_fails_with_the_last_error(drive):
+    d = drive(max_failures=1, groups_per_step=4, max_staleness=3)
+    d.join("w")
+    for _ in range(8):
+        d.fail(d.lease(2)[0].samples[0])
+    assert d.instructed(effects.FailRun)[0].sentence.endswith("the last in generate: boom")
+    assert d.control.phase == "stopped"
+    assert d.ask(2) == effects.RefuseLease("exhausted", "stopped")
+
+
+def test_a_reward_that_is_not_a_number_counts_as_a_failure(drive):
+    d = drive()
+    d.join("w")
+    leases = d.lease(2)
+    answer = d.deliver(leases, rewards=(float("nan"), 1.0))
+    assert answer.refused == leases[0].samples[:1]
+    assert d.books.dropped["failed"] == 1
+    assert d.counts["delivered"] == 1
+
+
+def dull(rewards: tuple[float, ...]) -> str | None:
+    return "zero signal" if len(set(rewards)) == 1 else None
+
+
+def test_a_filtered_group_is_dropped_and_its_prompt_counts_as_done(drive):
+    d = drive(dull)
+    d.join("w")
+    d.deliver(d.lease(2), rewards=(1.0, 1.0))
+    assert d.books.dropped["filtered"] == 2
+    assert d.control.ledger.in_flight == 0
+    d.deliver(d.lease(2), rewards=(1.0, 0.0))
+    assert d.counts == {"buffered": 2, "dropped": 2}
+    assert d.books.next_prompt == 2
+    assert not d.books.redo
+
+
+def test_a_filter_that_dislikes_everything_cannot_stop_the_run(drive):
+    d = drive(dull, max_filtered_per_step=3, steps=2)
+    d.join("w")
+    for step in range(2):
+        for _ in range(3 + 2):
+            d.deliver(d.lease(2))
+        d.train(step)
+    assert d.books.filtered_prompts == 6
+    assert d.counts["trained"] == 8
+
+
+def test_payloads_of_dropped_samples_are_named_for_release(drive):
+    d = drive(dull)
+    d.join("w")
+    d.deliver(d.lease(2))
+    (release,) = d.instructed(effects.ReleasePayloads)
+    assert [payload.slot for payload in release.payloads] == [0, 1]
+
+
+def test_a_broken_book_is_noticed(drive):
+    d = drive()
+    d.join("w")
+    d.lease(2)
+    d.books.counts["leased"] += 1
+    with pytest.raises(InvalidTransition, match="3 samples are booked as leased, 2 found"):
+        d.control.check()
+    assert d.control.status(0.0)["conservation_error"] == -1
+    d.books.counts["leased"] -= 1

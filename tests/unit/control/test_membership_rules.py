@@ -1,0 +1,159 @@
+"""Who counts as alive, and what becomes of those who do not."""
+
+# pyright: reportArgumentType=false
+# Ids are written plainly here.
+
+from __future__ import annotations
+
+from penstock.control import effects, events
+
+
+def beat(d, member: str = "w", ago_s: float = 0.0, doing: str = ""):
+    return d.send(events.HeartbeatHeard(member, ago_s, doing))
+
+
+def live(d, seconds: float, *members: str) -> list[effects.Effect]:
+    """Time passes while these members' heartbeats arrive."""
+    seen = []
+    for _ in range(int(seconds)):
+        d.now += 1.0
+        for member in members:
+            beat(d, member)
+        seen += d.tick()
+    return seen
+
+
+def test_silence_makes_suspected_then_reaped_and_the_leases_return_at_once(drive):
+    d = drive(suspect_after_s=4, reap_after_s=10)
+    d.join("w", "x")
+    beat(d, "w")
+    beat(d, "x")
+    (lease,) = d.lease(2)
+    live(d, 5, "x", "t")
+    assert d.control.status(d.now)["workers_suspected"] == 1
+    assert d.counts == {"leased": 2}
+    seen = live(d, 6, "x", "t")
+    assert effects.EvictMember("w", "not heard for 11 s") in seen
+    assert effects.Announce("leases") in seen
+    assert d.counts == {"dropped": 2}
+    assert d.books.dropped["lost"] == 2
+    again = d.lease(2, member="x")
+    assert again[0].prompt == lease.prompt
+
+
+def test_late_calls_of_the_reaped_are_refused_as_stale_for_ever(drive):
+    d = drive(suspect_after_s=4, reap_after_s=10)
+    d.join("w", "x")
+    beat(d, "w")
+    leases = d.lease(2)
+    live(d, 12, "x", "t")
+    revision = d.control.revision
+    refused = effects.RefuseCall("Stale", "w is no longer a member: not heard for 11 s")
+    assert d.deliver(leases) == refused
+    assert d.ask(2) == refused
+    assert d.send(events.MemberRegistered("w", "rollout")) == refused
+    assert beat(d, "w") == effects.AcceptHeartbeat(False, "running")
+    assert d.control.revision == revision
+
+
+def test_a_suspected_member_that_is_heard_again_is_cleared(drive):
+    d = drive(suspect_after_s=4, reap_after_s=10)
+    d.join("w", trainer=None)
+    beat(d)
+    d.tick(6)
+    beat(d)
+    d.tick()
+    assert "recovered" in d.lines[-1]
+    assert d.control.status(d.now)["workers_alive"] == 1
+
+
+def test_a_member_not_heard_yet_has_the_startup_grace(drive):
+    d = drive(suspect_after_s=4, reap_after_s=10, startup_grace_s=60)
+    d.join("w", trainer=None)
+    d.tick(59)
+    assert d.control.members.get("w") is not None
+    d.tick(3)
+    assert d.control.members.get("w") is None
+
+
+def test_a_wedged_member_cannot_hide_behind_its_heartbeat(drive):
+    d = drive(suspect_after_s=4, reap_after_s=10, wedge_after_s=30)
+    d.join("w", trainer=None)
+    seen = []
+    for second in range(40):
+        d.now += 1.0
+        beat(d, "w", float(second), "generate")
+        seen += d.tick()
+    (evicted,) = [effect for effect in seen if isinstance(effect, effects.EvictMember)]
+    assert evicted.reason.startswith("no progress for 3")
+    assert "'generate'" in evicted.reason
+
+
+def test_a_gap_in_the_controllers_own_time_is_charged_to_nobody(drive):
+    d = drive(suspect_after_s=4, reap_after_s=10)
+    d.join("w")
+    beat(d)
+    d.now += 500.0
+    d.tick()
+    assert "the controller itself was away for 500 s" in d.lines[-1]
+    assert d.control.members.get("w") is not None
+    seen = live(d, 20, "t")
+    assert [effect.member for effect in seen if isinstance(effect, effects.EvictMember)] == ["w"]
+
+
+def test_close_heartbeats_are_not_recorded(drive):
+    d = drive(suspect_after_s=8)
+    d.join("w")
+    beat(d)
+    revision = d.control.revision
+    d.now += 1.0
+    beat(d)
+    assert d.control.revision == revision
+    d.now += 1.0
+    beat(d)
+    assert d.control.revision == revision + 1
+
+
+def test_a_death_seen_by_the_supervisor_needs_no_timeout(drive):
+    d = drive()
+    d.join("w", "x")
+    d.lease(2)
+    d.send(events.MemberLeft("w", "exit code -9", died=True))
+    assert effects.EvictMember("w", "exit code -9") in d.sent
+    assert d.lease(2, member="x")[0].prompt == 0
+
+
+def test_leaving_twice_is_harmless(drive):
+    d = drive()
+    d.join("w")
+    assert d.send(events.MemberLeft("w")) == effects.Confirm()
+    assert d.send(events.MemberLeft("w")) == effects.Confirm()
+
+
+def test_workers_may_join_and_leave_while_running(drive):
+    d = drive(max_staleness=3, steps=4)
+    d.join("a")
+    for step, worker in enumerate("bcd"):
+        d.fill(member=chr(ord(worker) - 1))
+        d.join(worker, trainer=None)
+        d.train(step)
+        d.send(events.MemberLeft(chr(ord(worker) - 1)))
+    assert d.counts == {"trained": 12}
+
+
+def test_registering_again_refreshes_and_changes_nothing_else(drive):
+    d = drive()
+    d.join("w")
+    d.lease(2)
+    d.join("w", trainer="t")
+    assert d.counts == {"leased": 2}
+    assert d.control.state.members.joined == 2
+
+
+def test_calls_of_the_wrong_role_are_refused(drive):
+    d = drive()
+    d.join("w")
+    assert d.send(events.BatchAsked("w", 0)).kind == "LocalProtocolError"
+    assert d.send(events.LeaseAsked("t", 0, 1, 0)).kind == "LocalProtocolError"
+    assert d.send(events.LeaseAsked("stranger", 0, 1, 0)).kind == "Stale"
+    assert d.send(events.LeaseAsked("w", 0, 0, 0)).kind == "LocalProtocolError"

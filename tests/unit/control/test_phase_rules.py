@@ -1,0 +1,167 @@
+"""Draining and completion, apart from stopping."""
+
+# pyright: reportArgumentType=false
+# Ids are written plainly here.
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from penstock.control import effects, events
+from penstock.control.phase import PHASES, Prospects, decide
+from penstock.errors import InvalidTransition
+
+ALL = ("running", "draining", "complete", "stopped")
+
+
+def test_every_prospect_leads_to_a_phase_or_is_refused():
+    for current in ALL:
+        for values in itertools.product((False, True), repeat=4):
+            prospects = Prospects(*values)
+            try:
+                decided = decide(current, prospects)
+            except InvalidTransition:
+                raise AssertionError(f"{current} has no answer to {prospects}") from None
+            assert decided == current or (current, decided) in PHASES
+
+
+def test_a_move_that_is_not_in_the_table_is_refused(monkeypatch):
+    monkeypatch.delitem(PHASES, ("running", "draining"))
+    with pytest.raises(InvalidTransition, match="from running to draining"):
+        decide("running", Prospects(stop_asked=False, finished=False, safe=False, still_needed=False))
+
+
+def test_a_run_drains_completes_and_is_stopped_explicitly(drive):
+    d = drive(steps=2, max_staleness=1)
+    d.join("w")
+    d.fill(4)
+    assert d.control.phase == "draining"
+    assert d.ask(2) == effects.RefuseLease("throttled", "draining")
+    d.train(0)
+    assert d.batch(1).final
+    d.ack(1)
+    assert d.control.phase == "draining", "the last step is trained but could still be lost"
+    assert d.send(events.BatchAsked("t", 2)) == effects.ConfirmComplete(2)
+    assert d.ask(2).verdict == "throttled"
+    d.checkpoint(2)
+    assert d.control.phase == "complete"
+    assert d.announced() >= {"phase", "leases", "batches"}
+    assert d.ask(2) == effects.RefuseLease("exhausted", "complete")
+    d.send(events.StopAsked("complete"))
+    assert d.control.phase == "stopped"
+
+
+def test_without_checkpoints_the_trainers_good_bye_completes_the_run(drive):
+    d = drive(steps=1)
+    d.join("w")
+    d.fill()
+    d.train(0)
+    assert d.control.phase == "draining"
+    d.send(events.MemberLeft("t", "done"))
+    assert d.control.phase == "complete"
+
+
+def test_a_trainer_that_dies_before_its_last_checkpoint_is_waited_for(drive):
+    d = drive(steps=1)
+    d.join("w")
+    d.fill()
+    d.train(0)
+    d.send(events.MemberLeft("t", "killed", died=True))
+    assert d.control.phase == "draining"
+    d.join(trainer="t2", step=0)
+    assert d.control.phase == "running"
+    d.fill()
+    d.train(0, "t2")
+    d.checkpoint(1, "t2")
+    assert d.control.phase == "complete"
+    assert d.books.dropped["lost"] == 4
+
+
+@pytest.mark.parametrize(("prompts", "sizes"), [(5, [2, 2, 1]), (4, [2, 2]), (1, [1])])
+def test_when_the_prompts_run_out_the_last_step_may_be_partial(drive, prompts, sizes):
+    d = drive(steps=None, prompt_limit=prompts, max_staleness=5)
+    d.join("w")
+    d.fill(prompts)
+    seen = []
+    for step in range(len(sizes)):
+        batch = d.train(step)
+        seen.append(len(batch.groups))
+        assert batch.final == (step == len(sizes) - 1)
+    assert seen == sizes
+    assert d.send(events.BatchAsked("t", len(sizes))) == effects.ConfirmComplete(len(sizes))
+    d.checkpoint(len(sizes))
+    assert d.control.phase == "complete"
+
+
+def test_a_partial_batch_waits_for_everything_that_could_still_fill_it(drive):
+    d = drive(steps=None, prompt_limit=2, max_staleness=5)
+    d.join("w")
+    d.fill(1)
+    (last,) = d.lease(2)
+    assert isinstance(d.send(events.BatchAsked("t", 0)), effects.DeferBatch)
+    d.fail(last.samples[0])
+    assert isinstance(d.send(events.BatchAsked("t", 0)), effects.DeferBatch)
+    d.deliver(d.lease(2))
+    d.send(events.Delivered("w", (d.rollout(last.samples[1]),)))
+    assert len(d.batch(0).groups) == 2
+
+
+def test_an_empty_last_step_balances_the_books(drive):
+    """The only group of the last batch cannot be fetched: the step trains nothing, and the prompt comes again."""
+    d = drive(steps=None, prompt_limit=1)
+    d.join("w")
+    d.fill(1)
+    assert d.batch(0).final
+    d.ack(0, missing=(0,))
+    assert d.counts == {"dropped": 2}
+    assert d.control.phase == "running"
+    d.fill(1)
+    assert d.train(1).groups[0].attempt == 1
+    assert d.send(events.BatchAsked("t", 2)) == effects.ConfirmComplete(2)
+    assert d.counts == {"trained": 2, "dropped": 2}
+
+
+def test_a_run_whose_last_prompts_are_set_aside_completes_without_them(drive):
+    d = drive(steps=None, prompt_limit=2, groups_per_step=1)
+    d.join("w")
+    d.fill(1)
+    d.train(0)
+    d.checkpoint(1)
+    d.fail(d.lease(2)[0].samples[0], poison=True)
+    assert d.control.phase == "complete"
+    assert "batches" in d.announced()
+    assert d.send(events.BatchAsked("t", 1)) == effects.ConfirmComplete(1)
+
+
+def test_the_first_worker_tells_how_long_an_epoch_is(drive):
+    d = drive(steps=None, epochs=2, groups_per_step=3, max_staleness=9)
+    d.send(events.MemberRegistered("w", "rollout", prompt_count=3))
+    d.send(events.MemberRegistered("x", "rollout", prompt_count=7))
+    d.join(trainer="t")
+    d.fill(6)
+    assert d.ask(2).verdict == "throttled"
+    assert d.control.phase == "draining"
+
+
+def test_a_stopped_pipeline_still_takes_acknowledgements_and_checkpoints(drive):
+    """Otherwise the checkpoint a trainer saves on its way out would be ahead of the books."""
+    d = drive()
+    d.join("w")
+    d.fill()
+    d.batch(0)
+    d.send(events.StopAsked("Ctrl-C"))
+    assert isinstance(d.send(events.BatchAsked("t", 0)), effects.GiveBatch)
+    assert d.ack(0) == effects.Confirm()
+    assert d.checkpoint(1) == effects.Confirm()
+    answer = d.send(events.BatchAsked("t", 1))
+    assert answer.phase == "stopped"
+    assert "Ctrl-C" in answer.waiting_for
+
+
+def test_a_failed_stop_carries_its_sentence(drive):
+    d = drive()
+    d.send(events.StopAsked("worker 0 cannot start: no such model", failed=True))
+    assert d.instructed(effects.FailRun) == [effects.FailRun("p: worker 0 cannot start: no such model")]
+    assert d.control.phase == "stopped"

@@ -1,0 +1,136 @@
+"""A stall is named: who waits for what, since when, and who should have moved."""
+
+# pyright: reportArgumentType=false
+# Ids are written plainly here.
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.control import effects, events
+
+
+def beating(d, seconds: float, *members: str, doing: str = "", stuck: str = "") -> list[effects.Effect]:
+    seen = []
+    for second in range(int(seconds)):
+        d.now += 1.0
+        for member in members:
+            d.send(events.HeartbeatHeard(member, float(second) if member == stuck else 0.0, doing))
+        seen += d.tick()
+    return seen
+
+
+def lines(seen: list[effects.Effect]) -> list[str]:
+    return [effect.line for effect in seen if isinstance(effect, effects.Log) and effect.level == "warning"]
+
+
+def test_a_worker_that_keeps_its_samples_is_named(drive):
+    d = drive(stall_after_s=60, max_staleness=0)
+    d.join("w")
+    d.lease(4)
+    seen = beating(d, 65, "w", "t", doing="generate", stuck="w")
+    (line,) = lines(seen)
+    assert line.startswith("p: stalled for 6")
+    assert "The trainer t waits for 2 more of 2 groups for step 0 (4 samples leased" in line
+    assert "Worker w holds 4 samples and should deliver them" in line
+    assert "last progress 6" in line
+    assert "in 'generate'" in line
+
+
+def test_a_trainer_that_keeps_its_batch_is_named(drive):
+    d = drive(stall_after_s=60, max_staleness=0)
+    d.join("w")
+    d.fill()
+    d.batch(0)
+    (line,) = lines(beating(d, 65, "w", "t", doing="optimiser"))
+    assert "The trainer t has held the batch of step 0 for 6" in line
+
+
+def test_the_report_comes_once_per_period_and_stops_when_something_moves(drive):
+    d = drive(stall_after_s=20, max_staleness=0)
+    d.join("w")
+    leases = d.lease(4)
+    assert len(lines(beating(d, 65, "w", "t"))) == 3
+    d.deliver(leases)
+    assert not lines(beating(d, 15, "w", "t"))
+    assert d.control.status(d.now)["stalled_s"] == 15
+
+
+def test_after_the_second_bound_the_run_fails_with_the_diagnosis(drive):
+    d = drive(stall_after_s=20, stall_fail_after_s=50, max_staleness=0)
+    d.join("w")
+    d.lease(4)
+    (failed,) = [effect for effect in beating(d, 60, "w", "t") if isinstance(effect, effects.FailRun)]
+    assert failed.sentence.startswith("p: nothing moved for 51 s: The trainer t waits for")
+    assert d.control.phase == "stopped"
+    assert d.control.diagnose(d.now).startswith("stopped: p: nothing moved")
+
+
+def test_nothing_is_a_stall_before_the_first_workers_had_time_to_register(drive):
+    """A controller does not give up before its first registration."""
+    d = drive(stall_after_s=10, stall_fail_after_s=20, startup_grace_s=100)
+    assert not lines(d.tick(105))
+    seen = d.tick(20)
+    assert "No trainer is registered yet: the supervisor should start one." in lines(seen)[0]
+    assert "No rollout worker is registered" in lines(seen)[0]
+    assert any(isinstance(effect, effects.FailRun) for effect in seen)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "sentence"),
+    [
+        (lambda d: d.join("w"), "No weights are published: the trainer should publish"),
+        (
+            lambda d: (d.join("w"), d.publish(0)),
+            "1 workers are registered and could lease 8 samples, but none asks: w (",
+        ),
+        (lambda d: d.join("w", trainer=None), "No trainer is registered yet"),
+        (lambda d: (d.join("w"), d.fill()), "The batch of step 0 is ready: the trainer t should ask for it"),
+        (lambda d: (d.join("w"), d.send(events.MemberLeft("t"))), "No trainer is registered since 0 s"),
+        (lambda d: d.send(events.StopAsked("enough")), "stopped: enough."),
+    ],
+)
+def test_every_kind_of_waiting_has_its_sentence(drive, prepare, sentence):
+    d = drive()
+    prepare(d)
+    assert sentence in d.control.diagnose(d.now)
+
+
+def test_workers_that_cannot_get_newer_weights_are_named(drive):
+    d = drive(max_staleness=0)
+    d.join("w")
+    d.publish(0)
+    d.fill()
+    d.batch(0)
+    d.publish(1)
+    d.ack(0)
+    assert "All 1 workers serve weights older than 1 and should load newer ones." in d.control.diagnose(d.now)
+
+
+def test_the_run_may_end_when_no_trainer_comes_back(drive):
+    d = drive(exit_without_trainer_s=30, stall_after_s=1000)
+    d.join("w")
+    assert not [effect for effect in beating(d, 40, "w", "t") if isinstance(effect, effects.FailRun)]
+    d.send(events.MemberLeft("t", "exit code 1", died=True))
+    (failed,) = [effect for effect in beating(d, 40, "w") if isinstance(effect, effects.FailRun)]
+    assert "no trainer came back within 30 s" in failed.sentence
+
+
+def test_by_default_a_run_waits_for_a_trainer_to_join_later(drive):
+    d = drive(stall_after_s=1000)
+    d.join("w")
+    d.send(events.MemberLeft("t", "exit code 1", died=True))
+    assert not [effect for effect in beating(d, 300, "w") if isinstance(effect, effects.FailRun)]
+
+
+def test_the_status_is_plain_numbers(drive):
+    d = drive()
+    d.join("w")
+    d.publish(0)
+    d.fill()
+    d.train(0)
+    status = d.control.status(d.now)
+    assert all(isinstance(value, int | float) for key, value in status.items() if key != "phase")
+    assert (status["step"], status["samples_trained"], status["reward_mean"]) == (1, 4, 1.0)
+    assert status["conservation_error"] == 0
+    assert "p running" in repr(d.control)

@@ -1,0 +1,226 @@
+"""Batches, acknowledgements, checkpoints, and trainers that come back."""
+
+# pyright: reportArgumentType=false
+# Ids are written plainly here.
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.control import effects, events
+
+
+def prompts_of(batch) -> list[int]:
+    return [group.prompt for group in batch.groups]
+
+
+def test_asking_again_for_a_batch_gives_the_same_batch(drive):
+    d = drive()
+    d.join("w")
+    assert d.send(events.BatchAsked("t", 0)) == effects.DeferBatch(
+        "2 more of 2 groups for step 0 (0 samples leased, 0 delivered in incomplete groups, 0 awaiting a worker)",
+        "running",
+    )
+    d.fill()
+    assert "batches" in d.announced()
+    batch, revision = d.batch(0), d.control.revision
+    assert d.batch(0) == batch
+    assert d.control.revision == revision
+
+
+def test_a_batch_says_where_its_payloads_are_even_when_their_worker_left(drive):
+    d = drive()
+    d.join("w", "x")
+    d.fill(1, member="w")
+    d.fill(1, member="x")
+    d.send(events.MemberLeft("x"))
+    answer = d.send(events.BatchAsked("t", 0))
+    assert [ring.ring for ring in answer.rings] == ["w", "x"]
+
+
+def test_the_next_batch_may_be_fetched_ahead_but_not_the_one_after(drive):
+    d = drive(max_staleness=3)
+    d.join("w")
+    d.fill(6)
+    d.batch(0)
+    assert prompts_of(d.batch(1)) == [2, 3]
+    answer = d.send(events.BatchAsked("t", 2))
+    assert isinstance(answer, effects.RefuseCall)
+    assert answer.kind == "LocalProtocolError"
+    d.ack(0)
+    d.ack(1)
+    assert prompts_of(d.batch(2)) == [4, 5]
+
+
+def test_an_acknowledgement_may_be_repeated_and_must_come_in_order(drive):
+    d = drive()
+    d.join("w")
+    d.fill()
+    d.batch(0)
+    assert d.ack(1).kind == "LocalProtocolError"
+    assert d.ack(0) == effects.Confirm()
+    revision = d.control.revision
+    assert d.ack(0) == effects.Confirm()
+    assert d.control.revision == revision
+    assert d.send(events.BatchAsked("t", 0)).kind == "LocalProtocolError"
+    assert d.counts == {"trained": 4}
+
+
+def test_groups_the_trainer_could_not_fetch_are_issued_again(drive):
+    d = drive()
+    d.join("w")
+    d.fill()
+    d.batch(0)
+    assert d.ack(0, missing=(1, 99)).kind == "LocalProtocolError", "99 was not in the batch"
+    assert d.counts == {"dispatched": 4}
+    d.ack(0, missing=(1,))
+    assert d.counts == {"trained": 2, "dropped": 2}
+    assert d.books.dropped["lost"] == 2
+    (again,) = d.lease(2)
+    assert (again.prompt, again.attempt) == (1, 1)
+
+
+def test_a_trainer_restarted_at_the_same_step_keeps_its_batch(drive):
+    d = drive()
+    d.join("w")
+    d.fill()
+    batch = d.batch(0)
+    d.join(trainer="t2", step=0)
+    assert effects.EvictMember("t", "replaced by t2") in d.sent
+    assert d.batch(0, "t2") == batch
+    late = d.ack(0, "t")
+    assert late == effects.RefuseCall("Stale", "t is no longer a member: replaced by t2")
+
+
+def test_steps_after_the_checkpoint_are_undone_and_their_prompts_come_first(drive):
+    d = drive(max_staleness=2)
+    d.join("w")
+    for step in range(3):
+        d.fill()
+        d.train(step)
+        if step == 0:
+            d.checkpoint(1)
+    assert d.control.newest == 3
+    d.join(trainer="t2", step=1)
+    assert "rolled back from step 3 to 1; 4 prompts" in d.lines[-2]
+    assert d.counts == {"trained": 4, "dropped": 8}
+    assert d.control.newest == 1
+    leases = d.lease(100)
+    assert [(lease.prompt, lease.attempt) for lease in leases[:5]] == [(2, 1), (3, 1), (4, 1), (5, 1), (6, 0)]
+    assert d.send(events.BatchAsked("t2", 1)).phase == "running"
+
+
+def test_samples_of_the_dead_lineage_are_refused_and_buffered_ones_dropped(drive):
+    d = drive(max_staleness=2)
+    d.join("w")
+    d.publish(0)
+    d.fill()
+    d.train(0)
+    d.publish(1, "dead1")
+    d.fill(1, version=1)
+    (late,) = d.lease(2, version=1)
+    d.join(trainer="t2", step=0)
+    assert d.control.weights is None
+    assert d.books.dropped == {"outdated": 2, "filtered": 0, "failed": 0, "lost": 4}
+    refused = d.deliver((late,), version=1)
+    assert refused.refused == late.samples
+    assert "does not exist" in refused.reason
+    assert d.ask(2, version=1).verdict == "version_too_old"
+    d.publish(0, member="t2")
+    assert d.lease(2, version=0)
+
+
+def test_a_same_numbered_version_of_another_lineage_is_told_apart_by_its_digest(drive):
+    d = drive(max_staleness=2)
+    d.join("w")
+    d.publish(0)
+    d.fill()
+    d.train(0)
+    d.publish(1, "dead1")
+    (late,) = d.lease(2, version=1)
+    dead = events.Delivered("w", tuple(d.rollout(sample, 1) for sample in late.samples))
+    d.join(trainer="t2", step=0)
+    d.fill(3, version=0)
+    d.train(0, "t2")
+    d.publish(1, "alive1", member="t2")
+    answer = d.send(dead)
+    assert answer.refused == late.samples
+    assert "'dead1'" in answer.reason
+
+
+def test_what_was_given_ahead_is_taken_back_from_a_dead_trainer(drive):
+    d = drive(max_staleness=2)
+    d.join("w")
+    d.fill(4)
+    first = d.batch(0)
+    d.batch(1)
+    d.join(trainer="t2", step=0)
+    assert d.batch(0, "t2") == first
+    assert list(d.books.redo) == [2, 3]
+
+
+def test_a_step_in_the_checkpoint_whose_acknowledgement_was_lost_counts_as_trained(drive):
+    d = drive()
+    d.join("w")
+    d.fill()
+    d.batch(0)
+    d.join(trainer="t2", step=1)
+    assert d.counts == {"trained": 4}
+    assert d.control.newest == 1
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_trainer_ahead_of_the_journal_cannot_be_placed(drive, step):
+    d = drive()
+    d.join("w")
+    answer = d.send(events.MemberRegistered("t2", "trainer", step=step))
+    assert answer.kind == "RunFailed"
+    assert "the journal knows only 0 trained steps" in answer.message
+
+
+def test_a_trainer_behind_a_confirmed_checkpoint_cannot_be_placed(drive):
+    d = drive()
+    d.join("w")
+    d.fill()
+    d.train(0)
+    d.checkpoint(1)
+    answer = d.send(events.MemberRegistered("t2", "trainer", step=0))
+    assert answer.kind == "RunFailed"
+    assert "a checkpoint of step 1 was confirmed" in answer.message
+
+
+def test_weights_are_offered_newest_only_and_never_from_the_future(drive):
+    d = drive()
+    d.join("w")
+    assert d.publish(2).kind == "LocalProtocolError"
+    d.publish(0)
+    assert "weights" in d.announced()
+    d.publish(1)
+    assert d.control.weights.version == 1
+    assert d.publish(0) == effects.Confirm()
+    assert d.control.weights.version == 1
+
+
+def test_a_checkpoint_of_untrained_steps_is_refused(drive):
+    d = drive()
+    d.join("w")
+    assert d.checkpoint(3).kind == "LocalProtocolError"
+
+
+def test_a_resumed_run_issues_again_all_that_was_not_trained(drive):
+    d = drive(max_staleness=3)
+    d.join("w")
+    d.publish(0)
+    d.fill(2)
+    d.train(0)
+    d.fill(2)
+    d.batch(1)
+    d.fill(1)
+    d.lease(2)
+    d.send(events.StopAsked("Ctrl-C"))
+    d.send(events.RunResumed())
+    assert d.control.phase == "running"
+    assert d.control.weights is None
+    assert d.counts == {"trained": 4, "dropped": 8}
+    d.join("w2", trainer="t2", step=1)
+    assert [lease.prompt for lease in d.lease(100, member="w2")] == [2, 3, 4, 5, 6, 7, 8, 9]
