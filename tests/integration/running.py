@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")
+from penstock.payload.io.leftovers import sweep
+from penstock.runtime.rundir import RunDir
 
 LETTERS = """\
 [run]
@@ -167,13 +168,9 @@ def left_behind(folder: Path) -> list[str]:
     return found
 
 
-def rings() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.glob("penstock-*")}
-
-
 def no_leftovers(folder: Path) -> Iterator[None]:
-    """Body of a fixture: after the test no process and no shared memory of it may be left."""
-    before = rings()
+    """Body of a fixture: after the test no process and no shared memory of its runs may be left."""
     yield
     wait_for(lambda: not left_behind(folder), 10, f"all processes of {folder} to end")
-    assert rings() <= before
+    for marker in folder.glob("runs/*/run.json"):
+        assert sweep(RunDir.open(marker.parent).run_id) == [], "shared memory was left behind"

@@ -84,8 +84,8 @@ class TinyModel(Section):
     """A small causal language model built from a config, with a character tokenizer of its own."""
 
     kind: Literal["tiny"] = "tiny"
-    hidden: Positive = 96
-    layers: Positive = 3
+    hidden: Positive = 192
+    layers: Positive = 1
     heads: Positive = 4
     max_length: Positive = 128
 
@@ -171,8 +171,8 @@ class ControlLossSection(Section):
 
     clip: PositiveFloat = 0.2
     importance_cap: PositiveFloat = 2.0
-    discount: Fraction = 0.99
-    gae_lambda: Fraction = 0.95
+    discount: Fraction = 0.98
+    gae_lambda: Fraction = 0.9
     value_coefficient: NonNegativeFloat = 0.5
     entropy_coefficient: float = 0.0
 

@@ -25,7 +25,7 @@ from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
 from penstock.errors import ConfigError, PenstockError, RunFailed
 from penstock.launch.restarts import FailTheRun, Finished, RestartAfter, RestartPolicy, describe_exit
-from penstock.payload.io.shm import sweep
+from penstock.payload.io.leftovers import sweep, sweep_dead
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.process import kill_tree
 from penstock.runtime.rundir import RunDir
@@ -120,9 +120,9 @@ class Supervisor:
     async def run(self) -> Outcome:
         """Returns when training is complete or was interrupted; raises `RunFailed` with one sentence otherwise."""
         started = time.monotonic()
-        removed = sweep(self._run.run_id)
+        removed = [*sweep(self._run.run_id), *sweep_dead()]
         if removed:
-            log.info("removed %d shared-memory rings left by an earlier life of this run", len(removed))
+            log.info("removed %d shared-memory rings that dead runs had left", len(removed))
         self._run.endpoint_path.unlink(missing_ok=True)
         try:
             async with Tasks() as tasks:
