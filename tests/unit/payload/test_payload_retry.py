@@ -1,0 +1,112 @@
+"""Retry of one batch: deadlines that nest, rounds, and an exact account of what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import InvalidTransition, LocalProtocolError
+from penstock.payload.retry import (
+    BatchCancelled,
+    BatchRetry,
+    BeginCall,
+    CallFailed,
+    CallSucceeded,
+    Effect,
+    Failure,
+    GiveUp,
+    RetryPolicy,
+    TimePassed,
+)
+from penstock.records.payload import PayloadRef
+
+A, B, C = (PayloadRef("ring", 1, slot, 1, 10, 0) for slot in range(3))
+POLICY = RetryPolicy(call_s=10, slot_s=25, batch_s=40, rounds=3, calls_per_round=2, pause_s=1, concurrency=2)
+RESET = Failure("reset", "by peer")
+
+
+def begun(effects: list[Effect]) -> list[tuple[PayloadRef, float]]:
+    return [(effect.ref, effect.deadline) for effect in effects if isinstance(effect, BeginCall)]
+
+
+@pytest.mark.parametrize("times", [(10, 10, 40), (10, 50, 40), (0, 1, 2)])
+def test_deadlines_must_nest(times: tuple[float, float, float]) -> None:
+    with pytest.raises(LocalProtocolError, match="must nest"):
+        RetryPolicy(*times)
+
+
+def test_concurrency_is_bounded_and_duplicates_are_one() -> None:
+    retry = BatchRetry([A, B, C, A], POLICY, 0.0)
+    assert begun(retry.handle(TimePassed(), 0.0)) == [(A, 10), (B, 10)]
+    assert begun(retry.handle(CallSucceeded(A), 3.0)) == [(C, 13)]
+    retry.handle(CallSucceeded(B), 4.0)
+    retry.handle(CallSucceeded(C), 5.0)
+    assert retry.done
+    assert retry.arrived == {A, B, C}
+    retry.check()
+
+
+def test_a_failed_call_is_repeated_at_once_and_then_in_the_next_round() -> None:
+    retry = BatchRetry([A], POLICY, 0.0)
+    retry.handle(TimePassed(), 0.0)
+    assert begun(retry.handle(CallFailed(A, RESET), 1.0)) == [(A, 11)]
+    assert retry.handle(CallFailed(A, RESET), 2.0) == []
+    assert retry.wake_at(2.0) == 3.0
+    assert begun(retry.handle(TimePassed(), 3.0)) == [(A, 13)]
+    assert begun(retry.handle(CallFailed(A, RESET), 4.0)) == [(A, 14)]
+    assert retry.handle(CallFailed(A, RESET), 5.0) == []
+    assert retry.wake_at(5.0) == 7.0
+    assert begun(retry.handle(TimePassed(), 7.0)) == [(A, 17)]
+    assert begun(retry.handle(CallFailed(A, RESET), 8.0)) == [(A, 18)]
+    assert retry.handle(CallFailed(A, RESET), 9.0) == [GiveUp(A, Failure("reset", "by peer (after 6 calls)"))]
+    assert retry.done
+
+
+def test_a_stale_payload_is_never_asked_for_again() -> None:
+    retry = BatchRetry([A, B], POLICY, 0.0)
+    retry.handle(TimePassed(), 0.0)
+    stale = Failure("stale", "generation 1 is gone")
+    assert retry.handle(CallFailed(A, stale), 1.0) == [GiveUp(A, stale)]
+    retry.handle(CallSucceeded(B), 1.0)
+    assert retry.done
+    assert retry.missing == {A: stale}
+
+
+def test_no_call_is_given_more_time_than_the_slot_has() -> None:
+    retry = BatchRetry([A], POLICY, 0.0)
+    retry.handle(TimePassed(), 0.0)
+    timed_out = Failure("timed_out", "no answer")
+    assert begun(retry.handle(CallFailed(A, timed_out), 10.0)) == [(A, 20)]
+    retry.handle(CallFailed(A, timed_out), 20.0)
+    assert begun(retry.handle(TimePassed(), 21.0)) == [(A, 25)]
+    effects = retry.handle(CallFailed(A, timed_out), 25.0)
+    assert effects == [
+        GiveUp(A, Failure("timed_out", "the payload had 25 s; last failure: timed_out, no answer (after 3 calls)"))
+    ]
+
+
+def test_no_slot_is_given_more_time_than_the_batch_has() -> None:
+    retry = BatchRetry([A, B, C], RetryPolicy(10, 25, 40, concurrency=1), 0.0)
+    retry.handle(TimePassed(), 0.0)
+    assert begun(retry.handle(CallSucceeded(A), 35.0)) == [(B, 40)]
+    effects = retry.handle(CallFailed(B, RESET), 40.0)
+    assert {effect.ref for effect in effects if isinstance(effect, GiveUp)} == {B, C}
+    assert retry.missing[C] == Failure("timed_out", "the batch had 40 s")
+    assert retry.done
+
+
+def test_cancelling_gives_up_what_is_queued_and_waits_for_what_is_not() -> None:
+    retry = BatchRetry([A, B, C], POLICY, 0.0)
+    retry.handle(TimePassed(), 0.0)
+    effects = retry.handle(BatchCancelled("stop"), 1.0)
+    assert effects == [GiveUp(C, Failure("cancelled", "stop"))]
+    assert not retry.done
+    retry.handle(CallFailed(A, Failure("cancelled", "stop")), 1.0)
+    retry.handle(CallFailed(B, RESET), 1.0)
+    assert retry.done
+    assert set(retry.missing) == {A, B, C}
+    retry.check()
+
+
+def test_an_answer_nobody_asked_for_is_a_bug() -> None:
+    with pytest.raises(InvalidTransition):
+        BatchRetry([A], POLICY, 0.0).handle(CallSucceeded(A), 0.0)
