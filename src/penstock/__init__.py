@@ -1,3 +1,42 @@
-"""Penstock: a runtime for asynchronous reinforcement-learning post-training."""
+"""Penstock: a runtime for asynchronous reinforcement-learning post-training.
+
+What a user's own code imports:
+
+    from penstock import Prompt
+
+    class Shout:
+        "An environment: answer in capitals."
+        alphabet, count = "abcdABCD>", None
+
+        def __init__(self, seed=0):
+            self.seed = seed
+
+        def prompt(self, position):
+            letter = "abcd"[(position * 7 + self.seed) % 4]
+            return Prompt(text=f"{letter}>", columns={"answer": letter.upper()})
+
+        def score(self, prompts, completions, *, answer, **columns):
+            return [float(given == right) for given, right in zip(completions, answer, strict=True)]
+
+Named as `my_task:Shout` in a configuration, `penstock run` trains it. A whole workload is a class with the five hooks
+of `Workload`, whose `postprocess` returns a `Finished` or `Failed` per sample.
+"""
+
+from penstock.envs.protocol import ConversingEnvironment, Message, Prompt, TextEnvironment
+from penstock.errors import PenstockError
+from penstock.rollout.hooks import Failed, Finished, Unusable, Workload
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ConversingEnvironment",
+    "Failed",
+    "Finished",
+    "Message",
+    "PenstockError",
+    "Prompt",
+    "TextEnvironment",
+    "Unusable",
+    "Workload",
+    "__version__",
+]

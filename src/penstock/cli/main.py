@@ -71,6 +71,31 @@ def doctor(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The dire
     raise typer.Exit(doctor_command(run_dir))
 
 
+@app.command()
+def simulate(
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 1000,
+    workers: Annotated[int, typer.Option(min=1, help="Rollout workers.")] = 4,
+    groups_per_step: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 8,
+    group_size: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 4,
+    max_staleness: Annotated[int, typer.Option(min=0, help="The staleness bound.")] = 2,
+    faults: Annotated[float, typer.Option(min=0, help="Intensity of faults: 0 for none, 1 for a storm.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0,
+) -> None:
+    """Run the control plane on virtual time, with kills, lost replies and slow workers if asked for."""
+    from penstock.cli.simulate import simulate_command
+
+    code = simulate_command(
+        steps=steps,
+        workers=workers,
+        groups_per_step=groups_per_step,
+        group_size=group_size,
+        max_staleness=max_staleness,
+        faults=faults,
+        seed=seed,
+    )
+    raise typer.Exit(code)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
