@@ -1,18 +1,23 @@
-"""Language models: tokenise the prompt, sample completions, score them."""
+"""Language models: tokenise the prompt, sample completions, let the environment answer, score.
+
+A single completion is the special case of an environment that never replies. The episodes of a batch take their
+turns together; those that ended leave the batch.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import Aborted, ConfigError, PenstockError
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
+from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
-from penstock.rollout.io.torch_engine import Completion, Sampling, TorchEngine
+from penstock.rollout.io.torch_engine import Completion, Sampling
 
 
 class PromptLike(Protocol):
@@ -24,11 +29,13 @@ class PromptLike(Protocol):
     @property
     def columns(self) -> dict[str, Any]: ...
 
-    def shown(self) -> str | list[dict[str, str]]: ...
+    def shown(self) -> str | list[dict[str, str]]:
+        """The text, or chat messages."""
+        ...
 
 
 class Environment(Protocol):
-    """What is needed of an environment."""
+    """What is needed of an environment. One with a method `reply(prompt, completions) -> str | None` converses."""
 
     def prompt(self, position: int) -> PromptLike: ...
 
@@ -38,14 +45,31 @@ class Environment(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """What is needed of a tokenizer. Chat prompts need one whose `inner` has a chat template."""
 
-    pad_id: int
     eos_id: int
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Engine(Protocol):
+    """What is needed of an engine."""
+
+    max_positions: int | None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, repeats: Sequence[int] | None = None
+    ) -> list[Completion]: ...
+
+
+class Kept(Protocol):
+    """Where episodes wait that a worker could not finish."""
+
+    def keep(self, prompt: int, attempt: int, member: int, episode: Episode) -> None: ...
+
+    def take(self, prompt: int, attempt: int, member: int, *, min_version: int = 0) -> Episode | None: ...
 
 
 class PreparedPrompt(msgspec.Struct):
@@ -61,86 +85,177 @@ class PreparedPrompt(msgspec.Struct):
 
 
 class LanguageWorkload:
-    """One completion per sample."""
+    """One episode per sample: a completion, or up to `max_turns` of them with the environment's replies between."""
 
     def __init__(
         self,
         environment: Environment,
-        engine: TorchEngine,
+        engine: Engine,
         tokenizer: Tokenizer,
         *,
         max_new_tokens: int = 16,
         temperature: float = 1.0,
+        max_turns: int = 1,
+        kept: Kept | None = None,
     ) -> None:
         self.environment = environment
         self.engine = engine
         self.tokenizer = tokenizer
         self.sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, eos_id=tokenizer.eos_id)
+        self.max_turns = max_turns if hasattr(environment, "reply") else 1
+        self.kept = kept
 
     def preflight(self) -> None:
         """Checks that the first prompt can be shown to the model at all."""
-        prepared = self._read(0)
-        if isinstance(prepared, Unusable):
-            raise ConfigError(f"the first prompt of the environment cannot be used: {prepared.reason}")
+        read = self._read(0)
+        if isinstance(read, Unusable):
+            raise ConfigError(f"the first prompt of the environment cannot be used: {read.reason}")
 
     def prepare(self, lease: PromptLease) -> PreparedPrompt | Unusable:
         read = self._read(lease.prompt)
-        if isinstance(read, Unusable):
-            return read
-        prompt, token_ids = read
-        return PreparedPrompt(lease, prompt, token_ids)
+        return read if isinstance(read, Unusable) else PreparedPrompt(lease, *read)
+
+    def collate(self, prepared: Sequence[PreparedPrompt]) -> Sequence[PreparedPrompt]:
+        return prepared
+
+    def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Episode | Failed]]:
+        """Raises Aborted when the engine was interrupted; unfinished episodes are then kept, if there is a place."""
+        rows = [self._begin(prepared, member) for prepared in batch for member in prepared.lease.members]
+        owners = [prepared for prepared in batch for _ in prepared.lease.members]
+        results: list[Episode | Failed] = list(rows)
+        # A kept episode may have been interrupted on either side of the environment's reply.
+        going = [
+            row
+            for row, episode in enumerate(rows)
+            if episode.wants_completion or self._goes_on(row, rows, owners, results)
+        ]
+        while going:
+            if self._take_turn(rows, going):
+                self._keep_unfinished(batch, rows)
+                raise Aborted("generation was interrupted; unfinished episodes go on from their kept tokens")
+            going = [row for row in going if self._goes_on(row, rows, owners, results)]
+        done = iter(results)
+        return [[next(done) for _ in prepared.lease.members] for prepared in batch]
+
+    def postprocess(self, prepared: PreparedPrompt, generated: Sequence[Episode | Failed]) -> list[Outcome]:
+        episodes = [episode for episode in generated if isinstance(episode, Episode)]
+        rewards = iter(self._score(prepared.prompt, episodes) if episodes else ())
+        return [
+            episode if isinstance(episode, Failed) else self._finished(episode, next(rewards)) for episode in generated
+        ]
 
     def _read(self, position: int) -> tuple[PromptLike, list[int]] | Unusable:
         prompt = self.environment.prompt(position)
-        token_ids = self.tokenizer.encode(prompt.text)
+        shown = prompt.shown()
+        token_ids = self.tokenizer.encode(shown) if isinstance(shown, str) else self._render(shown)
         if not token_ids:
             return Unusable("the prompt is empty: the model has no token to go on from")
-        longest = self.engine.max_positions
-        if longest is not None and len(token_ids) + self.sampling.max_new_tokens > longest:
+        if not self._fits(len(token_ids)):
             return Unusable(
                 f"the prompt has {len(token_ids)} tokens; with {self.sampling.max_new_tokens} new ones that exceeds "
-                f"the model's {longest} positions"
+                f"the model's {self.engine.max_positions} positions"
             )
         return prompt, token_ids
 
-    def collate(self, prepared: Sequence[PreparedPrompt]) -> list[PreparedPrompt]:
-        return list(prepared)
+    def _render(self, messages: list[dict[str, str]]) -> list[int]:
+        inner = getattr(self.tokenizer, "inner", None)
+        if getattr(inner, "chat_template", None) is None:
+            raise ConfigError("the prompts are chat messages, but the model's tokenizer has no chat template; use text")
+        assert inner is not None
+        text = inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.encode(text)
 
-    def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Completion]]:
-        repeats = [len(prepared.lease.samples) for prepared in batch]
-        completions = iter(
-            self.engine.generate([prepared.token_ids for prepared in batch], self.sampling, repeats=repeats)
+    def _fits(self, context_tokens: int) -> bool:
+        longest = self.engine.max_positions
+        return longest is None or context_tokens + self.sampling.max_new_tokens <= longest
+
+    def _begin(self, prepared: PreparedPrompt, member: int) -> Episode:
+        lease = prepared.lease
+        if self.kept is not None:
+            episode = self.kept.take(lease.prompt, lease.attempt, member, min_version=lease.min_version)
+            if episode is not None:
+                return episode
+        return Episode.start(prepared.token_ids)
+
+    def _take_turn(self, rows: Sequence[Episode], going: Sequence[int]) -> bool:
+        """Draws one completion for every row that goes on; several rows of the same context share its reading.
+
+        True when the engine was interrupted.
+        """
+        interrupted = False
+        shared: dict[tuple[int, ...], list[int]] = {}
+        opened: list[int] = []
+        for row in going:
+            if rows[row].turn_tokens:
+                opened.append(row)
+            else:
+                shared.setdefault(tuple(rows[row].context()), []).append(row)
+        completions = self.engine.generate(
+            list(shared), self.sampling, repeats=[len(members) for members in shared.values()]
         )
-        return [[next(completions) for _ in range(repeat)] for repeat in repeats]
+        order = [row for members in shared.values() for row in members]
+        for row, completion in zip(order, completions, strict=True):
+            interrupted |= self._took(rows[row], completion)
+        for row in opened:  # kept in the middle of a completion: only what is missing of it is drawn
+            missing = self.sampling.max_new_tokens - rows[row].turn_tokens
+            sampling = msgspec.structs.replace(self.sampling, max_new_tokens=missing)
+            interrupted |= self._took(rows[row], self.engine.generate([rows[row].context()], sampling)[0])
+        return interrupted
 
-    def postprocess(self, prepared: PreparedPrompt, generated: Sequence[Completion]) -> list[Outcome]:
-        texts = [self.tokenizer.decode(completion.token_ids.tolist()) for completion in generated]
-        count = len(generated)
-        columns = {name: [value] * count for name, value in prepared.prompt.columns.items()}
-        rewards = self.environment.score([prepared.prompt.shown()] * count, texts, **columns)
-        return [
-            Failed("no reward function applies to this completion", poison=True)
-            if reward is None
-            else self._finished(prepared, completion, reward)
-            for completion, reward in zip(generated, rewards, strict=True)
-        ]
+    def _took(self, episode: Episode, drawn: Completion) -> bool:
+        episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
+        if drawn.ending == "interrupted":
+            return True
+        episode.finish_turn(self.tokenizer.decode(episode.turn_ids()))
+        return False
 
-    def _finished(self, prepared: PreparedPrompt, completion: Completion, reward: float) -> Finished:
-        prompt_tokens = len(prepared.token_ids)
-        length = len(completion.token_ids)
-        token_ids = np.empty(prompt_tokens + length, dtype=np.int32)
-        token_ids[:prompt_tokens] = prepared.token_ids
-        token_ids[prompt_tokens:] = completion.token_ids
-        loss_mask = np.zeros(prompt_tokens + length, dtype=np.uint8)
-        loss_mask[prompt_tokens:] = 1
-        logprobs = np.zeros(prompt_tokens + length, dtype=np.float32)
-        logprobs[prompt_tokens:] = completion.logprobs
-        versions = completion.versions.copy()
-        versions[:, 0] += prompt_tokens
+    def _goes_on(
+        self, row: int, rows: list[Episode], owners: Sequence[PreparedPrompt], results: list[Episode | Failed]
+    ) -> bool:
+        """Asks the environment for its reply; one that raises costs this episode."""
+        episode = rows[row]
+        if len(episode.completions) >= self.max_turns:
+            return False
+        try:
+            environment: Any = self.environment
+            reply = environment.reply(owners[row].prompt, episode.completions)
+        except PenstockError:
+            raise
+        except Exception:  # noqa: BLE001 - recorded with its traceback
+            results[row] = Failed(traceback.format_exc())
+            return False
+        if reply is None:
+            return False
+        token_ids = self.tokenizer.encode(reply)
+        if not self._fits(episode.tokens + len(token_ids)):
+            return False
+        episode.replied(reply, token_ids)
+        return True
+
+    def _keep_unfinished(self, batch: Sequence[PreparedPrompt], rows: Sequence[Episode]) -> None:
+        if self.kept is None:
+            return
+        episodes = iter(rows)
+        for prepared in batch:
+            for member in prepared.lease.members:
+                self.kept.keep(prepared.lease.prompt, prepared.lease.attempt, member, next(episodes))
+
+    def _score(self, prompt: PromptLike, episodes: Sequence[Episode]) -> list[float | None]:
+        """The last completion is what is scored; the whole conversation is there as the column `turns`."""
+        columns = {name: [value] * len(episodes) for name, value in prompt.columns.items()}
+        if self.max_turns > 1:
+            columns["turns"] = [[*episode.completions] for episode in episodes]
+        completions = [episode.completions[-1] for episode in episodes]
+        return self.environment.score([prompt.shown()] * len(episodes), completions, **columns)
+
+    def _finished(self, episode: Episode, reward: float | None) -> Outcome:
+        if reward is None:
+            return Failed("no reward function applies to this completion", poison=True)
+        assert episode.version is not None
         return Finished(
-            arrays={"token_ids": token_ids, "loss_mask": loss_mask, "logprobs": logprobs, "versions": versions},
+            arrays=episode.arrays(),
             reward=reward,
-            version=Version(completion.version),
-            weights_digest=completion.digest,
-            length=length,
+            version=Version(episode.version),
+            weights_digest=episode.digest,
+            length=episode.generated_tokens,
         )

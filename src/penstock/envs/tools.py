@@ -1,0 +1,84 @@
+"""Tools are plain functions. A completion calls one by writing it down; the result is the environment's reply.
+
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+
+The policy sees `<tool_result>3</tool_result>` and takes another turn. A call that cannot be made is answered with a
+sentence that says why: mistakes are the policy's to learn from, not failures of the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.envs.protocol import Message, Prompt, TextEnvironment
+from penstock.errors import ConfigError
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class WithTools:
+    """Any text environment, with functions its policy may call. A completion without a call ends the episode."""
+
+    def __init__(self, environment: TextEnvironment, tools: Sequence[Callable[..., Any]], *, introduce: bool = True):
+        self.environment = environment
+        self.tools: Mapping[str, Callable[..., Any]] = {tool.__name__: tool for tool in tools}
+        if len(self.tools) != len(tools):
+            raise ConfigError(f"two tools share a name: {sorted(tool.__name__ for tool in tools)}")
+        self.introduce = introduce
+
+    @property
+    def count(self) -> int | None:
+        return self.environment.count
+
+    def prompt(self, position: int) -> Prompt:
+        prompt = self.environment.prompt(position)
+        if not self.introduce:
+            return prompt
+        if prompt.messages:
+            return msgspec.structs.replace(prompt, messages=(Message("system", self.description()), *prompt.messages))
+        return msgspec.structs.replace(prompt, text=f"{self.description()}\n\n{prompt.text}")
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+        return self.environment.score(prompts, completions, **columns)
+
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
+        calls = _CALL.findall(completions[-1])
+        if not calls:
+            return None
+        return "".join(f"<tool_result>{self.answer(call)}</tool_result>" for call in calls)
+
+    def answer(self, body: str) -> str:
+        """What one call returned, or why it could not be made."""
+        try:
+            call = msgspec.json.decode(body, type=ToolCall)
+        except msgspec.DecodeError as error:
+            return f"error: a call must be JSON with 'name' and 'arguments': {error}"
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self.tools)}"
+        try:
+            return str(tool(**call.arguments))
+        except Exception as error:  # noqa: BLE001 - told to the policy
+            return f"error: {type(error).__name__}: {error}"
+
+    def description(self) -> str:
+        """The tools as the policy is told about them: signatures and first lines of documentation."""
+        lines = [
+            f"- {name}{inspect.signature(tool)}: {(inspect.getdoc(tool) or '').partition(chr(10))[0]}"
+            for name, tool in self.tools.items()
+        ]
+        usage = 'To use a tool write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
+        return "\n".join(["Tools:", *lines, usage])
+
+    def __repr__(self) -> str:
+        return f"WithTools({self.environment!r}, {', '.join(self.tools)})"
