@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batch.assemble import Episode, Turn, TurnId
+from penstock.batch import codec
+from penstock.batch.assemble import Turn, TurnId, TurnTree
 from penstock.errors import LocalProtocolError
 
 LAYERS, TOP_K = 2, 3
@@ -70,7 +71,7 @@ turns = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(turns, st.booleans())
 def test_joined_samples_equal_the_naive_reference(script: list, routed: bool) -> None:
-    episode = Episode()
+    tree = TurnTree()
     branches: dict[int, Naive] = {}
     parents: set[int] = set()
     for number, (choice, appended, sampled, changed) in enumerate(script):
@@ -85,20 +86,21 @@ def test_joined_samples_equal_the_naive_reference(script: list, routed: bool) ->
         branch.sampled += [False] * len(appended) + [True] * len(sampled)
         spans = [[0, number]] + ([[1, number + 1]] if changed and len(sampled) > 1 else [])
         branch.spans += [[start + at, version] for at, version in spans]
-        rows = [routing_row(branch.tokens, at) for at in range(max(context - 1, 0), len(branch.tokens) - 1)]
+        rows = [routing_row(branch.tokens, at) for at in range(context, len(branch.tokens) - 1)]
         turn = Turn(
             np.array(appended, np.int32),
             np.array(sampled, np.int32),
             np.array(logprobs, np.float32),
             np.array(spans, np.int32),
-            np.stack(rows) if routed and rows else np.zeros((0, LAYERS, TOP_K), np.uint8) if routed else None,
+            np.stack(rows) if routed else None,
+            routing_row(branch.tokens, context - 1)[None] if routed and context else None,
         )
-        assert episode.add(turn, TurnId(after) if after >= 0 else None) == number
+        assert tree.add(turn, TurnId(after) if after >= 0 else None) == number
         branches[number] = branch
         parents.add(after)
     leaves = [number for number in branches if number not in parents]
     wanted = reference(branches, leaves, routed)
-    found = episode.samples()
+    found = tree.samples()
     assert len(found) == len(wanted)
     for mine, naive in zip(found, wanted, strict=True):
         assert list(mine) == list(naive)
@@ -106,6 +108,10 @@ def test_joined_samples_equal_the_naive_reference(script: list, routed: bool) ->
             assert mine[name].dtype == naive[name].dtype
             assert mine[name].shape == naive[name].shape
             assert mine[name].tobytes() == naive[name].tobytes()
+    encoded = [codec.decode(b"".join(codec.encode(sample))) for sample in tree.chunks()]
+    for mine, written in zip(found, encoded, strict=True):
+        assert {name: array.tobytes() for name, array in mine.items()} == {k: a.tobytes() for k, a in written.items()}
+        assert {name: array.shape for name, array in mine.items()} == {k: a.shape for k, a in written.items()}
     # A turn is trained once, however many samples share it.
     assert sum(int(s["loss_mask"].sum()) for s in found) == sum(len(sampled) for _, _, sampled, _ in script)
 
@@ -113,7 +119,7 @@ def test_joined_samples_equal_the_naive_reference(script: list, routed: bool) ->
 @settings(max_examples=100, deadline=None)
 @given(turns, st.lists(st.integers(0, 1), max_size=30))
 def test_the_longest_known_prefix_is_found(script: list, context: list[int]) -> None:
-    episode = Episode()
+    tree = TurnTree()
     paths: dict[int, list[int]] = {}
     for number, (choice, appended, sampled, _) in enumerate(script):
         after = choice % (number + 1) - 1
@@ -124,10 +130,10 @@ def test_the_longest_known_prefix_is_found(script: list, context: list[int]) -> 
             np.zeros(len(sampled), np.float32),
             np.array([[0, 0]], np.int32),
         )
-        episode.add(turn, TurnId(after) if after >= 0 else None)
+        tree.add(turn, TurnId(after) if after >= 0 else None)
         paths[number] = [*paths.get(after, []), *few[0], *few[1]]
     longest = max((len(path) for path in paths.values() if context[: len(path)] == path), default=0)
-    turn_id, tokens = episode.match(np.array(context, np.int32))
+    turn_id, tokens = tree.match(np.array(context, np.int32))
     assert tokens == longest
     assert (turn_id is None) == (longest == 0)
     if turn_id is not None:
@@ -154,21 +160,30 @@ def plain(appended: int = 2, sampled: int = 3, **changes: np.ndarray | None) -> 
         plain(versions=np.array([[1, 0]], np.int32)),
         plain(versions=np.array([[0, 0], [3, 1]], np.int32)),
         plain(routed_experts=np.zeros((5, 1, 1), np.uint8)),
+        plain(routed_experts=np.zeros((4, 1, 1), np.uint8), boundary_experts=np.zeros((1, 1, 1), np.uint8)),
     ],
 )
 def test_a_turn_that_contradicts_itself_is_refused(turn: Turn) -> None:
     with pytest.raises(LocalProtocolError, match="inconsistent"):
-        Episode().add(turn)
+        TurnTree().add(turn)
 
 
 def test_routing_must_be_complete_over_a_sample() -> None:
-    episode = Episode()
-    first = episode.add(plain(routed_experts=np.zeros((4, 1, 1), np.uint8)))
-    episode.add(plain(), after=first)
+    tree = TurnTree()
+    first = tree.add(plain(routed_experts=np.zeros((4, 1, 1), np.uint8)))
+    tree.add(plain(), after=first)
     with pytest.raises(LocalProtocolError, match="all or none"):
-        episode.samples()
+        tree.samples()
+
+
+def test_a_boundary_row_is_asked_for_where_turns_meet() -> None:
+    tree = TurnTree()
+    routed = np.zeros((4, 1, 1), np.uint8)
+    first = tree.add(plain(routed_experts=routed))
+    with pytest.raises(LocalProtocolError, match="expected none, or 4 with 1"):
+        tree.add(plain(routed_experts=routed), after=first)
 
 
 def test_a_turn_after_an_unknown_one_is_refused() -> None:
     with pytest.raises(LocalProtocolError, match="turn 3"):
-        Episode().add(plain(), after=TurnId(3))
+        TurnTree().add(plain(), after=TurnId(3))

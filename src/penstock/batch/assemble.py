@@ -4,9 +4,9 @@ A turn is one request to an engine: some tokens are appended to a context alread
 and the engine completes them. Turns form a tree. A path from the root to a leaf is one sample; a turn that lies on
 several paths is trained in the first of them only, and is context in the others.
 
-An engine has computed the routing of every token it read, so of all but the very last one it sampled. That row is
-computed when the next turn reads the token: the next turn brings it first, and it becomes a chunk of its own between
-the two. The last token of a sample is never read; its row stays zero, and nothing is predicted from it.
+An engine has computed the routing of every token it read, so of all but the very last one it sampled. That boundary
+row is computed when the next turn reads the token, and the next turn brings it. The last token of a sample is never
+read; its row is zero, and nothing is predicted from it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Turn:
     versions: np.ndarray
     """int32[S, 2]: from which token of the completion on, which version of the weights."""
     routed_experts: np.ndarray | None = None
-    """uint8 or uint16, [rows, layers, top-k]: the row of the context's last token if there is a context, those of the
-    appended tokens, and those of the completion but for its last token."""
+    """uint8 or uint16, [rows, layers, top-k]: of the appended tokens, and of the completion but for its last token."""
+    boundary_experts: np.ndarray | None = None
+    """[1, layers, top-k]: of the last token of the context, if there is a context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,18 @@ class _Node:
         return self.context_tokens + len(self.turn.appended_ids) + len(self.turn.sampled_ids)
 
 
-class Episode:
-    """The turns of one rollout. Adding one keeps references and copies nothing; `samples` joins them."""
+class TurnTree:
+    """The turns of one rollout. Adding one keeps references and copies nothing.
+
+    `chunks` is for encoding, where writing is the join; `samples` joins in memory.
+    """
 
     def __init__(self) -> None:
         self._nodes: list[_Node] = []
         self._children: dict[TurnId | None, list[TurnId]] = {None: []}
 
     def __repr__(self) -> str:
-        return f"<Episode of {len(self._nodes)} turns, {len(self.leaves())} samples>"
+        return f"<TurnTree of {len(self._nodes)} turns, {len(self.leaves())} samples>"
 
     def add(self, turn: Turn, after: TurnId | None = None) -> TurnId:
         """The turn continued the context that ends with the turn `after`; None: it began a new one."""
@@ -99,58 +103,66 @@ class Episode:
         """The last turn of each sample, in the order they were added."""
         return [TurnId(index) for index in range(len(self._nodes)) if not self._children[TurnId(index)]]
 
-    def samples(self) -> list[dict[str, np.ndarray]]:
-        """One sample per leaf, ready to be encoded."""
+    def chunks(self) -> list[dict[str, list[np.ndarray]]]:
+        """One sample per leaf, every array still in pieces along its first axis."""
         trained: set[TurnId] = set()
-        return [self._join(leaf, trained) for leaf in self.leaves()]
+        return [self._collect(leaf, trained) for leaf in self.leaves()]
 
-    def _join(self, leaf: TurnId, trained: set[TurnId]) -> dict[str, np.ndarray]:
+    def samples(self) -> list[dict[str, np.ndarray]]:
+        """One sample per leaf, joined."""
+        return [{name: np.concatenate(pieces) for name, pieces in sample.items()} for sample in self.chunks()]
+
+    def _collect(self, leaf: TurnId, trained: set[TurnId]) -> dict[str, list[np.ndarray]]:
+        path = self._path(leaf)
+        nodes = [self._nodes[turn_id] for turn_id in path]
+        tokens = nodes[-1].end
+        token_ids: list[np.ndarray] = []
+        loss_mask = np.zeros(tokens, np.uint8)
+        logprobs = np.zeros(tokens, np.float32)
+        spans: list[np.ndarray] = []
+        for turn_id, node in zip(path, nodes, strict=True):
+            turn = node.turn
+            start = node.end - len(turn.sampled_ids)
+            token_ids += (turn.appended_ids, turn.sampled_ids)
+            logprobs[start : node.end] = turn.logprobs
+            spans.append(turn.versions + np.array([start, 0], np.int32))
+            if turn_id not in trained:
+                loss_mask[start : node.end] = 1
+                trained.add(turn_id)
+        sample = {"token_ids": token_ids, "loss_mask": [loss_mask], "logprobs": [logprobs], "versions": spans}
+        if nodes[0].turn.routed_experts is not None:
+            sample["routed_experts"] = _collect_routing(nodes)
+        return sample
+
+    def _path(self, leaf: TurnId) -> list[TurnId]:
         path: list[TurnId] = []
         at: TurnId | None = leaf
         while at is not None:
             path.append(at)
             at = self._nodes[at].parent
-        path.reverse()
-        nodes = [self._nodes[turn_id] for turn_id in path]
-        token_chunks: list[np.ndarray] = []
-        for node in nodes:
-            token_chunks += (node.turn.appended_ids, node.turn.sampled_ids)
-        tokens = nodes[-1].end
-        loss_mask = np.zeros(tokens, np.uint8)
-        logprobs = np.zeros(tokens, np.float32)
-        spans: list[np.ndarray] = []
-        for turn_id, node in zip(path, nodes, strict=True):
-            start = node.end - len(node.turn.sampled_ids)
-            logprobs[start : node.end] = node.turn.logprobs
-            spans.append(node.turn.versions + np.array([start, 0], np.int32))
-            if turn_id not in trained:
-                loss_mask[start : node.end] = 1
-                trained.add(turn_id)
-        sample = {
-            "token_ids": np.concatenate(token_chunks, dtype=np.int32),
-            "loss_mask": loss_mask,
-            "logprobs": logprobs,
-            "versions": np.concatenate(spans, dtype=np.int32),
-        }
-        routed = [node.turn.routed_experts for node in nodes]
-        if any(rows is not None for rows in routed):
-            sample["routed_experts"] = _join_routing([rows for rows in routed if rows is not None], len(nodes))
-        return sample
+        return path[::-1]
 
 
-def _join_routing(chunks: list[np.ndarray], turns: int) -> np.ndarray:
-    """Each turn's first row is the boundary row of the turn before, so the chunks follow on without a gap."""
-    if len(chunks) != turns:
-        raise LocalProtocolError(f"{len(chunks)} of an episode's {turns} turns have routed experts; all or none must")
-    last_row = np.zeros((1, *chunks[0].shape[1:]), chunks[0].dtype)
-    return np.concatenate([*chunks, last_row])
+def _collect_routing(nodes: list[_Node]) -> list[np.ndarray]:
+    """The boundary row of each turn, as a chunk of its own, closes the gap that the turn before it left."""
+    chunks: list[np.ndarray] = []
+    for node in nodes:
+        if node.turn.boundary_experts is not None:
+            chunks.append(node.turn.boundary_experts)
+        if node.turn.routed_experts is None:
+            raise LocalProtocolError("some of an episode's turns have routed experts and some do not; all or none must")
+        chunks.append(node.turn.routed_experts)
+    chunks.append(np.zeros((1, *chunks[0].shape[1:]), chunks[0].dtype))
+    return chunks
 
 
 def _check(node: _Node) -> None:
     turn = node.turn
     completion = len(turn.sampled_ids)
-    rows = node.end - max(node.context_tokens - 1, 0) - 1
-    routed = turn.routed_experts
+    rows = len(turn.appended_ids) + completion - 1
+    routed, boundary = turn.routed_experts, turn.boundary_experts
+    boundary_rows = 0 if boundary is None else len(boundary)
+    boundary_due = int(routed is not None and node.context_tokens > 0)
     starts = turn.versions[:, 0]
     if (
         completion == 0
@@ -160,10 +172,12 @@ def _check(node: _Node) -> None:
         or starts[0] != 0
         or starts[-1] >= completion
         or (routed is not None and len(routed) != rows)
+        or boundary_rows != boundary_due
     ):
         raise LocalProtocolError(
             f"a turn after {node.context_tokens} tokens is inconsistent: {len(turn.appended_ids)} appended and "
             f"{completion} sampled tokens (at least one, after at least one), {len(turn.logprobs)} logprobs, version "
             f"spans {turn.versions.tolist()} (the first at 0), and "
-            f"{'no' if routed is None else len(routed)} routing rows (expected {rows})"
+            f"{'no' if routed is None else len(routed)} routing rows with {boundary_rows} of the boundary "
+            f"(expected none, or {rows} with {boundary_due})"
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -50,8 +50,11 @@ _PADDING = tuple(bytes(size) for size in range(ALIGNMENT_BYTES))
 
 Buffer = bytes | memoryview
 
+Chunks = Sequence[np.ndarray]
+"""Arrays that are one array, joined along the first axis: encoding them is the join."""
 
-def encode(arrays: Mapping[str, np.ndarray]) -> list[Buffer]:
+
+def encode(arrays: Mapping[str, np.ndarray | Chunks]) -> list[Buffer]:
     """The buffers which, written one after the other, are the encoded sample.
 
     Contiguous arrays are passed on as views of their own memory: they must not change before the buffers are written.
@@ -61,8 +64,10 @@ def encode(arrays: Mapping[str, np.ndarray]) -> list[Buffer]:
     entries: list[bytes] = []
     body: list[Buffer] = []
     body_bytes = 0
-    for name, array in arrays.items():
+    for name, value in arrays.items():
         encoded_name = name.encode("ascii", "replace")
+        chunks, shape = ([value], value.shape) if isinstance(value, np.ndarray) else (value, _joined_shape(name, value))
+        array = chunks[0]
         code = _CODES.get(array.dtype.str)
         dimensions = array.ndim
         if code is None:
@@ -77,15 +82,17 @@ def encode(arrays: Mapping[str, np.ndarray]) -> list[Buffer]:
             )
         entries.append(_ENTRY.pack(len(encoded_name), code, dimensions, 0))
         entries.append(encoded_name)
-        entries.append(_EXTENTS[dimensions].pack(*array.shape))
-        size = array.nbytes
-        if size:
-            contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-            body.append(contiguous.reshape(-1).view(np.uint8).data)
-            gap = -size % ALIGNMENT_BYTES
-            if gap:
-                body.append(_PADDING[gap])
-            body_bytes += size + gap
+        entries.append(_EXTENTS[dimensions].pack(*shape))
+        size = 0
+        for chunk in chunks:
+            if chunk.size:
+                contiguous = chunk if chunk.flags.c_contiguous else np.ascontiguousarray(chunk)
+                body.append(contiguous.reshape(-1).view(np.uint8).data)
+                size += chunk.nbytes
+        gap = -size % ALIGNMENT_BYTES
+        if gap:
+            body.append(_PADDING[gap])
+        body_bytes += size + gap
     entry_bytes = b"".join(entries)
     unpadded = _PREAMBLE.size + len(entry_bytes)
     gap = -unpadded % ALIGNMENT_BYTES
@@ -145,6 +152,15 @@ def decode(buffer: bytes | bytearray | memoryview) -> dict[str, np.ndarray]:
             f"but it claims a header of {header_bytes} bytes and {size} in all"
         )
     return arrays
+
+
+def _joined_shape(name: str, chunks: Chunks) -> tuple[int, ...]:
+    if not chunks or len({(chunk.dtype, chunk.shape[1:], chunk.ndim) for chunk in chunks}) != 1 or not chunks[0].ndim:
+        raise LocalProtocolError(
+            f"the chunks of array {name!r} cannot be joined: they need one dtype and one shape but for the first axis, "
+            f"found {sorted({f'{chunk.dtype} {chunk.shape}' for chunk in chunks})}"
+        )
+    return (sum(len(chunk) for chunk in chunks), *chunks[0].shape[1:])
 
 
 def _empty(dtype: np.dtype) -> np.ndarray:

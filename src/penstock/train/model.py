@@ -23,8 +23,8 @@ class TinyLanguageModel(msgspec.Struct, frozen=True, tag="tiny"):
     """A small causal transformer with a vocabulary of single characters, made from the seed alone."""
 
     alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!+-*/=()>"
-    hidden_size: int = 96
-    layers: int = 3
+    hidden_size: int = 128
+    layers: int = 1
     heads: int = 4
     max_positions: int = 512
     seed: int = 0

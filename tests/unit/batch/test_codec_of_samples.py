@@ -63,6 +63,25 @@ def test_arrays_that_are_not_contiguous_are_encoded_by_value() -> None:
     assert np.array_equal(decoded["fortran"], array)
 
 
+def test_chunks_are_joined_by_being_written() -> None:
+    chunks = [np.arange(3, dtype=np.int32), np.zeros(0, np.int32), np.arange(10, dtype=np.int32)[::2]]
+    assert codec.decode(b"".join(codec.encode({"a": chunks})))["a"].tolist() == [0, 1, 2, 0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [],
+        [np.zeros(2, np.int32), np.zeros(2, np.int64)],
+        [np.zeros((2, 3), np.int32), np.zeros((2, 4), np.int32)],
+        [np.array(1.0), np.array(2.0)],
+    ],
+)
+def test_chunks_that_do_not_fit_together_are_refused(chunks: list[np.ndarray]) -> None:
+    with pytest.raises(LocalProtocolError, match="cannot be joined"):
+        codec.encode({"a": chunks})
+
+
 @pytest.mark.parametrize(
     "arrays",
     [
