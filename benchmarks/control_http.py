@@ -197,6 +197,7 @@ async def serve_usual(folder: Path) -> dict[str, float]:
     routes = [Route(f"/{call.__name__}", call, methods=["POST"]) for call in (register, lease, deliver)]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
         listener.setblocking(False)
         config = uvicorn.Config(
             Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", loop="none"
