@@ -38,9 +38,13 @@ class JsonLinesDataset:
         if len(self._starts) < 2:
             raise ConfigError(f"dataset {path!r} has no rows")
         self.cursor = Cursor(len(self._starts) - 1, seed, epochs=epochs, shuffle=shuffle)
-        self._file = self.path.open("rb")
         self._lock = threading.Lock()
-        self.row(0)
+        self._file = self.path.open("rb")
+        try:
+            self.row(0)
+        except RunFailed as error:
+            self._file.close()
+            raise ConfigError(error.message) from error
 
     @property
     def count(self) -> int | None:
