@@ -53,6 +53,20 @@ def test_a_killed_process_is_replaced_and_the_run_completes(folder: Path, victim
     assert "SIGKILL" in output
 
 
+@pytest.mark.slow
+def test_a_frozen_worker_is_found_out_killed_and_replaced(folder: Path):
+    """It does not die and its heartbeat goes on: only its lack of progress gives it away."""
+    control = "[control]\nsuspect_after_s = 2\nreap_after_s = 4\nwedged_after_s = 5\n"
+    run = start(folder, letters(folder, steps=60, extra=control))
+    run.wait_for_step(3)
+    frozen = run.child("letters.rollout.0")
+    frozen.send_signal(signal.SIGSTOP)
+    wait_for(lambda: run.child("letters.rollout.0").pid != frozen.pid, 60, "a new worker")
+    code, output = run.end()
+    assert code == 0, output
+    assert {entry["step"] for entry in step_lines(run.directory)} == set(range(60))
+
+
 def test_a_killed_supervisor_takes_its_processes_along_and_the_run_can_be_resumed(folder: Path):
     run = start(folder, letters(folder, steps=15, checkpoint_every=2))
     run.wait_for_step(4)

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 REPORT_DEATH_S = 2.0
+EVICTED_GRACE_S = 3.0
 
 
 class View(Protocol):
@@ -110,6 +111,8 @@ class Supervisor:
         self._view = view
         self._stop = stop
         self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._members: dict[str, str] = {}
+        self._evicted_since: dict[str, float] = {}
         self._specs: dict[str, ProcessSpec] = {}
         self._ended_well: set[str] = set()
         self._status: dict[str, Any] = {}
@@ -203,6 +206,7 @@ class Supervisor:
                 start_new_session=True,
             )
         self._children[spec.name] = child
+        self._members[spec.name] = member
         log.info("started %s as process %d", spec.name, child.pid)
         return await child.wait()
 
@@ -223,12 +227,25 @@ class Supervisor:
                             for name, one in self._status["pipelines"].items():
                                 one["diagnosis"] = sentences[name]
                         self._view.update(self._status)
+                        self._kill_evicted()
                     except httpx.HTTPError as error:
                         log.debug("no status from the controller at present: %s", error)
                 if self._everything_done():
                     self._over.set()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._over.wait(), STATUS_EVERY_S)
+
+    def _kill_evicted(self) -> None:
+        """Whoever was given up by the controller and has not left by itself is ended, so that it can be replaced."""
+        for name, member in self._members.items():
+            if member not in self._status.get("evicted", {}):
+                continue
+            since = self._evicted_since.setdefault(member, time.monotonic())
+            child = self._children[name]
+            if child.returncode is None and time.monotonic() - since > EVICTED_GRACE_S:
+                log.warning("killing %s: %s", member, self._status["evicted"][member])
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
 
     def _everything_done(self) -> bool:
         pipelines = self._status.get("pipelines", {})

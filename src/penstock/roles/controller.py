@@ -15,6 +15,7 @@ from penstock.control.settings import PipelineSettings
 from penstock.errors import RunFailed
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName
+from penstock.roles.fleet import Fleet
 from penstock.roles.front_desk import FrontDesk
 from penstock.roles.process import RoleProcess
 from penstock.runtime.clock import SystemClock
@@ -27,6 +28,7 @@ from penstock.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 TEARDOWN_S = 5.0
+FLEETS_EVERY_S = 1.0
 
 
 async def main(process: RoleProcess) -> None:
@@ -37,7 +39,8 @@ async def main(process: RoleProcess) -> None:
     lines = JsonLines(run.metrics_path)
     lag = LagMonitor(process.name)
     every = config.journal.snapshot_every_events
-    desk = FrontDesk(machines, journal, SystemClock(), lines, lag, snapshot_every=every)
+    fleets = {PipelineName(section.name): Fleet(section.name, section.weights) for section in config.pipeline}
+    desk = FrontDesk(machines, fleets, journal, SystemClock(), lines, lag, snapshot_every=every)
     server = ControlServer(ControlApp(desk, run.token(), Metrics()), host=config.control.host, port=config.control.port)
     try:
         replayed = desk.recover()
@@ -47,6 +50,7 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("desk", desk.run())
             tasks.spawn("server", server.serve())
             tasks.spawn("watch the loop", lag.run())
+            tasks.spawn("look at the fleets", _look_at_fleets(desk))
             run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
             log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)
             await _until_over(process, desk)
@@ -95,6 +99,12 @@ async def _note_session(process: RoleProcess, desk: FrontDesk, replayed: int) ->
             desk.happen(name, RunResumed())
         await desk.settle()
     write_atomically(marker, process.session)
+
+
+async def _look_at_fleets(desk: FrontDesk) -> None:
+    while True:
+        desk.look_at_fleets()
+        await asyncio.sleep(FLEETS_EVERY_S)
 
 
 async def _until_over(process: RoleProcess, desk: FrontDesk) -> None:

@@ -1,23 +1,28 @@
-"""The controller's desk as the run needs it: step metrics to a file, unread payloads back to their owners."""
+"""The controller's desk as the run needs it: weights, step metrics, and unread payloads back to their owners."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from penstock.control import effects
 from penstock.control.effects import Effect
+from penstock.control.events import MemberLeft, StopAsked
 from penstock.control.io.desk import ControlDesk
 from penstock.control.pipeline import PipelineControl
 from penstock.journal.writer import Journal
-from penstock.records.ids import PipelineName
+from penstock.records.ids import MemberId, PipelineName
 from penstock.records.payload import PayloadRef
+from penstock.roles.fleet import Fleet
 from penstock.runtime.clock import Clock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines
-from penstock.wire.messages import AckStep, AskLease, Leased, Ok, Reply, Request
+from penstock.weights import events as weights
+from penstock.wire import messages
+from penstock.wire.messages import AckStep, AskLease, AskWeights, Leased, NotYet, Ok, Reply, Request
 
 DISCARDS_PER_REPLY = 4096
 
@@ -27,7 +32,8 @@ class FrontDesk(ControlDesk):
 
     def __init__(
         self,
-        machines: dict[PipelineName, PipelineControl],
+        machines: Mapping[PipelineName, PipelineControl],
+        fleets: Mapping[PipelineName, Fleet],
         journal: Journal,
         clock: Clock,
         lines: JsonLines,
@@ -37,28 +43,81 @@ class FrontDesk(ControlDesk):
     ) -> None:
         super().__init__(machines, journal, clock, on_instruction=self._instructed, snapshot_every=snapshot_every)
         self._machines = machines
+        self._fleets = fleets
         self._lines = lines
         self._lag = lag
+        self._evicted: dict[MemberId, str] = {}
+        """Members that must be gone: whoever started them makes sure of it."""
         self._written: dict[PipelineName, int] = {}
         self._discards: dict[str, list[PayloadRef]] = defaultdict(list)
         self._offered: dict[str, tuple[int, int]] = {}
         """Per ring, the lease request whose reply carried discards, and how many."""
 
+    def recover(self) -> int:
+        replayed = super().recover()
+        for name, machine in self._machines.items():
+            if machine.weights is not None:
+                self._tell_fleet(name, weights.VersionPublished(machine.weights))
+        return replayed
+
     async def call(self, request: Request) -> Reply:
+        if isinstance(request, AskLease) and (verdict := self._held_back(request)) is not None:
+            return verdict
         reply = await super().call(request)
-        if isinstance(request, AskLease) and isinstance(reply, Leased):
-            return self._with_discards(request, reply)
-        if isinstance(request, AckStep) and isinstance(reply, Ok):
-            self._write_step(request)
+        match request, reply:
+            case AskLease(), Leased():
+                return self._with_discards(request, reply)
+            case AckStep(), Ok():
+                self._write_step(request)
+            case AskWeights(), messages.Weights():
+                offer = self._fleets[request.pipeline].offer(request, self._now())
+                return offer if offer is not None else NotYet("newer weights", self._machines[request.pipeline].phase)
+            case messages.PublishWeights(), Ok():
+                self._tell_fleet(request.pipeline, weights.VersionPublished(request.manifest))
+            case messages.ReportReplica(), Ok():
+                self._fleets[request.pipeline].reported(request, self._now())
+                self._settle_fleet(request.pipeline)
         return reply
 
+    def look_at_fleets(self) -> None:
+        """To be called about once a second: replicas that are gone, deadlines of updates."""
+        for name, machine in self._machines.items():
+            live = frozenset(member.member for member in machine.members.having("rollout"))
+            self._tell_fleet(name, weights.MembershipReconciled(live))
+            self._tell_fleet(name, weights.Ticked())
+
     def status(self) -> dict[str, Any]:
-        return super().status() | {"lag": self._lag.report().values(prefix="")}
+        status = super().status()
+        for name, fleet in self._fleets.items():
+            status["pipelines"][name] |= fleet.transaction.metrics()
+        return status | {"lag": self._lag.report().values(prefix=""), "evicted": dict(self._evicted)}
+
+    def _held_back(self, request: AskLease) -> Leased | None:
+        """A replica that may not serve, or a fleet without weights, is given nothing."""
+        fleet, machine = self._fleets.get(request.pipeline), self._machines.get(request.pipeline)
+        if fleet is None or machine is None or not (fleet.admission_stopped or request.member in fleet.fenced):
+            return None
+        verdict = "throttled" if fleet.admission_stopped else "version_too_old"
+        return Leased((), verdict, machine.phase)
+
+    def _tell_fleet(self, name: PipelineName, event: weights.TransactionEvent) -> None:
+        self._fleets[name].tell(event, self._now())
+        self._settle_fleet(name)
+
+    def _settle_fleet(self, name: PipelineName) -> None:
+        fleet = self._fleets[name]
+        while fleet.evicted:
+            member, reason = fleet.evicted.popitem()
+            self.happen(name, MemberLeft(member, reason, died=True))
+        if fleet.failure and not self.failure:
+            self.happen(name, StopAsked(fleet.failure, failed=True))
 
     def _instructed(self, name: PipelineName, effect: Effect) -> None:
         if isinstance(effect, effects.ReleasePayloads):
             for ref in effect.payloads:
                 self._discards[ref.ring].append(ref)
+        elif isinstance(effect, effects.EvictMember):
+            self._evicted[effect.member] = effect.reason
 
     def _with_discards(self, request: AskLease, reply: Leased) -> Leased:
         """Repeats a list until the worker asks with a new number, so a lost reply loses no slot."""
