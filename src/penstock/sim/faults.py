@@ -17,6 +17,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """The heartbeat stops although the worker works on."""
     kill_trainer_every_s: float = 0.0
     kill_controller_every_s: float = 0.0
+    resume_every_s: float = 0.0
+    """Everything is killed at once, as when the supervisor dies, and the run is resumed."""
     controller_down_s: float = 3.0
     restart_s: float = 2.0
     exits_seen: float = 0.5
@@ -45,6 +47,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
             mute_worker_every_s=300.0 / intensity,
             kill_trainer_every_s=120.0 / intensity,
             kill_controller_every_s=150.0 / intensity,
+            resume_every_s=500.0 / intensity,
             lose_request=min(0.2, 0.02 * intensity),
             lose_reply=min(0.2, 0.02 * intensity),
             repeat_request=min(0.2, 0.02 * intensity),

@@ -57,6 +57,8 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     wake_s: float = 5.0
     sleep_s: float = 1.0
     turn_s: float = 20.0
+    linger_s: float = 20.0
+    """About as long as the last straggler of a round takes."""
     horizon_s: float = 2400.0
     workers_factor: int = 4
     """Worker processes per pipeline, as a multiple of its equal part."""
@@ -99,7 +101,7 @@ class PoolWorld:
         settings = PoolSettings(
             Topology(nodes),
             turn_s=mix.turn_s,
-            linger_s=2 * (mix.wake_s + mix.sleep_s),
+            linger_s=mix.linger_s,
             drain_s=mix.sample_s,
             lease_s=math.inf,
             demand_lease_s=math.inf,

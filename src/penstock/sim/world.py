@@ -216,6 +216,7 @@ class World:
         self._recurring(faults.mute_worker_every_s, self._strike_mute)
         self._recurring(faults.kill_trainer_every_s, self._strike_trainer)
         self._recurring(faults.kill_controller_every_s, self._strike_controller)
+        self._recurring(faults.resume_every_s, self._strike_all)
         self._supervise()
 
     def _recurring(self, every_s: float, strike: Callable[[], None]) -> None:
@@ -259,6 +260,15 @@ class World:
     def _strike_controller(self) -> None:
         if self.desk.up:
             self.desk.kill(self.settings.faults.controller_down_s)
+
+    def _strike_all(self) -> None:
+        if not self.desk.up or self.trainer.done:
+            return
+        self.faults.count("run resumed")
+        for seat in self.workers:
+            self._kill_worker(seat)
+        self._kill_trainer()
+        self.desk.happen(events.RunResumed())
 
     def _perhaps_report(self, member: str) -> None:
         """The supervisor sees an exit at once, and says so, if the controller can hear it."""
