@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,9 @@ import msgspec
 from penstock.control import effects, events
 from penstock.control.effects import Effect
 from penstock.control.events import Event
-from penstock.control.io.answers import noteworthy, reply
+from penstock.control.io.answers import noteworthy
+from penstock.control.io.calls import Answerer, Calls
+from penstock.control.io.waiting import WaitingRoom
 from penstock.errors import PenstockError, RunFailed
 from penstock.journal.reader import replay
 from penstock.records.ids import MemberId, PipelineName
@@ -32,8 +34,6 @@ from penstock.wire.messages import Refused, Reply, Request
 
 logger = logging.getLogger(__name__)
 
-MAX_WAIT_S = 30.0
-"""However long a call asks to be held."""
 JOURNAL_PATIENCE_S = 30.0
 """A disk that accepts nothing for so long has failed."""
 
@@ -72,9 +72,6 @@ class EventLog(Protocol):
     def fail(self, failure: PenstockError) -> None: ...
 
 
-Answerer = Callable[[Any], Awaitable[Reply]]
-
-
 class ControlDesk:
     def __init__(
         self,
@@ -98,8 +95,7 @@ class ControlDesk:
         self.replicas: dict[tuple[PipelineName, MemberId], messages.ReportReplica] = {}
         self.failure: str = ""
         """The sentence with which the run failed, once it has."""
-        self.held: dict[str, int] = {}
-        """Calls being held now, by kind."""
+        self.waiting = WaitingRoom()
         self.failed = asyncio.Event()
         self._clock = clock
         self._on_instruction = on_instruction
@@ -107,26 +103,8 @@ class ControlDesk:
         self._tick_s = tick_s
         self._snapshot_seq = 0
         self._latest = 0.0
-        self._closing = False
-        self._waiters: dict[tuple[PipelineName, str], list[asyncio.Future[None]]] = {}
-        self._askers: dict[PipelineName, int] = dict.fromkeys(self.pipelines, 0)
         self._instructions: asyncio.Queue[tuple[int, PipelineName, Effect]] = asyncio.Queue()
-        self._answerers: dict[type, Answerer] = {
-            messages.Register: self._register,
-            messages.Unregister: self._unregister,
-            messages.Heartbeat: self._heartbeat,
-            messages.AskLease: self._ask_lease,
-            messages.Deliver: self._deliver,
-            messages.AskBatch: self._ask_batch,
-            messages.AckStep: self._ack_step,
-            messages.AckCheckpoint: self._ack_checkpoint,
-            messages.PublishWeights: self._publish_weights,
-            messages.AskWeights: self._ask_weights,
-            messages.ReportReplica: self._report_replica,
-            messages.ReportMetrics: self._report_metrics,
-            messages.Stop: self._stop,
-            **(answerers or {}),
-        }
+        self._answerers = Calls(self).answerers | dict(answerers or {})
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -173,9 +151,7 @@ class ControlDesk:
 
     def close(self) -> None:
         """Lets go of every held call; they are answered as they stand."""
-        self._closing = True
-        for name, topic in list(self._waiters):
-            self._wake(name, topic)
+        self.waiting.close()
 
     async def settle(self) -> None:
         """Returns once everything that happened so far is committed."""
@@ -192,13 +168,17 @@ class ControlDesk:
         machine = self.pipelines[name]
         now = self._now()
         before = machine.revision
-        decided = machine.handle(event, now)
+        try:
+            decided = machine.handle(event, now)
+        except Exception as error:
+            # Part of the event may have been booked: going on would be going on from a state nobody knows.
+            raise RunFailed(f"pipeline {name} broke on {event!r}: {type(error).__name__}: {error}") from error
         if machine.revision != before:
             self.journal.append(name, now, _encode(event), noteworthy(decided))
         for effect in decided:
             kind = type(effect)
             if kind is effects.Announce:
-                self._wake(name, effect.topic)  # type: ignore[union-attr]
+                self.waiting.wake(name, effect.topic)  # type: ignore[union-attr]
             elif kind in _INSTRUCTIONS:
                 self._instructions.put_nowait((self.journal.last_seq, name, effect))
         return decided
@@ -223,7 +203,7 @@ class ControlDesk:
         return {
             "at": now,
             "failure": self.failure,
-            "held": {kind: count for kind, count in self.held.items() if count},
+            "held": self.waiting.statistics(),
             "journal_seq": self.journal.last_seq,
             "pipelines": {name: dict(machine.status(now)) for name, machine in self.pipelines.items()},
             "members": {f"{name}/{member}": values for (name, member), values in self.metrics.items()},
@@ -238,11 +218,6 @@ class ControlDesk:
         """Never behind what is on record, even if the machine's clock was set back between two controllers."""
         self._latest = max(self._latest, self._clock.now())
         return self._latest
-
-    def _wake(self, name: PipelineName, topic: str) -> None:
-        for waiter in self._waiters.pop((name, topic), ()):
-            if not waiter.done():
-                waiter.set_result(None)
 
     def _fail(self, sentence: str) -> None:
         if not self.failure:
@@ -279,174 +254,18 @@ class ControlDesk:
                 logger.log(_LEVELS[effect.level], "%s", effect.line)
             elif isinstance(effect, effects.FailRun):
                 self._fail(effect.sentence)
+            elif isinstance(effect, effects.EvictMember):
+                self.metrics.pop((name, effect.member), None)
+                self.replicas.pop((name, effect.member), None)
             if self._on_instruction is not None:
                 self._on_instruction(name, effect)
 
-    # -- waiting --------------------------------------------------------------------------------------------------
-
-    async def _hold(self, name: PipelineName, topics: tuple[str, ...], until: float) -> bool:
-        """Waits for one of the topics; False once the time is up or the desk closes."""
-        loop = asyncio.get_running_loop()
-        left_s = until - loop.time()
-        if left_s <= 0 or self._closing:
-            return False
-        waiter: asyncio.Future[None] = loop.create_future()
-        for topic in topics:
-            self._waiters.setdefault((name, topic), []).append(waiter)
-        timer = loop.call_later(left_s, _resolve, waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            for topic in topics:
-                waiting = self._waiters.get((name, topic))
-                if waiting is not None and waiter in waiting:
-                    waiting.remove(waiter)
-        return not self._closing
-
-    async def _decided(self, name: PipelineName, event: Event) -> Effect:
-        """The answer to a call that does not wait, once it may be told."""
-        answer = self.happen(name, event)[0]
-        await self.journal.committed(self.journal.last_seq)
-        return answer
-
-    # -- calls ----------------------------------------------------------------------------------------------------
-
-    async def _register(self, request: messages.Register) -> Reply:
-        event = events.MemberRegistered(
-            member=request.member,
-            role=request.role,
-            pid=request.pid,
-            host_id=request.host_id,
-            ring=request.ring,
-            prompt_count=request.prompt_count,
-            step=request.step,
-            lineage=request.lineage,
-        )
-        return reply(await self._decided(request.pipeline, event))
-
-    async def _unregister(self, request: messages.Unregister) -> Reply:
-        self.metrics.pop((request.pipeline, request.member), None)
-        self.replicas.pop((request.pipeline, request.member), None)
-        left = events.MemberLeft(request.member, request.reason, request.died)
-        return reply(await self._decided(request.pipeline, left))
-
-    async def _heartbeat(self, request: messages.Heartbeat) -> Reply:
-        event = events.HeartbeatHeard(request.member, request.progressed_ago_s, request.doing)
-        return reply(self.happen(request.pipeline, event)[0])  # promises nothing, so it waits for no commit
-
-    async def _ask_lease(self, request: messages.AskLease) -> Reply:
-        name = request.pipeline
-        until = _until(request.wait_s)
-        held = False
-        try:
-            while True:
-                others = self._askers[name] - held
-                event = events.LeaseAsked(request.member, request.request, request.samples, request.version, others)
-                answer = self.happen(name, event)[0]
-                waits = isinstance(answer, effects.RefuseLease) and answer.verdict == "throttled"
-                if not waits:
-                    break
-                if not held:
-                    held = True
-                    self._askers[name] += 1
-                    self._count_held("ask_lease", 1)
-                if not await self._hold(name, ("leases", "phase"), until):
-                    break
-        finally:
-            if held:
-                self._askers[name] -= 1
-                self._count_held("ask_lease", -1)
-        await self.journal.committed(self.journal.last_seq)
-        return reply(answer)
-
-    async def _ask_batch(self, request: messages.AskBatch) -> Reply:
-        name = request.pipeline
-        until = _until(request.wait_s)
-        self._count_held("ask_batch", 1)
-        try:
-            while True:
-                answer = self.happen(name, events.BatchAsked(request.member, request.step))[0]
-                if not isinstance(answer, effects.DeferBatch):
-                    break
-                if not await self._hold(name, ("batches", "phase"), until):
-                    break
-        finally:
-            self._count_held("ask_batch", -1)
-        await self.journal.committed(self.journal.last_seq)
-        return reply(answer)
-
-    async def _ask_weights(self, request: messages.AskWeights) -> Reply:
-        name = request.pipeline
-        machine = self.pipelines[name]
-        until = _until(request.wait_s)
-        self._count_held("ask_weights", 1)
-        try:
-            while True:
-                newest = machine.weights
-                if newest is not None and newest.digest != request.held_digest:
-                    await self.journal.committed(self.journal.last_seq)
-                    return messages.Weights(newest)
-                if machine.phase == "stopped" or not await self._hold(name, ("weights", "phase"), until):
-                    waiting_for = "newer weights" if newest is not None else "the first weights of the trainer"
-                    return messages.NotYet(waiting_for, machine.phase)
-        finally:
-            self._count_held("ask_weights", -1)
-
-    async def _deliver(self, request: messages.Deliver) -> Reply:
-        event = events.Delivered(request.member, request.rollouts, request.failures, request.returned)
-        return reply(await self._decided(request.pipeline, event))
-
-    async def _ack_step(self, request: messages.AckStep) -> Reply:
-        event = events.StepAcked(
-            member=request.member,
-            step=request.step,
-            missing_prompts=request.missing_prompts,
-            missing_reason=request.missing_reason,
-            metrics=request.metrics,
-        )
-        return reply(await self._decided(request.pipeline, event))
-
-    async def _ack_checkpoint(self, request: messages.AckCheckpoint) -> Reply:
-        return reply(await self._decided(request.pipeline, events.CheckpointSaved(request.member, request.step)))
-
-    async def _publish_weights(self, request: messages.PublishWeights) -> Reply:
-        return reply(await self._decided(request.pipeline, events.WeightsPublished(request.member, request.manifest)))
-
-    async def _report_replica(self, request: messages.ReportReplica) -> Reply:
-        self.replicas[request.pipeline, request.member] = request
-        return messages.Ok()
-
-    async def _report_metrics(self, request: messages.ReportMetrics) -> Reply:
-        self.metrics[request.pipeline, request.member] = request.values
-        return messages.Ok()
-
-    async def _stop(self, request: messages.Stop) -> Reply:
-        """Ends the whole run: every pipeline hears of it."""
-        for name in self.pipelines:
-            self.happen(name, events.StopAsked(request.reason, request.failed))
-        await self.settle()
-        return messages.Ok()
-
-    def _count_held(self, kind: str, change: int) -> None:
-        self.held[kind] = self.held.get(kind, 0) + change
-
     def __repr__(self) -> str:
-        return (
-            f"ControlDesk({list(self.pipelines.values())}, held={self.held}, {self.journal}, failure={self.failure!r})"
-        )
+        held = self.waiting.statistics()
+        return f"ControlDesk({list(self.pipelines.values())}, held={held}, {self.journal}, failure={self.failure!r})"
 
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _INSTRUCTIONS = frozenset(
     {effects.OfferWeights, effects.EvictMember, effects.ReleasePayloads, effects.Log, effects.FailRun}
 )
-
-
-def _until(wait_s: float) -> float:
-    return asyncio.get_running_loop().time() + min(max(0.0, wait_s), MAX_WAIT_S)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

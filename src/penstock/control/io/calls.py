@@ -1,0 +1,172 @@
+"""What each kind of call means: the event it becomes, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from penstock.control import effects, events
+from penstock.control.effects import Effect
+from penstock.control.events import Event
+from penstock.control.io.answers import reply
+from penstock.control.io.waiting import WaitingRoom, deadline
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.weights import Manifest
+from penstock.wire import messages
+from penstock.wire.messages import Reply
+
+Answerer = Callable[[Any], Awaitable[Reply]]
+
+
+class Weighted(Protocol):
+    @property
+    def phase(self) -> messages.Phase: ...
+    @property
+    def weights(self) -> Manifest | None: ...
+
+
+class Desk(Protocol):
+    """What answering takes."""
+
+    @property
+    def pipelines(self) -> Mapping[PipelineName, Weighted]: ...
+    @property
+    def metrics(self) -> dict[tuple[PipelineName, MemberId], dict[str, float]]: ...
+    @property
+    def replicas(self) -> dict[tuple[PipelineName, MemberId], messages.ReportReplica]: ...
+    @property
+    def waiting(self) -> WaitingRoom: ...
+    def happen(self, name: PipelineName, event: Event) -> list[Effect]: ...
+    async def settle(self) -> None: ...
+
+
+class Calls:
+    """One method per kind of call. Whatever an answer promises is committed before the method returns it."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self.answerers: dict[type, Answerer] = {
+            messages.Register: self.register,
+            messages.Unregister: self.unregister,
+            messages.Heartbeat: self.heartbeat,
+            messages.AskLease: self.ask_lease,
+            messages.Deliver: self.deliver,
+            messages.AskBatch: self.ask_batch,
+            messages.AckStep: self.ack_step,
+            messages.AckCheckpoint: self.ack_checkpoint,
+            messages.PublishWeights: self.publish_weights,
+            messages.AskWeights: self.ask_weights,
+            messages.ReportReplica: self.report_replica,
+            messages.ReportMetrics: self.report_metrics,
+            messages.Stop: self.stop,
+        }
+
+    async def register(self, request: messages.Register) -> Reply:
+        event = events.MemberRegistered(
+            member=request.member,
+            role=request.role,
+            pid=request.pid,
+            host_id=request.host_id,
+            ring=request.ring,
+            prompt_count=request.prompt_count,
+            step=request.step,
+            lineage=request.lineage,
+        )
+        return await self._decided(request.pipeline, event)
+
+    async def unregister(self, request: messages.Unregister) -> Reply:
+        left = events.MemberLeft(request.member, request.reason, request.died)
+        answer = await self._decided(request.pipeline, left)
+        self._desk.metrics.pop((request.pipeline, request.member), None)
+        self._desk.replicas.pop((request.pipeline, request.member), None)
+        return answer
+
+    async def heartbeat(self, request: messages.Heartbeat) -> Reply:
+        event = events.HeartbeatHeard(request.member, request.progressed_ago_s, request.doing)
+        return reply(self._desk.happen(request.pipeline, event)[0])  # promises nothing, so it waits for no commit
+
+    async def ask_lease(self, request: messages.AskLease) -> Reply:
+        """Held while throttled; told at once that the weights are too old, for waiting here would not renew them."""
+        name, waiting = request.pipeline, self._desk.waiting
+        until = deadline(request.wait_s)
+        answer = self._lease(request, waiting.seated(name, "ask_lease"))
+        if _throttled(answer):
+            with waiting.seat(name, "ask_lease"):
+                while _throttled(answer) and await waiting.hold(name, ("leases", "phase"), until):
+                    answer = self._lease(request, waiting.seated(name, "ask_lease") - 1)
+        await self._desk.settle()
+        return reply(answer)
+
+    def _lease(self, request: messages.AskLease, others: int) -> Effect:
+        event = events.LeaseAsked(request.member, request.request, request.samples, request.version, others)
+        return self._desk.happen(request.pipeline, event)[0]
+
+    async def ask_batch(self, request: messages.AskBatch) -> Reply:
+        name, waiting = request.pipeline, self._desk.waiting
+        until = deadline(request.wait_s)
+        event = events.BatchAsked(request.member, request.step)
+        with waiting.seat(name, "ask_batch"):
+            answer = self._desk.happen(name, event)[0]
+            while isinstance(answer, effects.DeferBatch) and await waiting.hold(name, ("batches", "phase"), until):
+                answer = self._desk.happen(name, event)[0]
+        await self._desk.settle()
+        return reply(answer)
+
+    async def ask_weights(self, request: messages.AskWeights) -> Reply:
+        name, waiting = request.pipeline, self._desk.waiting
+        machine = self._desk.pipelines[name]
+        until = deadline(request.wait_s)
+        with waiting.seat(name, "ask_weights"):
+            while True:
+                newest = machine.weights
+                if newest is not None and newest.digest != request.held_digest:
+                    await self._desk.settle()
+                    return messages.Weights(newest)
+                if machine.phase == "stopped" or not await waiting.hold(name, ("weights", "phase"), until):
+                    waiting_for = "newer weights" if newest is not None else "the first weights of the trainer"
+                    return messages.NotYet(waiting_for, machine.phase)
+
+    async def deliver(self, request: messages.Deliver) -> Reply:
+        event = events.Delivered(request.member, request.rollouts, request.failures, request.returned)
+        return await self._decided(request.pipeline, event)
+
+    async def ack_step(self, request: messages.AckStep) -> Reply:
+        event = events.StepAcked(
+            member=request.member,
+            step=request.step,
+            missing_prompts=request.missing_prompts,
+            missing_reason=request.missing_reason,
+            metrics=request.metrics,
+        )
+        return await self._decided(request.pipeline, event)
+
+    async def ack_checkpoint(self, request: messages.AckCheckpoint) -> Reply:
+        return await self._decided(request.pipeline, events.CheckpointSaved(request.member, request.step))
+
+    async def publish_weights(self, request: messages.PublishWeights) -> Reply:
+        return await self._decided(request.pipeline, events.WeightsPublished(request.member, request.manifest))
+
+    async def report_replica(self, request: messages.ReportReplica) -> Reply:
+        self._desk.replicas[request.pipeline, request.member] = request
+        return messages.Ok()
+
+    async def report_metrics(self, request: messages.ReportMetrics) -> Reply:
+        self._desk.metrics[request.pipeline, request.member] = request.values
+        return messages.Ok()
+
+    async def stop(self, request: messages.Stop) -> Reply:
+        """Ends the whole run: every pipeline hears of it."""
+        for name in self._desk.pipelines:
+            self._desk.happen(name, events.StopAsked(request.reason, request.failed))
+        await self._desk.settle()
+        return messages.Ok()
+
+    async def _decided(self, name: PipelineName, event: Event) -> Reply:
+        """The answer to a call that does not wait, once it may be told."""
+        answer = self._desk.happen(name, event)[0]
+        await self._desk.settle()
+        return reply(answer)
+
+
+def _throttled(answer: Effect) -> bool:
+    return isinstance(answer, effects.RefuseLease) and answer.verdict == "throttled"
