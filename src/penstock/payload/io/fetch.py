@@ -284,7 +284,7 @@ class BatchFetcher:
 
 def _ucxx_client(token: str, buffers: Buffers, verify: bool) -> WireClient:
     try:
-        from penstock.payload.io.ucxx import UcxxClient
+        from penstock.payload.io.ucxx_client import UcxxClient
     except ImportError as error:
         raise ConfigError("UCXX is not installed here (pip install 'penstock[ucxx]')") from error
     return UcxxClient(token, buffers, verify=verify)

@@ -1,0 +1,367 @@
+"""One contract, three carriers: whatever carries a payload, these promises hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from penstock.errors import LocalProtocolError, Transient
+from penstock.payload.exchange import ExchangeLimits
+from penstock.payload.io.fetch import BatchFetcher, Carrier
+from penstock.payload.io.prefetch import Prefetcher
+from penstock.payload.io.received import Cancellation
+from penstock.payload.io.shm import Ring, RingReader
+from penstock.payload.io.tcp import ServerStatistics, TcpServer
+from penstock.payload.retry import RetryPolicy
+from penstock.records.payload import PayloadRef, RingAddress
+
+QUICK = RetryPolicy(call_s=5, slot_s=8, batch_s=10, pause_s=0.01)
+needs_ucxx = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="the extra `ucxx` is not installed")
+
+
+class Server(Protocol):
+    @property
+    def ports(self) -> tuple[int, ...]: ...
+    def statistics(self) -> ServerStatistics: ...
+    def check(self) -> None: ...
+    def close(self, timeout_s: float = 5.0) -> None: ...
+
+
+class World:
+    """A producer with a ring and servers, and consumers that reach it by one carrier."""
+
+    def __init__(self, carrier: Carrier, directory: Path) -> None:
+        self.carrier: Carrier = carrier
+        self.directory = str(directory)
+        self.ring = Ring.create("run-1", capacity_bytes=8 << 20, slots=16, directory=self.directory)
+        self.server = self.serve()
+        self.fetchers: list[BatchFetcher] = []
+        self.fetcher = self.new_fetcher()
+
+    def serve(self, limits: ExchangeLimits | None = None) -> Server | None:
+        if self.carrier == "tcp":
+            return TcpServer(self.ring.name, "secret", ports=(0, 0), directory=self.directory, limits=limits)
+        if self.carrier == "ucxx":
+            from penstock.payload.io.ucxx import UcxxServer
+
+            return UcxxServer(self.ring.name, "secret", ports=(0, 0), directory=self.directory, limits=limits)
+        return None
+
+    def new_fetcher(self, token: str = "secret", policy: RetryPolicy = QUICK) -> BatchFetcher:
+        fetcher = BatchFetcher(
+            host_id="here", token=token, directory=self.directory, carrier=self.carrier, policy=policy
+        )
+        self.fetchers.append(fetcher)
+        return fetcher
+
+    @property
+    def address(self) -> RingAddress:
+        ports = () if self.server is None else self.server.ports
+        return self.ring.address(
+            host_id="here",
+            tcp_ports=ports if self.carrier == "tcp" else (),
+            ucxx_ports=ports if self.carrier == "ucxx" else (),
+        )
+
+    def write(self, body: bytes) -> PayloadRef:
+        return self.ring.write([body], timeout_s=0)
+
+    def close(self) -> None:
+        for fetcher in self.fetchers:
+            fetcher.close()
+        if self.server is not None:
+            self.server.check()
+            self.server.close()
+        self.ring.check()
+        self.ring.close()
+
+
+@pytest.fixture(params=["shm", "tcp", pytest.param("ucxx", marks=needs_ucxx)])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    world = World(request.param, tmp_path)
+    yield world
+    world.close()
+    assert list(tmp_path.iterdir()) == []
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("payload")])
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        time.sleep(0.005)
+
+
+def test_bodies_arrive_as_they_were_written(world: World) -> None:
+    bodies = [os.urandom(size) for size in (0, 1, 200, 4096, 65537, (1 << 20) + 3, 3 << 20)]
+    refs = [world.write(body) for body in bodies]
+    report = world.fetcher.fetch(refs, [world.address])
+    assert report.missing == {}
+    assert [bytes(report.views[ref]) for ref in refs] == bodies
+    assert all(view.readonly for view in report.views.values())
+    assert report.consumed() == 0
+    eventually(lambda: world.ring.statistics().free == 16)
+
+
+def test_a_payload_is_had_once(world: World) -> None:
+    ref = world.write(b"once")
+    world.fetcher.fetch([ref], [world.address]).consumed()
+    eventually(lambda: world.ring.statistics().free == 16)
+    again = world.fetcher.fetch([ref], [world.address])
+    assert again.views == {}
+    assert again.missing[ref].kind == "stale"
+    again.consumed()
+
+
+def test_an_old_reference_gets_nothing_and_costs_its_successor_nothing(world: World) -> None:
+    old = world.write(b"old")
+    world.fetcher.fetch([old], [world.address]).consumed()
+    eventually(lambda: world.ring.statistics().free == 16)
+    lap = [world.write(bytes([number])) for number in range(16)]
+    assert old.slot in {ref.slot for ref in lap}
+    report = world.fetcher.fetch([old, *lap], [world.address])
+    assert report.missing[old].kind == "stale"
+    assert [bytes(report.views[ref]) for ref in lap] == [bytes([number]) for number in range(16)]
+    report.consumed()
+
+
+def test_what_is_missing_is_told_exactly(world: World) -> None:
+    good = [world.write(b"a"), world.write(b"b")]
+    discarded = world.write(b"c")
+    world.ring.discard([discarded])
+    unknown = PayloadRef("penstock-" + "0" * 32, 1, 0, 1, 1, 0)
+    invented = PayloadRef(world.ring.name, world.ring.epoch, 999, 1, 1, 0)
+    report = world.fetcher.fetch([*good, discarded, unknown, invented, good[0]], [world.address])
+    assert set(report.views) == set(good)
+    assert {ref: failure.kind for ref, failure in report.missing.items()} == {
+        discarded: "stale",
+        unknown: "unknown_ring",
+        invented: "stale",
+    }
+    report.consumed()
+
+
+def test_a_fresh_reader_gets_what_another_is_still_reading(world: World) -> None:
+    ref = world.write(b"shared")
+    slow = RingReader.attach(world.ring.name, directory=world.directory)
+    lease = slow.take(ref)
+    report = world.fetcher.fetch([ref], [world.address])
+    assert bytes(report.views[ref]) == b"shared"
+    assert report.consumed() == 0
+    eventually(lambda: world.ring.statistics().free == 16)
+    successor = world.write(b"next")
+    assert not lease.consumed()  # the orphan comes late, and changes nothing
+    assert world.ring.statistics().orphans == 1
+    report = world.fetcher.fetch([successor], [world.address])
+    assert bytes(report.views[successor]) == b"next"
+    report.consumed()
+    slow.close()
+
+
+def test_one_payload_being_read_delays_no_write(world: World) -> None:
+    slow = RingReader.attach(world.ring.name, directory=world.directory)
+    lease = slow.take(world.write(b"held"))
+    for number in range(40):
+        ref = world.ring.write([bytes([number])], timeout_s=5)
+        report = world.fetcher.fetch([ref], [world.address])
+        assert bytes(report.views[ref]) == bytes([number])
+        report.consumed()
+    assert bytes(lease.view) == b"held"
+    assert lease.consumed()
+    slow.close()
+
+
+def test_a_damaged_body_is_never_delivered(world: World) -> None:
+    ref = world.write(b"precious" * 1000)
+    path = Path(world.directory) / world.ring.name
+    raw = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(raw.index(b"precious"))
+        file.write(b"q")
+    report = world.fetcher.fetch([ref], [world.address])
+    assert report.views == {}
+    assert report.missing[ref].kind == ("stale" if world.carrier == "shm" else "corrupt")
+    report.consumed()
+
+
+def test_many_threads_may_fetch_at_once(world: World) -> None:
+    seen: list[bytes] = []
+
+    def consume(refs: list[PayloadRef]) -> None:
+        report = world.fetcher.fetch(refs, [world.address])
+        seen.extend(bytes(view) for view in report.views.values())
+        report.consumed()
+
+    refs = [world.write(bytes([number]) * 1000) for number in range(16)]
+    threads = [threading.Thread(target=consume, args=(refs[start::4],)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [bytes([number]) * 1000 for number in range(16)]
+
+
+def test_the_carrier_in_use_is_said_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        world.fetcher.fetch([world.write(b"x")], [world.address]).consumed()
+    lines = [record.message for record in caplog.records if "come by" in record.message]
+    assert len(lines) == 1
+    assert f"come by {world.carrier} " in lines[0]
+
+
+def test_a_batch_is_handed_out_under_its_own_key_only(world: World) -> None:
+    prefetcher: Prefetcher[int] = Prefetcher(world.fetcher)
+    refs = [world.write(bytes([step])) for step in range(3)]
+    for step in range(3):
+        prefetcher.begin(step, [refs[step]], [world.address])
+    for step in (2, 0, 1):
+        report = prefetcher.wait(step, timeout_s=10)
+        assert {ref: bytes(view) for ref, view in report.views.items()} == {refs[step]: bytes([step])}
+        report.consumed()
+    with pytest.raises(LocalProtocolError, match="not begun"):
+        prefetcher.wait(1, timeout_s=0)
+    prefetcher.close()
+
+
+def test_a_late_batch_is_never_taken_for_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = world.write(b"first"), world.write(b"second")
+    gate = threading.Event()
+    fetch = world.fetcher.fetch
+
+    def late(refs, rings, cancellation=None):
+        refs = list(refs)
+        if first in refs:
+            assert gate.wait(10)
+        return fetch(refs, rings, cancellation)
+
+    monkeypatch.setattr(world.fetcher, "fetch", late)
+    prefetcher: Prefetcher[int] = Prefetcher(world.fetcher)
+    prefetcher.begin(1, [first], [world.address])
+    with pytest.raises(Transient, match="batch 1"):
+        prefetcher.wait(1, timeout_s=0.01)
+    prefetcher.begin(2, [second], [world.address])
+    two = prefetcher.wait(2, timeout_s=10)
+    gate.set()
+    one = prefetcher.wait(1, timeout_s=10)
+    assert [bytes(view) for view in two.views.values()] == [b"second"]
+    assert [bytes(view) for view in one.views.values()] == [b"first"]
+    one.consumed()
+    two.consumed()
+    prefetcher.close()
+
+
+def test_a_cancelled_batch_gives_back_what_it_held(world: World) -> None:
+    ref = world.write(b"wanted later")
+    prefetcher: Prefetcher[int] = Prefetcher(world.fetcher)
+    prefetcher.begin(1, [ref], [world.address])
+    eventually(lambda: "going on" in repr(prefetcher) and "[] are going on" in repr(prefetcher))
+    prefetcher.cancel(1)
+    prefetcher.close()
+    if world.carrier == "shm":
+        assert world.ring.statistics().ready == 1
+    else:  # acknowledged on receipt
+        eventually(lambda: world.ring.statistics().free == 16)
+
+
+def test_a_trainer_that_dies_holding_a_batch_finds_it_again(world: World) -> None:
+    if world.carrier != "shm":
+        pytest.skip("over a wire the acknowledgement is sent on receipt")
+    refs = [world.write(bytes([number])) for number in range(4)]
+    dead = world.new_fetcher()
+    assert len(dead.fetch(refs, [world.address]).views) == 4
+    for reader in dead._readers.values():
+        reader._mapping.close()  # as SIGKILL would
+    report = world.fetcher.fetch(refs, [world.address])
+    assert [bytes(report.views[ref]) for ref in refs] == [bytes([number]) for number in range(4)]
+    assert report.consumed() == 0
+    assert world.ring.statistics().free == 16
+
+
+class TestOnAWire:
+    @pytest.fixture(autouse=True)
+    def _wire(self, world: World) -> None:
+        if world.carrier == "shm":
+            pytest.skip("there is no wire in shared memory")
+
+    def test_the_wrong_token_gets_nothing(self, world: World) -> None:
+        ref = world.write(b"secret")
+        report = world.new_fetcher(token="guess").fetch([ref], [world.address])
+        assert report.views == {}
+        assert report.missing[ref].kind in ("protocol", "truncated", "reset")
+        assert world.ring.statistics().ready == 1
+
+    def test_ports_are_really_bound_and_all_used(self, world: World) -> None:
+        assert world.server is not None
+        assert len(set(world.server.ports)) == 2
+        assert all(port > 0 for port in world.server.ports)
+        for _ in range(4):
+            world.fetcher.fetch([world.write(b"x")], [world.address]).consumed()
+        eventually(lambda: world.server is not None and world.server.statistics().consumed == 4)
+        assert world.server.statistics().connections >= 2
+
+    def test_a_closed_server_is_an_exact_reason_and_a_restarted_one_works(self, world: World) -> None:
+        assert world.server is not None
+        ref = world.write(b"patience")
+        world.fetcher.fetch([world.write(b"warm up")], [world.address]).consumed()
+        old = world.address
+        world.server.close()
+        quick = RetryPolicy(call_s=1, slot_s=2, batch_s=3, rounds=1, pause_s=0.01)
+        report = world.new_fetcher(policy=quick).fetch([ref], [old])
+        assert report.missing[ref].kind in ("refused", "reset", "timed_out", "truncated")
+        assert "after 2 calls" in report.missing[ref].detail
+        world.server = world.serve()
+        report = world.fetcher.fetch([ref], [world.address])
+        assert bytes(report.views[ref]) == b"patience"
+        report.consumed()
+
+    def test_an_idle_connection_is_evicted_and_replaced_unnoticed(self, world: World) -> None:
+        assert world.server is not None
+        world.server.close()
+        world.server = world.serve(ExchangeLimits(idle_s=0.05))
+        world.fetcher.fetch([world.write(b"x")], [world.address]).consumed()
+        eventually(lambda: world.server is not None and world.server.statistics().connections == 0)
+        ref = world.write(b"y")
+        report = world.fetcher.fetch([ref], [world.address])
+        assert bytes(report.views[ref]) == b"y"
+        report.consumed()
+
+    def test_cancelling_breaks_a_call_off(self, world: World) -> None:
+        ref = world.write(b"x")
+        cancellation = Cancellation()
+        cancellation.cancel("enough")
+        with pytest.raises(Exception, match="enough"):
+            world.fetcher.fetch([ref], [world.address], cancellation)
+        assert world.ring.statistics().ready == 1
+
+
+def test_the_nearest_carrier_is_chosen_with_a_way_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ring = Ring.create("run-1", capacity_bytes=1 << 20, slots=4, directory=str(tmp_path))
+    server = TcpServer(ring.name, "secret", directory=str(tmp_path))
+    address = ring.address(host_id="here", tcp_ports=server.ports)
+    elsewhere = tmp_path / "other"
+    elsewhere.mkdir()
+    for host_id, directory, expected in (
+        ("here", tmp_path, "come by shm"),
+        ("there", tmp_path, "not shm: it is on another host"),
+        ("here", elsewhere, "does not exist on this host"),  # same machine, but not the same /dev/shm
+    ):
+        caplog.clear()
+        fetcher = BatchFetcher(host_id=host_id, token="secret", directory=str(directory), policy=QUICK)
+        ref = ring.write([b"x"], timeout_s=0)
+        report = fetcher.fetch([ref], [address])
+        assert bytes(report.views[ref]) == b"x"
+        report.consumed()
+        assert expected in caplog.text
+        fetcher.close()
+    server.close()
+    ring.close()
