@@ -18,6 +18,9 @@ class Entry(msgspec.Struct):
     shape: PipelineOpened
     demand: Demand
     waiting_since: float | None = None
+    """Since when it has had work and no worker: what ageing goes by."""
+    over_since: float | None = None
+    """Since when it has had more workers than its work can use."""
     benched_until: float = 0.0
     failures: int = 0
     """Failed moves in a row."""

@@ -43,20 +43,24 @@ class Generation:
         self._pipelines = snapshot.pipelines
         self._kinds = _kinds(snapshot)
         self._shares = _shares(snapshot, ground)
-        self._surplus = [share.surplus for share in self._shares]
+        self._short = [share.short for share in self._shares]
+        self._surplus = [
+            0 if view.lingers else share.surplus for view, share in zip(self._pipelines, self._shares, strict=True)
+        ]
         self._spare = [share.spare for share in self._shares]
         self._block = max((view.bundle for view in snapshot.pipelines), default=1)
+        self._asleep = [view.asleep for view in snapshot.pipelines]
         self._searches: dict[int, Iterator[list[int]]] = {}
         self._turns: _Turns | None = None
 
     def share_out(self) -> None:
         shares = self._shares
-        waking = [i for i, view in enumerate(self._pipelines) if view.may_wake and view.useful > 0]
+        waking = [i for i, view in enumerate(self._pipelines) if view.may_wake and view.asleep and view.useful > 0]
         starving = [i for i in waking if shares[i].held == 0]
         for index in sorted(starving, key=self._queue_order):
             if not self._take(index):
                 self._take_turn(index)
-        self._grow([i for i in waking if shares[i].held > 0 and shares[i].short > 0])
+        self._grow([i for i in waking if shares[i].held > 0 and self._short[i] > 0])
         self._fill([i for i in waking if shares[i].held > 0])
 
     # ---------------------------------------------------------------------------------------------- the stages
@@ -79,12 +83,12 @@ class Generation:
 
     def _grow(self, short: list[int]) -> None:
         # The largest bundles choose first: small ones fit into what they leave, not the other way round.
-        heap = [(-self._pipelines[i].bundle, *self._gap_order(i), i, self._shares[i].short) for i in short]
+        heap = [(-self._pipelines[i].bundle, *self._gap_order(i), i) for i in short]
         heapq.heapify(heap)
         while heap:
-            size, _, name, index, wanted = heapq.heappop(heap)
-            if self._take(index) and wanted > 1:
-                heapq.heappush(heap, (size, -self._shares[index].gap_ratio, name, index, wanted - 1))
+            size, _, name, index = heapq.heappop(heap)
+            if self._take(index) and self._short[index] > 0:
+                heapq.heappush(heap, (size, -self._shares[index].gap_ratio, name, index))
 
     def _fill(self, waking: list[int]) -> None:
         heap = [(*self._gap_order(i), i) for i in waking]
@@ -106,6 +110,8 @@ class Generation:
 
     def _take(self, index: int, *, unused_only: bool = False) -> bool:
         """Give the pipeline the cheapest place that is open or that others should give up; False if there is none."""
+        if not self._asleep[index]:
+            return False
         kind = self._kinds[index]
         search = self._searches.get(kind.number)
         if search is None:
@@ -183,6 +189,8 @@ class Generation:
                 self._turns.ready_D[list(seat.devices)] = -np.inf
         ground.expand(name, as_devices(place))
         self._shares[index].held += 1
+        self._asleep[index] -= 1
+        self._short[index] -= 1
         if self._turns is not None:
             self._turns.ready_D[place] = np.inf
 
@@ -228,7 +236,7 @@ def _shares(snapshot: Snapshot, ground: Ground) -> list[Share]:
         ideal_P = ideal_devices(int((reach_D & free_D).sum()), weight_P, floor_P, cap_P) / bundle_P
         for index, share in zip(asking, ideal_P.tolist(), strict=True):
             ideal[index] = share
-    return [Share(held[i], ideal[i], view.useful, snapshot.rules.band) for i, view in enumerate(pipelines)]
+    return [Share(held[i], ideal[i], view.useful, snapshot.rules) for i, view in enumerate(pipelines)]
 
 
 def _neighbourhoods(pipelines: tuple[PipelineView, ...]) -> list[list[int]]:

@@ -22,12 +22,16 @@ class PipelineView(msgspec.Struct, frozen=True):
     """Samples still to be generated; 0 means it needs no worker (and may keep those nobody else wants)."""
     useful: int
     """The most bundles it can put to use: by remaining work, by quota, by processes that exist."""
+    asleep: int = 1_000_000
+    """Worker processes that could be woken now: no plan wakes more."""
     weight: float = 1.0
     min_bundles: int = 0
     waiting_since: float | None = None
     """When it began to have work and no worker."""
     turn_s: float = 10.0
     """A woken worker of it is not taken for another pipeline's generation before this has passed."""
+    lingers: bool = False
+    """It has had more workers than work for a moment only: they are not given away just to be useful elsewhere."""
     may_wake: bool = True
     """False after failed moves, until the bench time is over."""
     places: tuple[tuple[DeviceId, ...], ...] | None = None
@@ -60,8 +64,10 @@ class RequestView(msgspec.Struct, frozen=True):
 class Rules(msgspec.Struct, frozen=True):
     """The planner's settings."""
 
-    band: float = 0.25
-    """A share may differ from the ideal by this fraction (and always by less than one bundle) without a move."""
+    prompt_bundles: int = 2
+    """A share of up to this many bundles is made good at once, by moving workers if need be."""
+    band: float = 0.75
+    """Of the share above that, this fraction may be lacking without a move: it is inherited when others finish."""
     patience_s: float = 30.0
     """A request that waited this long is no longer overtaken by later ones of its class."""
 

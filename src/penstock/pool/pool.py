@@ -11,6 +11,7 @@ the validator before any of it was carried out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -27,9 +28,12 @@ from penstock.pool.planner import make_plan
 from penstock.pool.settings import PoolSettings
 from penstock.pool.status import describe
 from penstock.pool.validate import validate
-from penstock.pool.view import view_of
+from penstock.pool.view import useful_bundles, view_of, workers_by_pipeline
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import GrantedDevices, Order, PoolStatus, Priority
+
+_CAN_WAIT = (ev.ProgressReported, ev.LeaseRenewed, ev.MoveDone)
+"""Events after which a plan can wait for the next tick: nobody is blocked by them."""
 
 
 class Pool:
@@ -55,17 +59,11 @@ class Pool:
         """Take in one event. A call that breaks the protocol raises before anything has changed."""
         self._effects.clear()
         changed = self._apply(event, now)
-        if isinstance(event, ev.TimePassed) or (changed and self._calls_for_a_plan(event)):
+        if isinstance(event, ev.TimePassed) or (changed and not isinstance(event, _CAN_WAIT)):
             changed = self._replan(now) or changed
         if changed:
             self.revision += 1
         return list(self._effects)
-
-    def _calls_for_a_plan(self, event: ev.Event) -> bool:
-        """Progress in the middle of a round, heartbeats and finished moves can wait for the next tick."""
-        if isinstance(event, ev.ProgressReported):
-            return self._state.pipelines[event.pipeline].demand.remaining == 0
-        return not isinstance(event, ev.LeaseRenewed | ev.MoveDone)
 
     def _apply(self, event: ev.Event, now: float) -> bool:
         match event:
@@ -342,7 +340,7 @@ class Pool:
 
     def _replan(self, now: float) -> bool:
         """Plan, validate, carry out. True if anything changed."""
-        changed = self._mark_waiting(now)
+        changed = self._mark(now)
         view = view_of(self._state, self.settings, now)
         plan = self._planner(view)
         if not plan:
@@ -355,16 +353,21 @@ class Pool:
             self._effects.append(ev.Log("error", f"refused a wrong plan, nothing was moved: {refusal}"))
             return True
         self._moves.carry_out(plan, now)
-        self._mark_waiting(now)
+        self._mark(now)
         return True
 
-    def _mark_waiting(self, now: float) -> bool:
-        """Note since when each pipeline has had work and no worker: what ageing goes by."""
-        served = {seat.pipeline for seat in self._state.seats.values() if seat.stays}
+    def _mark(self, now: float) -> bool:
+        """Note since when each pipeline has lacked a worker, or has had too many."""
+        held = Counter(seat.pipeline for seat in self._state.seats.values() if seat.stays)
+        workers = workers_by_pipeline(self._state)
         changed = False
         for name, entry in self._state.pipelines.items():
-            waits = entry.demand.remaining > 0 and name not in served
+            waits = entry.demand.remaining > 0 and not held[name]
             if waits != (entry.waiting_since is not None):
                 entry.waiting_since = now if waits else None
+                changed = True
+            over = held[name] > useful_bundles(entry, workers[name])
+            if over != (entry.over_since is not None):
+                entry.over_since = now if over else None
                 changed = True
         return changed

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.pool.plan import Rules
+
 _EPSILON = 1e-6
 _HALVINGS = 60
 """Enough to pin the common level down to the last bit that could change a whole bundle."""
@@ -43,7 +45,7 @@ class Share:
     held: int
     ideal: float
     useful: int
-    band: float
+    rules: Rules
 
     @property
     def surplus(self) -> int:
@@ -57,15 +59,12 @@ class Share:
 
     @property
     def short(self) -> int:
-        """Bundles it should be given, if need be by taking them from others."""
+        """Bundles it should be given now, if need be by taking them from others."""
         if self.useful == 0:
             return 0
-        wanted = min(self.useful, math.floor(self.ideal + _EPSILON))
-        if self.held == 0:
-            return max(1, wanted)
-        if self.ideal - self.held < max(1.0, self.band * self.ideal) - _EPSILON:
-            return 0
-        return max(0, wanted - self.held)
+        tolerated = max(0.0, self.rules.band * (self.ideal - self.rules.prompt_bundles))
+        due = min(self.useful, math.floor(self.ideal - tolerated + _EPSILON))
+        return max(1 if self.held == 0 else 0, due - self.held)
 
     @property
     def gap_ratio(self) -> float:

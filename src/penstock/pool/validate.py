@@ -25,6 +25,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
     for request in snapshot.requests:
         owner.update((device, f"request {request.request}") for device in request.assigned)
     leaving = {seat.seat for seat in snapshot.seats if seat.phase in ("leaving", "fenced")}
+    asleep = [view.asleep for view in snapshot.pipelines]
     served = [0] * len(snapshot.pipelines)
     for seat in snapshot.seats:
         if seat.seat not in leaving:
@@ -69,6 +70,9 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
             raise InvalidTransition(f"plan wakes {what}; a bundle stays in one node or fills whole nodes")
         if not view.may_wake:
             raise InvalidTransition(f"plan wakes {what}, but the pipeline is benched")
+        asleep[index] -= 1
+        if asleep[index] < 0:
+            raise InvalidTransition(f"plan wakes {what}, but only {view.asleep} worker processes are asleep")
         served[index] += 1
         if served[index] > view.useful:
             raise InvalidTransition(f"plan wakes {what}: {served[index]} workers, of which it can use {view.useful}")

@@ -32,10 +32,10 @@ def view_of(state: State, settings: PoolSettings, now: float) -> Snapshot:
     names = sorted(state.pipelines)
     index = {name: position for position, name in enumerate(names)}
     workers = workers_by_pipeline(state)
-    free_workers = dict(workers)
+    asleep = dict(workers)
     for seat in state.seats.values():
-        if seat.pipeline in free_workers and seat.state == "leaving":
-            free_workers[seat.pipeline] -= 1
+        if seat.pipeline in asleep and seat.state != "fenced":
+            asleep[seat.pipeline] -= 1
     bound: dict[PipelineName, list[tuple[DeviceId, ...]]] = {}
     leaving = {seat.member for seat in state.seats.values() if not seat.stays}
     for member in state.members.values():
@@ -51,11 +51,13 @@ def view_of(state: State, settings: PoolSettings, now: float) -> Snapshot:
                 bundle=shape.bundle,
                 inference=shape.inference,
                 remaining=entry.demand.remaining if not entry.demand.lapsed else 1,
-                useful=useful_bundles(entry, free_workers[name]),
+                useful=useful_bundles(entry, workers[name]),
+                asleep=asleep[name],
                 weight=shape.weight,
                 min_bundles=shape.min_bundles,
                 waiting_since=entry.waiting_since,
                 turn_s=settings.turn_s * shape.weight,
+                lingers=entry.over_since is not None and now < entry.over_since + settings.linger_s,
                 may_wake=now >= entry.benched_until,
                 places=tuple(sorted(bound[name])) if name in bound else None,
             )

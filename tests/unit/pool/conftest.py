@@ -17,7 +17,7 @@ class Town:
     """A pool, its time, and workers that carry out orders at once unless they are named in `deaf`."""
 
     def __init__(self, nodes: tuple[int, ...] = (4,), **settings) -> None:
-        settings = {"turn_s": 10.0, "lease_s": 1e9, **settings}
+        settings = {"turn_s": 10.0, "linger_s": 0.0, "lease_s": 1e9, **settings}
         self.pool = Pool(PoolSettings(Topology(nodes), **settings))
         self.now = 0.0
         self.deaf: set[str] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.pool import events as ev
-from penstock.pool.plan import PipelineView, Snapshot
+from penstock.pool.plan import PipelineView, Rules, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.validate import validate
 from penstock.records.ids import MemberId, PipelineName
@@ -35,7 +35,7 @@ def test_a_holder_that_finished_gives_way_at_once(town):
 
 
 def test_a_served_pipeline_that_reports_nothing_keeps_one_worker_and_is_named(make_town):
-    town = make_town(demand_lease_s=60.0)
+    town = make_town(demand_lease_s=60.0, rules=Rules(band=0.0))
     town.open("mute")
     town.open("other")
     town.demand("mute", 1000)

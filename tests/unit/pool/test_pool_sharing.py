@@ -6,6 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError, LocalProtocolError
 from penstock.pool import events as ev
+from penstock.pool.plan import Rules
 from penstock.records.ids import PipelineName
 
 
@@ -35,7 +36,7 @@ def test_two_equal_pipelines_share_evenly(town):
 
 def test_devices_follow_remaining_work(make_town):
     # 8 devices in bundles of 2; a has 20 left, b has 60: 1 bundle and 3.
-    town = make_town((8,))
+    town = make_town((8,), rules=Rules(band=0.0))
     town.open("a", bundle=2)
     town.open("b", bundle=2)
     town.demand("a", 100)
@@ -46,7 +47,7 @@ def test_devices_follow_remaining_work(make_town):
 
 
 def test_weight_counts_like_work(make_town):
-    town = make_town((8,))
+    town = make_town((8,), rules=Rules(band=0.0))
     town.open("a", weight=3.0)
     town.open("b")
     town.demand("a", 100)
@@ -117,3 +118,36 @@ def test_small_bundles_leave_whole_blocks_for_large_ones(make_town):
     town.demand("large", 100)
     assert town.awake("large") == 1
     assert town.awake("small") == 4
+
+
+def test_a_large_share_is_inherited_not_taken(make_town):
+    town = make_town((16,))
+    town.open("a")
+    town.open("b")
+    town.demand("a", 1000)
+    town.after(11)
+    town.demand("b", 1000)
+    town.after(60)
+    # Of its ideal of 8 bundles b is due 2 + 6 / 4 at once; the rest comes when a has finished.
+    assert (town.awake("a"), town.awake("b")) == (13, 3)
+    town.progress("a", 1000)
+    town.after(1)
+    assert town.awake("b") == 16
+
+
+def test_idle_workers_linger_for_the_next_round(make_town):
+    town = make_town((8,), linger_s=20.0)
+    town.open("a", max_bundles=4)
+    town.open("b")
+    town.demand("a", 100)
+    town.demand("b", 100)
+    town.after(5)
+    town.progress("a", 100)
+    town.after(15)
+    assert (town.awake("a"), town.awake("b")) == (4, 4)
+    town.demand("a", 100, round=1)
+    town.after(60)
+    assert not town.told(ev.SleepWorker), "a round followed soon enough: nobody moved"
+    town.progress("a", 100, round=1)
+    town.after(30)
+    assert town.awake("b") == 8
