@@ -119,17 +119,27 @@ class TurnTree:
         token_ids: list[np.ndarray] = []
         loss_mask = np.zeros(tokens, np.uint8)
         logprobs = np.zeros(tokens, np.float32)
-        spans: list[np.ndarray] = []
+        versions: list[np.ndarray] = []
+        starts: list[int] = []
         for turn_id, node in zip(path, nodes, strict=True):
             turn = node.turn
             start = node.end - len(turn.sampled_ids)
             token_ids += (turn.appended_ids, turn.sampled_ids)
             logprobs[start : node.end] = turn.logprobs
-            spans.append(turn.versions + np.array([start, 0], np.int32))
+            versions.append(turn.versions)
+            starts += [start] * len(turn.versions)
             if turn_id not in trained:
                 loss_mask[start : node.end] = 1
                 trained.add(turn_id)
-        sample = {"token_ids": token_ids, "loss_mask": [loss_mask], "logprobs": [logprobs], "versions": spans}
+        spans = np.concatenate(versions)
+        spans[:, 0] += starts
+        # Only routing is worth keeping in pieces: the rest is a few bytes per token.
+        sample = {
+            "token_ids": [np.concatenate(token_ids)],
+            "loss_mask": [loss_mask],
+            "logprobs": [logprobs],
+            "versions": [spans],
+        }
         if nodes[0].turn.routed_experts is not None:
             sample["routed_experts"] = _collect_routing(nodes)
         return sample

@@ -86,9 +86,10 @@ def encode(arrays: Mapping[str, np.ndarray | Chunks]) -> list[Buffer]:
         size = 0
         for chunk in chunks:
             if chunk.size:
-                contiguous = chunk if chunk.flags.c_contiguous else np.ascontiguousarray(chunk)
-                body.append(contiguous.reshape(-1).view(np.uint8).data)
-                size += chunk.nbytes
+                # Arrays that are not contiguous have no run of bytes to pass on.
+                view = (chunk if chunk.flags.c_contiguous else np.ascontiguousarray(chunk)).data.cast("B")
+                body.append(view)
+                size += len(view)
         gap = -size % ALIGNMENT_BYTES
         if gap:
             body.append(_PADDING[gap])

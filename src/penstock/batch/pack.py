@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +20,9 @@ import numpy as np
 from penstock.errors import RemoteProtocolError
 
 Sample = Mapping[str, np.ndarray]
+
+Spread = Callable[[Callable[[list[int]], "TokenMicroBatch"], list[list[int]]], "Iterable[TokenMicroBatch]"]
+"""Like `map`; that of a thread pool, say: nearly all of packing is copying, which needs no interpreter."""
 
 MAX_SEQUENCES = np.iinfo(np.int16).max
 """Sequences in one micro-batch: their index travels as int16."""
@@ -73,23 +76,25 @@ class TrajectoryBatch:
 MicroBatch = TokenMicroBatch | TrajectoryBatch
 
 
-def pack(samples: Sequence[Sample], advantages: np.ndarray, settings: PackSettings) -> list[MicroBatch]:
+def pack(
+    samples: Sequence[Sample], advantages: np.ndarray, settings: PackSettings, *, spread: Spread = map
+) -> list[MicroBatch]:
     """The micro-batches of one step. The kind of sample is known by its arrays; one batch holds one kind."""
     if not samples:
         return []
     if "token_ids" in samples[0]:
-        return list(pack_tokens(samples, advantages, settings))
+        return list(pack_tokens(samples, advantages, settings, spread=spread))
     return [pack_trajectories(samples)]
 
 
-def pack_tokens(samples: Sequence[Sample], advantages: np.ndarray, settings: PackSettings) -> list[TokenMicroBatch]:
-    """Micro-batches of about equal width, the longest sequences first."""
+def pack_tokens(
+    samples: Sequence[Sample], advantages: np.ndarray, settings: PackSettings, *, spread: Spread = map
+) -> list[TokenMicroBatch]:
+    """Micro-batches of rows of like width, the longest first. `spread` may fill them in several threads."""
     lengths = [len(sample["token_ids"]) for sample in samples]
     rows = plan_rows(lengths, settings.row_tokens)
-    return [
-        _fill(samples, advantages, [rows[row] for row in chosen])
-        for chosen in plan_micro_batches([sum(lengths[i] for i in row) for row in rows], settings.micro_batch_tokens)
-    ]
+    plan = plan_micro_batches([sum(lengths[i] for i in row) for row in rows], settings.micro_batch_tokens)
+    return list(spread(lambda chosen: _fill(samples, advantages, [rows[row] for row in chosen]), plan))
 
 
 def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -166,7 +171,8 @@ def _fill(samples: Sequence[Sample], advantages: np.ndarray, rows: list[list[int
     logprobs = np.zeros(shape, np.float32)
     experts: np.ndarray | None = None
     if (first := samples[order[0]].get("routed_experts")) is not None:
-        experts = np.zeros((*shape, *first.shape[1:]), first.dtype)
+        # By far the largest: not cleared before it is written.
+        experts = np.empty((*shape, *first.shape[1:]), first.dtype)
     count_up = np.arange(width, dtype=np.int32)
     sequence = 0
     for row, members in enumerate(rows):
@@ -175,7 +181,7 @@ def _fill(samples: Sequence[Sample], advantages: np.ndarray, rows: list[list[int
             sample = samples[index]
             tokens = len(sample["token_ids"])
             end = start + tokens
-            _check_aligned(sample, index, tokens, experts is not None)
+            _check_aligned(sample, index, tokens, None if experts is None else experts.shape[2:])
             token_ids[row, start:end] = sample["token_ids"]
             positions[row, start:end] = count_up[:tokens]
             sequences[row, start:end] = sequence
@@ -185,6 +191,8 @@ def _fill(samples: Sequence[Sample], advantages: np.ndarray, rows: list[list[int
                 experts[row, start:end] = sample["routed_experts"]
             start = end
             sequence += 1
+        if experts is not None:
+            experts[row, start:] = 0
     if not np.isfinite(logprobs).all():
         raise RemoteProtocolError("a sample's logprobs are not finite numbers: the engine that made them is broken")
     trained = np.bincount(sequences[loss_mask != 0], minlength=len(order))
@@ -201,11 +209,12 @@ def _fill(samples: Sequence[Sample], advantages: np.ndarray, rows: list[list[int
     )
 
 
-def _check_aligned(sample: Sample, index: int, tokens: int, routed: bool) -> None:
+def _check_aligned(sample: Sample, index: int, tokens: int, experts: tuple[int, ...] | None) -> None:
     """Every stream has one entry per token, and no first token is trained: nothing predicts it."""
     mask = sample["loss_mask"]
     aligned = tokens > 0 and len(mask) == tokens == len(sample["logprobs"]) and not mask[0]
-    if aligned and ("routed_experts" in sample) == routed:
+    routed = sample.get("routed_experts")
+    if aligned and (None if routed is None else routed.shape) == (None if experts is None else (tokens, *experts)):
         return
     streams = ", ".join(f"{name} {array.shape}" for name, array in sample.items())
     raise RemoteProtocolError(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -121,12 +123,22 @@ def test_more_ranks_than_samples_leaves_some_idle() -> None:
         {"logprobs": np.zeros(7, np.float32)},
         {"logprobs": np.full(6, np.nan, np.float32)},
         {"routed_experts": np.zeros((6, 1, 1), np.uint8)},
+        {"routed_experts": np.zeros((1, 3, 2), np.uint8)},
     ],
 )
 def test_a_sample_that_contradicts_itself_is_refused(damage: dict[str, np.ndarray]) -> None:
-    samples = [sequence(6, 0), sequence(6, 1) | damage]
-    with pytest.raises(RemoteProtocolError):
-        pack_tokens(samples, np.zeros(2), PackSettings())
+    for routed in (False, True):
+        samples = [sequence(6, 0, routed), sequence(6, 1) | damage]
+        with pytest.raises(RemoteProtocolError):
+            pack_tokens(samples, np.zeros(2), PackSettings())
+
+
+def test_threads_may_share_the_filling() -> None:
+    samples = [sequence(tokens, tokens, routed=True) for tokens in range(2, 40)]
+    settings = PackSettings(micro_batch_tokens=100)
+    with ThreadPoolExecutor(4) as pool:
+        spread = pack_tokens(samples, np.zeros(len(samples)), settings, spread=pool.map)
+    assert unpack(spread) == unpack(pack_tokens(samples, np.zeros(len(samples)), settings))
 
 
 def episode(steps: int) -> dict[str, np.ndarray]:
