@@ -1,0 +1,168 @@
+"""The pool under any sequence of events: devices are conserved, and its journal replays to the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.errors import PenstockError
+from penstock.pool import events as ev
+from penstock.pool.pool import Pool
+from penstock.pool.settings import PoolSettings
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import DeviceId, OrderNumber, Priority, Topology
+
+NAMES = [PipelineName(name) for name in "abc"]
+DEVICES = 6
+numbers = st.integers(0, 3)
+pipelines = st.sampled_from(NAMES)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = PoolSettings(
+            Topology((4, 2)), turn_s=3.0, linger_s=2.0, wake_s=4.0, drain_s=2.0, sleep_s=2.0, report_s=1.0,
+            lease_s=20.0, fence_s=3.0, demand_lease_s=15.0, bench_s=2.0,
+        )  # fmt: skip
+        self.pool = Pool(self.settings)
+        self.now = 0.0
+        self.journal: list[tuple[ev.Event, float]] = []
+        self.orders: dict[MemberId, list[OrderNumber]] = {}
+        self.holders: dict[tuple[MemberId, int], tuple[DeviceId, ...]] = {}
+        self.rounds = dict.fromkeys(NAMES, 0)
+        self.requests = 0
+
+    def tell(self, event: ev.Event) -> None:
+        before, bytes_before = self.pool.revision, self.pool.snapshot()
+        try:
+            effects = self.pool.handle(event, self.now)
+        except PenstockError:
+            assert self.pool.snapshot() == bytes_before, "a refused event changed something"
+            return
+        if self.pool.revision == before:
+            assert self.pool.snapshot() == bytes_before, "a change without a revision would be lost in a restart"
+        else:
+            self.journal.append((event, self.now))
+        for effect in effects:
+            if isinstance(effect, ev.WakeWorker | ev.SleepWorker):
+                assert self.pool.orders(effect.member)[0].number >= effect.order.number
+                self.orders.setdefault(effect.member, []).append(effect.order.number)
+            elif isinstance(effect, ev.GrantDevices):
+                assert self.pool.granted(effect.member, effect.request) is not None
+
+    @rule(name=pipelines, bundle=st.sampled_from([1, 2]), weight=st.sampled_from([1.0, 2.0]))
+    def open(self, name: PipelineName, bundle: int, weight: float) -> None:
+        inference = tuple(DeviceId(device) for device in range(DEVICES))
+        self.tell(ev.PipelineOpened(name, inference, bundle=bundle, weight=weight))
+        for number in range(3):
+            self.tell(ev.WorkerJoined(name, MemberId(f"{name}{number}")))
+
+    @rule(name=pipelines)
+    def close(self, name: PipelineName) -> None:
+        self.tell(ev.PipelineClosed(name))
+
+    @rule(name=pipelines, number=numbers)
+    def join(self, name: PipelineName, number: int) -> None:
+        self.tell(ev.WorkerJoined(name, MemberId(f"{name}{number}")))
+
+    @rule(name=pipelines, number=numbers)
+    def lose(self, name: PipelineName, number: int) -> None:
+        self.tell(ev.MemberLost(name, MemberId(f"{name}{number}")))
+
+    @rule(name=pipelines, number=numbers)
+    def renew(self, name: PipelineName, number: int) -> None:
+        self.tell(ev.LeaseRenewed(name, MemberId(f"{name}{number}")))
+
+    @rule(name=pipelines, samples=st.integers(0, 50), again=st.booleans())
+    def declare(self, name: PipelineName, samples: int, again: bool) -> None:
+        self.rounds[name] += 0 if again else 1
+        self.tell(ev.DemandDeclared(name, self.rounds[name], samples))
+
+    @rule(name=pipelines, completed=st.integers(0, 60))
+    def progress(self, name: PipelineName, completed: int) -> None:
+        self.tell(ev.ProgressReported(name, self.rounds[name], completed))
+
+    @rule(name=pipelines)
+    def withdraw(self, name: PipelineName) -> None:
+        self.tell(ev.DemandWithdrawn(name))
+
+    @rule(
+        name=pipelines,
+        priority=st.sampled_from(list(Priority)),
+        among=st.sets(st.integers(0, DEVICES - 1), min_size=1, max_size=4),
+        fewer=st.booleans(),
+        release=st.none() | st.integers(0, 10),
+    )
+    def request(
+        self, name: PipelineName, priority: Priority, among: set[int], fewer: bool, release: int | None
+    ) -> None:
+        self.requests += 1
+        count = max(1, len(among) - 1) if fewer else len(among)
+        devices = tuple(DeviceId(device) for device in among)
+        member = MemberId(f"{name}t")
+        self.tell(ev.DevicesRequested(name, member, self.requests, priority, devices, count, 25.0, release))
+
+    @rule(name=pipelines, back=numbers)
+    def release(self, name: PipelineName, back: int) -> None:
+        self.tell(ev.DevicesReleased(name, MemberId(f"{name}t"), self.requests - back))
+
+    @rule(name=pipelines, back=numbers)
+    def cancel(self, name: PipelineName, back: int) -> None:
+        self.tell(ev.RequestCancelled(name, MemberId(f"{name}t"), self.requests - back))
+
+    @precondition(lambda self: any(self.orders.values()))
+    @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "done", "released", "failed"]))
+    def answer(self, data: st.DataObject, outcome: str) -> None:
+        member = data.draw(st.sampled_from(sorted(name for name, numbers in self.orders.items() if numbers)))
+        number = data.draw(st.sampled_from(self.orders[member]))
+        name = PipelineName(member[0])
+        if outcome == "done":
+            self.tell(ev.MoveDone(name, member, number))
+        else:
+            self.tell(ev.MoveFailed(name, member, number, outcome == "released", "injected"))
+
+    @rule()
+    def everybody_obeys(self) -> None:
+        for member in sorted(self.orders):
+            for order in self.pool.orders(member):
+                self.tell(ev.MoveDone(PipelineName(member[0]), member, order.number))
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.tell(ev.TimePassed())
+
+    @rule(away_s=st.sampled_from([1.0, 1000.0]))
+    def restart(self, away_s: float) -> None:
+        """The controller is killed and comes back from its journal."""
+        fresh = Pool(self.settings)
+        for event, at in self.journal:
+            fresh.handle(event, at)
+        assert fresh.snapshot() == self.pool.snapshot()
+        restored = Pool(self.settings)
+        restored.restore(fresh.snapshot())
+        assert restored.snapshot() == fresh.snapshot()
+        self.pool = restored
+        self.now += away_s
+        self.tell(ev.ControllerRestarted())
+
+    @invariant()
+    def nothing_is_broken(self) -> None:
+        self.pool.check()
+        status = self.pool.status(self.now)
+        assert status.idle + status.generating + status.held + status.moving == DEVICES
+        assert min(status.idle, status.generating, status.held, status.moving) >= 0
+
+    def teardown(self) -> None:
+        fresh = Pool(self.settings)
+        for event, at in self.journal:
+            fresh.handle(event, at)
+        assert fresh.snapshot() == self.pool.snapshot()
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPoolMachine = pytest.mark.timeout(300)(TestPoolMachine)
