@@ -82,30 +82,6 @@ def test_a_killed_supervisor_takes_its_processes_along_and_the_run_can_be_resume
     assert {entry["step"] for entry in step_lines(run.directory)} == set(range(15))
 
 
-def test_a_model_path_that_does_not_exist_is_named_before_anything_starts(folder: Path):
-    config = letters(folder)
-    config.write_text(
-        config.read_text().replace(
-            'kind = "tiny"\nhidden = 32\nlayers = 1\nheads = 2', 'kind = "path"\npath = "nowhere"'
-        )
-    )
-    code, output = start(folder, config).end(30)
-    assert code == 2
-    assert "'nowhere' is not a directory" in output
-
-
-def test_a_worker_that_cannot_start_fails_the_run_with_its_own_error(folder: Path):
-    (folder / "broken_env.py").write_text(
-        "class Broken:\n    count = None\n    def __init__(self, seed=0):\n"
-        "        raise RuntimeError('the dataset is gone')\n"
-    )
-    config = letters(folder, run=f'extra_path = ["{folder}"]')
-    config.write_text(config.read_text().replace('name = "copy"', 'name = "broken_env:Broken"'))
-    code, output = start(folder, config).end(60)
-    assert code == 1
-    assert "the dataset is gone" in output
-
-
 def test_a_directory_in_use_is_refused(folder: Path):
     run = start(folder, letters(folder, steps=500))
     run.wait_for_step(0)

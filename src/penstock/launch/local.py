@@ -116,12 +116,12 @@ class Supervisor:
         self._specs: dict[str, ProcessSpec] = {}
         self._ended_well: set[str] = set()
         self._status: dict[str, Any] = {}
-        self._failure: str | None = None
+        self._failure: PenstockError | None = None
         self._session = secrets.token_hex(8)
         self._over = asyncio.Event()
 
     async def run(self) -> Outcome:
-        """Returns when training is complete or was interrupted; raises `RunFailed` with one sentence otherwise."""
+        """Returns when training is complete or was interrupted; otherwise raises one sentence that says why."""
         started = time.monotonic()
         removed = [*sweep(self._run.run_id), *sweep_dead()]
         if removed:
@@ -142,7 +142,7 @@ class Supervisor:
             sweep(self._run.run_id)
             self._view.close()
         if self._failure is not None:
-            raise RunFailed(self._failure)
+            raise self._failure
         return Outcome(self._status, self._stop.requested, time.monotonic() - started)
 
     async def _keep(self, spec: ProcessSpec) -> None:
@@ -162,8 +162,8 @@ class Supervisor:
                     self._ended_well.add(spec.name)
                     log.info("%s finished", spec.name)
                     return
-                case FailTheRun(sentence):
-                    self._fail(sentence)
+                case FailTheRun(sentence, mistake):
+                    self._fail(ConfigError(sentence) if mistake else RunFailed(sentence))
                     return
                 case RestartAfter(delay_s, why):
                     self._view.note(f"{spec.name} ended ({why}); starting it again in {delay_s:g} s")
@@ -258,9 +258,9 @@ class Supervisor:
         self._view.note("stopping: finishing what is in flight (once more to kill)")
         self._over.set()
 
-    def _fail(self, sentence: str) -> None:
+    def _fail(self, failure: PenstockError) -> None:
         if self._failure is None:
-            self._failure = sentence
+            self._failure = failure
         self._over.set()
 
     async def _end_all(self) -> None:

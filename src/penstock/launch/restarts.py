@@ -30,6 +30,8 @@ class RestartAfter:
 @dataclass(frozen=True, slots=True)
 class FailTheRun:
     sentence: str
+    mistake: bool = False
+    """The configuration is at fault, not the run."""
 
 
 Verdict = Finished | RestartAfter | FailTheRun
@@ -49,7 +51,7 @@ class RestartPolicy:
             return Finished()
         why = describe_exit(exit_code, last_words)
         if last_words is not None and last_words["kind"] in ("ConfigError", "RunFailed"):
-            return FailTheRun(f"{self.process}: {last_words['message']}")
+            return FailTheRun(f"{self.process}: {last_words['message']}", last_words["kind"] == "ConfigError")
         self.quick_crashes = self.quick_crashes + 1 if lived_s < STEADY_S else 1
         self.restarts += 1
         if last_words is not None and self.quick_crashes > CRASHES_AT_START:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
+import os
 import sys
 from pathlib import Path
 
@@ -37,4 +39,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # Everything was closed within a bound. Tearing the interpreter down after torch takes seconds, or for ever.
+    logging.shutdown()
+    os._exit(code)

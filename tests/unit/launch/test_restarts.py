@@ -11,7 +11,7 @@ def test_a_good_exit_is_not_restarted():
 
 def test_a_configuration_mistake_fails_the_run_with_the_process_own_words():
     verdict = RestartPolicy("letters.rollout.0", 5).ended(2, 1.0, words("ConfigError"))
-    assert verdict == FailTheRun("letters.rollout.0: the model path does not exist")
+    assert verdict == FailTheRun("letters.rollout.0: the model path does not exist", mistake=True)
 
 
 def test_a_killed_process_is_restarted_with_growing_backoff():
