@@ -35,3 +35,7 @@ class Manifest(msgspec.Struct, frozen=True):
     buckets: tuple[BucketSpec, ...]
     directory: str
     """Relative to the run directory; readers refuse anything that leads outside it."""
+    host_id: str = ""
+    """The machine whose files these are: equal means they can be mapped directly. Empty: any machine of the run."""
+    addresses: tuple[str, ...] = ()
+    """Where the bytes can be pulled from elsewhere, each `host:port`."""
