@@ -16,18 +16,29 @@ import torch
 from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.records.weights import BucketSpec, Manifest, TensorSpec
 from penstock.weights.buckets import Span, TensorHash, compose, layout
-from penstock.weights.io.digest import PIECE_BYTES, host_view, spec_of, torch_dtype
+from penstock.weights.io.digest import host_view, spec_of, torch_dtype
 from penstock.weights.manifest import describe, tensors_of
 
 
 class BucketSource(Protocol):
     """One version's files, open for reading. Safe to read from several threads at once."""
 
-    def read_into(self, bucket: int, offset: int, target: memoryview) -> None:
-        """Fills `target` with the file's bytes from `offset`. `Stale` when they are gone, `Transient` when cut off."""
+    def pieces(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
+        """Fills `target` with the file's bytes from `offset`, and yields each part of it when it is filled.
+
+        `Stale` when the bytes are gone for good, `Transient` when they were cut off.
+        """
         ...
 
     def close(self) -> None: ...
+
+
+def fits(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> bool:
+    """Whether the tensors have exactly the names, dtypes and shapes of the version."""
+    wanted = tensors_of(manifest)
+    return len(tensors) == len(wanted) and all(
+        spec.name in tensors and spec_of(spec.name, tensors[spec.name]) == spec for spec in wanted
+    )
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
@@ -50,10 +61,7 @@ def check_fit(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
 
 def _fetch_tensor(source: BucketSource, bucket: int, span: Span, target: torch.Tensor) -> bytes:
     hashed = TensorHash(span.tensor)
-    view = host_view(target)
-    for start in range(0, span.size_bytes, PIECE_BYTES):
-        piece = view[start : start + PIECE_BYTES]
-        source.read_into(bucket, span.start + start, piece)
+    for piece in source.pieces(bucket, span.start, host_view(target)):
         hashed.update(piece)
     return hashed.digest()
 

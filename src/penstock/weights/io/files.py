@@ -20,7 +20,7 @@ import mmap
 import os
 import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,7 @@ from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Tran
 from penstock.records.ids import Version
 from penstock.records.weights import BucketSpec, Manifest
 from penstock.weights.buckets import DEFAULT_BUCKET_BYTES, DTYPES, TensorHash, compose, layout, plan
-from penstock.weights.io.digest import host_pieces, specs_of, tensor_digest, torch_dtype
+from penstock.weights.io.digest import PIECE_BYTES, host_pieces, specs_of, tensor_digest, torch_dtype
 from penstock.weights.io.fetch import check_bucket, check_whole, fetch
 from penstock.weights.manifest import bucket_file, check_manifest, describe, directory_name
 
@@ -51,6 +51,8 @@ class Publisher:
         pipeline: str = "main",
         keep_durable: int = 2,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        host_id: str = "",
+        addresses: tuple[str, ...] = (),
     ) -> None:
         if keep < 1 or keep_durable < 1:
             raise LocalProtocolError(f"keep and keep_durable must be at least 1, found {keep} and {keep_durable}")
@@ -60,6 +62,8 @@ class Publisher:
         self._keep = keep
         self._keep_durable = keep_durable
         self._bucket_bytes = bucket_bytes
+        self._host_id = host_id
+        self._addresses = addresses
         self._root = (run_dir / directory_name(pipeline, lineage, Version(0))).parent.parent
         self._root.mkdir(parents=True, exist_ok=True)
         for leftover in self._root.glob("*/.writing-*"):
@@ -87,7 +91,9 @@ class Publisher:
                 size = layout(specs).size_bytes
                 buckets.append(BucketSpec(bucket_file(index), size, compose(found), specs))
                 digests.extend(found)
-            manifest = Manifest(version, self._lineage, compose(digests), tuple(buckets), directory)
+            manifest = Manifest(
+                version, self._lineage, compose(digests), tuple(buckets), directory, self._host_id, self._addresses
+            )
             (writing / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
             if durable:
                 _make_durable(writing)
@@ -223,12 +229,16 @@ class FileSource:
             self.close()
             raise
 
-    def read_into(self, bucket: int, offset: int, target: memoryview) -> None:
+    def pieces(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
         while target:
-            read = os.preadv(self._descriptors[bucket], [target], offset)
+            read = os.preadv(self._descriptors[bucket], [target[:PIECE_BYTES]], offset)
             if read == 0:
                 raise Transient(f"{self._manifest.buckets[bucket].file} ended at byte {offset} while it was read")
+            yield target[:read]
             target, offset = target[read:], offset + read
+
+    def fileno(self, bucket: int) -> int:
+        return self._descriptors[bucket]
 
     def map(self, bucket: int) -> mmap.mmap:
         """The whole file, mapped copy-on-write."""

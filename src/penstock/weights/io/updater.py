@@ -169,6 +169,8 @@ class ReplicaUpdater:
         self._skipped = 0
         self._step = "poll"
         self._wedged = False
+        self._given_up = False
+        self._unsent: ReplicaReport | None = None
 
     def __repr__(self) -> str:
         return f"ReplicaUpdater({self._way}, at {self._step}, {self.replica}, {self.statistics})"
@@ -198,6 +200,8 @@ class ReplicaUpdater:
 
     async def _once(self, offload: Offload) -> None:
         """One poll and at most one update."""
+        if self._unsent is not None:
+            await self._send(self._unsent)
         self._step = "poll"
         try:
             async with asyncio.timeout(self._poll_s + self._report_timeout_s):
@@ -221,6 +225,8 @@ class ReplicaUpdater:
             logger.info("%s", error)
             await asyncio.sleep(self._backoff.next_s())
         except (PenstockError, OSError, RuntimeError, ValueError, KeyError) as error:
+            if self._given_up:
+                raise
             await self._failed(error, offload)
         else:
             self._backoff.reset()
@@ -355,13 +361,17 @@ class ReplicaUpdater:
                     report = ReplicaReport(state, version, digest, self._pause_s, self._skipped, error)
                     await self._send(report)
                 case AbandonReplica(reason):
+                    self._given_up = True
                     raise PeerLost(f"this replica gives up and must be replaced: {reason}")
 
     async def _send(self, report: ReplicaReport) -> None:
-        """A lost report is not an error: the next one, or the next sample's digest, says the same."""
+        """A report that does not arrive is sent again with the next poll, unless there is a newer one by then."""
         self._step = "report"
+        self._unsent = report
         try:
             async with asyncio.timeout(self._report_timeout_s):
                 await self._report(report)
         except (Transient, TimeoutError) as error:
             logger.warning("the controller could not be told %s: %s", report, error)
+        else:
+            self._unsent = None

@@ -1,0 +1,303 @@
+"""Versions over TCP, for replicas that cannot read the trainer's files.
+
+A request names a version by its digest, a bucket by its number and a range of bytes; never a path. The server answers
+only for versions it was told to offer, and only to those who know the run's token. It holds their files open, so
+that removing a version does not disturb a transfer. A client uses several connections at once and verifies every byte
+as it arrives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
+from penstock.records.weights import Manifest
+from penstock.weights.io.digest import PIECE_BYTES, torch_dtype
+from penstock.weights.io.fetch import fetch, fits
+from penstock.weights.io.files import FileMover, FileSource
+from penstock.weights.manifest import check_manifest, describe, tensors_of
+
+logger = logging.getLogger(__name__)
+
+REQUEST = struct.Struct("<4s32s32sIQQ")
+"""Magic, token digest, digest of the version, bucket, offset, length."""
+REPLY = struct.Struct("<BQ")
+"""Status and length of the body."""
+MAGIC = b"PSW1"
+OK, GONE, REFUSED = 0, 1, 2
+
+
+class _Offered:
+    """One version on offer, and how many transfers read it; closed when it is retired and the last one has ended."""
+
+    def __init__(self, run_dir: Path, manifest: Manifest) -> None:
+        self.sizes = [bucket.size_bytes for bucket in manifest.buckets]
+        self.source = FileSource(run_dir, manifest)
+        self.users = 0
+        self.retired = False
+
+    def close_if_unused(self) -> None:
+        if self.retired and self.users == 0:
+            self.source.close()
+
+
+class ArtifactServer:
+    """Serves the newest versions of a run directory. Bound when the constructor returns; one thread per connection."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        token: bytes,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keep: int = 2,
+        max_connections: int = 64,
+        idle_timeout_s: float = 60.0,
+    ) -> None:
+        self._run_dir = run_dir
+        self._token = token_digest(token)
+        self._keep = keep
+        self._idle_timeout_s = idle_timeout_s
+        self._lock = threading.Lock()
+        self._offered: OrderedDict[str, _Offered] = OrderedDict()
+        self._connections: set[socket.socket] = set()
+        self._places = threading.BoundedSemaphore(max_connections)
+        self._closing = False
+        self.served_bytes = 0
+        self.refusals = 0
+        self._listener = socket.create_server((host, port))
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        self._thread = threading.Thread(target=self._accept, name="weights-accept", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"ArtifactServer({self.address}, {len(self._offered)} versions, {len(self._connections)} connections)"
+
+    def offer(self, manifest: Manifest) -> None:
+        """Serves this version from now on, and only the newest `keep` of those offered."""
+        offered = _Offered(self._run_dir, manifest)
+        with self._lock:
+            if manifest.digest in self._offered:
+                self._retire(manifest.digest)
+            self._offered[manifest.digest] = offered
+            while len(self._offered) > self._keep:
+                self._retire(next(iter(self._offered)))
+
+    def _retire(self, digest: str) -> None:
+        offered = self._offered.pop(digest)
+        offered.retired = True
+        offered.close_if_unused()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends every connection; returns when the threads have, or at the deadline."""
+        self._closing = True
+        with self._lock:
+            connections = list(self._connections)
+            for digest in list(self._offered):
+                self._retire(digest)
+        for connection in [self._listener, *connections]:
+            with contextlib.suppress(OSError):  # the peer may have closed it
+                connection.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(timeout_s)
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self._places.acquire(blocking=False):
+                connection.close()
+                continue
+            with self._lock:
+                self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="weights-serve", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(self._idle_timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            header = bytearray(REQUEST.size)
+            while not self._closing and _receive(connection, memoryview(header)):
+                if not self._answer(connection, REQUEST.unpack(header)):
+                    return
+        except OSError as error:
+            logger.debug("a weights connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+            self._places.release()
+
+    def _answer(self, connection: socket.socket, request: tuple[bytes, bytes, bytes, int, int, int]) -> bool:
+        """Sends one range; False when the peer is not worth another word."""
+        magic, token, digest, bucket, offset, length = request
+        if magic != MAGIC or not hmac.compare_digest(token, self._token):
+            self.refusals += 1
+            connection.sendall(REPLY.pack(REFUSED, 0))
+            return False
+        with self._lock:
+            offered = self._offered.get(digest.decode("ascii", "replace"))
+            if offered is not None:
+                offered.users += 1
+        if offered is None:
+            connection.sendall(REPLY.pack(GONE, 0))
+            return True
+        try:
+            return self._send(connection, offered, bucket, offset, length)
+        finally:
+            with self._lock:
+                offered.users -= 1
+                offered.close_if_unused()
+
+    def _send(self, connection: socket.socket, offered: _Offered, bucket: int, offset: int, length: int) -> bool:
+        if bucket >= len(offered.sizes) or length == 0 or offset + length > offered.sizes[bucket]:
+            self.refusals += 1
+            connection.sendall(REPLY.pack(REFUSED, 0))
+            return False
+        connection.sendall(REPLY.pack(OK, length))
+        with open(offered.source.fileno(bucket), "rb", closefd=False) as file:
+            sent = connection.sendfile(file, offset, length)
+        self.served_bytes += sent
+        return sent == length
+
+
+def token_digest(token: bytes) -> bytes:
+    """What is sent instead of the token: it fits the request, and a log of it does not give the token away."""
+    return hmac.digest(token, b"penstock weights", "sha256")
+
+
+def _receive(connection: socket.socket, target: memoryview) -> bool:
+    """Fills the target; False when the peer closed before its first byte."""
+    filled = 0
+    while filled < len(target):
+        read = connection.recv_into(target[filled:])
+        if read == 0:
+            if filled == 0:
+                return False
+            raise ConnectionResetError(f"the peer closed after {filled} of {len(target)} bytes")
+        filled += read
+    return True
+
+
+class PullSource:
+    """A version's bytes at an `ArtifactServer`: each thread that reads has its own connection."""
+
+    def __init__(self, manifest: Manifest, address: str, token: bytes, deadline: float) -> None:
+        self._manifest = manifest
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise RemoteProtocolError(f"{describe(manifest)} names address {address!r}, expected host:port")
+        self._peer = (host, int(port))
+        self._token = token_digest(token)
+        self._deadline = deadline
+        self._own = threading.local()
+        self._all: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def _connection(self) -> socket.socket:
+        known: socket.socket | None = getattr(self._own, "connection", None)
+        if known is None:
+            known = socket.create_connection(self._peer, timeout=self._left_s())
+            known.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._own.connection = known
+            with self._lock:
+                self._all.append(known)
+        known.settimeout(self._left_s())
+        return known
+
+    def _left_s(self) -> float:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise Transient(f"{describe(self._manifest)} did not arrive from {self._peer} before the deadline")
+        return left_s
+
+    def pieces(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
+        if not target:
+            return
+        try:
+            connection = self._connection()
+            digest = self._manifest.digest.encode()
+            connection.sendall(REQUEST.pack(MAGIC, self._token, digest, bucket, offset, len(target)))
+            reply = bytearray(REPLY.size)
+            if not _receive(connection, memoryview(reply)):
+                raise ConnectionResetError("closed without an answer")
+            status, length = REPLY.unpack(reply)
+            self._check(status, length, len(target))
+            while target:
+                piece = target[:PIECE_BYTES]
+                connection.settimeout(self._left_s())
+                if not _receive(connection, piece):
+                    raise ConnectionResetError("closed before the end")
+                yield piece
+                target = target[len(piece) :]
+        except OSError as error:
+            raise Transient(f"pulling {describe(self._manifest)} from {self._peer} failed: {error}") from error
+
+    def _check(self, status: int, length: int, expected: int) -> None:
+        if status == GONE:
+            raise Stale(f"{describe(self._manifest)} is no longer offered by {self._peer}; ask for the newest version")
+        if status != OK:
+            raise RemoteProtocolError(f"{self._peer} refused to serve {describe(self._manifest)}: wrong token or range")
+        if length != expected:
+            raise RemoteProtocolError(f"{self._peer} announced {length} bytes where {expected} were asked for")
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in self._all:
+                connection.close()
+            self._all.clear()
+
+
+class PullMover:
+    """Brings versions over the network, into memory it uses again: tensors are valid until the next `bring`."""
+
+    def __init__(self, token: bytes, *, streams: int = 4) -> None:
+        if streams < 1:
+            raise LocalProtocolError(f"streams must be at least 1, found {streams}")
+        self._token = token
+        self._streams = streams
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._turn = 0
+
+    def bring(self, manifest: Manifest, timeout_s: float) -> Mapping[str, torch.Tensor]:
+        check_manifest(manifest)
+        if not manifest.addresses:
+            raise RemoteProtocolError(f"{describe(manifest)} names no address to pull it from")
+        if not fits(self._buffers, manifest):
+            self._buffers = {
+                spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in tensors_of(manifest)
+            }
+        address = manifest.addresses[self._turn % len(manifest.addresses)]
+        self._turn += 1  # the next attempt asks another address
+        source = PullSource(manifest, address, self._token, time.monotonic() + timeout_s)
+        try:
+            return fetch(source, manifest, self._buffers, threads=self._streams)
+        finally:
+            source.close()
+
+
+class NearestMover:
+    """Maps the files of versions that lie on this host, and pulls the others."""
+
+    def __init__(self, host_id: str, files: FileMover, pull: PullMover) -> None:
+        self._host_id = host_id
+        self._files = files
+        self._pull = pull
+
+    def bring(self, manifest: Manifest, timeout_s: float) -> Mapping[str, torch.Tensor]:
+        near = manifest.host_id in ("", self._host_id) or not manifest.addresses
+        return (self._files if near else self._pull).bring(manifest, timeout_s)

@@ -1,0 +1,183 @@
+"""Versions over TCP: verified, bounded, refused to strangers, undisturbed by removal."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from penstock.errors import RemoteProtocolError, Stale, Transient
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.weights.io.digest import digest_of
+from penstock.weights.io.files import FileMover, FileSource, Publisher
+from penstock.weights.io.pull import MAGIC, REPLY, REQUEST, ArtifactServer, NearestMover, PullMover, token_digest
+
+TOKEN = b"secret"
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        **{f"layer.{i}": torch.randn(257, 300 + i, generator=generator) for i in range(12)},
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(float(seed)),
+    }
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ArtifactServer]:
+    server = ArtifactServer(tmp_path, TOKEN)
+    yield server
+    server.close(5.0)
+    assert threads() == []
+
+
+def threads() -> list[str]:
+    for thread in threading.enumerate():
+        if thread.name.startswith("weights-"):
+            thread.join(5.0)
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("weights-")]
+
+
+def published(run_dir: Path, server: ArtifactServer, version: int) -> Manifest:
+    publisher = Publisher(run_dir, "l1", keep=1, bucket_bytes=900_000, host_id="there", addresses=(server.address,))
+    manifest = publisher.publish(Version(version), tensors(version))
+    server.offer(manifest)
+    return manifest
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_what_was_published_arrives(tmp_path: Path, server: ArtifactServer, streams: int) -> None:
+    mover = PullMover(TOKEN, streams=streams)
+    first = published(tmp_path, server, 1)
+    got = mover.bring(first, 20.0)
+    assert digest_of(got) == first.digest
+    where = {name: tensor.data_ptr() for name, tensor in got.items()}
+    second = published(tmp_path, server, 2)
+    got = mover.bring(second, 20.0)
+    assert digest_of(got) == second.digest
+    assert where == {name: tensor.data_ptr() for name, tensor in got.items()}  # the same memory again
+    assert server.served_bytes == 2 * sum(tensor.nbytes for tensor in tensors(1).values())
+
+
+def test_a_removed_version_is_served_while_it_is_offered_and_stale_afterwards(
+    tmp_path: Path, server: ArtifactServer
+) -> None:
+    mover = PullMover(TOKEN)
+    first = published(tmp_path, server, 1)
+    published(tmp_path, server, 2)
+    assert not (tmp_path / first.directory).exists()
+    assert digest_of(mover.bring(first, 20.0)) == first.digest
+    published(tmp_path, server, 3)
+    with pytest.raises(Stale, match="newest"):
+        mover.bring(first, 20.0)
+
+
+def test_strangers_are_refused(tmp_path: Path, server: ArtifactServer) -> None:
+    manifest = published(tmp_path, server, 1)
+    with pytest.raises(RemoteProtocolError, match="refused"):
+        PullMover(b"guess").bring(manifest, 20.0)
+    assert server.refusals > 0
+    assert server.served_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("bucket", "offset", "length"), [(99, 0, 1), (0, 0, 1 << 62), (0, (1 << 64) - 1, 2), (0, 0, 0)]
+)
+def test_ranges_outside_the_files_are_refused(
+    tmp_path: Path, server: ArtifactServer, bucket: int, offset: int, length: int
+) -> None:
+    manifest = published(tmp_path, server, 1)
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10.0) as connection:
+        connection.sendall(REQUEST.pack(MAGIC, token_digest(TOKEN), manifest.digest.encode(), bucket, offset, length))
+        assert REPLY.unpack(connection.recv(REPLY.size, socket.MSG_WAITALL))[0] == 2
+        assert connection.recv(1) == b""
+
+
+def test_a_dead_server_and_a_silent_one_are_transient(tmp_path: Path, server: ArtifactServer) -> None:
+    manifest = published(tmp_path, server, 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Transient):
+            PullMover(TOKEN).bring(msgspec.structs.replace(manifest, addresses=(address,)), 0.3)
+    with pytest.raises(Transient):
+        PullMover(TOKEN).bring(msgspec.structs.replace(manifest, addresses=(address,)), 5.0)
+
+
+def test_a_transfer_cut_off_in_the_middle_is_transient_and_the_next_succeeds(
+    tmp_path: Path, server: ArtifactServer
+) -> None:
+    manifest = published(tmp_path, server, 1)
+    cut: list[int] = []
+
+    def cutting(listener: socket.socket) -> None:
+        """A man in the middle that lets half a megabyte through."""
+        client, _ = listener.accept()
+        host, port = server.address.split(":")
+        with client, socket.create_connection((host, int(port))) as upstream:
+            upstream.sendall(client.recv(REQUEST.size, socket.MSG_WAITALL))
+            left = 100_000
+            while left > 0:
+                data = upstream.recv(min(left, 65536))
+                client.sendall(data)
+                left -= len(data)
+            cut.append(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=cutting, args=(listener,), daemon=True)
+        thread.start()
+        mover = PullMover(TOKEN, streams=1)
+        addresses = (f"127.0.0.1:{listener.getsockname()[1]}", server.address)
+        manifest = msgspec.structs.replace(manifest, addresses=addresses)
+        with pytest.raises(Transient):
+            mover.bring(manifest, 20.0)
+        thread.join(10.0)
+    assert cut
+    assert digest_of(mover.bring(manifest, 20.0)) == manifest.digest  # from the other address
+
+
+def test_bytes_changed_on_the_way_are_noticed(tmp_path: Path, server: ArtifactServer) -> None:
+    manifest = published(tmp_path, server, 1)
+    path = tmp_path / manifest.directory / manifest.buckets[1].file
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.write_bytes(body)
+    for streams in (1, 3):
+        with pytest.raises(RemoteProtocolError, match=manifest.buckets[1].file):
+            PullMover(TOKEN, streams=streams).bring(manifest, 20.0)
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    server = ArtifactServer(tmp_path, TOKEN)
+    for version in range(5):
+        PullMover(TOKEN).bring(published(tmp_path, server, version), 20.0)
+    server.close(5.0)
+    assert threads() == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_nearest_way_is_taken(tmp_path: Path, server: ArtifactServer) -> None:
+    manifest = published(tmp_path, server, 1)
+    here = NearestMover("there", FileMover(tmp_path), PullMover(TOKEN))
+    assert digest_of(here.bring(manifest, 20.0)) == manifest.digest
+    assert server.served_bytes == 0
+    away = NearestMover("elsewhere", FileMover(tmp_path), PullMover(TOKEN))
+    assert digest_of(away.bring(manifest, 20.0)) == manifest.digest
+    assert server.served_bytes > 0
+
+
+def test_an_open_source_outlives_the_server(tmp_path: Path, server: ArtifactServer) -> None:
+    manifest = published(tmp_path, server, 1)
+    with FileSource(tmp_path, manifest) as source:
+        server.close(5.0)
+        buffer = bytearray(10)
+        assert list(source.pieces(0, 0, memoryview(buffer)))
