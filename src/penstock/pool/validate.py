@@ -53,7 +53,8 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
         _occupy(grant.devices, grant.after, f"request {grant.request}", owner, occupant, leaving, snapshot)
 
     views = {view.name: index for index, view in enumerate(snapshot.pipelines)}
-    allowed = {id(view.inference): frozenset(view.inference) for view in snapshot.pipelines}
+    distinct = {id(view.inference): view.inference for view in snapshot.pipelines}
+    allowed = {key: frozenset(inference) for key, inference in distinct.items()}
     nodes = [node for node, size in enumerate(snapshot.topology.nodes) for _ in range(size)]
     for expand in plan.expands:
         index = views.get(expand.pipeline)
