@@ -58,6 +58,15 @@ class Machine(Protocol):
     def check(self) -> None: ...
 
 
+class Neighbour(Protocol):
+    """Another event-sourced machine of this process that shares the journal, under a name of its own."""
+
+    def replay(self, body: bytes, at: float) -> None: ...
+    def snapshot(self) -> bytes: ...
+    def restore(self, snapshot: bytes) -> None: ...
+    def check(self) -> None: ...
+
+
 class EventLog(Protocol):
     """What the desk needs of the journal's writer."""
 
@@ -81,14 +90,17 @@ class ControlDesk:
         *,
         on_instruction: Callable[[PipelineName, Effect], None] | None = None,
         answerers: Mapping[type, Answerer] | None = None,
+        neighbours: Mapping[PipelineName, Neighbour] | None = None,
         snapshot_every: int = 20_000,
         tick_s: float = 0.5,
     ) -> None:
         """`on_instruction` is given every instruction the desk does not carry out itself, after the commit.
 
-        `answerers` take over whole kinds of calls (replica reports, say) from the desk.
+        `answerers` take over whole kinds of calls (replica reports, say) from the desk; `neighbours` are replayed
+        from, and kept in, the same journal.
         """
         self.pipelines = dict(pipelines)
+        self.neighbours = dict(neighbours or {})
         self.journal = journal
         self.metrics: dict[tuple[PipelineName, MemberId], dict[str, float]] = {}
         """The latest figures of every process that reports any."""
@@ -114,19 +126,22 @@ class ControlDesk:
         Instructions of the past are not carried out again.
         """
         story = replay(self.journal.path)
-        unknown = [name for name in story.states if name not in self.pipelines]
+        known = self.pipelines | self.neighbours
+        unknown = [name for name in story.states if name not in known]
         for name, state in story.states.items():
-            if name in self.pipelines:
-                self.pipelines[name].restore(state)
+            if name in known:
+                known[name].restore(state)
         count = 0
         for entry in story.entries:
             self._latest = max(self._latest, entry.at)
-            machine = self.pipelines.get(entry.pipeline)
-            if machine is None:
+            if entry.pipeline not in known:
                 unknown.append(entry.pipeline)
                 continue
             try:
-                machine.handle(_decode_event(entry.body), entry.at)
+                if entry.pipeline in self.neighbours:
+                    self.neighbours[entry.pipeline].replay(entry.body, entry.at)
+                else:
+                    self.pipelines[entry.pipeline].handle(_decode_event(entry.body), entry.at)
             except (msgspec.DecodeError, PenstockError) as error:
                 raise RunFailed(
                     f"journal {self.journal.path}: event {entry.seq} of pipeline {entry.pipeline} cannot be replayed: "
@@ -158,7 +173,7 @@ class ControlDesk:
         await self.journal.committed(self.journal.last_seq)
 
     def check(self) -> None:
-        for machine in self.pipelines.values():
+        for machine in (*self.pipelines.values(), *self.neighbours.values()):
             machine.check()
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -238,7 +253,8 @@ class ControlDesk:
                 self._fail(failure.message)
             if self.journal.last_seq - self._snapshot_seq >= self._snapshot_every:
                 self._snapshot_seq = self.journal.last_seq
-                self.journal.snapshot({name: machine.snapshot() for name, machine in self.pipelines.items()})
+                machines = self.pipelines | self.neighbours
+                self.journal.snapshot({name: machine.snapshot() for name, machine in machines.items()})
             await asyncio.sleep(self._tick_s)
 
     async def _carry_out(self) -> None:
