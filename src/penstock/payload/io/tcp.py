@@ -169,7 +169,9 @@ class TcpServer:
             if self._closing:
                 turned_away = connection
             self._accepted += 1
-            self._turned_away += turned_away is not None
+            if turned_away is not None:
+                self._turned_away += 1
+                group.pop(turned_away, None)
             if turned_away is not connection:
                 group[connection] = None
         if turned_away is not None:

@@ -1,0 +1,431 @@
+"""Servers among strangers and defects: one bad client costs its own connection, one bad port costs that port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale
+from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, hello, request
+from penstock.payload.io.fetch import BatchFetcher
+from penstock.payload.io.received import Buffers, Cancellation, Received
+from penstock.payload.io.shm import Ring, RingReader
+from penstock.payload.io.tcp import TcpServer
+from penstock.payload.io.tcp_client import TcpClient
+from penstock.payload.retry import Failure, RetryPolicy
+from penstock.records.payload import PayloadRef
+
+LIMITS = ExchangeLimits(hello_s=0.3, idle_s=0.5, send_s=0.3, send_bytes_per_s=1e9, ack_s=0.3)
+PATIENT = ExchangeLimits(hello_s=60, idle_s=60, send_s=60, ack_s=60)
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.directory = str(directory)
+        self.ring = Ring.create("run-1", capacity_bytes=16 << 20, slots=32, directory=self.directory)
+        self.servers: list[TcpServer] = []
+
+    def serve(
+        self, limits: ExchangeLimits = LIMITS, ports: tuple[int, ...] = (0,), max_connections: int = 8
+    ) -> TcpServer:
+        server = TcpServer(
+            self.ring.name,
+            "secret",
+            ports=ports,
+            directory=self.directory,
+            limits=limits,
+            max_connections=max_connections,
+        )
+        self.servers.append(server)
+        return server
+
+    def read(self, server: TcpServer, ref: PayloadRef, timeout_s: float = 10.0) -> Received | Failure:
+        client = TcpClient("secret", Buffers())
+        try:
+            address = self.ring.address(host_id="elsewhere", tcp_ports=server.ports)
+            return client.read(address, ref, time.monotonic() + timeout_s, set(), Cancellation())
+        finally:
+            client.close()
+
+    def expect_service(self, server: TcpServer) -> None:
+        """The run's own clients are still served."""
+        answer = self.read(server, self.ring.write([b"fine"], timeout_s=5))
+        assert isinstance(answer, Received), answer
+        assert bytes(answer.view) == b"fine"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    for server in world.servers:
+        server.close()
+    world.ring.check()
+    world.ring.close()
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("payload")])
+
+
+@contextlib.contextmanager
+def connected(server: TcpServer, say: bytes = b"") -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.ports[0]), 10) as connection:
+        connection.sendall(say)
+        yield connection
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        time.sleep(0.005)
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            break
+        data += piece
+    return data
+
+
+def is_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+# Lies, stalls and floods
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [hello("guess"), b"GET / HTTP/1.1\r\nHost: here.example.org\r\n\r\n\r\n", b"\0" * 40],
+    ids=["token", "http", "zeros"],
+)
+def test_strangers_are_refused(world: World, greeting: bytes) -> None:
+    server = world.serve()
+    with connected(server, greeting) as connection:
+        status = receive(connection, STATUS.size)
+        assert STATUS.unpack(status)[0] == Code.REFUSED
+        receive(connection, STATUS.unpack(status)[1])
+        assert is_ended(connection)
+    world.expect_service(server)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"P", hello("secret"), hello("secret") + b"\x01"], ids=["nothing", "one", "hello", "some"]
+)
+def test_a_client_that_stalls_is_cut_off(world: World, said: bytes) -> None:
+    server = world.serve()
+    with connected(server, said) as connection:
+        world.expect_service(server)
+        assert is_ended(connection)
+    eventually(lambda: server.statistics().connections == 0)
+
+
+def test_dribbling_extends_no_deadline(world: World) -> None:
+    server = world.serve()
+    with connected(server) as connection:
+        deadline = time.monotonic() + 10
+        with contextlib.suppress(ConnectionError):
+            for byte in hello("secret")[:-1]:
+                assert time.monotonic() < deadline
+                connection.sendall(bytes([byte]))
+                time.sleep(0.03)  # 40 bytes take longer than the hello may
+        assert is_ended(connection)
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_the_payload_stays(world: World) -> None:
+    server = world.serve()
+    ref = world.ring.write([bytes(12 << 20)], timeout_s=5)
+    with connected(server, hello("secret") + request(ref)):
+        eventually(lambda: world.ring.statistics().reading == 1)
+        eventually(lambda: world.ring.statistics().ready == 1)
+        assert server.statistics().released == 1
+    assert isinstance(world.read(server, ref), Received)
+
+
+def test_without_an_acknowledgement_nothing_is_consumed(world: World) -> None:
+    server = world.serve()
+    ref = world.ring.write([b"unacknowledged"], timeout_s=5)
+    with connected(server, hello("secret") + request(ref)) as connection:
+        assert receive(connection, STATUS.size + 14).endswith(b"unacknowledged")
+    eventually(lambda: world.ring.statistics().ready == 1)
+    answer = world.read(server, ref)
+    assert isinstance(answer, Received)
+    eventually(lambda: world.ring.statistics().free == 32)
+
+
+def test_a_fresh_connection_is_served_while_the_first_is_still_sending(world: World) -> None:
+    server = world.serve(PATIENT)
+    ref = world.ring.write([os.urandom(12 << 20)], timeout_s=5)
+    with connected(server, hello("secret") + request(ref)):
+        eventually(lambda: world.ring.statistics().reading == 1)
+        assert isinstance(world.read(server, ref), Received)
+        eventually(lambda: world.ring.statistics().free == 32)
+    eventually(lambda: server.statistics().orphans == 1)  # the first one's release came too late
+    assert world.ring.statistics().free == 32
+
+
+def test_a_flood_of_strangers_keeps_no_client_out(world: World) -> None:
+    server = world.serve(PATIENT, max_connections=4)
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(connected(server))
+        eventually(lambda: server.statistics().accepted == 30)
+        assert server.statistics().turned_away == 26
+        world.expect_service(server)
+        assert server.statistics().connections <= 4
+
+
+def test_known_clients_are_not_thrown_out_for_strangers(world: World) -> None:
+    server = world.serve(PATIENT, max_connections=2)
+    with connected(server, hello("secret")) as first, connected(server, hello("secret")) as second:
+        refs = [world.ring.write([bytes([number])], timeout_s=5) for number in range(2)]
+        for connection, ref in ((first, refs[0]), (second, refs[1])):
+            connection.sendall(request(ref))
+            assert len(receive(connection, STATUS.size + 1)) == STATUS.size + 1
+            connection.sendall(b"\x01")
+        with connected(server) as stranger:
+            assert is_ended(stranger)
+        assert server.statistics().connections == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nonsense_after_the_hello_costs_its_connection_only(world: World, seed: int) -> None:
+    server = world.serve(PATIENT)
+    source = random.Random(seed)
+    kept = world.ring.write([b"kept"], timeout_s=5)
+    for _ in range(60):
+        kind = source.choice([0, 1, 1, 2, 255])
+        numbers = [source.choice([0, 1, world.ring.epoch, source.getrandbits(64)]) for _ in range(5)]
+        with connected(server, hello("secret") + REQUEST.pack(kind, *numbers) + source.randbytes(source.randrange(60))):
+            pass
+    server.check()
+    answer = world.read(server, kept)
+    assert isinstance(answer, Received)
+    eventually(lambda: server.statistics().connections == 0)
+    assert world.ring.statistics().reading == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        STATUS.pack(Code.OK, 1 << 60),
+        STATUS.pack(Code.STALE, 1 << 60),
+        STATUS.pack(77, 0),
+        STATUS.pack(Code.OK, 5) + b"12345",
+        STATUS.pack(Code.OK, 5) + b"12",
+        b"\0",
+        b"",
+    ],
+    ids=["huge body", "huge text", "unknown", "wrong bytes", "cut short", "half a status", "nothing"],
+)
+def test_a_lying_server_is_an_exact_failure(world: World, answer: bytes) -> None:
+    ref = world.ring.write([b"truth"], timeout_s=5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def lie() -> None:
+            for _ in range(2):
+                peer, _ = listener.accept()
+                with peer:
+                    peer.settimeout(10)
+                    receive(peer, len(hello("x")) + REQUEST.size)
+                    peer.sendall(answer)
+
+        threading.Thread(target=lie, daemon=True).start()
+        fetcher = BatchFetcher(
+            host_id="elsewhere",
+            token="secret",
+            directory=world.directory,
+            policy=RetryPolicy(call_s=2, slot_s=5, batch_s=6, rounds=1),
+        )
+        address = world.ring.address(host_id="here", tcp_ports=[listener.getsockname()[1]])
+        report = fetcher.fetch([ref], [address])
+        assert report.views == {}
+        assert report.missing[ref].kind in ("protocol", "corrupt", "truncated", "reset")
+        fetcher.close()
+    assert world.ring.statistics().ready == 1
+
+
+# Defects other transports had
+
+
+def test_port_zero_means_chosen_and_advertised(world: World) -> None:
+    server = world.serve(ports=(0, 0, 0, 0))
+    assert len(set(server.ports)) == 4
+    assert min(server.ports) > 1023
+    for port in server.ports:
+        with socket.create_connection(("127.0.0.1", port), 10):
+            pass
+
+
+def test_a_port_that_cannot_be_bound_fails_the_start(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunFailed, match="choose other ports"):
+        world.serve(ports=(0, taken.getsockname()[1]))
+    reader = RingReader.attach(world.ring.name, directory=world.directory)
+    assert "reader" in repr(reader)
+    reader.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_acceptor_is_seen_and_its_port_no_longer_advertised(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = world.serve(ports=(0, 0))
+    first, second = server.ports
+    admit = server._admit
+
+    def admit_or_die(port: int, peer: socket.socket) -> None:
+        if port == first:
+            peer.close()
+            raise MemoryError("witness")
+        admit(port, peer)
+
+    monkeypatch.setattr(server, "_admit", admit_or_die)
+    with connected(server):
+        eventually(lambda: server.ports == (second,))
+    with pytest.raises(LocalProtocolError, match="witness"):
+        server.check()
+    world.expect_service(server)
+
+
+def test_a_sick_port_is_left_out_and_comes_back(world: World) -> None:
+    server = world.serve(PATIENT)
+    with socket.create_server(("127.0.0.1", 0)) as blackhole:  # accepts, never answers
+        ports = (blackhole.getsockname()[1], server.ports[0])
+        fetcher = BatchFetcher(
+            host_id="elsewhere",
+            token="secret",
+            directory=world.directory,
+            policy=RetryPolicy(call_s=0.3, slot_s=5, batch_s=6, concurrency=1),
+        )
+        address = world.ring.address(host_id="here", tcp_ports=ports)
+        refs = [world.ring.write([bytes([number])], timeout_s=5) for number in range(8)]
+        report = fetcher.fetch(refs, [address])
+        assert report.missing == {}
+        report.consumed()
+        assert "timed_out x1" in repr(fetcher._clients["tcp"])  # one call paid for all
+        fetcher.close()
+
+
+def test_a_reference_of_a_former_epoch_is_stale_everywhere(world: World) -> None:
+    server = world.serve()
+    ref = world.ring.write([b"x"], timeout_s=5)
+    old = PayloadRef(ref.ring, ref.epoch ^ 1, ref.slot, ref.generation, ref.size_bytes, ref.digest)
+    answer = world.read(server, old)
+    assert isinstance(answer, Failure)
+    assert answer.kind == "stale"
+    reader = RingReader.attach(world.ring.name, directory=world.directory)
+    with pytest.raises(Stale):
+        reader.take(old)
+    reader.close()
+
+
+# Idle and ending
+
+IDLE = """
+import sys, time
+from penstock.payload.io.shm import Ring
+from penstock.payload.io.tcp import TcpServer
+ring = Ring.create("run-1", capacity_bytes=1 << 20, slots=8, directory=sys.argv[1])
+servers = [TcpServer(ring.name, "secret", ports=(0, 0, 0, 0), directory=sys.argv[1])]
+if sys.argv[2] == "ucxx":
+    from penstock.payload.io.ucxx import UcxxServer
+    servers.append(UcxxServer(ring.name, "secret", ports=(0, 0), directory=sys.argv[1]))
+print(servers[0].ports[0], flush=True)
+sys.stdin.read()
+began = time.process_time()
+for server in servers:
+    server.close()
+ring.close()
+"""
+
+
+@pytest.mark.parametrize("carrier", ["tcp", "ucxx"])
+def test_an_idle_server_uses_no_cpu(tmp_path: Path, carrier: str) -> None:
+    if carrier == "ucxx":
+        pytest.importorskip("ucxx", reason="the extra `ucxx` is not installed")
+    with subprocess.Popen(
+        [sys.executable, "-c", IDLE, str(tmp_path), carrier], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        port = int(child.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(hello("secret"))  # an idle connection too
+            process = psutil.Process(child.pid)
+            before = process.cpu_times()
+            threads = process.num_threads()
+            time.sleep(1.0)
+            after = process.cpu_times()
+            assert threads > 4
+            # Ticks of 10 ms: a spinning thread would show a hundred of them in this second.
+            assert after.user + after.system - before.user - before.system <= 0.05
+        child.stdin.close()
+        assert child.wait(30) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_closes_in_the_middle_of_everything(world: World) -> None:
+    server = world.serve(PATIENT)
+    ref = world.ring.write([bytes(12 << 20)], timeout_s=5)
+    with connected(server), connected(server, hello("secret")), connected(server, hello("secret") + request(ref)):
+        eventually(lambda: world.ring.statistics().reading == 1)
+        server.close(timeout_s=10)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("payload")]
+    assert world.ring.statistics().ready == 1  # what was being sent can still be had
+
+
+# Fuzz
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_ring_file_full_of_noise_is_refused_or_stale_but_never_wrong(world: World, tmp_path: Path, seed: int) -> None:
+    source = random.Random(seed)
+    ring = Ring.create("run-1", capacity_bytes=8192, slots=16, directory=world.directory)
+    bodies = [source.randbytes(300) for _ in range(8)]
+    truth = {ring.write([body], timeout_s=5): body for body in bodies}
+    pristine = (tmp_path / ring.name).read_bytes()
+    victim = tmp_path / ("penstock-" + "f" * 32)
+    tables = ring._mapping.layout.arena
+    delivered = refused = 0
+    for _ in range(100):
+        raw = bytearray(pristine)
+        for _ in range(source.randrange(1, 30)):
+            # The header is small beside the tables: aim at it often enough.
+            raw[source.randrange(source.choice([256, tables, len(raw)]))] = source.getrandbits(8)
+        victim.write_bytes(raw[: source.choice([len(raw), len(raw), source.randrange(len(raw))])])
+        victim.chmod(0o600)
+        try:
+            reader = RingReader.attach(victim.name, directory=world.directory)
+        except (RemoteProtocolError, Stale):
+            refused += 1
+            continue
+        for ref, body in truth.items():
+            forged = PayloadRef(victim.name, ref.epoch, ref.slot, ref.generation, ref.size_bytes, ref.digest)
+            try:
+                lease = reader.take(forged)
+            except Stale:
+                refused += 1
+            else:
+                assert bytes(lease.view) == body
+                delivered += 1
+        reader.close()
+    victim.unlink()
+    ring.close()
+    assert delivered
+    assert refused
