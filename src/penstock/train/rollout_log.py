@@ -1,0 +1,142 @@
+"""A few rollouts of some steps, written out for people to read: one JSON object per line.
+
+    {"step": 40, "prompt": 655, "sample": 5243, "version": 39, "reward": 0.75, "advantage": 0.41, "length": 4,
+     "pieces": [{"by": "context", "text": "hcab>"}, {"by": "policy", "text": "hcaa"}]}
+
+Writing happens in a thread of its own. It can never hold up or stop training: what does not fit into the short queue
+is dropped and counted, and a disk that refuses ends the log with one warning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+logger = logging.getLogger(__name__)
+
+QUEUED_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRollout:
+    """One sample as it was trained."""
+
+    prompt: int
+    sample: int
+    version: int
+    reward: float
+    advantage: float
+    arrays: Mapping[str, np.ndarray]
+
+
+class RolloutLog:
+    """Appends to `path` the first `samples_per_step` rollouts of every `every_steps`-th step."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        every_steps: int = 10,
+        samples_per_step: int = 4,
+    ) -> None:
+        """`decode` turns token ids into text; without it the ids themselves are written."""
+        self._path = path
+        self._decode = decode
+        self._every_steps = every_steps
+        self._samples_per_step = samples_per_step
+        self._queue: queue.Queue[tuple[int, list[TrainedRollout]] | None] = queue.Queue(QUEUED_STEPS)
+        self.written = 0
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._write, name="rollout-log", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return (
+            f"<RolloutLog {self._path}: {self.written} written, {self.dropped} dropped, {self._queue.qsize()} queued>"
+        )
+
+    def wants(self, step: int) -> bool:
+        """Whether `offer` would write anything of this step: ask first, and gather nothing if it would not."""
+        return self._samples_per_step > 0 and step % self._every_steps == 0 and self._thread.is_alive()
+
+    def offer(self, step: int, rollouts: Sequence[TrainedRollout]) -> None:
+        """Copy the few that are wanted and return at once; the arrays may be reused afterwards."""
+        if not self.wants(step):
+            return
+        kept = [
+            TrainedRollout(r.prompt, r.sample, r.version, r.reward, r.advantage, _readable(r.arrays))
+            for r in rollouts[: self._samples_per_step]
+        ]
+        try:
+            self._queue.put_nowait((step, kept))
+        except queue.Full:
+            self.dropped += len(kept)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is queued; False if that was not done in time."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return False
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _write(self) -> None:
+        """Consumes offered steps, produces lines. Waits for `offer` or `close`."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                while (item := self._queue.get()) is not None:
+                    step, rollouts = item
+                    for rollout in rollouts:
+                        file.write(orjson.dumps(self._line(step, rollout), option=orjson.OPT_APPEND_NEWLINE))
+                        self.written += 1
+                    file.flush()
+        except OSError as error:
+            logger.warning("no more rollouts will be written to %s: %s; training goes on", self._path, error)
+
+    def _line(self, step: int, rollout: TrainedRollout) -> dict[str, Any]:
+        line: dict[str, Any] = {
+            "step": step,
+            "prompt": rollout.prompt,
+            "sample": rollout.sample,
+            "version": rollout.version,
+            "reward": round(rollout.reward, 6),
+            "advantage": round(rollout.advantage, 6),
+        }
+        arrays = rollout.arrays
+        if "token_ids" in arrays:
+            return line | {"length": int(arrays["loss_mask"].sum()), "pieces": self._pieces(arrays)}
+        return line | {
+            "length": len(arrays["rewards"]),
+            "return": round(float(arrays["rewards"].sum()), 6),
+            "terminated": bool(arrays["terminated"][0]),
+            "actions": arrays["actions"].tolist(),
+        }
+
+    def _pieces(self, arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+        """Runs of trained and untrained tokens, in order."""
+        token_ids, mask = arrays["token_ids"], arrays["loss_mask"]
+        edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+        pieces = []
+        for start, end in itertools.pairwise(edges):
+            ids = token_ids[start:end].tolist()
+            content = {"token_ids": ids} if self._decode is None else {"text": self._decode(ids)}
+            pieces.append({"by": "policy" if mask[start] else "context"} | content)
+        return pieces
+
+
+def _readable(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Copies of the small arrays that a line is made of; observations and routing stay behind."""
+    names = ("token_ids", "loss_mask", "actions", "rewards", "terminated")
+    return {name: arrays[name].copy() for name in names if name in arrays}
