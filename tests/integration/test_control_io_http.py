@@ -423,7 +423,7 @@ class ListedJournal:
     def fail(self, failure: PenstockError) -> None: ...
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     bodies=st.lists(
         st.binary(max_size=200) | trees.map(msgspec.msgpack.encode) | nearly_valid() | flipped(), max_size=8
