@@ -66,6 +66,12 @@ class Admission:
         nothing_ahead = ledger.state.next_step == ledger.state.version
         return nothing_ahead and self.drained and ledger.ready_groups > 0
 
+    def wanted(self) -> int:
+        """Samples that workers hold or could be given now: what generation is still needed for."""
+        books = self.ledger.state
+        fresh = self.capacity() if self.ledger.prompts_left else 0
+        return books.counts["leased"] + books.awaiting_count + fresh
+
     def can_lease(self) -> bool:
         """Whether an ask from a worker with the newest weights would be granted now."""
         ledger = self.ledger

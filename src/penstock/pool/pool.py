@@ -112,6 +112,19 @@ class Pool:
                 return GrantedDevices(hold.request, hold.priority, hold.devices)
         return None
 
+    def members(self) -> tuple[MemberId, ...]:
+        """Every process the pool knows of."""
+        return tuple(self._state.members)
+
+    def pipeline_of(self, member: MemberId) -> PipelineName | None:
+        """Whose process it is; None for a stranger."""
+        known = self._state.members.get(member)
+        return None if known is None else known.pipeline
+
+    def demand(self, pipeline: PipelineName) -> Demand:
+        """What the pipeline last declared and completed; not to be changed."""
+        return self._entry(pipeline).demand
+
     def awake(self, pipeline: PipelineName) -> int:
         """Workers of the pipeline that serve now."""
         return sum(seat.pipeline == pipeline and seat.state == "serving" for seat in self._state.seats.values())
