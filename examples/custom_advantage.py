@@ -1,0 +1,45 @@
+"""An advantage function of your own, in one function.
+
+Name it in the configuration, with this file's directory on the path:
+
+    [run]
+    extra_path = ["examples"]
+
+    [[pipeline]]
+    ...
+    [pipeline.train]
+    advantage = "custom_advantage:best_of_group"
+    filters = ["custom_advantage:hopeless"]
+
+Run this file to see what it makes of two groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.batch.advantage import compute, dr_grpo
+
+
+def best_of_group(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+    """Only the best of each group teach; all others are ignored.
+
+    `rewards` are those of all samples, group after group; one advantage per sample comes back.
+    """
+    starts = np.cumsum(group_sizes) - group_sizes
+    best = np.repeat(np.maximum.reduceat(rewards, starts), group_sizes)
+    return np.where(rewards == best, dr_grpo(rewards, group_sizes), 0.0)
+
+
+def hopeless(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
+    """A group filter: the reason why a group is not worth training on, or None to keep it."""
+    return "hopeless: no sample earned anything" if max(rewards) <= 0 else None
+
+
+if __name__ == "__main__":
+    groups = [[0.0, 0.5, 1.0, 0.5], [0.0, 0.0, 0.0, 0.0]]
+    advantages = compute(best_of_group, [reward for group in groups for reward in group], [len(g) for g in groups])
+    for group, row in zip(groups, advantages.reshape(2, 4).tolist(), strict=True):
+        print(f"rewards {group}  advantages {row}  filter: {hopeless(group, [4] * 4) or 'keep'}")
