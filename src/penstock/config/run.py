@@ -112,6 +112,8 @@ Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
 class RolloutSection(Section):
     workers: Positive = 1
     """Processes that generate samples."""
+    devices_per_worker: Positive = 1
+    """Devices of the pool that one worker occupies while it is awake."""
     workload: ImportPath | None = None
     """Your own five hooks, as `package.module:Class`; the built-in one fits the environment otherwise."""
     group_size: Positive = 8

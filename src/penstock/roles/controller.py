@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from pathlib import Path
 
 from penstock.batch import filters
 from penstock.config.run import ControlSection, PipelineSection
-from penstock.control.events import RunResumed
 from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.errors import RunFailed
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName
-from penstock.roles.fleet import Fleet
 from penstock.roles.front_desk import FrontDesk
 from penstock.roles.process import RoleProcess
 from penstock.runtime.clock import SystemClock
@@ -28,7 +27,7 @@ from penstock.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 TEARDOWN_S = 5.0
-FLEETS_EVERY_S = 1.0
+TICK_S = 0.25
 
 
 async def main(process: RoleProcess) -> None:
@@ -38,19 +37,18 @@ async def main(process: RoleProcess) -> None:
     journal = Journal(run.journal_path, run.run_id)
     lines = JsonLines(run.metrics_path)
     lag = LagMonitor(process.name)
-    every = config.journal.snapshot_every_events
-    fleets = {PipelineName(section.name): Fleet(section.name, section.weights) for section in config.pipeline}
-    desk = FrontDesk(machines, fleets, journal, SystemClock(), lines, lag, snapshot_every=every)
+    desk = FrontDesk(config, machines, journal, SystemClock(), lines, lag)
     server = ControlServer(ControlApp(desk, run.token(), Metrics()), host=config.control.host, port=config.control.port)
     try:
-        replayed = desk.recover()
-        await _note_session(process, desk, replayed)
+        replayed = desk.start(new_session=_is_new_session(process))
+        await desk.settle()
+        write_atomically(_session_path(process), process.session)
         port = server.bind()
         async with Tasks() as tasks:
             tasks.spawn("desk", desk.run())
             tasks.spawn("server", server.serve())
             tasks.spawn("watch the loop", lag.run())
-            tasks.spawn("look at the fleets", _look_at_fleets(desk))
+            tasks.spawn("tick", _tick(desk))
             run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
             log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)
             await _until_over(process, desk)
@@ -91,20 +89,20 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
     return PipelineControl(settings, (lambda rewards: group_filter(rewards, ())) if pipeline.train.filters else None)
 
 
-async def _note_session(process: RoleProcess, desk: FrontDesk, replayed: int) -> None:
+def _session_path(process: RoleProcess) -> Path:
+    return process.run.root / "session"
+
+
+def _is_new_session(process: RoleProcess) -> bool:
     """A new life of the run has none of the old processes; a restarted controller still has all of them."""
-    marker = process.run.root / "session"
-    if replayed and (not marker.exists() or marker.read_text() != process.session):
-        for name in desk.pipelines:
-            desk.happen(name, RunResumed())
-        await desk.settle()
-    write_atomically(marker, process.session)
+    path = _session_path(process)
+    return not path.exists() or path.read_text() != process.session
 
 
-async def _look_at_fleets(desk: FrontDesk) -> None:
+async def _tick(desk: FrontDesk) -> None:
     while True:
-        desk.look_at_fleets()
-        await asyncio.sleep(FLEETS_EVERY_S)
+        desk.tick()
+        await asyncio.sleep(TICK_S)
 
 
 async def _until_over(process: RoleProcess, desk: FrontDesk) -> None:

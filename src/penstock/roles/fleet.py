@@ -64,7 +64,8 @@ class Fleet:
                     self.fenced.pop(member, None)
                 case events.FenceReplica(member=member, reason=reason):
                     self.fenced[member] = reason
-                    log.warning("%s: %s may not generate: %s", self.pipeline, member, reason)
+                    if member in self.transaction.replicas:
+                        log.warning("%s: %s may not generate: %s", self.pipeline, member, reason)
                 case events.EvictReplica(member=member, reason=reason):
                     self.evicted[member] = reason
                 case events.StopAdmission(reason=reason):

@@ -8,15 +8,18 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.devices import devices_of
+from penstock.config.run import Config
 from penstock.control import effects
 from penstock.control.effects import Effect
-from penstock.control.events import MemberLeft, StopAsked
+from penstock.control.events import MemberLeft, RunResumed, StopAsked
 from penstock.control.io.desk import ControlDesk
 from penstock.control.pipeline import PipelineControl
 from penstock.journal.writer import Journal
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.payload import PayloadRef
 from penstock.roles.fleet import Fleet
+from penstock.roles.pool_host import POOL, PoolHost
 from penstock.runtime.clock import Clock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines
@@ -32,18 +35,25 @@ class FrontDesk(ControlDesk):
 
     def __init__(
         self,
+        config: Config,
         machines: Mapping[PipelineName, PipelineControl],
-        fleets: Mapping[PipelineName, Fleet],
         journal: Journal,
         clock: Clock,
         lines: JsonLines,
         lag: LagMonitor,
-        *,
-        snapshot_every: int,
     ) -> None:
-        super().__init__(machines, journal, clock, on_instruction=self._instructed, snapshot_every=snapshot_every)
+        self._pool = PoolHost(config, devices_of(config), machines, journal, self._now)
+        super().__init__(
+            machines,
+            journal,
+            clock,
+            on_instruction=self._instructed,
+            answerers=self._pool.answerers,
+            neighbours={POOL: self._pool},
+            snapshot_every=config.journal.snapshot_every_events,
+        )
         self._machines = machines
-        self._fleets = fleets
+        self._fleets = {PipelineName(one.name): Fleet(one.name, one.weights) for one in config.pipeline}
         self._lines = lines
         self._lag = lag
         self._evicted: dict[MemberId, str] = {}
@@ -53,8 +63,17 @@ class FrontDesk(ControlDesk):
         self._offered: dict[str, tuple[int, int]] = {}
         """Per ring, the lease request whose reply carried discards, and how many."""
 
-    def recover(self) -> int:
-        replayed = super().recover()
+    def start(self, *, new_session: bool) -> int:
+        """Replays the journal and takes up the work; returns how many events lie behind.
+
+        In a new session of the run none of the former processes is left; after a mere restart all of them are.
+        """
+        replayed = self.recover()
+        resumed = bool(replayed) and new_session
+        if resumed:
+            for name in self.pipelines:
+                self.happen(name, RunResumed())
+        self._pool.open(restarted=bool(replayed), resumed=resumed)
         for name, machine in self._machines.items():
             if machine.weights is not None:
                 self._tell_fleet(name, weights.VersionPublished(machine.weights))
@@ -72,6 +91,12 @@ class FrontDesk(ControlDesk):
             case AskWeights(), messages.Weights():
                 offer = self._fleets[request.pipeline].offer(request, self._now())
                 return offer if offer is not None else NotYet("newer weights", self._machines[request.pipeline].phase)
+            case messages.Register(), messages.Registered():
+                self._pool.registered(request)
+            case messages.Heartbeat(), messages.Beaten(known=True):
+                self._pool.beaten(request)
+            case messages.Unregister(), Ok():
+                self._pool.lost(request.member, request.reason)
             case messages.PublishWeights(), Ok():
                 self._tell_fleet(request.pipeline, weights.VersionPublished(request.manifest))
             case messages.ReportReplica(), Ok():
@@ -79,8 +104,13 @@ class FrontDesk(ControlDesk):
                 self._settle_fleet(request.pipeline)
         return reply
 
-    def look_at_fleets(self) -> None:
-        """To be called about once a second: replicas that are gone, deadlines of updates."""
+    def close(self) -> None:
+        super().close()
+        self._pool.waiting.close()
+
+    def tick(self) -> None:
+        """To be called a few times a second: demand for devices, replicas that are gone, deadlines."""
+        self._pool.tick()
         for name, machine in self._machines.items():
             live = frozenset(member.member for member in machine.members.having("rollout"))
             self._tell_fleet(name, weights.MembershipReconciled(live))
@@ -90,7 +120,11 @@ class FrontDesk(ControlDesk):
         status = super().status()
         for name, fleet in self._fleets.items():
             status["pipelines"][name] |= fleet.transaction.metrics()
-        return status | {"lag": self._lag.report().values(prefix=""), "evicted": dict(self._evicted)}
+        return status | {
+            "lag": self._lag.report().values(prefix=""),
+            "evicted": self._evicted | self._pool.fenced,
+            "pool": msgspec.to_builtins(self._pool.pool.status(self._now())),
+        }
 
     def _held_back(self, request: AskLease) -> Leased | None:
         """A replica that may not serve, or a fleet without weights, is given nothing."""
@@ -118,6 +152,7 @@ class FrontDesk(ControlDesk):
                 self._discards[ref.ring].append(ref)
         elif isinstance(effect, effects.EvictMember):
             self._evicted[effect.member] = effect.reason
+            self._pool.lost(effect.member, effect.reason)
 
     def _with_discards(self, request: AskLease, reply: Leased) -> Leased:
         """Repeats a list until the worker asks with a new number, so a lost reply loses no slot."""

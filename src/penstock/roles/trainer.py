@@ -11,6 +11,7 @@ import torch
 
 from penstock.batch.advantage import resolve
 from penstock.batch.pack import PackSettings
+from penstock.config.devices import devices_of
 from penstock.control.io.client import ControlClient
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex, Version
@@ -19,6 +20,7 @@ from penstock.roles.models import environment_of, loss_of, optimizer_of, policy_
 from penstock.roles.process import RoleProcess
 from penstock.roles.publishing import Publishing
 from penstock.roles.reporting import connected, heed_stop, report_gauges
+from penstock.roles.turns import TrainingTurns
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
@@ -56,7 +58,8 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("publish weights", publishing.run())
             tasks.spawn("heed the stop", heed_stop(process, client))
             tasks.spawn("report gauges", report_gauges(process, client, lag))
-            loop = TrainingLoop(process, client, learner, feed, publishing, training)
+            turns = TrainingTurns(process, client, devices_of(process.config).placements[pipeline.name])
+            loop = TrainingLoop(process, client, learner, feed, publishing, turns, training)
             await loop.run(step)
             await asyncio.wait_for(publishing.flush(), FLUSH_S)
             tasks.cancel()
@@ -95,6 +98,7 @@ class TrainingLoop:
         learner: Learner,
         feed: Feed,
         publishing: Publishing,
+        turns: TrainingTurns,
         training: Offload,
     ) -> None:
         self._process = process
@@ -102,6 +106,7 @@ class TrainingLoop:
         self._learner = learner
         self._feed = feed
         self._publishing = publishing
+        self._turns = turns
         self._training = training
         self._saved_step = StepIndex(learner.steps)
 
@@ -111,7 +116,10 @@ class TrainingLoop:
             upcoming = group.create_task(self._feed.prepare(step))
             while (batch := await upcoming) is not None:
                 upcoming = group.create_task(self._feed.prepare(StepIndex(step + 1)))
+                if not await self._turns.take():
+                    break
                 await self._train(batch)
+                await self._turns.give_back()
                 step = StepIndex(step + 1)
                 if step % every == 0:
                     await self._save(step)
@@ -122,7 +130,12 @@ class TrainingLoop:
         began = time.monotonic()
         self._process.progress.moved(f"training step {batch.step}")
         metrics = await self._training.run(self._learner.step, batch.micro_batches)
-        metrics |= {"step_s": time.monotonic() - began, "wait_s": batch.waited_s, "fetch_s": batch.prepared_s}
+        metrics |= {
+            "step_s": time.monotonic() - began,
+            "wait_s": batch.waited_s,
+            "fetch_s": batch.prepared_s,
+            "turn_s": self._turns.waited_s,
+        }
         self._publishing.offer(Version(batch.step + 1), self._learner.policy.named_tensors())
         await self._client.call(
             AckStep(

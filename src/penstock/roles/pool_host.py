@@ -1,0 +1,211 @@
+"""The controller's side of the device pool: journals its events, answers its calls, derives demand from the ledgers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.config.devices import Devices
+from penstock.config.run import Config
+from penstock.control.io.waiting import WaitingRoom, deadline
+from penstock.control.pipeline import PipelineControl
+from penstock.errors import LocalProtocolError, PenstockError, Stale
+from penstock.journal.writer import Journal
+from penstock.pool import events as pool
+from penstock.pool.pool import Pool
+from penstock.pool.settings import PoolSettings
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import DeviceId, Topology
+from penstock.wire import messages
+from penstock.wire.messages import NotYet, Ok, Refused, Reply
+
+log = logging.getLogger(__name__)
+
+POOL = PipelineName("<pool>")
+"""The pool's name in the journal: no pipeline can be called so."""
+
+_decoder = msgspec.msgpack.Decoder(pool.Event)
+_encode = msgspec.msgpack.Encoder().encode
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class PoolHost:
+    """Hosts the one pool of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        devices: Devices,
+        machines: Mapping[PipelineName, PipelineControl],
+        journal: Journal,
+        now: Callable[[], float],
+    ) -> None:
+        self.pool = Pool(PoolSettings(Topology((devices.count,))))
+        self.waiting = WaitingRoom()
+        self.fenced: dict[MemberId, str] = {}
+        """Members that must be ended for certain: their devices are wanted and they do not answer."""
+        self._config = config
+        self._devices = devices
+        self._machines = machines
+        self._journal = journal
+        self._now = now
+        self._rejected: dict[tuple[MemberId, int], Refused] = {}
+        self.answerers: dict[type, Callable[[Any], Awaitable[Reply]]] = {
+            messages.AskDevices: self._ask_devices,
+            messages.CancelDevices: self._cancel_devices,
+            messages.ReleaseDevices: self._release_devices,
+            messages.AskOrders: self._ask_orders,
+            messages.ReportOrder: self._report_order,
+        }
+
+    # -- a machine that shares the controller's journal -----------------------------------------------------------
+
+    def replay(self, body: bytes, at: float) -> None:
+        self.pool.handle(_decoder.decode(body), at)
+
+    def snapshot(self) -> bytes:
+        return self.pool.snapshot()
+
+    def restore(self, snapshot: bytes) -> None:
+        self.pool.restore(snapshot)
+
+    def check(self) -> None:
+        self.pool.check()
+
+    def happen(self, event: pool.Event) -> None:
+        """Feeds one event to the pool, journals it if it changed anything, and wakes those who waited for it."""
+        now = self._now()
+        before = self.pool.revision
+        decided = self.pool.handle(event, now)
+        if self.pool.revision != before:
+            self._journal.append(POOL, now, _encode(event))
+        for effect in decided:
+            match effect:
+                case pool.WakeWorker(pipeline=name) | pool.SleepWorker(pipeline=name):
+                    self.waiting.wake(name, "orders")
+                case pool.GrantDevices(pipeline=name):
+                    self.waiting.wake(name, "devices")
+                case pool.RejectRequest(pipeline=name, member=member, request=request, kind=kind, reason=reason):
+                    error = "Transient" if kind == "timed_out" else "Stale"
+                    self._rejected[member, request] = Refused(error, reason)
+                    self.waiting.wake(name, "devices")
+                case pool.FenceMember(member=member, reason=reason):
+                    self.fenced[member] = reason
+                case pool.Log(level=level, message=line):
+                    log.log(_LEVELS[level], "%s", line)
+                case pool.AnswerDemand():
+                    pass  # demand is derived here, so nobody waits for it
+
+    # -- what the controller learns otherwise ---------------------------------------------------------------------
+
+    def open(self, *, restarted: bool, resumed: bool) -> None:
+        """To be called once after replaying. After a resume none of the former processes is left."""
+        if resumed:
+            for member in list(self.pool.members()):
+                self.lost(member, "the run was resumed without it")
+        for section in self._config.pipeline:
+            rollout = self._devices.placements[section.name].rollout
+            self.happen(
+                pool.PipelineOpened(
+                    pipeline=PipelineName(section.name),
+                    inference=tuple(DeviceId(device) for device in rollout),
+                    bundle=section.rollout.devices_per_worker,
+                    concurrency=section.rollout.batch_samples,
+                    weight=section.weight,
+                )
+            )
+        if restarted:
+            self.happen(pool.ControllerRestarted())
+
+    def registered(self, request: messages.Register) -> None:
+        if request.role == "rollout":
+            self.happen(pool.WorkerJoined(request.pipeline, request.member))
+
+    def beaten(self, request: messages.Heartbeat) -> None:
+        self.happen(pool.LeaseRenewed(request.pipeline, request.member))
+
+    def lost(self, member: MemberId, reason: str) -> None:
+        pipeline = self.pool.pipeline_of(member)
+        if pipeline is not None:
+            self.happen(pool.MemberLost(pipeline, member, reason))
+        self.fenced.pop(member, None)
+
+    def tick(self) -> None:
+        """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
+        for name, machine in self._machines.items():
+            self._declare(name, machine)
+        self.happen(pool.TimePassed())
+
+    def _declare(self, name: PipelineName, machine: PipelineControl) -> None:
+        demand = self.pool.demand(name)
+        remaining = machine.admission.wanted() if machine.phase in ("running", "draining") else 0
+        if remaining > demand.remaining:
+            self.happen(pool.DemandDeclared(name, demand.round + 1, remaining))
+        elif remaining < demand.remaining:
+            self.happen(pool.ProgressReported(name, demand.round, demand.target - remaining))
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    async def _ask_devices(self, request: messages.AskDevices) -> Reply:
+        asked = pool.DevicesRequested(
+            pipeline=request.pipeline,
+            member=request.member,
+            request=request.request,
+            priority=request.priority,
+            among=request.among,
+            count=request.count,
+            timeout_s=request.timeout_s,
+            release=request.release,
+        )
+        until = deadline(request.wait_s)
+        with self.waiting.seat(request.pipeline, "ask_devices"):
+            while True:
+                if (refused := self._try(asked)) is not None:
+                    return refused
+                if (rejected := self._rejected.pop((request.member, request.request), None)) is not None:
+                    return rejected
+                if (grant := self.pool.granted(request.member, request.request)) is not None:
+                    await self._journal.committed(self._journal.last_seq)
+                    return messages.DevicesGranted(grant)
+                if not await self.waiting.hold(request.pipeline, ("devices",), until):
+                    return NotYet("devices", self._machines[request.pipeline].phase)
+
+    async def _cancel_devices(self, request: messages.CancelDevices) -> Reply:
+        return await self._done(pool.RequestCancelled(request.pipeline, request.member, request.request))
+
+    async def _release_devices(self, request: messages.ReleaseDevices) -> Reply:
+        return await self._done(pool.DevicesReleased(request.pipeline, request.member, request.request))
+
+    async def _ask_orders(self, request: messages.AskOrders) -> Reply:
+        until = deadline(request.wait_s)
+        with self.waiting.seat(request.pipeline, "ask_orders"):
+            while True:
+                orders = self.pool.orders(request.member)
+                if any(order.number != request.seen for order in orders):
+                    await self._journal.committed(self._journal.last_seq)
+                    return messages.Orders(orders)
+                if not await self.waiting.hold(request.pipeline, ("orders",), until):
+                    return messages.Orders(())
+
+    async def _report_order(self, request: messages.ReportOrder) -> Reply:
+        if request.done:
+            return await self._done(pool.MoveDone(request.pipeline, request.member, request.order))
+        failed = pool.MoveFailed(request.pipeline, request.member, request.order, request.released, request.error)
+        return await self._done(failed)
+
+    async def _done(self, event: pool.Event) -> Reply:
+        refused = self._try(event)
+        await self._journal.committed(self._journal.last_seq)
+        return refused if refused is not None else Ok()
+
+    def _try(self, event: pool.Event) -> Refused | None:
+        try:
+            self.happen(event)
+        except Stale as error:
+            return Refused("Stale", error.message)
+        except (LocalProtocolError, PenstockError) as error:
+            return Refused("LocalProtocolError", error.message)
+        return None
