@@ -168,7 +168,7 @@ def main(argv: list[str]) -> int:
                         "ratio": peer_ms / ours_ms,
                     }
                 )
-    console = Console()
+    console = Console(width=120)
     console.print(table)
     console.print(f"slowest 256 x 4096 case: {slowest_ms:.1f} ms (target: under {TARGET_MS:g} ms)")
     if options.json:
