@@ -70,7 +70,7 @@ class Generation:
         if not len(places_K):
             return
         if self._turns is None:
-            self._turns = _Turns(self._ground, self._pipelines, self._shares)
+            self._turns = _Turns(self._ground, self._pipelines, self._shares, self._now)
         ready_K = self._turns.ready_D[places_K].max(axis=1)
         over = np.flatnonzero(ready_K <= self._now)
         if len(over):
@@ -198,7 +198,7 @@ class Generation:
 class _Turns:
     """When each device can be taken by a pipeline whose turn it is, and how much its present user needs it."""
 
-    def __init__(self, ground: Ground, pipelines: tuple[PipelineView, ...], shares: list[Share]) -> None:
+    def __init__(self, ground: Ground, pipelines: tuple[PipelineView, ...], shares: list[Share], now: float) -> None:
         self.ready_D = np.where(ground.open_D(), -np.inf, np.inf)
         self.harm_D = np.zeros_like(self.ready_D)
         for index, seat in enumerate(ground.seats):
@@ -207,7 +207,9 @@ class _Turns:
                 share = shares[seat.pipeline]
                 view = pipelines[seat.pipeline]
                 within_quota = share.held <= view.min_bundles
-                self.ready_D[devices] = -np.inf if share.held > share.useful else seat.since + view.turn_s
+                # A turn begins with service: a worker that is still waking has all of it before it.
+                begins = seat.since if seat.phase == "serving" else now
+                self.ready_D[devices] = -np.inf if share.held > share.useful else begins + view.turn_s
                 self.harm_D[devices] = share.ideal / share.held + (len(ground.taken) if within_quota else 0)
         self.ready_D[np.array(ground.taken) | np.array(ground.calm)] = np.inf
 

@@ -75,7 +75,7 @@ class Seat(msgspec.Struct):
     devices: tuple[DeviceId, ...]
     state: SeatState
     since: float
-    """When it was last ordered to wake: a worker's turn runs from here."""
+    """When it was planned, ordered to wake, or began to serve: a worker's turn runs from the last of these."""
     order: OrderNumber = OrderNumber(0)
     deadline: float | None = None
     abort: bool = False

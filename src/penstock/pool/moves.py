@@ -141,6 +141,8 @@ class Moves:
                 self._effects.append(ev.WakeWorker(seat.pipeline, seat.member, order))
             else:
                 self._effects.append(ev.SleepWorker(seat.pipeline, seat.member, order))
+        elif seat.state == "serving":
+            seat.since = now
         elif seat.state == "fenced":
             seat.deadline = now + self._settings.fence_s
             self._effects.append(ev.FenceMember(seat.pipeline, seat.member, reason))

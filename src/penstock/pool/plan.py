@@ -47,6 +47,7 @@ class SeatView(msgspec.Struct, frozen=True, array_like=True):
     devices: tuple[DeviceId, ...]
     phase: SeatPhase
     since: float
+    """When it entered its phase."""
 
 
 class RequestView(msgspec.Struct, frozen=True):

@@ -39,8 +39,10 @@ class PoolSettings(msgspec.Struct, frozen=True):
         """The bound on starvation: an open pipeline with work and a live worker is ordered to wake within this time.
 
         `pipelines_ahead` counts those that began to wait earlier. Each of them, and then the pipeline itself, needs at
-        most one turn of the workers in the way (of a pipeline of weight `heaviest`) and one eviction, which ends with
-        a verified sleep or with the fence. Time in which training or other requests occupy the devices is not counted.
+        most the waking and one turn of the workers in the way (of a pipeline of weight `heaviest`) and one eviction,
+        which ends with a verified sleep or with the fence. Time in which training or other requests occupy the devices
+        is not counted.
         """
+        service_s = self.wake_s + self.report_s + self.turn_s * heaviest
         eviction_s = self.drain_s + self.sleep_s + self.report_s + self.fence_s
-        return (pipelines_ahead + 1) * (self.turn_s * heaviest + eviction_s)
+        return (pipelines_ahead + 1) * (service_s + eviction_s)
