@@ -1,0 +1,229 @@
+"""Stories told from journals that the real control machine filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.control import effects, events
+from penstock.control.io.answers import noteworthy
+from penstock.control.pipeline import PipelineControl
+from penstock.control.settings import PipelineSettings
+from penstock.errors import ConfigError, RunFailed
+from penstock.journal.story import Kind, story, tell
+from penstock.journal.writer import Journal
+from penstock.records.ids import MemberId, PipelineName, PromptIndex, RunId, SampleId, StepIndex, Version
+from penstock.records.payload import PayloadRef
+from penstock.records.rollout import FailedRollout, Rollout, StageTimes
+from penstock.records.weights import BucketSpec, Manifest
+
+A = PipelineName("a")
+W, W2, T, T2 = MemberId("w1"), MemberId("w2"), MemberId("t1"), MemberId("t2")
+
+
+class Run:
+    """One pipeline's machine and its journal, a second per event."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal = Journal(path, RunId("run"))
+        self.machine = PipelineControl(
+            PipelineSettings(name=A, groups_per_step=1, group_size=2, max_staleness=1, steps=9, max_failures=3)
+        )
+        self.now = 1_700_000_000.0
+        self.requests = 0
+
+    def happen(self, event: events.Event) -> list[effects.Effect]:
+        self.now += 1.0
+        before = self.machine.revision
+        decided = self.machine.handle(event, self.now)
+        if self.machine.revision != before:
+            self.journal.append(A, self.now, event, noteworthy(decided))
+        self.machine.check()
+        return decided
+
+    def register(self, member: MemberId) -> None:
+        self.happen(events.MemberRegistered(member, "rollout"))
+
+    def register_trainer(self, member: MemberId, step: int) -> None:
+        self.happen(events.MemberRegistered(member, "trainer", step=StepIndex(step)))
+
+    def lease(self, member: MemberId) -> list[SampleId]:
+        self.requests += 1
+        granted = self.happen(events.LeaseAsked(member, self.requests, 2, self.machine.newest))[0]
+        assert isinstance(granted, effects.GrantLeases)
+        return [sample for lease in granted.leases for sample in lease.samples]
+
+    def deliver(self, member: MemberId, samples: list[SampleId], reward: float = 0.5) -> None:
+        times = StageTimes(prepare_s=0.1, generate_s=2.0, postprocess_s=0.3, waited_s=0.4)
+        version = self.machine.newest
+        rollouts = tuple(
+            Rollout(sample, version, "", reward, 7, PayloadRef("ring", 1, sample, 1, 10, 99), times)
+            for sample in samples
+        )
+        self.happen(events.Delivered(member, rollouts=rollouts))
+
+    def train(self, member: MemberId, step: int, missing: tuple[PromptIndex, ...] = ()) -> None:
+        given = self.happen(events.BatchAsked(member, StepIndex(step)))[0]
+        assert isinstance(given, effects.GiveBatch)
+        acked = events.StepAcked(
+            member, StepIndex(step), missing, "the ring was gone" if missing else "", {"loss": 0.25}
+        )
+        assert isinstance(self.happen(acked)[0], effects.Confirm)
+
+    def told(self, kind: Kind, id: int) -> list[str]:
+        self.journal.close(10)
+        return [line.text for line in story(self.path, kind, id)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path / "journal.sqlite")
+    yield run
+    run.journal.close(10)
+
+
+def test_a_good_life(run: Run) -> None:
+    run.register(W)
+    run.register_trainer(T, 0)
+    first, second = run.lease(W)
+    run.deliver(W, [first])
+    run.deliver(W, [second], reward=1.0)
+    run.train(T, 0)
+    run.happen(events.CheckpointSaved(T, StepIndex(1)))
+    assert run.told("sample", first) == [
+        f"sample {first} of prompt 0, attempt 0, leased to w1, which serves version 0",
+        f"sample {first} delivered by w1: reward 0.5, length 7, version 0; waited 0.400 s, prepared in 0.100 s, "
+        "generated in 2.000 s, postprocessed in 0.300 s",
+        "given to t1 for step 0, with 2 samples, attempt 0",
+        "trained in step 0: it is part of version 1",
+        "durable: the checkpoint of step 1 contains it",
+    ]
+    prompt = run.told("prompt", 0)
+    assert prompt[0].startswith(f"samples {first}, {second} of prompt 0")
+    assert sum("delivered by" in line for line in prompt) == 2
+    assert run.told("step", 0) == [
+        "given to t1: 2 samples of prompt 0",
+        "trained by t1: version 1 exists: loss 0.25",
+        "in the checkpoint of step 1: it can no longer be lost",
+    ]
+
+
+def test_lost_with_its_worker_and_issued_again(run: Run) -> None:
+    run.register(W)
+    run.register(W2)
+    run.register_trainer(T, 0)
+    samples = run.lease(W)
+    run.happen(events.MemberLeft(W, "killed by signal 9", died=True))
+    again = run.lease(W2)
+    assert set(again).isdisjoint(samples)
+    run.deliver(W2, again)
+    run.train(T, 0)
+    life = run.told("sample", samples[0])
+    assert life[1] == f"sample {samples[0]} was lost with w1: killed by signal 9"
+    assert not any("trained" in line for line in life)
+    prompt = run.told("prompt", 0)
+    assert any("leased to w2" in line for line in prompt)
+    assert any("trained in step 0" in line for line in prompt)
+
+
+def test_failed_and_given_back(run: Run) -> None:
+    run.register(W)
+    failing, unused = run.lease(W)
+    error = "Traceback (most recent call last):\n  File ...\nValueError: too hard"
+    run.happen(events.Delivered(W, failures=(FailedRollout(failing, "generate", error),), returned=(unused,)))
+    assert f"sample {failing} failed in generate at w1: ValueError: too hard" in run.told("sample", failing)
+    assert f"sample {unused} was given back unused by w1" in run.told("sample", unused)
+
+
+def test_rolled_back_and_trained_again(run: Run) -> None:
+    run.register(W)
+    run.register_trainer(T, 0)
+    samples = run.lease(W)
+    run.deliver(W, samples)
+    run.train(T, 0)
+    run.happen(events.MemberLeft(T, "killed", died=True))
+    run.register_trainer(T2, 0)
+    life = run.told("sample", samples[0])
+    assert "step 0 was lost: trainer t2 starts again at step 0" in life
+    assert "to be done again: trainer t2 starts at step 0" in run.told("step", 0)
+    assert "lost: trainer t2 starts again at step 0" in run.told("version", 1)
+
+
+def test_a_payload_that_could_not_be_fetched(run: Run) -> None:
+    run.register(W)
+    run.register_trainer(T, 0)
+    samples = run.lease(W)
+    run.deliver(W, samples)
+    run.train(T, 0, missing=(PromptIndex(0),))
+    assert "not trained in step 0: the ring was gone; the prompt is issued again" in run.told("sample", samples[0])
+    assert "without prompt 0: the ring was gone" in run.told("step", 0)
+
+
+def test_filtered_when_its_group_was_complete(run: Run) -> None:
+    run.machine = PipelineControl(run.machine.settings, lambda rewards: "no signal")
+    run.register(W)
+    samples = run.lease(W)
+    run.deliver(W, samples[:1])
+    run.deliver(W, samples[1:])
+    dropped = run.told("prompt", 0)[-1]
+    assert dropped.startswith(f"samples {samples[0]}, {samples[1]} dropped: when its group was complete it was filtered")
+
+
+def test_a_version(run: Run) -> None:
+    run.register(W)
+    run.register_trainer(T, 0)
+    manifest = Manifest(Version(0), "lin", "abc", (BucketSpec("f", 40, "d", ()), BucketSpec("g", 2, "e", ())), "w/0")
+    run.happen(events.WeightsPublished(T, manifest))
+    samples = run.lease(W)
+    rollouts = tuple(Rollout(sample, Version(0), "abc", 1.0, 7, PayloadRef("r", 1, 0, 1, 10, 9)) for sample in samples)
+    run.happen(events.Delivered(W, rollouts=rollouts))
+    run.train(T, 0)
+    run.happen(events.WeightsPublished(T, Manifest(Version(1), "lin", "def", (), "w/1")))
+    assert run.told("version", 0) == [
+        "published by t1, lineage 'lin': digest abc, 42 bytes in w/0",
+        f"first sample made with it by w1: sample {samples[0]}",
+        "superseded by version 1; 2 samples were delivered from it so far",
+    ]
+    assert run.told("version", 1)[0] == "made by t1 in step 0"
+
+
+def test_a_resumed_run(run: Run) -> None:
+    run.register(W)
+    samples = run.lease(W)
+    run.deliver(W, samples[:1])
+    run.happen(events.RunResumed())
+    assert "the run was resumed: what was not trained yet is issued again" in run.told("sample", samples[0])
+
+
+def test_times_are_told_from_the_beginning_of_the_story(run: Run) -> None:
+    run.register(W)
+    samples = run.lease(W)
+    run.deliver(W, samples)
+    run.journal.close(10)
+    lines = tell(run.path, A, "sample", samples[0])
+    assert "+    0.000 s  sample" in lines[0]
+    assert "+    1.000 s  sample" in lines[1]
+
+
+def test_strangers_and_wrong_pipelines(run: Run) -> None:
+    run.register(W)
+    run.lease(W)
+    run.journal.append(PipelineName("b"), run.now, events.TimePassed())
+    run.journal.close(10)
+    with pytest.raises(ConfigError, match="nothing is on record about sample 77; the highest number on record is 1"):
+        story(run.path, "sample", 77, A)
+    with pytest.raises(ConfigError, match="say which pipeline: the journal knows a, b"):
+        story(run.path, "sample", 0)
+    with pytest.raises(ConfigError, match="nothing is on record about step 0"):
+        story(run.path, "step", 0, A)
+
+
+def test_an_event_that_cannot_be_read_is_named(run: Run) -> None:
+    run.journal.append(A, 0.0, msgspec.msgpack.encode([1, 2, 3]))
+    run.journal.close(10)
+    with pytest.raises(RunFailed, match="event 1 cannot be read"):
+        story(run.path, "sample", 0)
