@@ -15,7 +15,7 @@ def configure(role: str, path: Path | str | None = None, level: str | int = "INF
     """Sends every line to `path` and warnings to standard error; without a path, everything to standard error.
 
     Also arms the fault handler: a crash in native code, or SIGUSR1 at any time, writes the stacks of all threads to
-    standard error. Calling it again replaces what the earlier call set up.
+    the same place as the lines. Calling it again replaces what the earlier call set up.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -23,11 +23,14 @@ def configure(role: str, path: Path | str | None = None, level: str | int = "INF
         handler.close()
     formatter = logging.Formatter(LINE.format(role=role))
     console = logging.StreamHandler(sys.stderr)
-    console.setLevel(logging.WARNING if path is not None else logging.NOTSET)
     handlers: list[logging.Handler] = [console]
+    place = sys.stderr
     if path is not None:
+        console.setLevel(logging.WARNING)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+        file = logging.FileHandler(path, encoding="utf-8")
+        handlers.append(file)
+        place = file.stream
     for handler in handlers:
         handler.setFormatter(formatter)
         root.addHandler(handler)
@@ -36,7 +39,7 @@ def configure(role: str, path: Path | str | None = None, level: str | int = "INF
     for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        faulthandler.enable(sys.stderr)
-        faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+        faulthandler.enable(place)
+        faulthandler.register(signal.SIGUSR1, place, all_threads=True)
     except (ValueError, OSError):  # standard error was replaced by something without a file descriptor
         logging.getLogger(__name__).debug("no fault handler: standard error has no file descriptor")
