@@ -90,6 +90,7 @@ def test_the_recorded_episode_is_the_one_that_was_played() -> None:
     [[episode]] = workload.generate([lease(7, 1)])
     real = gym.make("CartPole-v1")
     observation, _ = real.reset(seed=environment.episode_seed(7))
+    terminated = False
     for step, action in enumerate(episode.arrays["actions"]):
         assert np.allclose(observation, episode.arrays["observations"][step])
         observation, _, terminated, _, _ = real.step(int(action))
@@ -128,8 +129,10 @@ class Odd(gym.Env[Any, Any]):
         return self.observation_space.sample(), 1.0, True, False, {}
 
 
-gym.register("OddActions-v0", lambda: Odd(spaces.MultiBinary(3), spaces.Box(0, 1, (2,))))
-gym.register("OddObservations-v0", lambda: Odd(spaces.Discrete(2, start=5), spaces.Dict({"a": spaces.Discrete(3)})))
+gym.register("OddActions-v0", lambda **options: Odd(spaces.MultiBinary(3), spaces.Box(0, 1, (2,))))
+gym.register(
+    "OddObservations-v0", lambda **options: Odd(spaces.Discrete(2, start=5), spaces.Dict({"a": spaces.Discrete(3)}))
+)
 
 
 def test_structured_observations_are_flattened_and_offset_actions_shifted() -> None:

@@ -1,0 +1,308 @@
+"""Overlapped rollout generation against a plain loop and against the slowest stage alone.
+
+Stage mixes are prepare : generate : postprocess. "limit" is the slowest stage run by itself in the same process; "plain
+loop" is the three stages one after the other with no runner at all. Rates are taken between the first and the last
+delivery, so filling the pipeline does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import statistics
+import time
+import timeit
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from penstock.records.ids import PromptIndex, SampleId, Version
+from penstock.records.payload import PayloadRef
+from penstock.records.prompt import PromptLease
+from penstock.rollout.hooks import Finished, Outcome
+from penstock.rollout.io.preparation_pool import PreparationPool
+from penstock.rollout.io.runner import Runner, RunnerSettings
+from penstock.rollout.prefetch import Bounds
+from penstock.wire.messages import Delivered, Leased
+
+Mix = tuple[float, float, float]
+MIXES: tuple[Mix, ...] = ((1.0, 1.0, 1.0), (1.0, 4.0, 1.0), (4.0, 4.0, 1.0), (0.1, 1.0, 0.1))
+COMPUTING_MIXES = (MIXES[0], MIXES[2])
+LEASES_PER_BATCH = 4
+GROUP = 4
+UNIT_S = 0.03
+ROUND_TRIP_S = 0.002
+"""Real workloads: what a lease and a delivery cost over loopback."""
+
+Stage = Callable[[float], None]
+
+
+@functools.cache
+def steps_per_s() -> float:
+    return 100_000 / min(timeit.repeat("x = x * 3 % 1000003", setup="x = 7", number=100_000, repeat=5))
+
+
+def compute(seconds: float) -> None:
+    """Pure Python that keeps the interpreter to itself for about so long."""
+    timeit.timeit("x = x * 3 % 1000003", setup="x = 7", number=int(seconds * steps_per_s()))
+
+
+class StageWorkload:
+    """Three stages of given lengths per batch."""
+
+    def __init__(self, mix: Mix, prepare: Stage, generate: Stage) -> None:
+        self.prepare_s = mix[0] * UNIT_S / LEASES_PER_BATCH
+        self.generate_s = mix[1] * UNIT_S
+        self.postprocess_s = mix[2] * UNIT_S / LEASES_PER_BATCH
+        self.preparing, self.generating = prepare, generate
+
+    def preflight(self) -> None:
+        pass
+
+    def prepare(self, lease: PromptLease) -> PromptLease:
+        self.preparing(self.prepare_s)
+        return lease
+
+    def collate(self, prepared: Sequence[PromptLease]) -> Sequence[PromptLease]:
+        return prepared
+
+    def generate(self, batch: Sequence[PromptLease]) -> Sequence[PromptLease]:
+        self.generating(self.generate_s * len(batch) / LEASES_PER_BATCH)
+        return batch
+
+    def postprocess(self, prepared: PromptLease, generated: PromptLease) -> list[Outcome]:
+        time.sleep(self.postprocess_s)
+        return [Finished({}, 0.0, Version(0), "", 1) for _ in prepared.samples]
+
+
+class CountingDesk:
+    """Grants a fixed number of samples; notes when deliveries came."""
+
+    def __init__(self, prompts: int, group: int = GROUP, round_trip_s: float = 0.0) -> None:
+        self.prompts, self.group, self.round_trip_s = prompts, group, round_trip_s
+        self.issued = 0
+        self.deliveries: list[tuple[float, int]] = []
+
+    async def lease(self, samples: int, wait_s: float) -> Leased:
+        if self.round_trip_s:
+            await asyncio.sleep(self.round_trip_s)
+        leases: list[PromptLease] = []
+        while samples >= self.group and self.issued < self.prompts:
+            leases.append(one_lease(self.issued, self.group))
+            self.issued += 1
+            samples -= self.group
+        return Leased(tuple(leases), "granted" if leases else "exhausted", "running")
+
+    async def deliver(self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[Any]) -> Delivered:
+        if self.round_trip_s:
+            await asyncio.sleep(self.round_trip_s)
+        assert not failures, failures[0].error
+        self.deliveries.append((time.perf_counter(), len(rollouts)))
+        return Delivered()
+
+    def rate(self) -> float:
+        """Samples per second between the first and the last delivery."""
+        (begin, first), (end, _) = self.deliveries[0], self.deliveries[-1]
+        return (sum(count for _, count in self.deliveries) - first) / (end - begin)
+
+
+class NoStore:
+    def write(self, arrays: dict[str, np.ndarray]) -> PayloadRef:
+        return PayloadRef("none", 0, 0, 0, 0, 0)
+
+
+def one_lease(number: int, group: int) -> PromptLease:
+    ids = tuple(SampleId(number * group + member) for member in range(group))
+    return PromptLease(PromptIndex(number), 0, ids, tuple(range(group)), Version(0))
+
+
+def runner_rate(workload: Any, batches: int, *, prefetch: bool, preparations: int = 1) -> float:
+    desk = CountingDesk(batches * LEASES_PER_BATCH)
+    size = LEASES_PER_BATCH * GROUP
+    bounds = Bounds(batch_samples=size, queue_samples=2 * size, preparations=preparations)
+    asyncio.run(Runner(workload, desk, NoStore(), RunnerSettings(bounds=bounds, prefetch=prefetch)).run())
+    return desk.rate()
+
+
+def plain_rate(workload: Any, batches: int, group: int = GROUP, leases: int = LEASES_PER_BATCH) -> float:
+    """The loop one would write by hand."""
+    begin = 0.0
+    for batch in range(batches + 1):
+        if batch == 1:
+            begin = time.perf_counter()
+        taken = [one_lease(batch * leases + number, group) for number in range(leases)]
+        prepared = [workload.prepare(lease) for lease in taken]
+        generated = workload.generate(workload.collate(prepared))
+        for one, result in zip(prepared, generated, strict=True):
+            workload.postprocess(one, result)
+    return batches * leases * group / (time.perf_counter() - begin)
+
+
+def limit_rate(workload: StageWorkload, mix: Mix, batches: int) -> float:
+    """The slowest stage by itself."""
+    slowest = max(range(3), key=lambda stage: mix[stage])
+    begin = time.perf_counter()
+    for batch in range(batches):
+        taken = [one_lease(batch * LEASES_PER_BATCH + number, GROUP) for number in range(LEASES_PER_BATCH)]
+        if slowest == 1:
+            workload.generate(taken)
+        else:
+            for lease in taken:
+                workload.prepare(lease) if slowest == 0 else workload.postprocess(lease, lease)
+    return batches * LEASES_PER_BATCH * GROUP / (time.perf_counter() - begin)
+
+
+def mixes(table: Table, results: list[dict[str, Any]], batches: int) -> None:
+    kinds: tuple[tuple[str, Stage, Stage, Sequence[Mix]], ...] = (
+        ("sleeping", time.sleep, time.sleep, MIXES),
+        ("computing prepare", compute, time.sleep, MIXES),
+        ("computing both", compute, compute, COMPUTING_MIXES),
+    )
+    for kind, prepare, generate, chosen in kinds:
+        for mix in chosen:
+            workload = StageWorkload(mix, prepare, generate)
+            limit = limit_rate(workload, mix, batches)
+            plain = plain_rate(workload, batches)
+            off = runner_rate(workload, batches, prefetch=False)
+            on = runner_rate(workload, batches, prefetch=True)
+            name = f"{':'.join(f'{part:g}' for part in mix)} {kind}"
+            add(table, results, name, on, limit, "slowest stage alone", plain, off)
+    with_processes(table, results, batches)
+
+
+def with_processes(table: Table, results: list[dict[str, Any]], batches: int) -> None:
+    """Where both stages hold the interpreter, preparation in a process of its own."""
+    pool = PreparationPool(1)
+    try:
+        pool.run(abs, 0)  # the first call starts the process
+
+        def prepare(seconds: float) -> None:
+            pool.run(timeit.timeit, "x = x * 3 % 1000003", "x = 7", time.perf_counter, int(seconds * steps_per_s()))
+
+        for mix in COMPUTING_MIXES:
+            workload = StageWorkload(mix, prepare, compute)
+            limit = limit_rate(workload, mix, batches)
+            plain = plain_rate(workload, batches)
+            off = runner_rate(workload, batches, prefetch=False)
+            on = runner_rate(workload, batches, prefetch=True)
+            name = f"{':'.join(f'{part:g}' for part in mix)} computing both, process"
+            add(table, results, name, on, limit, "slowest stage alone", plain, off)
+    finally:
+        pool.close()
+
+
+def add(
+    table: Table,
+    results: list[dict[str, Any]],
+    name: str,
+    on: float,
+    limit: float,
+    limit_name: str,
+    plain: float,
+    off: float,
+) -> None:
+    table.add_row(
+        name, f"{limit:.0f}", f"{on:.0f}", f"{on / limit:.1%}", f"{plain:.0f}", f"{off:.0f}", f"{off / plain:.1%}"
+    )
+    results.append(entry(f"overlap {name}", on, limit, limit_name))
+    results.append(entry(f"prefetch off {name}", off, plain, "plain loop"))
+
+
+def entry(name: str, ours: float, peer: float, peer_name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "unit": "samples/s",
+        "ours": ours,
+        "peer": peer,
+        "peer_name": peer_name,
+        "ratio": ours / peer,
+    }
+
+
+def language() -> tuple[Any, int, int]:
+    from penstock.envs.tasks import Copy
+    from penstock.rollout.io.language_workload import LanguageWorkload
+    from penstock.rollout.io.torch_engine import TorchEngine
+    from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
+
+    policy = build(TinyLanguageModel(alphabet=Copy().alphabet))
+    assert isinstance(policy, LanguagePolicy)
+    engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id)
+    return LanguageWorkload(Copy(), engine, policy.tokenizer, max_new_tokens=5), 128, 8
+
+
+def cartpole() -> tuple[Any, int, int]:
+    from penstock.envs.io.gymnasium import GymnasiumEnvironment
+    from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
+    from penstock.rollout.io.policy_engine import PolicyEngine
+    from penstock.train.model import GymnasiumPolicy, build
+
+    environment = GymnasiumEnvironment(id="CartPole-v1")
+    spaces = environment.spaces
+    policy = build(GymnasiumPolicy(spaces.observation_shape, spaces.action_kind, spaces.action_size))
+    return GymnasiumWorkload(environment, PolicyEngine(policy.module)), 32, 4
+
+
+def real_workloads(results: list[dict[str, Any]], batches: int, rounds: int) -> Table:
+    """Alternating rounds, so that a noisy machine hits both; medians."""
+    import torch
+
+    torch.set_num_threads(1)
+    table = Table(
+        "workload", "plain loop", "prefetch off", "prefetch on", "on / off", title="Real workloads, samples/s"
+    )
+    for name, build in (("language model, 0.3M", language), ("CartPole-v1", cartpole)):
+        workload, size, group = build()
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        plain: list[float] = []
+        for _ in range(rounds):
+            plain.append(plain_rate(workload, batches, group, size // group))
+            for prefetch in (False, True):
+                desk = CountingDesk(batches * size // group, group, ROUND_TRIP_S)
+                bounds = Bounds(batch_samples=size, queue_samples=2 * size)
+                settings = RunnerSettings(bounds=bounds, prefetch=prefetch)
+                asyncio.run(Runner(workload, desk, NoStore(), settings).run())
+                rates[prefetch].append(desk.rate())
+        off, on, bare = (statistics.median(rate) for rate in (rates[False], rates[True], plain))
+        table.add_row(name, f"{bare:.0f}", f"{off:.0f}", f"{on:.0f}", f"{on / off:.1%}")
+        results.append(entry(f"{name}, prefetch on", on, off, "prefetch off"))
+        results.append(entry(f"{name}, prefetch on", on, bare, "plain loop without a desk"))
+    return table
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="penstock bench prefetch", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--quick", action="store_true", help="fewer batches")
+    arguments = parser.parse_args(argv)
+    batches = 8 if arguments.quick else 30
+    results: list[dict[str, Any]] = []
+    table = Table(
+        "prepare:generate:post",
+        "limit",
+        "prefetch on",
+        "of the limit",
+        "plain loop",
+        "prefetch off",
+        "of the plain loop",
+        title="Stage mixes, samples/s",
+    )
+    mixes(table, results, batches)
+    console = Console(width=120)
+    console.print(table)
+    console.print(real_workloads(results, batches=10 if arguments.quick else 20, rounds=3 if arguments.quick else 7))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    raise SystemExit(main(sys.argv[1:]))

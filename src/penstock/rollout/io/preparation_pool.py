@@ -1,0 +1,50 @@
+"""Processes for preparation that would hold the interpreter: threads cannot overlap pure Python with pure Python."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from penstock.errors import PeerLost
+
+T = TypeVar("T")
+
+
+class PreparationPool:
+    """Runs plain functions in other processes. Call `run` from a workload's `prepare`; set `preparations` to match."""
+
+    def __init__(self, processes: int, *, timeout_s: float = 300.0) -> None:
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._pool = self._started()
+
+    def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Blocks for the result. Function, arguments and result must be picklable; a process that dies is replaced
+        and the call made once more, since its neighbour's call may have been what killed it."""
+        pool = self._pool
+        try:
+            return pool.submit(function, *arguments).result(self._timeout_s)
+        except BrokenProcessPool:
+            self._replace(pool)
+        except TimeoutError as error:
+            raise PeerLost(f"a preparation process did not answer within {self._timeout_s:.0f} s") from error
+        return self._pool.submit(function, *arguments).result(self._timeout_s)
+
+    def close(self) -> None:
+        """Ends the processes; calls not begun are dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _started(self) -> ProcessPoolExecutor:
+        # Forking a process that has threads, as a worker does, can deadlock the child.
+        return ProcessPoolExecutor(self._processes, mp_context=multiprocessing.get_context("spawn"))
+
+    def _replace(self, broken: ProcessPoolExecutor) -> None:
+        with self._lock:
+            if self._pool is broken:
+                broken.shutdown(wait=False, cancel_futures=True)
+                self._pool = self._started()

@@ -1,0 +1,191 @@
+"""The language workload end to end on a tiny model: one turn, many turns, tools, interruptions, bad environments."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.envs.protocol import Message, Prompt
+from penstock.envs.tasks import Copy
+from penstock.errors import Aborted, ConfigError
+from penstock.records.ids import PromptIndex, SampleId, Version
+from penstock.records.prompt import PromptLease
+from penstock.rollout.hooks import Failed, Finished, Unusable
+from penstock.rollout.io.kept import KeptEpisodes
+from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
+from penstock.rollout.io.preparation_pool import PreparationPool
+from penstock.rollout.io.torch_engine import TorchEngine
+from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
+
+
+class Echo(Copy):
+    """Answers every completion with its length, until `turns` completions were made."""
+
+    turns = 3
+
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
+        return None if len(completions) >= self.turns else "abc"[: len(completions)] + ">"
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+        self.seen = columns["turns"]
+        return [float(len(turns)) for turns in columns["turns"]]
+
+
+class Broken(Echo):
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
+        if completions[-1]:
+            raise ValueError("the environment lost its mind")
+        return None
+
+
+def workload_for(environment: Any, **options: Any) -> LanguageWorkload:
+    torch.set_num_threads(1)
+    policy = build(TinyLanguageModel(alphabet=Copy().alphabet, hidden_size=16, layers=1, heads=2, max_positions=48))
+    assert isinstance(policy, LanguagePolicy)
+    engine = TorchEngine(policy.module, pad_id=0, version=3, digest="three", seed=options.pop("seed", 0))
+    return LanguageWorkload(environment, engine, policy.tokenizer, **{"max_new_tokens": 5, **options})
+
+
+def lease(position: int, samples: int = 3, min_version: int = 0) -> PromptLease:
+    ids = tuple(SampleId(position * 10 + member) for member in range(samples))
+    return PromptLease(PromptIndex(position), 0, ids, tuple(range(samples)), Version(min_version))
+
+
+def play(workload: LanguageWorkload, leases: Sequence[PromptLease]) -> list[list[Any]]:
+    prepared = [workload.prepare(one) for one in leases]
+    assert all(isinstance(one, PreparedPrompt) for one in prepared)
+    generated = workload.generate(workload.collate(prepared))  # type: ignore[arg-type]
+    return [list(workload.postprocess(one, made)) for one, made in zip(prepared, generated, strict=True)]  # type: ignore[arg-type]
+
+
+def test_single_turn_samples_have_the_promised_arrays() -> None:
+    workload = workload_for(Copy())
+    workload.preflight()
+    for outcomes in play(workload, [lease(0), lease(1)]):
+        for outcome in outcomes:
+            assert isinstance(outcome, Finished)
+            arrays = outcome.arrays
+            assert len(arrays["token_ids"]) == len(arrays["loss_mask"]) == len(arrays["logprobs"])
+            assert arrays["loss_mask"][:5].sum() == 0
+            assert arrays["loss_mask"][5:].all()
+            assert arrays["logprobs"][5:].max() < 0
+            assert arrays["versions"].tolist() == [[5, 3]]
+            assert outcome.length == arrays["loss_mask"].sum()
+            assert (outcome.version, outcome.weights_digest) == (3, "three")
+
+
+def test_many_turns_keep_tokens_as_generated_and_show_the_rewards_every_turn() -> None:
+    environment = Echo()
+    workload = workload_for(environment, max_turns=5)
+    [outcomes] = play(workload, [lease(4, samples=6)])
+    assert [outcome.reward for outcome in outcomes] == [3.0] * 6
+    for outcome, turns in zip(outcomes, environment.seen, strict=True):
+        ids, mask = outcome.arrays["token_ids"], outcome.arrays["loss_mask"]
+        generated = np.split(np.flatnonzero(mask), np.flatnonzero(np.diff(np.flatnonzero(mask)) > 1) + 1)
+        assert [workload.tokenizer.decode(ids[piece].tolist()) for piece in generated] == turns
+        assert workload.tokenizer.decode(ids[mask == 0].tolist()).endswith(">a>ab>")
+
+
+def test_the_turn_limit_and_the_models_positions_end_an_episode() -> None:
+    environment = Echo()
+    environment.turns = 99
+    assert [outcome.reward for outcome in play(workload_for(environment, max_turns=2), [lease(0)])[0]] == [2.0] * 3
+    rewards = [outcome.reward for outcome in play(workload_for(environment, max_turns=99), [lease(0)])[0]]
+    assert all(2 < reward < 20 for reward in rewards)
+
+
+def test_an_environment_that_raises_costs_that_episode_alone() -> None:
+    workload = workload_for(Broken(), max_turns=3)
+    outcomes = [outcome for group in play(workload, [lease(k, 8) for k in range(8)]) for outcome in group]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    assert failed
+    assert len(failed) < len(outcomes)
+    assert all("lost its mind" in outcome.error for outcome in failed)
+
+
+def test_an_interrupted_batch_goes_on_from_its_kept_tokens_in_another_worker(tmp_path: Path) -> None:
+    environment = Echo()
+    steps = iter(range(100))
+    first = workload_for(environment, max_turns=3, kept=KeptEpisodes(tmp_path))
+    first.engine._progressed = lambda: first.engine.interrupt() if next(steps) == 6 else None  # type: ignore[attr-defined]
+    batch = [first.prepare(lease(2))]
+    with pytest.raises(Aborted, match="kept tokens"):
+        first.generate(batch)  # type: ignore[arg-type]
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 3
+    kept = [KeptEpisodes(tmp_path).take(2, 0, member) for member in range(3)]
+    for member, episode in enumerate(kept):
+        assert episode is not None
+        assert episode.generated_tokens > 0
+        KeptEpisodes(tmp_path).keep(2, 0, member, episode)
+    second = workload_for(environment, max_turns=3, kept=KeptEpisodes(tmp_path), seed=9)
+    [outcomes] = play(second, [lease(2)])
+    assert [outcome.reward for outcome in outcomes] == [3.0] * 3
+    for outcome, episode in zip(outcomes, kept, strict=True):
+        assert episode is not None
+        prefix = episode.context()
+        assert outcome.arrays["token_ids"][: len(prefix)].tolist() == prefix
+    assert list(tmp_path.iterdir()) == [], "each is taken once"
+
+
+def test_kept_episodes_that_are_too_old_or_damaged_are_not_used(tmp_path: Path) -> None:
+    workload = workload_for(Copy())
+    [[episode]] = workload.generate([workload.prepare(lease(0, 1))])  # type: ignore[list-item]
+    assert not isinstance(episode, Failed)
+    kept = KeptEpisodes(tmp_path)
+    kept.keep(0, 0, 0, episode)
+    assert kept.take(0, 0, 0, min_version=4) is None
+    kept.keep(0, 0, 0, episode)
+    next(tmp_path.iterdir()).write_bytes(b"half")
+    assert kept.take(0, 0, 0) is None
+    assert kept.take(0, 0, 0) is None
+
+
+def test_prompts_that_cannot_work_are_set_aside_or_refused_at_preflight() -> None:
+    class Long(Copy):
+        def prompt(self, position: int) -> Prompt:
+            return Prompt("a" * (44 + position))
+
+    class Chat(Copy):
+        def prompt(self, position: int) -> Prompt:
+            return Prompt(messages=(Message("user", "hi"),))
+
+    unusable = workload_for(Long()).prepare(lease(3))
+    assert isinstance(unusable, Unusable)
+    assert "47 tokens; with 5 new ones that exceeds the model's 48 positions" in unusable.reason
+    with pytest.raises(ConfigError, match="cannot be used"):
+        workload_for(Long()).preflight()
+    with pytest.raises(ConfigError, match="no chat template"):
+        workload_for(Chat()).preflight()
+
+
+def test_a_completion_nothing_applies_to_is_poison() -> None:
+    class Indifferent(Copy):
+        def score(self, prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+            return [None] * len(completions)
+
+    [[outcome]] = play(workload_for(Indifferent()), [lease(0, 1)])
+    assert isinstance(outcome, Failed)
+    assert outcome.poison
+
+
+@pytest.mark.slow
+def test_a_preparation_process_that_dies_is_replaced() -> None:
+    pool = PreparationPool(1)
+    try:
+        pid = pool.run(os.getpid)
+        assert pid != os.getpid()
+        os.kill(pid, signal.SIGKILL)
+        assert pool.run(os.getpid) != pid
+        with pytest.raises(ValueError, match="math domain error"):
+            pool.run(math.sqrt, -1)
+    finally:
+        pool.close()
