@@ -1,5 +1,4 @@
 """A workload of your own: a bandit whose hint shows, in noise, which arm pays. Copy it and change the five hooks.
-
 In a configuration: `env.name = "custom_workload:Bandit"`, `rollout.workload = "custom_workload:BanditWorkload"`.
 """
 

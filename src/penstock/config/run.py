@@ -6,9 +6,11 @@ Every model forbids unknown keys; the docstring under a field is its help text a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.config.recommended import fill_in
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -243,6 +245,11 @@ class PipelineSection(Section):
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     samples: SamplesSection = SamplesSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recommended(cls, table: Any) -> Any:
+        return fill_in(table) if isinstance(table, dict) else table
 
     @property
     def kind(self) -> Literal["language", "gymnasium"]:

@@ -19,6 +19,7 @@ from penstock.records.ids import PromptIndex, StepIndex
 from penstock.records.payload import RingAddress
 from penstock.roles.process import RoleProcess
 from penstock.runtime.offload import Offload
+from penstock.train.rollout_log import TrainedRollout
 from penstock.wire.messages import AskBatch, BatchReady, Complete, NotYet
 
 log = logging.getLogger(__name__)
@@ -34,12 +35,27 @@ class PreparedBatch:
     micro_batches: list[MicroBatch]
     groups: list[BatchGroup]
     samples: list[dict[str, np.ndarray]]
+    advantages: np.ndarray
     missing_prompts: tuple[PromptIndex, ...]
     missing_reason: str
     report: FetchReport
     waited_s: float
     prepared_s: float
     final: bool
+
+    def trained(self) -> list[TrainedRollout]:
+        """The samples as people may want to read them."""
+        columns = [
+            (group.prompt, sample, version, reward)
+            for group in self.groups
+            for sample, version, reward in zip(group.samples, group.versions, group.rewards, strict=True)
+        ]
+        return [
+            TrainedRollout(prompt, sample, version, reward, float(advantage), arrays)
+            for (prompt, sample, version, reward), advantage, arrays in zip(
+                columns, self.advantages, self.samples, strict=True
+            )
+        ]
 
 
 class Feed:
@@ -115,6 +131,7 @@ class Feed:
             micro_batches,
             kept,
             samples,
+            advantages,
             missing,
             reason,
             report,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from penstock.envs.rewards import Rubric
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.hooks import Workload
 from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
+from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload
 from penstock.rollout.io.policy_engine import PolicyEngine
 from penstock.rollout.io.torch_engine import TorchEngine
@@ -110,8 +112,12 @@ def workload_of(
     environment: Any,
     policy: LanguagePolicy | ControlPolicy,
     engine: TorchEngine | PolicyEngine,
+    kept: Path,
 ) -> Workload[Any, Any, Any]:
-    """The five hooks: the user's own class if one is named, else the built-in one that fits the environment."""
+    """The five hooks: the user's own class if one is named, else the built-in one that fits the environment.
+
+    `kept` is where unfinished episodes of a worker that leaves wait for the next one.
+    """
     if pipeline.rollout.workload is not None:
         return load(pipeline.rollout.workload)(environment, engine, policy)
     if isinstance(engine, PolicyEngine):
@@ -123,6 +129,8 @@ def workload_of(
         policy.tokenizer,
         max_new_tokens=pipeline.rollout.max_new_tokens,
         temperature=pipeline.rollout.temperature,
+        max_turns=pipeline.rollout.max_turns,
+        kept=KeptEpisodes(kept),
     )
 
 

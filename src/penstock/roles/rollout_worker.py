@@ -77,7 +77,8 @@ def _build(process: RoleProcess) -> tuple[Any, Any, Any]:
     # Every incarnation draws other samples: a restarted worker must not repeat what it drew before.
     seed = zlib.crc32(process.member.encode()) ^ config.run.seed
     engine = engine_of(policy, seed, lambda: process.progress.moved("generating"))
-    return environment, engine, workload_of(pipeline, environment, policy, engine)
+    kept = process.run.rollouts(pipeline.name) / "unfinished"
+    return environment, engine, workload_of(pipeline, environment, policy, engine, kept)
 
 
 def _settings(process: RoleProcess) -> RunnerSettings:

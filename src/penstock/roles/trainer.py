@@ -26,6 +26,7 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
 from penstock.train import checkpoint
+from penstock.train.rollout_log import RolloutLog
 from penstock.train.step import Learner
 from penstock.weights.io.files import Publisher
 from penstock.wire.messages import AckCheckpoint, AckStep
@@ -45,6 +46,7 @@ async def main(process: RoleProcess) -> None:
     step = StepIndex(learner.steps)
     lineage = secrets.token_hex(6)
     log.info("training %s from step %d, lineage %s", pipeline.name, step, lineage)
+    rollouts = _rollout_log(process, learner)
     fetcher = BatchFetcher(host_id=host_id(), label=process.name)
     lag = LagMonitor(process.name)
     try:
@@ -59,12 +61,13 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("heed the stop", heed_stop(process, client))
             tasks.spawn("report gauges", report_gauges(process, client, lag))
             turns = TrainingTurns(process, client, devices_of(process.config).placements[pipeline.name])
-            loop = TrainingLoop(process, client, learner, feed, publishing, turns, training)
+            loop = TrainingLoop(process, client, learner, feed, publishing, turns, training, rollouts)
             await loop.run(step)
             await asyncio.wait_for(publishing.flush(), FLUSH_S)
             tasks.cancel()
     finally:
         fetcher.close()
+        rollouts.close(timeout_s=2.0)
         for offload in (training, fetching, writing):
             offload.close(timeout_s=2.0)
 
@@ -84,6 +87,18 @@ def _build(process: RoleProcess) -> Learner:
     return learner
 
 
+def _rollout_log(process: RoleProcess, learner: Learner) -> RolloutLog:
+    """Samples that people can read; tokens become text if the policy has a tokenizer."""
+    samples = process.pipeline.samples
+    tokenizer = getattr(learner.policy, "tokenizer", None)
+    return RolloutLog(
+        process.run.rollouts(process.pipeline.name) / "samples.jsonl",
+        decode=tokenizer.decode if tokenizer is not None else None,
+        every_steps=max(1, samples.save_every_steps),
+        samples_per_step=samples.save_count if samples.save_every_steps else 0,
+    )
+
+
 class TrainingLoop:
     """One step after the other.
 
@@ -100,6 +115,7 @@ class TrainingLoop:
         publishing: Publishing,
         turns: TrainingTurns,
         training: Offload,
+        rollouts: RolloutLog,
     ) -> None:
         self._process = process
         self._client = client
@@ -108,6 +124,7 @@ class TrainingLoop:
         self._publishing = publishing
         self._turns = turns
         self._training = training
+        self._rollouts = rollouts
         self._saved_step = StepIndex(learner.steps)
 
     async def run(self, step: StepIndex) -> None:
@@ -147,6 +164,8 @@ class TrainingLoop:
                 missing_reason=batch.missing_reason,
             )
         )
+        if self._rollouts.wants(batch.step):
+            self._rollouts.offer(batch.step, batch.trained())
         batch.report.consumed()
         self._process.progress.moved(f"trained step {batch.step}")
 

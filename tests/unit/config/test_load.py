@@ -126,3 +126,10 @@ def test_a_file_that_is_not_there(tmp_path: Path):
 @pytest.mark.parametrize("override", ["steps", "=3", ""])
 def test_an_override_without_a_value(tmp_path: Path, override: str):
     assert "expected key=value" in mistake(tmp_path, GOOD, override)
+
+
+def test_what_is_left_open_is_filled_in_by_kind_of_model(tmp_path: Path):
+    config = load(write(tmp_path, GOOD), ["pipeline.pole.optimizer.epochs=2"])
+    letters, pole = config.pipeline
+    assert letters.token_loss.entropy_coefficient > 0
+    assert (pole.optimizer.epochs, pole.optimizer.minibatches, pole.optimizer.decay_steps) == (2, 4, 5)
