@@ -194,11 +194,11 @@ class Failing:
     def __init__(self, inner: FileMover, errors: list[Exception]) -> None:
         self.inner, self.errors, self.fired = inner, errors, 0
 
-    def bring(self, manifest: Manifest, timeout_s: float) -> Mapping[str, torch.Tensor]:
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         if manifest.version > 0 and self.errors:
             self.fired += 1
             raise self.errors.pop(0)
-        return self.inner.bring(manifest, timeout_s)
+        return self.inner.bring(manifest, timeout_s, verify=verify)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -240,9 +240,9 @@ async def test_a_step_that_never_ends_gives_the_replica_up(tmp_path: Path) -> No
     loop = asyncio.get_running_loop()
 
     class Hanging(FileMover):
-        def bring(self, manifest: Manifest, timeout_s: float) -> dict[str, torch.Tensor]:
+        def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(30)
-            return super().bring(manifest, timeout_s)
+            return super().bring(manifest, timeout_s, verify=verify)
 
     bench = Bench(tmp_path, "staged", mover=Hanging(tmp_path), bring_timeout_s=0.02, grace_s=0.02)
     bench.publish(0)

@@ -218,11 +218,11 @@ class FaultyMover:
     def __init__(self, run_dir: Path, fault: Fault) -> None:
         self.inner, self.fault = FileMover(run_dir), fault
 
-    def bring(self, manifest: Manifest, timeout_s: float) -> Mapping[str, Tensor]:
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, Tensor]:
         self.fault.version = manifest.version
         if self.fault.case.kind != "damage":
             self.fault.strike("bring")
-        tensors = self.inner.bring(manifest, timeout_s)
+        tensors = self.inner.bring(manifest, timeout_s, verify=verify)
         if self.fault.case.kind == "damage" and self.fault.due("bring"):
             tensors[next(iter(tensors))].view(-1)[0] += 1.0  # a private mapping: the file stays as it is
         return tensors

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -99,8 +100,12 @@ class ManifestSource(Protocol):
 class Mover(Protocol):
     """Brings a version's bytes into this host's memory."""
 
-    def bring(self, manifest: Manifest, timeout_s: float) -> Mapping[str, torch.Tensor]:
-        """Verified tensors. `Stale` when the version is gone, `Transient` when it may be had later. Blocks."""
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+        """The version's tensors; `verify=False` leaves the digests to the caller. Blocks.
+
+        `Stale` when the version is gone, `Transient` when it may be had later, `RemoteProtocolError` when its bytes
+        are not what was published.
+        """
         ...
 
 
@@ -238,11 +243,13 @@ class ReplicaUpdater:
             logger.debug("%s is served after a pause of %.1f ms", describe(manifest), 1e3 * self._pause_s)
 
     async def _staged(self, manifest: Manifest, offload: Offload) -> None:
-        tensors = await self._bring(manifest, offload)
+        # One proof is enough, of the memory that will serve; where it fails, the bytes are looked at as they came.
+        tensors = await self._bring(manifest, offload, verify=False)
         await self._do("stage", offload, self._engine.stage, tensors)
         del tensors
         found = await self._do("prove", offload, self._staged_digest)
         if found != manifest.digest:
+            await self._bring(manifest, offload, verify=True)
             raise RemoteProtocolError(f"what was staged is not {describe(manifest)}: its memory has digest {found}")
         if not self.replica.may_serve:
             await self._do("quiesce", offload, self._engine.sleep, self._change_timeout_s)
@@ -257,7 +264,7 @@ class ReplicaUpdater:
             await self._perform([ResumeEngine()], offload)
 
     async def _in_place(self, manifest: Manifest, offload: Offload) -> None:
-        tensors = await self._bring(manifest, offload)
+        tensors = await self._bring(manifest, offload, verify=True)
         quiesced_at = self._clock.now()
         await self._do("quiesce", offload, self._engine.sleep, self._change_timeout_s)
         self._tell(Quiesced())
@@ -277,11 +284,10 @@ class ReplicaUpdater:
         self._pause_s = self._clock.now() - quiesced_at
         await self._perform([ResumeEngine()], offload)
 
-    async def _bring(self, manifest: Manifest, offload: Offload) -> Mapping[str, torch.Tensor]:
+    async def _bring(self, manifest: Manifest, offload: Offload, *, verify: bool) -> Mapping[str, torch.Tensor]:
         began = self._clock.now()
-        tensors = await self._do(
-            "bring", offload, self._mover.bring, manifest, self._bring_timeout_s, timeout_s=self._bring_timeout_s
-        )
+        bring = partial(self._mover.bring, manifest, self._bring_timeout_s, verify=verify)
+        tensors = await self._do("bring", offload, bring, timeout_s=self._bring_timeout_s)
         self.statistics.last_bring_s = self._clock.now() - began
         check_fit(self._engine.served_tensors(), manifest)
         return tensors
