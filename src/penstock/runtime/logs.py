@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from pathlib import Path
+from typing import TextIO, cast
 
 LINE = "%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"
 
@@ -24,13 +25,13 @@ def configure(role: str, path: Path | str | None = None, level: str | int = "INF
     formatter = logging.Formatter(LINE.format(role=role))
     console = logging.StreamHandler(sys.stderr)
     handlers: list[logging.Handler] = [console]
-    place = sys.stderr
+    place: TextIO = sys.stderr
     if path is not None:
         console.setLevel(logging.WARNING)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         file = logging.FileHandler(path, encoding="utf-8")
         handlers.append(file)
-        place = file.stream
+        place = cast(TextIO, file.stream)
     for handler in handlers:
         handler.setFormatter(formatter)
         root.addHandler(handler)

@@ -32,7 +32,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the controller listens. A restarted controller may listen elsewhere: read it again after a lost connection."""
+    """Where the controller listens. A restarted one may listen elsewhere: read it again after a lost connection."""
 
     host: str
     port: int
