@@ -121,7 +121,7 @@ class FrontDesk(ControlDesk):
         for name, fleet in self._fleets.items():
             status["pipelines"][name] |= fleet.transaction.metrics()
         return status | {
-            "lag": self._lag.report().values(prefix=""),
+            "lag": self._lag.report().values(prefix="") | {"worst_s": self._lag.statistics.worst_s},
             "evicted": self._evicted | self._pool.fenced,
             "pool": msgspec.to_builtins(self._pool.pool.status(self._now())),
         }

@@ -35,7 +35,7 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
         "dropped_filtered": 0,
         "dropped_failed": 1,
     }
-    status = {"pipelines": {"letters": one, "pole": one}, "lag": {"p50_s": 0.001, "p99_s": 0.002, "max_s": 0.003}}
+    status = {"pipelines": {"letters": one, "pole": one}, "lag": {"p50_s": 0.001, "p99_s": 0.002, "max_s": 0.003, "worst_s": 0.012}}
     out = StringIO()
     print_summary(Console(file=out, width=200), run, status, wall_s=61.0, ended="complete")
     text = out.getvalue()
@@ -43,7 +43,7 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
     assert "0.045 → 0.945" in text
     assert "outdated 3, failed 1" in text
     assert "1.25 / 2" in text
-    assert "p99 2.0 ms" in text
+    assert "p99 2.0 ms, worst of the run 12 ms" in text
     assert str(run.root) in text
     assert (run.plots / "rewards.png").stat().st_size > 1000
     assert (run.plots / "rewards.svg").exists()
