@@ -105,7 +105,7 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
         assert self.asked is not None
         room = self.asked.samples
         leases: list[PromptLease] = []
-        ticket = self.machine.next_ticket
+        ticket = self.machine.held.next_ticket
         for size in sizes:
             # A desk never grants more than was asked for.
             if verdict in ("throttled", "version_too_old") or size > room:
@@ -215,7 +215,7 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
             elif self.returns:
                 self.return_ends()
         assert self.finish is not None, f"never finished: {self.machine!r}"
-        assert sorted(self.left) == list(range(self.machine.next_ticket))
+        assert sorted(self.left) == list(range(self.machine.held.next_ticket))
         self.machine.check()
 
 

@@ -18,9 +18,7 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.errors import InvalidTransition, LocalProtocolError
-from penstock.records.prompt import PromptLease
 from penstock.rollout.flow import (
-    TRANSITIONS,
     Abandoned,
     AskLease,
     Deliver,
@@ -43,10 +41,7 @@ from penstock.rollout.flow import (
     StopAsked,
     Ticket,
 )
-
-_LINE = (Stage.LEASED, Stage.PREPARING, Stage.READY)
-_OUTPUT = (Stage.GENERATING, Stage.GENERATED, Stage.POSTPROCESSING, Stage.FINISHED, Stage.DELIVERING)
-_HOLDS_BYTES = (Stage.READY, Stage.GENERATING, Stage.GENERATED, Stage.POSTPROCESSING)
+from penstock.rollout.holdings import LINE, OUTPUT, Held, Holdings
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -76,20 +71,6 @@ class Bounds(msgspec.Struct, frozen=True):
         return self.concurrency * self.batch_samples + self.queue_samples
 
 
-class _Held(msgspec.Struct):
-    ticket: Ticket
-    lease: PromptLease
-    stage: Stage
-    since: float
-    size_bytes: int = 0
-    alone: bool = False
-    """Its batch failed; it is tried once more by itself."""
-
-    @property
-    def samples(self) -> int:
-        return len(self.lease.samples)
-
-
 class Prefetch:
     """The machine. One instance per worker; single-threaded."""
 
@@ -103,12 +84,8 @@ class Prefetch:
         self.finished = False
         self.branches: Counter[str] = Counter()
         """How often each decision was taken."""
-        self._held: dict[Ticket, _Held] = {}
-        self._stages: dict[Stage, dict[Ticket, _Held]] = {stage: {} for stage in Stage}
-        self._samples: Counter[Stage] = Counter()
-        self._bytes: Counter[Stage] = Counter()
+        self.held = Holdings()
         self._batches: dict[int, tuple[Ticket, ...]] = {}
-        self.next_ticket = 0
         self._next_batch = 0
         self._started = False
         self._asking = False
@@ -117,24 +94,16 @@ class Prefetch:
         self._returning = 0
         self._backoff_s = 0.0
         self._largest_bytes: int | None = None
-        self.taken = 0
-        self.delivered = 0
-        self.returned = 0
-
-    # What is held, derived from the stages.
-
-    def samples_in(self, stages: Iterable[Stage]) -> int:
-        return sum(self._samples[stage] for stage in stages)
 
     @property
     def line_samples(self) -> int:
         """Leased and not yet generating."""
-        return self.samples_in(_LINE)
+        return self.held.samples(*LINE)
 
     @property
     def output_samples(self) -> int:
         """Generating, or generated and not yet delivered."""
-        return self.samples_in(_OUTPUT)
+        return self.held.samples(*OUTPUT)
 
     @property
     def held_samples(self) -> int:
@@ -142,25 +111,12 @@ class Prefetch:
 
     @property
     def held_bytes(self) -> int:
-        return sum(self._bytes[stage] for stage in _HOLDS_BYTES)
+        return self.held.size_bytes
 
     @property
     def generating(self) -> int:
         """Batches in the engine."""
         return len(self._batches)
-
-    def depths(self) -> dict[str, int]:
-        """Samples by stage."""
-        return {str(stage): self._samples[stage] for stage in (*_LINE, *_OUTPUT)}
-
-    def lease(self, ticket: Ticket) -> PromptLease:
-        return self._held[ticket].lease
-
-    def holds(self, ticket: Ticket) -> bool:
-        """Whether work on this ticket still matters."""
-        return ticket in self._held
-
-    # The machine.
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do now. Late news about leases that were given back is counted and changes nothing."""
@@ -176,11 +132,10 @@ class Prefetch:
                 self._on_generate_ended(event, now, effects)
             case PostprocessEnded(ticket):
                 if (held := self._known(ticket)) is not None:
-                    self._resize(held, 0)
-                    self._move(held, Stage.FINISHED, now)
+                    self.held.move(held, Stage.FINISHED, now, size_bytes=0)
             case DeliverEnded():
-                for held in list(self._stages[Stage.DELIVERING].values()):
-                    self._leave(held, Stage.DELIVERED)
+                for held in list(self.held.at(Stage.DELIVERING).values()):
+                    self.held.leave(held, Stage.DELIVERED)
             case ReturnEnded():
                 self._returning -= 1
             case PrefetchSet(on):
@@ -190,12 +145,12 @@ class Prefetch:
             case StopAsked(reason):
                 self.ending = self.ending or reason
                 self._stopping = True
-                self._give_back(_LINE, effects)
+                self._give_back(LINE, effects)
             case Abandoned(reason):
                 self.ending = reason
                 self._stopping = self._abandoned = True
                 self._batches.clear()
-                self._give_back((*_LINE, *(stage for stage in _OUTPUT if stage is not Stage.DELIVERING)), effects)
+                self._give_back((*LINE, *(stage for stage in OUTPUT if stage is not Stage.DELIVERING)), effects)
         self._plan(now, effects)
         return effects
 
@@ -205,11 +160,7 @@ class Prefetch:
         self._asking = False
         self.branches[f"lease_{event.verdict}"] += 1
         for lease in event.leases:
-            held = _Held(self.next_ticket, lease, Stage.LEASED, now)
-            self.next_ticket += 1
-            self._held[held.ticket] = held
-            self._enter(held)
-            self.taken += held.samples
+            self.held.take(lease, now)
         if event.verdict == "exhausted":
             self.ending = self.ending or "the prompts are exhausted"
         if event.leases:
@@ -219,33 +170,30 @@ class Prefetch:
             # A desk that held the call has done the waiting; one that said no at once is not asked at once.
             self._backoff_s = 0.0 if event.waited_s >= grown else grown
         if self._stopping:
-            self._give_back(_LINE, effects)
+            self._give_back(LINE, effects)
 
     def _on_prepare_ended(self, event: PrepareEnded, now: float) -> None:
         held = self._known(event.ticket)
         if held is None:
             return
         if event.failed:
-            self._move(held, Stage.FINISHED, now)
+            self.held.move(held, Stage.FINISHED, now)
             return
         self._largest_bytes = max(self._largest_bytes or 0, event.size_bytes)
-        self._resize(held, event.size_bytes)
-        self._move(held, Stage.READY, now)
+        self.held.move(held, Stage.READY, now, size_bytes=event.size_bytes)
 
     def _on_generate_ended(self, event: GenerateEnded, now: float, effects: list[Effect]) -> None:
         tickets = self._batches.pop(event.batch, None)
         if tickets is None:
             self.branches["late_news"] += 1
             return
-        members = [self._held[ticket] for ticket in tickets]
+        members = [self.held[ticket] for ticket in tickets]
         if not event.failed:
             sizes = event.sizes_bytes or tuple(held.size_bytes for held in members)
             for held, size_bytes in zip(members, sizes, strict=True):
-                self._resize(held, size_bytes)
-                self._move(held, Stage.GENERATED, now)
+                self.held.move(held, Stage.GENERATED, now, size_bytes=size_bytes)
         elif len(members) == 1:
-            self._resize(members[0], 0)
-            self._move(members[0], Stage.FINISHED, now)
+            self.held.move(members[0], Stage.FINISHED, now, size_bytes=0)
         elif self._stopping:
             # No time to find the culprit: let the desk issue them again.
             self._give_back_these(members, effects)
@@ -253,7 +201,7 @@ class Prefetch:
             self.branches["batch_split"] += 1
             for held in members:
                 held.alone = True
-                self._move(held, Stage.READY, now)
+                self.held.move(held, Stage.READY, now)
 
     def _plan(self, now: float, effects: list[Effect]) -> None:
         if not self._started or self.finished:
@@ -264,13 +212,13 @@ class Prefetch:
             self._plan_postprocess(now, effects)
             self._plan_deliver(now, effects)
             self._plan_ask(effects)
-        if self.ending is not None and not self._held and not self._asking and not self._returning:
+        if self.ending is not None and not self.held and not self._asking and not self._returning:
             self.finished = True
             effects.append(Finish(self.ending))
 
     def _plan_prepare(self, now: float, effects: list[Effect]) -> None:
-        waiting = self._stages[Stage.LEASED]
-        idle = self.bounds.preparations - len(self._stages[Stage.PREPARING])
+        waiting = self.held.at(Stage.LEASED)
+        idle = self.bounds.preparations - len(self.held.at(Stage.PREPARING))
         share = -(-len(waiting) // max(idle, 1))
         for _ in range(idle):
             if not waiting:
@@ -280,7 +228,7 @@ class Prefetch:
                 return
             tickets = tuple(waiting)[: min(share, self._certain_to_fit())]
             for ticket in tickets:
-                self._move(waiting[ticket], Stage.PREPARING, now)
+                self.held.move(waiting[ticket], Stage.PREPARING, now)
             effects.append(Prepare(tickets))
 
     def _certain_to_fit(self) -> int:
@@ -294,24 +242,24 @@ class Prefetch:
             tickets = self._next_batch_tickets()
             if not tickets:
                 return
-            samples = sum(self._held[ticket].samples for ticket in tickets)
+            samples = sum(self.held[ticket].samples for ticket in tickets)
             output = self.output_samples
             if output and output + samples > self.bounds.output_bound:
                 self.branches["generate_held_output"] += 1
                 return
             self._batches[self._next_batch] = tickets
             for ticket in tickets:
-                self._move(self._held[ticket], Stage.GENERATING, now)
+                self.held.move(self.held[ticket], Stage.GENERATING, now)
             self.branches["generate_full" if samples >= self.bounds.batch_samples else "generate_partial"] += 1
             effects.append(Generate(self._next_batch, tickets))
             self._next_batch += 1
 
     def _next_batch_tickets(self) -> tuple[Ticket, ...]:
         """The head of the line, if it is worth starting: a full batch, or all that is on its way."""
-        ready = self._stages[Stage.READY]
+        ready = self.held.at(Stage.READY)
         if not ready:
             return ()
-        unready = min((*self._stages[Stage.PREPARING], *self._stages[Stage.LEASED]), default=None)
+        unready = min((*self.held.at(Stage.PREPARING), *self.held.at(Stage.LEASED)), default=None)
         chosen: list[Ticket] = []
         samples = 0
         for ticket in sorted(ready):
@@ -319,7 +267,7 @@ class Prefetch:
             if unready is not None and ticket > unready:
                 # Order: nothing overtakes a lease that is still being prepared. Its end will come back here, unless
                 # it cannot even start for want of bytes, which only generating what there is can free.
-                if chosen and not self._stages[Stage.PREPARING]:
+                if chosen and not self.held.at(Stage.PREPARING):
                     break
                 return () if not chosen or samples < self.bounds.batch_samples else tuple(chosen)
             if chosen and (held.alone or samples + held.samples > self.bounds.batch_samples):
@@ -328,31 +276,35 @@ class Prefetch:
             samples += held.samples
             if held.alone or samples >= self.bounds.batch_samples:
                 return tuple(chosen)
-        if self._stages[Stage.PREPARING]:
+        if self.held.at(Stage.PREPARING):
             self.branches["generate_waits_for_batch"] += 1
             return ()
         return tuple(chosen)
 
     def _plan_postprocess(self, now: float, effects: list[Effect]) -> None:
-        waiting = self._stages[Stage.GENERATED]
-        if not waiting or self._stages[Stage.POSTPROCESSING]:
+        waiting = self.held.at(Stage.GENERATED)
+        if not waiting or self.held.at(Stage.POSTPROCESSING):
             return
         tickets = tuple(waiting)
         for ticket in tickets:
-            self._move(waiting[ticket], Stage.POSTPROCESSING, now)
+            self.held.move(waiting[ticket], Stage.POSTPROCESSING, now)
         effects.append(Postprocess(tickets))
 
     def _plan_deliver(self, now: float, effects: list[Effect]) -> None:
-        waiting = self._stages[Stage.FINISHED]
-        if not waiting or self._stages[Stage.DELIVERING]:
+        waiting = self.held.at(Stage.FINISHED)
+        if not waiting or self.held.at(Stage.DELIVERING):
             return
         oldest = next(iter(waiting.values()))
         fresh = now - oldest.since < self.bounds.deliver_after_s
-        if fresh and self._stages[Stage.POSTPROCESSING] and self._samples[Stage.FINISHED] < self.bounds.batch_samples:
+        if (
+            fresh
+            and self.held.at(Stage.POSTPROCESSING)
+            and self.held.samples(Stage.FINISHED) < self.bounds.batch_samples
+        ):
             return  # more is about to come: one call carries it all
         tickets = tuple(waiting)
         for ticket in tickets:
-            self._move(waiting[ticket], Stage.DELIVERING, now)
+            self.held.move(waiting[ticket], Stage.DELIVERING, now)
         effects.append(Deliver(tickets))
 
     def _plan_ask(self, effects: list[Effect]) -> None:
@@ -375,54 +327,20 @@ class Prefetch:
         self._asking = True
         effects.append(AskLease(room, self._backoff_s))
 
-    # Moves: the only places where stages change.
-
-    def _known(self, ticket: Ticket) -> _Held | None:
-        held = self._held.get(ticket)
+    def _known(self, ticket: Ticket) -> Held | None:
+        held = self.held.get(ticket)
         if held is None:
             self.branches["late_news"] += 1
         return held
 
-    def _enter(self, held: _Held) -> None:
-        self._stages[held.stage][held.ticket] = held
-        self._samples[held.stage] += held.samples
-        self._bytes[held.stage] += held.size_bytes
-
-    def _exit(self, held: _Held) -> None:
-        del self._stages[held.stage][held.ticket]
-        self._samples[held.stage] -= held.samples
-        self._bytes[held.stage] -= held.size_bytes
-
-    def _resize(self, held: _Held, size_bytes: int) -> None:
-        self._bytes[held.stage] += size_bytes - held.size_bytes
-        held.size_bytes = size_bytes
-
-    def _move(self, held: _Held, stage: Stage, now: float) -> None:
-        if stage not in TRANSITIONS[held.stage].values():
-            raise InvalidTransition(f"lease {held.ticket} cannot go from {held.stage} to {stage}")
-        self._exit(held)
-        held.stage = stage
-        held.since = now
-        self._enter(held)
-
-    def _leave(self, held: _Held, to: Stage) -> None:
-        if to not in TRANSITIONS[held.stage].values():
-            raise InvalidTransition(f"lease {held.ticket} cannot go from {held.stage} to {to}")
-        self._exit(held)
-        del self._held[held.ticket]
-        if to is Stage.DELIVERED:
-            self.delivered += held.samples
-        else:
-            self.returned += held.samples
-
     def _give_back(self, stages: Iterable[Stage], effects: list[Effect]) -> None:
-        self._give_back_these([held for stage in stages for held in self._stages[stage].values()], effects)
+        self._give_back_these([held for stage in stages for held in self.held.at(stage).values()], effects)
 
-    def _give_back_these(self, leaving: list[_Held], effects: list[Effect]) -> None:
+    def _give_back_these(self, leaving: list[Held], effects: list[Effect]) -> None:
         if not leaving:
             return
         for held in leaving:
-            self._leave(held, Stage.RETURNED)
+            self.held.leave(held, Stage.RETURNED)
         self._returning += 1
         effects.append(
             ReturnLeases(
@@ -433,29 +351,19 @@ class Prefetch:
 
     def check(self) -> None:
         """Raises if an invariant is broken."""
-        for stage, members in self._stages.items():
-            samples = sum(held.samples for held in members.values())
-            size_bytes = sum(held.size_bytes for held in members.values())
-            if any(held.stage is not stage for held in members.values()):
-                raise LocalProtocolError(f"prefetch: a lease stands under {stage} and is elsewhere")
-            if (samples, size_bytes) != (self._samples[stage], self._bytes[stage]):
-                raise LocalProtocolError(f"prefetch: the counts of {stage} drifted from its leases")
-        if self.taken != self.delivered + self.returned + self.held_samples:
-            raise LocalProtocolError(f"prefetch: samples were lost or made up: {self!r}")
+        self.held.check()
         in_batches = sorted(ticket for tickets in self._batches.values() for ticket in tickets)
-        if in_batches != sorted(self._stages[Stage.GENERATING]):
-            raise LocalProtocolError(f"prefetch: the engine's batches are not the generating leases: {self!r}")
+        if in_batches != sorted(self.held.at(Stage.GENERATING)):
+            raise LocalProtocolError(f"the engine's batches are not the generating leases: {self!r}")
         if self.generating > self.bounds.concurrency:
-            raise LocalProtocolError(f"prefetch: more batches in the engine than {self.bounds.concurrency}: {self!r}")
-        if self.finished and self._held:
-            raise LocalProtocolError(f"prefetch: finished with leases in hand: {self!r}")
+            raise LocalProtocolError(f"more batches in the engine than {self.bounds.concurrency}: {self!r}")
+        if self.finished and self.held:
+            raise LocalProtocolError(f"finished with leases in hand: {self!r}")
 
     def __repr__(self) -> str:
-        stages = ", ".join(f"{stage}={self._samples[stage]}" for stage in Stage if self._samples[stage])
-        oldest = min(self._held.values(), key=lambda held: held.since, default=None)
+        oldest = self.held.oldest()
         waits = f", oldest: ticket {oldest.ticket} {oldest.stage} since {oldest.since:.3f}" if oldest else ""
         return (
-            f"Prefetch({'prefetch' if self.prefetch else 'plain'}, samples: {stages or 'none'}, "
-            f"bytes={self.held_bytes}, asking={self._asking}, returning={self._returning}, "
-            f"ending={self.ending!r}{waits})"
+            f"Prefetch({'prefetch' if self.prefetch else 'plain'}, {self.held!r}, asking={self._asking}, "
+            f"returning={self._returning}, ending={self.ending!r}{waits})"
         )

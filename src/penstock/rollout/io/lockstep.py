@@ -72,9 +72,7 @@ class _News(msgspec.Struct, array_like=True):
 class Fetch:
     """The one collective: every rank gives its news and gets everybody's. Breaks, never hangs, when a rank is gone."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, store: GroupStore, *, rank: int, ranks: int, timeout_s: float
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: GroupStore, *, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank = rank
         self.ranks = ranks
         self.timeout_s = timeout_s

@@ -218,11 +218,11 @@ class Runner:
         elif isinstance(event, flow.StopAsked) and self._deadline is None:
             self._deadline = self._loop.time() + self.settings.drain_s
         now = time.monotonic()
-        first_ticket = self.machine.next_ticket
+        first_ticket = self.machine.held.next_ticket
         effects = self.machine.handle(event, now)
-        for ticket in range(first_ticket, self.machine.next_ticket):
-            if self.machine.holds(ticket):
-                self._works[ticket] = Work(self.machine.lease(ticket), now)
+        for ticket in range(first_ticket, self.machine.held.next_ticket):
+            if ticket in self.machine.held:
+                self._works[ticket] = Work(self.machine.held[ticket].lease, now)
         if self.machine.ending is not None and self._asking is not None:
             self._asking.cancel()
         return effects
@@ -302,7 +302,7 @@ class Runner:
         self._tell(trace.BranchesTaken(now, dict(self.machine.branches - self._branches_told)))
         self._branches_told = self.machine.branches.copy()
         held = self.machine
-        self._tell(trace.QueueSampled(now, held.depths(), held.held_bytes, held.generating, held.prefetch))
+        self._tell(trace.QueueSampled(now, held.held.depths(), held.held_bytes, held.generating, held.prefetch))
 
     def statistics(self) -> dict[str, float]:
         """Counters since the start and depths now, by plain names."""
