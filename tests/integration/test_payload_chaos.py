@@ -156,7 +156,7 @@ class Proxy:
                 client.close()
                 continue
             self._sockets += [client, server]
-            fault, at = next(self._faults), self._random.randrange(20, 50_000)
+            fault, at = next(self._faults), self._random.randrange(20, 5_000)
             threading.Thread(target=self._pump, args=(client, server, "none", 0), daemon=True).start()
             threading.Thread(target=self._pump, args=(server, client, fault, at), daemon=True).start()
 

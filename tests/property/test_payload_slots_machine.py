@@ -206,14 +206,15 @@ class SlotsAndRing(RuleBasedStateMachine):
         assert len(here) - unsure <= statistics.ready + statistics.reading <= len(here)
 
     def teardown(self) -> None:
+        for who in range(READERS):
+            self.kill_reader(who)
         for ref in self.bodies:  # nothing lost, nothing doubled, nothing corrupt: across all rings ever made
             self.take(ref, 0)
             if ref in self.leases[0]:
                 assert self.leases[0].pop(ref).consumed()
                 self.gone.add(ref)
         assert self.gone == set(self.bodies)
-        for who in range(READERS):
-            self.kill_reader(who)
+        self.kill_reader(0)
         assert len(sweep("run", self.directory.name)) == len(self.rings)
         for ring in self.rings:
             ring.close()

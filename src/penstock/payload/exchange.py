@@ -164,27 +164,24 @@ class ServerExchange:
     def handle(self, event: Event, now: float) -> list[Effect]:
         if (self.state, type(event).__name__) not in TRANSITIONS:
             raise InvalidTransition(f"{type(event).__name__} came while {self.state.name}")
-        match event:
-            case ConnectionFailed(reason):
-                return self._close(reason)
-            case Received(data) if self.state is ExchangeState.AWAITING_HELLO:
-                return self._greet(data, now)
-            case Received(data) if self.state is ExchangeState.AWAITING_REQUEST:
-                return self._request(data)
-            case Received(data):
-                return self._acknowledge(data, now)
-            case SlotTaken(size_bytes):
-                self._holds_slot = True
-                self._enter(
-                    ExchangeState.SENDING, now + self._limits.send_s + size_bytes / self._limits.send_bytes_per_s
-                )
-                return [SendBody(STATUS.pack(Code.OK, size_bytes))]
-            case SlotRefused(code, reason):
-                self._enter(ExchangeState.AWAITING_REQUEST, now + self._limits.idle_s)
-                return [SendRefusal(_refusal(code, reason))]
-            case BodySent():
-                self._enter(ExchangeState.AWAITING_ACK, now + self._limits.ack_s)
-                return []
+        if isinstance(event, Received):
+            if self.state is ExchangeState.AWAITING_REQUEST:
+                return self._request(event.data)
+            if self.state is ExchangeState.AWAITING_ACK:
+                return self._acknowledge(event.data, now)
+            return self._greet(event.data, now)
+        if isinstance(event, SlotTaken):
+            self._holds_slot = True
+            limit_s = self._limits.send_s + event.size_bytes / self._limits.send_bytes_per_s
+            self._enter(ExchangeState.SENDING, now + limit_s)
+            return [SendBody(STATUS.pack(Code.OK, event.size_bytes))]
+        if isinstance(event, SlotRefused):
+            self._enter(ExchangeState.AWAITING_REQUEST, now + self._limits.idle_s)
+            return [SendRefusal(_refusal(event.code, event.reason))]
+        if isinstance(event, BodySent):
+            self._enter(ExchangeState.AWAITING_ACK, now + self._limits.ack_s)
+            return []
+        return self._close(event.reason)
 
     def check(self) -> None:
         """Raise unless a slot is held exactly while its body is being sent or acknowledged."""
@@ -206,12 +203,13 @@ class ServerExchange:
         return [TakeSlot(PayloadRef(self._ring, epoch, slot, generation, size_bytes, digest))]
 
     def _acknowledge(self, data: bytes, now: float) -> list[Effect]:
-        if data[0] not in tuple(Ack):
+        consumed = data[0] == Ack.CONSUMED
+        if not consumed and data[0] != Ack.RELEASED:
             return self._close(f"unknown acknowledgement {data[0]}")
         self._holds_slot = False
-        self.served += data[0] == Ack.CONSUMED
+        self.served += consumed
         self._enter(ExchangeState.AWAITING_REQUEST, now + self._limits.idle_s)
-        return [FinaliseSlot(consumed=data[0] == Ack.CONSUMED)]
+        return [FinaliseSlot(consumed)]
 
     def _enter(self, state: ExchangeState, deadline: float) -> None:
         self.state = state

@@ -68,9 +68,9 @@ class Ports:
 
     def choose(self, now: float, avoid: Collection[int] = ()) -> int:
         """The port for the next call. Those in `avoid` (already tried for this payload) count as sick."""
-        healthy = [port for port in self._turn if self._health[port].sick_until <= now and port not in avoid]
-        if healthy:
-            chosen = healthy[0]
+        for chosen in self._turn:
+            if self._health[chosen].sick_until <= now and chosen not in avoid:
+                break
         else:
             rest = [port for port in self._turn if port not in avoid] or self._turn
             chosen = min(rest, key=lambda port: self._health[port].sick_until)
@@ -83,9 +83,10 @@ class Ports:
         if health is None:
             raise InvalidTransition(f"port {event.port} is not one of {sorted(self._health)}")
         if isinstance(event, CallSucceeded):
-            failures = health.failures
+            if not health.failures:
+                return []
             self._health[event.port] = _Health()
-            return [HealPort(event.port, failures)] if failures else []
+            return [HealPort(event.port, health.failures)]
         wait_s = min(self._cap_s, self._first_s * 2 ** min(health.failures, 30))
         self._health[event.port] = _Health(now + wait_s, health.failures + 1, event.fault)
         return [QuarantinePort(event.port, event.fault, now + wait_s)]

@@ -53,6 +53,7 @@ _READER_SHIFT = STATE_BITS
 _ATTEMPT_SHIFT = _READER_SHIFT + READER_BITS
 _GENERATION_SHIFT = _ATTEMPT_SHIFT + ATTEMPT_BITS
 STATE_MASK = (1 << STATE_BITS) - 1
+_STATES = tuple(SlotState)
 
 
 class Slot(NamedTuple):
@@ -74,7 +75,7 @@ class Slot(NamedTuple):
     @staticmethod
     def unpack(word: int) -> Slot:
         return Slot(
-            SlotState(word & STATE_MASK),
+            _STATES[word & STATE_MASK],
             word >> _GENERATION_SHIFT,
             word >> _ATTEMPT_SHIFT & MAX_ATTEMPTS,
             word >> _READER_SHIFT & (MAX_READERS - 1),

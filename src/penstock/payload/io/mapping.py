@@ -36,9 +36,13 @@ _READER_BYTES = _WRITER_BYTE + 1
 _SLOT_BYTES = 1 << 49
 
 
-def _try_lock(fd: int, byte: int) -> bool:
+def _flock(kind: int, byte: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+
+
+def _try_lock(fd: int, lock: bytes) -> bool:
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -46,12 +50,8 @@ def _try_lock(fd: int, byte: int) -> bool:
     return True
 
 
-def _unlock(fd: int, byte: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-
-
 def _is_locked(fd: int, byte: int) -> bool:
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte))
     return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
 
@@ -76,6 +76,8 @@ class Mapping:
         self.word_array = np.frombuffer(self.memory, np.uint64, header.slots, self.layout.words)
         self._words = self.bytes[self.layout.words : self.layout.words + 8 * header.slots].cast("Q")
         self._transition = threading.Lock()
+        self._slot_locks: dict[int, tuple[bytes, bytes]] = {}
+        self._readonly = self.bytes.toreadonly()
         self.closed = False
         _open_mappings.add(self)
 
@@ -117,26 +119,49 @@ class Mapping:
         EXTENT.pack_into(self.memory, self.layout.extents + slot * EXTENT.size, offset, size_bytes, digest)
 
     def body(self, offset: int, size_bytes: int) -> memoryview:
+        """The place of a body, for the producer to write to."""
         start = self.layout.arena + offset
         return self.bytes[start : start + size_bytes]
 
-    @contextmanager
-    def slot_lock(self, slot: int) -> Iterator[None]:
-        """Exclude every other process and thread from leaving READY or READING; held for microseconds."""
-        with self._transition:
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        """The same for readers."""
+        start = self.layout.arena + offset
+        return self._readonly[start : start + size_bytes]
+
+    def lock_slot(self, slot: int) -> None:
+        """Exclude every other process and thread from leaving READY or READING; to be held for microseconds."""
+        self._transition.acquire()
+        try:
             if self.closed:
                 raise LocalProtocolError(f"ring {self.path.name} was closed here; attach it again to use it")
-            if not _try_lock(self.fd, _SLOT_BYTES + slot):
-                self._wait_slot_lock(slot)
-            try:
-                yield
-            finally:
-                _unlock(self.fd, _SLOT_BYTES + slot)
+            locks = self._slot_locks.get(slot)
+            if locks is None:
+                byte = _SLOT_BYTES + slot
+                locks = self._slot_locks[slot] = (_flock(fcntl.F_WRLCK, byte), _flock(fcntl.F_UNLCK, byte))
+            if not _try_lock(self.fd, locks[0]):
+                self._wait_slot_lock(slot, locks[0])
+        except BaseException:
+            self._transition.release()
+            raise
 
-    def _wait_slot_lock(self, slot: int) -> None:
+    def unlock_slot(self, slot: int) -> None:
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, self._slot_locks[slot][1])
+        finally:
+            self._transition.release()
+
+    @contextmanager
+    def slot_lock(self, slot: int) -> Iterator[None]:
+        self.lock_slot(slot)
+        try:
+            yield
+        finally:
+            self.unlock_slot(slot)
+
+    def _wait_slot_lock(self, slot: int, lock: bytes) -> None:
         deadline = time.monotonic() + SLOT_LOCK_TIMEOUT_S
         pause_s = 2e-5
-        while not _try_lock(self.fd, _SLOT_BYTES + slot):
+        while not _try_lock(self.fd, lock):
             if time.monotonic() > deadline:
                 raise Transient(
                     f"slot {slot} of ring {self.path.name} has been locked for {SLOT_LOCK_TIMEOUT_S} s by another "
@@ -148,7 +173,7 @@ class Mapping:
     # Who is alive
 
     def become_writer(self) -> None:
-        if not _try_lock(self.fd, _WRITER_BYTE):
+        if not _try_lock(self.fd, _flock(fcntl.F_WRLCK, _WRITER_BYTE)):
             raise LocalProtocolError(f"ring {self.path.name} already has a writer")
 
     def writer_alive(self) -> bool:
@@ -157,7 +182,7 @@ class Mapping:
     def become_reader(self, label: str) -> int:
         """Claim a reader's record; the claimant inherits, and gives back, what a dead holder of it was reading."""
         for reader in range(MAX_READERS):
-            if not _try_lock(self.fd, _READER_BYTES + reader):
+            if not _try_lock(self.fd, _flock(fcntl.F_WRLCK, _READER_BYTES + reader)):
                 continue
             for slot in self.held_by(reader):
                 self.reclaim(slot)

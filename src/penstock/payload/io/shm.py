@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -334,7 +334,7 @@ class Lease:
         """The payload is still wanted, by a later attempt."""
         return self._finalise("release")
 
-    def _finalise(self, action: str) -> bool:
+    def _finalise(self, action: Literal["consume", "release"]) -> bool:
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             raise LocalProtocolError(f"slot {self.ref.slot} was already finalised by this lease; cannot {action} it")
@@ -388,7 +388,8 @@ class RingReader:
         header = mapping.header
         if ref.ring != mapping.path.name or ref.epoch != header.epoch or not 0 <= ref.slot < header.slots:
             raise Stale(f"the reference (slot {ref.slot}, epoch {ref.epoch}) is not one of ring {mapping.path.name}")
-        with mapping.slot_lock(ref.slot):
+        mapping.lock_slot(ref.slot)
+        try:
             attempt = mapping.load(ref.slot).take(ref.generation, self._reader)
             offset, size_bytes, digest = mapping.extent(ref.slot)
             if size_bytes != ref.size_bytes or digest != ref.digest or offset + size_bytes > header.capacity_bytes:
@@ -398,7 +399,9 @@ class RingReader:
                 )
             mapping.store(ref.slot, attempt)
             self.leases += 1
-        lease = Lease(self, ref, attempt, mapping.body(offset, size_bytes).toreadonly())
+        finally:
+            mapping.unlock_slot(ref.slot)
+        lease = Lease(self, ref, attempt, mapping.view(offset, size_bytes))
         if self._verify and xxhash.xxh3_64_intdigest(lease.view) != digest:
             lease.consumed()
             raise Stale(f"payload in slot {ref.slot} of ring {mapping.path.name} is corrupt: its digest does not match")
@@ -417,15 +420,19 @@ class RingReader:
                         self._mapping.store(slot, held.reclaim())
         self._mapping.close()
 
-    def _finalise(self, slot: int, attempt: Slot, action: str) -> bool:
-        with self._mapping.slot_lock(slot):
+    def _finalise(self, slot: int, attempt: Slot, action: Literal["consume", "release"]) -> bool:
+        mapping = self._mapping
+        mapping.lock_slot(slot)
+        try:
             self.leases -= 1
-            after = self._mapping.load(slot).finalise("consume" if action == "consume" else "release", attempt)
+            after = mapping.load(slot).finalise(action, attempt)
             if after is None:
-                self._mapping.count_orphan(self._reader)
+                mapping.count_orphan(self._reader)
                 return False
-            self._mapping.store(slot, after)
+            mapping.store(slot, after)
             return True
+        finally:
+            mapping.unlock_slot(slot)
 
 
 def _copy(target: memoryview, views: Sequence[memoryview], digests: bool) -> int:

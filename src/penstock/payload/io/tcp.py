@@ -35,11 +35,14 @@ from penstock.payload.exchange import (
 )
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.payload.io.shm import Lease, RingReader
+from penstock.payload.io.timed_socket import TimedSocket
 
 log = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.05
 """Before accepting again after the system refused (out of file descriptors, say)."""
+RECEIVE_BYTES = 256
+"""All that is ever read ahead of a client."""
 
 
 class ServerStatistics(NamedTuple):
@@ -180,7 +183,7 @@ class TcpServer:
         if turned_away is not connection:
             connection.thread.start()
         else:
-            peer.close()
+            connection.close()
 
 
 class _Connection:
@@ -189,7 +192,8 @@ class _Connection:
     def __init__(self, server: TcpServer, port: int, peer: socket.socket) -> None:
         self._server = server
         self._port = port
-        self._peer = peer
+        self._peer = TimedSocket(peer)
+        self._buffer = b""
         self._lease: Lease | None = None
         self._exchange = ServerExchange(
             server._token,
@@ -208,13 +212,14 @@ class _Connection:
         return self._exchange.state is ExchangeState.AWAITING_HELLO
 
     def break_off(self) -> None:
-        with contextlib.suppress(OSError):
-            self._peer.shutdown(socket.SHUT_RDWR)
+        self._peer.break_off()
+
+    def close(self) -> None:
+        self._peer.close()
 
     def _serve(self) -> None:
         exchange = self._exchange
         try:
-            self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while exchange.state is not ExchangeState.CLOSED:
                 self._drive(self._receive(exchange.expects_bytes, exchange.deadline))
         finally:
@@ -247,7 +252,7 @@ class _Connection:
                 failed = self._send(header, self._lease.view)
                 return BodySent() if failed is None else failed
             case SendRefusal(data):
-                failed = self._send(data, memoryview(b""))
+                failed = self._send(data)
                 return failed if self._exchange.state is not ExchangeState.CLOSED else None
             case FinaliseSlot(consumed):
                 self._finalise(consumed)
@@ -268,33 +273,24 @@ class _Connection:
             self._server._released += not consumed
             self._server._orphans += not owned
 
-    def _send(self, header: bytes, body: memoryview) -> ConnectionFailed | None:
+    def _send(self, *parts: bytes | memoryview) -> ConnectionFailed | None:
         try:
-            self._peer.settimeout(max(1e-3, self._exchange.deadline - time.monotonic()))
-            sent = self._peer.sendmsg([header, body])
-            if sent < len(header):
-                self._peer.sendall(header[sent:])
-                sent = len(header)
-            if sent < len(header) + len(body):
-                self._peer.settimeout(max(1e-3, self._exchange.deadline - time.monotonic()))
-                self._peer.sendall(body[sent - len(header) :])
+            self._peer.send(self._exchange.deadline, *parts)
         except OSError as error:
             return ConnectionFailed(f"while sending: {error}")
         return None
 
     def _receive(self, count: int, deadline: float) -> Received | ConnectionFailed:
-        data = b""
+        """Exactly `count` bytes. An acknowledgement and the next request often come together: the rest is kept."""
         try:
-            while len(data) < count:
-                self._peer.settimeout(max(1e-3, deadline - time.monotonic()))
-                piece = self._peer.recv(count - len(data))
+            while len(self._buffer) < count:
+                piece = self._peer.receive(deadline, RECEIVE_BYTES)
                 if not piece:
                     return ConnectionFailed("closed by the client")
-                data += piece
-                if len(data) < count and time.monotonic() >= deadline:
-                    return ConnectionFailed("too slow")
+                self._buffer += piece
         except OSError as error:
             return ConnectionFailed(f"while receiving: {error}")
+        data, self._buffer = self._buffer[:count], self._buffer[count:]
         return Received(data)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -11,16 +10,16 @@ from typing import NamedTuple
 import xxhash
 
 from penstock.errors import Aborted, LocalProtocolError, RemoteProtocolError, Transient
-from penstock.payload.exchange import STATUS, Ack, Code, hello, parse_status, request
+from penstock.payload.exchange import MAX_TEXT_BYTES, STATUS, Ack, Code, hello, parse_status, request
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.rotation import Rotation
+from penstock.payload.io.timed_socket import TimedSocket
 from penstock.payload.ports import Fault
 from penstock.payload.retry import Failure
 from penstock.records.payload import PayloadRef, RingAddress
 
 CHUNK_BYTES = 1 << 20
 """Received and hashed piece by piece, so that the hash finds the bytes still in the cache."""
-SMALL_BYTES = 1 << 16
 
 
 class _Broken(Transient):
@@ -35,7 +34,7 @@ class _Broken(Transient):
 
 
 class _Pooled(NamedTuple):
-    connection: socket.socket
+    connection: TimedSocket
     born: float
 
 
@@ -119,27 +118,26 @@ class TcpClient:
         self, pooled: _Pooled, host: str, port: int, ref: PayloadRef, deadline: float, cancellation: Cancellation
     ) -> Received | Failure:
         connection = pooled.connection
-        memory = None
+        memory = self._buffers.take(STATUS.size + max(ref.size_bytes, MAX_TEXT_BYTES))
         registered = None
         try:
-            registered = cancellation.register(lambda: _break_off(connection))
+            registered = cancellation.register(connection.break_off)
             _send(connection, request(ref), deadline)
-            raw = bytearray(STATUS.size)
-            _receive(connection, memoryview(raw), deadline, answered=False)
-            status = parse_status(raw, ref)
+            # Status and body lie one after the other, so that a small payload takes a single system call.
+            whole = memory.data[: STATUS.size + ref.size_bytes]
+            arrived = _receive(connection, whole, 0, STATUS.size, deadline)
+            status = parse_status(whole[: STATUS.size], ref)
             if status.code is not Code.OK:
-                text = bytearray(status.length)
-                _receive(connection, memoryview(text), deadline)
-                answer = _refusal(status.code, text.decode(errors="replace"))
+                whole = memory.data[: STATUS.size + status.length]
+                _receive(connection, whole, arrived, len(whole), deadline)
+                answer = _refusal(status.code, bytes(whole[STATUS.size :]).decode(errors="replace"))
             else:
-                memory = self._buffers.take(ref.size_bytes)
-                view = memory.data[: ref.size_bytes]
-                digest = _receive(connection, view, deadline, hashing=self._verify and ref.digest != 0)
-                if digest is not None and digest != ref.digest:
+                digest = self._receive_body(connection, whole, arrived, ref, deadline)
+                if digest != ref.digest:
                     _send(connection, bytes([Ack.RELEASED]), deadline)
                     raise _Broken("corrupt", f"body hashes to {digest:016x}, expected {ref.digest:016x}", answered=True)
                 _send(connection, bytes([Ack.CONSUMED]), deadline)
-                answer = Received(view.toreadonly(), memory)
+                answer = Received(whole[STATUS.size :].toreadonly(), memory)
                 memory = None
         except RemoteProtocolError as error:
             connection.close()
@@ -155,11 +153,24 @@ class TcpClient:
         self._keep(host, port, pooled)
         return answer
 
+    def _receive_body(
+        self, connection: TimedSocket, whole: memoryview, arrived: int, ref: PayloadRef, deadline: float
+    ) -> int:
+        """Receive the rest of `whole`; the digest of the body in it, computed while the bytes are in the cache."""
+        if not self._verify or ref.digest == 0:
+            _receive(connection, whole, arrived, len(whole), deadline)
+            return ref.digest
+        hasher = xxhash.xxh3_64(whole[STATUS.size : arrived])
+        while arrived < len(whole):
+            before = arrived
+            arrived = _receive(connection, whole, before, before + 1, deadline)
+            hasher.update(whole[before:arrived])
+        return hasher.intdigest()
+
     def _connect(self, host: str, port: int, deadline: float) -> _Pooled:
         try:
             timeout_s = min(self._connect_s, max(1e-3, deadline - time.monotonic()))
-            connection = socket.create_connection((host, port), timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = TimedSocket(socket.create_connection((host, port), timeout_s))
         except TimeoutError as error:
             raise _Broken("timed_out", "no connection in time") from error
         except OSError as error:
@@ -208,44 +219,25 @@ def _refusal(code: Code, reason: str) -> Failure:
     return Failure("stale" if code is Code.STALE else "busy", reason)
 
 
-def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+def _send(connection: TimedSocket, data: bytes, deadline: float) -> None:
     try:
-        connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        connection.sendall(data)
+        connection.send(deadline, data)
     except TimeoutError as error:
         raise _Broken("timed_out", "could not send in time") from error
     except OSError as error:
         raise _Broken("reset", f"while sending: {error}") from error
 
 
-def _receive(
-    connection: socket.socket, view: memoryview, deadline: float, *, answered: bool = True, hashing: bool = False
-) -> int | None:
-    """Fill `view`; its digest when `hashing`."""
-    hasher = xxhash.xxh3_64() if hashing and len(view) > SMALL_BYTES else None
-    at = 0
+def _receive(connection: TimedSocket, view: memoryview, at: int, until: int, deadline: float) -> int:
+    """Receive into `view` from `at` on, at least up to `until`; how far it is filled now."""
     try:
-        while at < len(view):
-            connection.settimeout(max(1e-3, deadline - time.monotonic()))
-            count = connection.recv_into(view[at : at + CHUNK_BYTES])
+        while at < until:
+            count = connection.receive_into(deadline, view[at : at + CHUNK_BYTES])
             if count == 0:
-                started = answered or at > 0
-                fault: Fault = "truncated" if started else "reset"
-                raise _Broken(fault, f"closed after {at} of {len(view)} bytes", started)
-            if hasher is not None:
-                hasher.update(view[at : at + count])
+                raise _Broken("truncated" if at else "reset", f"closed after {at} of {len(view)} bytes", at > 0)
             at += count
-            if at < len(view) and time.monotonic() >= deadline:
-                raise _Broken("timed_out", f"{at} of {len(view)} bytes in time", True)
     except TimeoutError as error:
-        raise _Broken("timed_out", f"{at} of {len(view)} bytes in time", answered or at > 0) from error
+        raise _Broken("timed_out", f"{at} of {len(view)} bytes in time", at > 0) from error
     except OSError as error:
-        raise _Broken("reset", f"after {at} of {len(view)} bytes: {error}", answered or at > 0) from error
-    if hasher is not None:
-        return hasher.intdigest()
-    return xxhash.xxh3_64_intdigest(view) if hashing else None
-
-
-def _break_off(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        raise _Broken("reset", f"after {at} of {len(view)} bytes: {error}", at > 0) from error
+    return at

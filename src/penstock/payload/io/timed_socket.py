@@ -1,0 +1,77 @@
+"""A blocking socket whose every call ends by a deadline, at the price of one system call per transfer.
+
+The time limit is the kernel's (SO_RCVTIMEO, SO_SNDTIMEO) and is set again only when it would overrun the deadline by
+more than `SLACK_S`; a limit that turns out too short costs a second try.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+
+SLACK_S = 0.01
+_TIMEVAL = struct.Struct("ll")
+
+
+class TimedSocket:
+    """Times out with `TimeoutError`; other failures are the socket's own `OSError`s."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._limits_s = {socket.SO_RCVTIMEO: float("inf"), socket.SO_SNDTIMEO: float("inf")}
+
+    def send(self, deadline: float, *parts: bytes | memoryview) -> None:
+        """Send all of `parts`, one after the other."""
+        left = list(parts)
+        while left:
+            self._limit(socket.SO_SNDTIMEO, deadline)
+            try:
+                sent = self._connection.sendmsg(left)
+            except BlockingIOError:
+                self._limits_s[socket.SO_SNDTIMEO] = float("inf")
+                continue
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if left:
+                left[0] = memoryview(left[0])[sent:]
+
+    def receive(self, deadline: float, at_most: int) -> bytes:
+        """What has come, at least one byte; empty when the other side has closed."""
+        while True:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                return self._connection.recv(at_most)
+            except BlockingIOError:
+                self._limits_s[socket.SO_RCVTIMEO] = float("inf")
+
+    def receive_into(self, deadline: float, view: memoryview) -> int:
+        """The same, into `view`: how many bytes have come, 0 when the other side has closed."""
+        while True:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                return self._connection.recv_into(view)
+            except BlockingIOError:
+                self._limits_s[socket.SO_RCVTIMEO] = float("inf")
+
+    def break_off(self) -> None:
+        """End whatever another thread is doing on this socket."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _limit(self, option: int, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the deadline has passed")
+        if self._limits_s[option] > left_s + SLACK_S:
+            self._limits_s[option] = left_s
+            # The kernel takes zero for "no limit".
+            microseconds = max(1, int(left_s * 1e6))
+            value = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+            self._connection.setsockopt(socket.SOL_SOCKET, option, value)
