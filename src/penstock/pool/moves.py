@@ -104,13 +104,15 @@ class Moves:
         """The order a waking or leaving seat stands under."""
         settings = self._settings
         waking = seat.state == "waking"
+        drain_s = 0.0 if waking or seat.abort else settings.drain_s
         return Order(
             number=seat.order,
             seat=seat.seat,
             action="wake" if waking else "sleep",
             devices=seat.devices,
             abort=seat.abort,
-            within_s=settings.wake_s if waking else settings.sleep_s + (0.0 if seat.abort else settings.drain_s),
+            drain_s=drain_s,
+            within_s=settings.wake_s if waking else drain_s + settings.sleep_s,
             reason=seat.reason,
         )
 

@@ -48,6 +48,8 @@ class Order(msgspec.Struct, frozen=True):
     devices: tuple[DeviceId, ...]
     abort: bool = False
     """Sleep at once, keeping what was generated so far; otherwise running samples may finish first."""
+    drain_s: float = 0.0
+    """How long running samples may go on before they are aborted."""
     within_s: float = 60.0
     """The worker gives up, and puts back what it did, when this much time has passed since it read the order."""
     reason: str = ""
