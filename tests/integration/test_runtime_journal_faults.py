@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import RunFailed
+from penstock.journal import writer as writer_module
 from penstock.journal.reader import history
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName, RunId
@@ -89,6 +90,39 @@ async def test_a_hanging_disk_is_noticed_and_ends_every_wait(tmp_path: Path) -> 
     release.set()
     journal._writer.join(20)
     os.close(journal._lock_fd)
+
+
+async def test_readers_beside_a_writer_that_compacts_always_see_a_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "PACKED_EVENTS", 50)
+    journal = Journal(tmp_path / "journal.sqlite", RUN, flush_every_s=0.01)
+    ended = threading.Event()
+
+    def read() -> list[int]:
+        lengths = [0]
+        while not ended.is_set():
+            bodies = [entry.body for entry in history(journal.path)]
+            assert bodies == [b"%d" % number for number in range(len(bodies))]
+            lengths.append(len(bodies))
+        return lengths
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        readers = [group.create_task(asyncio.to_thread(read)) for _ in range(2)]
+        try:
+            for number in range(1500):
+                seq = journal.append(A, 0.0, b"%d" % number)
+                if number % 5 == 0:
+                    await journal.committed(seq)
+                if number % 100 == 0:
+                    journal.snapshot({A: b"state"})
+        finally:
+            ended.set()
+    journal.close(10)
+    for reader in readers:
+        assert reader.result() == sorted(reader.result())
+        assert reader.result()[-1] > 0
+    assert len(list(history(journal.path))) == 1500
 
 
 WRITER = """

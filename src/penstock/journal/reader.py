@@ -11,6 +11,12 @@ from penstock.errors import RunFailed
 from penstock.journal.schema import Entry, explained, open_to_read, unpack
 from penstock.records.ids import PipelineName
 
+NEXT_BLOCK = """
+SELECT first_seq, packed, body FROM blocks
+WHERE first_seq >= coalesce((SELECT max(first_seq) FROM blocks WHERE first_seq <= ?), 0) AND last_seq > ?
+ORDER BY first_seq LIMIT 1
+"""
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -49,26 +55,17 @@ def _entries(path: Path, connection: sqlite3.Connection, after_seq: int) -> Iter
     try:
         while True:
             with explained(path):
-                row = connection.execute(
-                    "SELECT first_seq, packed, body FROM blocks WHERE first_seq <= ? ORDER BY first_seq DESC LIMIT 1",
-                    (seq + 1,),
-                ).fetchone()
-            entries = unpack(path, *row) if row else []
-            if not entries or entries[-1].seq <= seq:
+                row = connection.execute(NEXT_BLOCK, (seq + 1, seq)).fetchone()
+            if row is None:
                 break
-            for entry in entries:
+            for entry in unpack(path, *row):
                 if entry.seq <= seq:
                     continue
                 if entry.seq != seq + 1:
-                    raise _gap(path, seq + 1)
+                    raise RunFailed(
+                        f"journal {path} is corrupt: event {seq + 1} is missing though later ones are there"
+                    )
                 seq = entry.seq
                 yield entry
-        with explained(path):
-            if connection.execute("SELECT 1 FROM blocks WHERE last_seq > ? LIMIT 1", (seq,)).fetchone():
-                raise _gap(path, seq + 1)
     finally:
         connection.close()
-
-
-def _gap(path: Path, seq: int) -> RunFailed:
-    return RunFailed(f"journal {path} is corrupt: event {seq} is missing though later ones are there")

@@ -35,6 +35,7 @@ from penstock.records.ids import PipelineName, RunId
 logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S = 10.0
+CLOSE_ORDER_S = 5.0
 PACKED_EVENTS = 4096
 """Events per compressed block: large enough to compress well, small enough to pack between two commits."""
 MAX_LOG_BYTES = 32 * 1024 * 1024
@@ -198,6 +199,7 @@ class Journal:
                 logger.error("%s", self._failure)
                 ending = True
                 self._notify()
+        self._flusher.join(CLOSE_ORDER_S)  # whoever closes last removes the log; both at once, and neither does
         self._connection.close()
 
     def _commit(self, entries: list[Entry], snapshot: _Snapshot | None) -> None:

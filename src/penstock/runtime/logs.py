@@ -37,7 +37,7 @@ def configure(role: str, path: Path | str | None = None, level: str | int = "INF
         root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(True)
-    for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio", "matplotlib"):
+    for noisy in ("httpx", "httpcore", "uvicorn", "asyncio", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         faulthandler.enable(place)

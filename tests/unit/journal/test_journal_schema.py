@@ -46,6 +46,12 @@ def test_what_was_appended_is_read_back_in_order(path: Path) -> None:
     assert {entry.pipeline for entry in entries} == {A}
 
 
+def test_a_journal_that_was_closed_is_one_file_and_its_lock(path: Path) -> None:
+    for _ in range(5):
+        write(path, 3)
+        assert sorted(file.name for file in path.parent.iterdir()) == ["journal.sqlite", "journal.sqlite-lock"]
+
+
 def test_numbering_goes_on_after_reopening(path: Path) -> None:
     write(path, 3)
     write(path, 2)

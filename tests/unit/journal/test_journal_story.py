@@ -170,7 +170,9 @@ def test_filtered_when_its_group_was_complete(run: Run) -> None:
     run.deliver(W, samples[:1])
     run.deliver(W, samples[1:])
     dropped = run.told("prompt", 0)[-1]
-    assert dropped.startswith(f"samples {samples[0]}, {samples[1]} dropped: when its group was complete it was filtered")
+    assert dropped.startswith(
+        f"samples {samples[0]}, {samples[1]} dropped: when its group was complete it was filtered"
+    )
 
 
 def test_a_version(run: Run) -> None:

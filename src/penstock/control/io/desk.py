@@ -130,7 +130,10 @@ class ControlDesk:
         unknown = [name for name in story.states if name not in known]
         for name, state in story.states.items():
             if name in known:
-                known[name].restore(state)
+                try:
+                    known[name].restore(state)
+                except Exception as error:
+                    raise self._unreadable(f"the snapshot of {name} after event {story.seq}", error) from error
         count = 0
         for entry in story.entries:
             self._latest = max(self._latest, entry.at)
@@ -142,11 +145,8 @@ class ControlDesk:
                     self.neighbours[entry.pipeline].replay(entry.body, entry.at)
                 else:
                     self.pipelines[entry.pipeline].handle(_decode_event(entry.body), entry.at)
-            except (msgspec.DecodeError, PenstockError) as error:
-                raise RunFailed(
-                    f"journal {self.journal.path}: event {entry.seq} of pipeline {entry.pipeline} cannot be replayed: "
-                    f"{error}"
-                ) from error
+            except Exception as error:
+                raise self._unreadable(f"event {entry.seq} of {entry.pipeline}", error) from error
             count += 1
         if unknown:
             raise RunFailed(
@@ -157,6 +157,12 @@ class ControlDesk:
         for name in self.pipelines:  # before any call: the machines must see that it was us who were away
             self.happen(name, events.TimePassed())
         return story.seq + count
+
+    def _unreadable(self, what: str, error: Exception) -> RunFailed:
+        return RunFailed(
+            f"journal {self.journal.path}: {what} cannot be replayed ({type(error).__name__}: {error}); it was written "
+            "by another version of Penstock, or with another configuration"
+        )
 
     async def run(self) -> None:
         """Ticks and carries out instructions until cancelled."""
