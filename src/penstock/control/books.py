@@ -56,6 +56,7 @@ class Books:
             prompt=prompt,
             attempt=redo.attempt,
             failures=redo.failures,
+            losses=redo.losses,
             stage="open",
             samples=[NOT_LEASED] * size,
             owners=[member] * size,
@@ -137,13 +138,13 @@ class Books:
         state.awaiting_count += 1
         self._move("leased", "dropped", 1, reason)
 
-    def drop_leases_of(self, member: MemberId, reason: Reason) -> int:
-        """Drops every sample leased to a member; returns how many."""
-        held = list(self.state.leases.get(member, ()))
-        for sample in held:
-            group = self._group_of[sample]
+    def drop_leases_of(self, member: MemberId, reason: Reason) -> list[Group]:
+        """Drops every sample leased to a member; returns the groups they belong to, each once."""
+        groups: dict[PromptIndex, Group] = {}
+        for sample in list(self.state.leases.get(member, ())):
+            group = groups.setdefault(self._group_of[sample].prompt, self._group_of[sample])
             self.drop_lease(group, group.samples.index(sample), reason)
-        return len(held)
+        return list(groups.values())
 
     def drop_group(self, group: Group, reason: Reason, *, redo: bool) -> None:
         """Drops all of a group, whatever its stage; with `redo` its prompt is queued to be issued again."""
@@ -173,7 +174,7 @@ class Books:
                 del self._group_of[sample]
         del state.groups[group.prompt]
         if redo:
-            state.redo[group.prompt] = Redo(group.attempt + 1, group.failures)
+            state.redo[group.prompt] = Redo(group.attempt + 1, group.failures, group.losses)
 
     # -- indices ------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class Ledger:
         group_size: int,
         max_staleness: int,
         max_failures: int = 3,
+        max_losses: int | None = None,
         prompt_limit: int | None = None,
         group_filter: GroupFilter | None = None,
         max_filtered_per_step: int = 0,
@@ -50,6 +51,7 @@ class Ledger:
         self.group_size = group_size
         self.max_staleness = max_staleness
         self.max_failures = max_failures
+        self.max_losses = max_losses
         self.group_filter = group_filter
         self.max_filtered_per_step = max_filtered_per_step
         self.state = state if state is not None else LedgerState(prompt_limit=prompt_limit)
@@ -129,7 +131,7 @@ class Ledger:
         `version` is what the worker serves now.
         """
         state, size = self.state, self.group_size
-        redo = Redo(0, 0)
+        redo = Redo()
         if state.redo:
             prompt = next(iter(state.redo))
             redo = state.redo.pop(prompt)
@@ -207,9 +209,14 @@ class Ledger:
         self._books.drop_lease(group, index, "outdated")
         return True
 
-    def lose_member(self, member: MemberId) -> int:
-        """Takes back everything leased to a member; returns how many samples that were."""
-        return self._books.drop_leases_of(member, "lost")
+    def lose_member(self, member: MemberId, *, died: bool) -> None:
+        """Takes back everything leased to a member. A prompt under which too many workers died is set aside."""
+        for group in self._books.drop_leases_of(member, "lost"):
+            group.losses += died
+            if died and self.max_losses is not None and group.losses >= self.max_losses:
+                self._books.drop_group(group, "lost", redo=False)
+                error = f"{group.losses} workers died while they generated it, the last was {member}"
+                self.state.set_aside[group.prompt] = SetAside(group.failures, "generate", error)
 
     # -- steps --------------------------------------------------------------------------------------------------
 

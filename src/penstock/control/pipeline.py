@@ -55,6 +55,7 @@ class PipelineControl:
             group_size=settings.group_size,
             max_staleness=settings.max_staleness,
             max_failures=settings.max_failures,
+            max_losses=settings.max_losses,
             group_filter=self._filter,
             max_filtered_per_step=4 * settings.groups_per_step if filtered is None else filtered,
             state=state.ledger,
@@ -236,8 +237,13 @@ class PipelineControl:
             if former is not None and former.member != event.member:
                 effects.append(self._evict(former.member, f"replaced by {event.member}"))
             state.trainer_lost_at, state.trainer_left_well = None, False
-        if event.prompt_count is not None and self.settings.epochs is not None and ledger.prompt_limit is None:
-            ledger.prompt_limit = self.settings.epochs * event.prompt_count
+        if event.prompt_count is not None and self.settings.epochs is not None:
+            counted = self.settings.epochs * event.prompt_count
+            if ledger.prompt_limit is None:
+                ledger.prompt_limit = counted
+            elif ledger.prompt_limit != counted:
+                line = f"{event.member} counts {counted} prompts in the run, which began with {ledger.prompt_limit}"
+                effects.append(Log("warning", f"{self.settings.name}: {line}; has the environment changed?"))
         self.members.register(event, now)
         if not known:
             effects.append(Log("info", f"{self.settings.name}: {event.role} {event.member} joined"))
@@ -251,13 +257,13 @@ class PipelineControl:
         if member.role == "trainer":
             self.state.trainer_left_well = not event.died
             self.state.trainer_lost_at = now
-        gone = self._evict(event.member, event.reason or ("it died" if event.died else "it left"))
+        gone = self._evict(event.member, event.reason or ("it died" if event.died else "it left"), died=event.died)
         effects: list[Effect] = [Confirm(), Log("info", f"{self.settings.name}: {gone.member} left: {gone.reason}")]
         return [*effects, gone] if event.died else effects, True
 
-    def _evict(self, member: MemberId, reason: str) -> EvictMember:
+    def _evict(self, member: MemberId, reason: str, *, died: bool = False) -> EvictMember:
         self.members.remove(member, reason, self.state.ledger.version)
-        self.ledger.lose_member(member)
+        self.ledger.lose_member(member, died=died)
         return EvictMember(member, reason)
 
     def _on_heartbeat(self, event: events.HeartbeatHeard, now: float) -> Outcome:
@@ -288,7 +294,7 @@ class PipelineControl:
                 if gone is not None and gone.role == "trainer":
                     state.trainer_lost_at, state.trainer_left_well = now, False
                 state.members.reaped += 1
-                effects.append(self._evict(finding.member, finding.reason))
+                effects.append(self._evict(finding.member, finding.reason, died=True))
         if state.phase in ("running", "draining"):
             stalled = self._watch_progress(now)
             effects.extend(stalled)

@@ -45,6 +45,8 @@ class Group(msgspec.Struct):
     prompt: PromptIndex
     attempt: int
     failures: int
+    losses: int
+    """How many workers died while they generated it."""
     stage: Literal["open", "buffered", "dispatched", "trained"]
     samples: list[SampleId]
     owners: list[MemberId]
@@ -63,8 +65,9 @@ class Group(msgspec.Struct):
 class Redo(msgspec.Struct, frozen=True):
     """A prompt whose group was thrown away and that must be issued again."""
 
-    attempt: int
-    failures: int
+    attempt: int = 0
+    failures: int = 0
+    losses: int = 0
 
 
 class SetAside(msgspec.Struct, frozen=True):

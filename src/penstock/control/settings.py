@@ -33,6 +33,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     long samples are not weeded out. Past this, the batch leaves without them."""
     max_failures: int = 3
     """A prompt that fails this often is set aside."""
+    max_losses: int | None = None
+    """And so is a prompt during whose generation this many workers died: it may be what kills them. Off by default,
+    since a storm of other deaths could then cost an innocent prompt."""
     max_filtered_per_step: int | None = None
     """Groups the filter may take away between two batches, by default four batches' worth; then groups pass anyway,
     so that a filter that dislikes everything slows the run down but cannot stop it."""

@@ -170,6 +170,26 @@ def test_a_poisoned_prompt_is_set_aside_at_once(drive):
     assert d.deliver((lease,)).refused == lease.samples
 
 
+def test_a_prompt_that_kills_its_workers_is_set_aside(drive):
+    d = drive(max_losses=3, groups_per_step=1, max_staleness=0)
+    for name in ("a", "b", "c"):
+        d.join(name)
+        assert d.lease(2, member=name)[0].prompt == 0
+        d.send(events.MemberLeft(name, "SIGSEGV", died=True))
+    assert "3 workers died while they generated it, the last was c" in d.books.set_aside[0].error
+    d.join("d")
+    assert d.lease(2, member="d")[0].prompt == 1
+
+
+def test_workers_that_leave_in_good_order_do_not_count_against_a_prompt(drive):
+    d = drive(max_losses=1)
+    d.join("a", "b")
+    d.lease(2, member="a")
+    d.send(events.MemberLeft("a"))
+    assert not d.books.set_aside
+    assert d.lease(2, member="b")[0].prompt == 0
+
+
 def test_failures_are_remembered_when_a_group_starts_afresh(drive):
     d = drive(max_failures=2, groups_per_step=1, max_staleness=0)
     d.join("w")

@@ -139,6 +139,7 @@ def test_the_first_worker_tells_how_long_an_epoch_is(drive):
     d = drive(steps=None, epochs=2, groups_per_step=3, max_staleness=9)
     d.send(events.MemberRegistered("w", "rollout", prompt_count=3))
     d.send(events.MemberRegistered("x", "rollout", prompt_count=7))
+    assert "x counts 14 prompts in the run, which began with 6" in d.lines[-2]
     d.join(trainer="t")
     d.fill(6)
     assert d.ask(2).verdict == "throttled"
