@@ -180,6 +180,11 @@ class ReplicaUpdater:
     def __repr__(self) -> str:
         return f"ReplicaUpdater({self._way}, at {self._step}, {self.replica}, {self.statistics})"
 
+    @property
+    def updating(self) -> bool:
+        """Whether an update is under way: the engine is this task's until it ends."""
+        return self._step not in ("poll", "report")
+
     async def run(self) -> None:
         """Updates until cancelled.
 

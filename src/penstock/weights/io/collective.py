@@ -1,0 +1,163 @@
+"""Broadcasts a version's buckets through torch.distributed: gloo here, NCCL where replicas own GPUs.
+
+Every wait has a deadline: reaching the store, building the group, each bucket. A group that failed is aborted and
+never used again. What arrives lies apart from what is served, and is verified like everything else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from penstock.errors import Aborted, PeerLost
+from penstock.records.weights import Manifest
+from penstock.weights.buckets import DTYPES, layout
+from penstock.weights.io.digest import tensor_digest, torch_dtype
+from penstock.weights.io.fetch import check_bucket, check_whole
+from penstock.weights.io.files import FileSource
+from penstock.weights.manifest import check_manifest, describe
+
+_ROLL_CALL = "here"
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """What a participant needs to find its group."""
+
+    name: str
+    host: str
+    port: int
+    rank: int
+    """0 is the sender."""
+    size: int
+
+
+class Group:
+    """One attempt's process group. Any failure in it raises `Aborted`: nothing was changed, try another group."""
+
+    def __init__(self, invitation: Invitation, timeout_s: float, store: Store | None = None) -> None:
+        self._invitation = invitation
+        deadline = time.monotonic() + timeout_s
+        try:
+            if store is None:
+                store = TCPStore(
+                    invitation.host,
+                    invitation.port,
+                    is_master=False,
+                    timeout=timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                )
+            own = PrefixStore(invitation.name, store)
+            own.set(f"{_ROLL_CALL}/{invitation.rank}", "1")
+            self._wait_for_all(own, deadline)
+            self._group: Any = dist.ProcessGroupGloo(
+                own, invitation.rank, invitation.size, timedelta(seconds=max(0.1, deadline - time.monotonic()))
+            )
+        except (RuntimeError, OSError) as error:
+            raise Aborted(f"group {invitation.name} could not be built: {error}") from error
+
+    def _wait_for_all(self, store: Store, deadline: float) -> None:
+        """Names those who did not come, which the library would not."""
+        missing = list(range(self._invitation.size))
+        while missing:
+            missing = [rank for rank in missing if not store.check([f"{_ROLL_CALL}/{rank}"])]
+            if missing and time.monotonic() > deadline:
+                raise PeerLost(f"ranks {missing} did not join group {self._invitation.name} in time")
+            if missing:
+                time.sleep(0.005)
+
+    def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
+        """Rank 0's bytes reach everyone."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=timeout_s)
+        try:
+            self._group.broadcast([flat], options).wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise Aborted(f"group {self._invitation.name} broke: {error}") from error
+
+    def close(self) -> None:
+        """Leaves the group, whatever state it is in; peers that still wait notice at once."""
+        self._group.abort()
+
+
+class BroadcastSender:
+    """The trainer's side: hosts the meeting point, and sends versions from their files."""
+
+    def __init__(self, run_dir: Path, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
+        self._run_dir = run_dir
+        self._host = host
+        self._store = TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+    def invitation(self, name: str, rank: int, size: int) -> Invitation:
+        return Invitation(name, self._host, self._store.port, rank, size)
+
+    def send(
+        self, name: str, manifest: Manifest, receivers: int, *, build_timeout_s: float, send_timeout_s: float
+    ) -> None:
+        """Builds the group and sends every bucket. `PeerLost` names who did not come; `Aborted` when it broke."""
+        group = Group(self.invitation(name, 0, receivers + 1), build_timeout_s, self._store)
+        deadline = time.monotonic() + send_timeout_s
+        try:
+            with FileSource(self._run_dir, manifest) as source:
+                for index, bucket in enumerate(manifest.buckets):
+                    mapped = torch.from_numpy(np.frombuffer(source.map(index), dtype=np.uint8))
+                    data = mapped[len(layout(bucket.tensors).header) :]
+                    if data.numel():
+                        group.broadcast(data, _left_s(deadline, manifest))
+        finally:
+            group.close()
+
+
+class BroadcastReceiver:
+    """A replica's side: receives into memory that it uses again; tensors are valid until the next `receive`."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def receive(
+        self, invitation: Invitation, manifest: Manifest, *, build_timeout_s: float, receive_timeout_s: float
+    ) -> Mapping[str, torch.Tensor]:
+        """The verified version. `PeerLost` or `Aborted` when the group fails: nothing that serves was touched."""
+        check_manifest(manifest)
+        group = Group(invitation, build_timeout_s)
+        deadline = time.monotonic() + receive_timeout_s
+        sizes = [bucket.size_bytes - len(layout(bucket.tensors).header) for bucket in manifest.buckets]
+        if [buffer.numel() for buffer in self._buffers] != sizes:
+            self._buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        tensors: dict[str, torch.Tensor] = {}
+        digests: list[bytes] = []
+        try:
+            for bucket, buffer in zip(manifest.buckets, self._buffers, strict=True):
+                if buffer.numel():
+                    group.broadcast(buffer, _left_s(deadline, manifest))
+                placed = layout(bucket.tensors)
+                first = len(digests)
+                for span in placed.spans:
+                    start = span.start - len(placed.header)
+                    flat = buffer[start : start + span.size_bytes]
+                    if start % DTYPES[span.tensor.dtype][1]:
+                        flat = flat.clone()
+                    tensor = flat.view(torch_dtype(span.tensor.dtype)).view(span.tensor.shape)
+                    tensors[span.tensor.name] = tensor
+                    digests.append(tensor_digest(span.tensor.name, tensor))
+                check_bucket(bucket, digests[first:])
+            check_whole(manifest, digests)
+        finally:
+            group.close()
+        return tensors
+
+
+def _left_s(deadline: float, manifest: Manifest) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise Aborted(f"the broadcast of {describe(manifest)} did not end before its deadline")
+    return left_s

@@ -1,0 +1,167 @@
+"""Broadcast through real process groups: members that never come, hang, or die in the middle of a bucket."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import Aborted, PeerLost
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.weights.io.collective import BroadcastReceiver, BroadcastSender, Group, Invitation
+from penstock.weights.io.digest import digest_of
+from penstock.weights.io.files import Publisher
+
+CONTEXT = multiprocessing.get_context("fork")  # a spawned process could not import this file
+DEADLINE_S = 60.0
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(300, 300 + i, generator=generator) for i in range(8)} | {
+        "half": torch.randn(7, generator=generator).to(torch.bfloat16)
+    }
+
+
+def suffering(pipe: Connection, fault: str, timeout_s: float) -> Any:
+    """A broadcast whose second bucket does not arrive, for a reason."""
+    plain, turn = Group.broadcast, [0]
+
+    def broadcast(group: Group, flat: torch.Tensor, left_s: float) -> None:
+        turn[0] += 1
+        if turn[0] == 2:
+            pipe.send(f"witness {fault}")
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(timeout_s + 2.0)
+        plain(group, flat, left_s)
+
+    return broadcast
+
+
+def receive(pipe: Connection) -> None:
+    """A receiver process: takes part in the groups it is told of, and suffers what it is told to."""
+    torch.set_num_threads(1)
+    receiver = BroadcastReceiver()
+    pipe.send("ready")
+    while True:
+        invitation, manifest, fault, timeout_s = pipe.recv()
+        if fault:
+            Group.broadcast = suffering(pipe, fault, timeout_s)  # type: ignore[method-assign]
+        began = time.monotonic()
+        try:
+            got = receiver.receive(invitation, manifest, build_timeout_s=timeout_s, receive_timeout_s=timeout_s)
+            pipe.send(("digest", digest_of(got), time.monotonic() - began))
+        except (Aborted, PeerLost) as error:
+            pipe.send((type(error).__name__, str(error), time.monotonic() - began))
+
+
+class Receivers:
+    def __init__(self, count: int) -> None:
+        pairs = [CONTEXT.Pipe() for _ in range(count)]
+        self.pipes = [ours for ours, _ in pairs]
+        self.processes = [CONTEXT.Process(target=receive, args=(theirs,), daemon=True) for _, theirs in pairs]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pairs:
+            theirs.close()
+        for pipe in self.pipes:
+            assert self.hear(pipe) == "ready"
+
+    def hear(self, pipe: Connection) -> Any:
+        assert pipe.poll(DEADLINE_S), "a receiver is silent"
+        return pipe.recv()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(DEADLINE_S)
+
+
+@pytest.fixture
+def receivers() -> Any:
+    receivers = Receivers(2)
+    yield receivers
+    receivers.close()
+
+
+def publish(run_dir: Path, version: int) -> Manifest:
+    return Publisher(run_dir, "l1", bucket_bytes=800_000).publish(Version(version), tensors(version))
+
+
+def invite(
+    receivers: Receivers,
+    sender: BroadcastSender,
+    name: str,
+    manifest: Manifest,
+    faults: dict[int, str],
+    timeout_s: float,
+) -> None:
+    for number, pipe in enumerate(receivers.pipes):
+        pipe.send((sender.invitation(name, number + 1, 3), manifest, faults.get(number, ""), timeout_s))
+
+
+def test_a_version_reaches_everyone_and_so_does_the_next(tmp_path: Path, receivers: Receivers) -> None:
+    sender = BroadcastSender(tmp_path)
+    for number in (1, 2):
+        manifest = publish(tmp_path, number)
+        invite(receivers, sender, f"group-{number}", manifest, {}, 30.0)
+        sender.send(f"group-{number}", manifest, 2, build_timeout_s=30.0, send_timeout_s=30.0)
+        for pipe in receivers.pipes:
+            assert receivers.hear(pipe)[:2] == ("digest", manifest.digest)
+
+
+def test_building_has_a_deadline_and_names_the_missing(tmp_path: Path, receivers: Receivers) -> None:
+    sender = BroadcastSender(tmp_path)
+    manifest = publish(tmp_path, 1)
+    receivers.pipes[0].send((sender.invitation("first", 1, 3), manifest, "", 1.0))
+    with pytest.raises(PeerLost, match=r"ranks \[2\] did not join"):
+        sender.send("first", manifest, 2, build_timeout_s=1.0, send_timeout_s=30.0)
+    kind, message, _ = receivers.hear(receivers.pipes[0])
+    assert kind == "PeerLost"
+    assert "[2]" in message
+    # The survivor gets it in a group of its own.
+    receivers.pipes[0].send((sender.invitation("second", 1, 2), manifest, "", 30.0))
+    sender.send("second", manifest, 1, build_timeout_s=30.0, send_timeout_s=30.0)
+    assert receivers.hear(receivers.pipes[0])[:2] == ("digest", manifest.digest)
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+def test_a_receiver_lost_in_the_middle_breaks_the_group_for_all_and_the_next_group_works(
+    tmp_path: Path, receivers: Receivers, fault: str
+) -> None:
+    sender = BroadcastSender(tmp_path)
+    manifest = publish(tmp_path, 1)
+    assert len(manifest.buckets) > 2
+    invite(receivers, sender, "first", manifest, {1: fault}, 2.0)
+    with pytest.raises(Aborted, match="first"):
+        sender.send("first", manifest, 2, build_timeout_s=30.0, send_timeout_s=2.0)
+    assert receivers.hear(receivers.pipes[1]) == f"witness {fault}"
+    assert receivers.hear(receivers.pipes[0])[0] in ("Aborted", "digest")  # it may have had everything already
+    receivers.pipes[0].send((sender.invitation("second", 1, 2), manifest, "", 30.0))
+    sender.send("second", manifest, 1, build_timeout_s=30.0, send_timeout_s=30.0)
+    assert receivers.hear(receivers.pipes[0])[:2] == ("digest", manifest.digest)
+
+
+def test_a_sender_that_never_comes_is_noticed(tmp_path: Path, receivers: Receivers) -> None:
+    sender = BroadcastSender(tmp_path)
+    manifest = publish(tmp_path, 1)
+    invite(receivers, sender, "first", manifest, {}, 0.5)
+    for pipe in receivers.pipes:
+        kind, message, took_s = receivers.hear(pipe)
+        assert kind == "PeerLost"
+        assert "[0]" in message
+        assert took_s < DEADLINE_S
+
+
+def test_no_store_is_an_aborted_group() -> None:
+    with pytest.raises(Aborted, match="nowhere"):
+        Group(Invitation("nowhere", "127.0.0.1", 1, 1, 2), 0.5)
