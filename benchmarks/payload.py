@@ -1,0 +1,529 @@
+"""Payloads between two processes, by every carrier, beside what the machine itself can do.
+
+A producer process writes into its ring and serves it; this process reads. Ours and its peer take turns, payload by
+payload, so that both meet the same noise. What is timed:
+
+    shm       write into the ring + take + finalise          beside one memcpy of the same bytes by the producer, into
+                                                             private memory (huge pages) and into /dev/shm (4 KB pages)
+    tcp       request to acknowledged, digest-checked body   beside a blocking socket that sends on request, and ZeroMQ
+    ucxx      the same                                       beside bare UCX with one request and one tagged message
+
+Shared memory is timed eight payloads in a row (of 128 MB: one), the wires one by one and eight at a time, all from
+memory that is in no cache. Ratios are ours to the peer in bytes per second (of the medians): 1 is as fast as the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import mmap
+import multiprocessing
+import os
+import socket
+import statistics
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from penstock.payload.io.received import Buffers, Cancellation, Received
+from penstock.payload.io.shm import Ring, RingReader
+from penstock.payload.io.tcp import TcpServer
+from penstock.payload.io.tcp_client import TcpClient
+from penstock.records.payload import PayloadRef, RingAddress
+
+KB, MB = 1 << 10, 1 << 20
+TOKEN = "benchmark"
+CONCURRENCY = 8
+DEADLINE_S = 120.0
+HAS_UCXX = importlib.util.find_spec("ucxx") is not None
+HAS_ZMQ = importlib.util.find_spec("zmq") is not None
+HAS_RAY = importlib.util.find_spec("ray") is not None
+
+ASK = struct.Struct("<Q")
+
+
+class Written(NamedTuple):
+    """Payloads in the ring, how long writing took, and how long memcpys of as many bytes took right afterwards."""
+
+    refs: list[PayloadRef]
+    seconds: float
+    private_s: float
+    shared_s: float
+
+
+def timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def copy(target: np.ndarray, source: np.ndarray) -> None:
+    target[:] = source
+
+
+def shared_array(size: int) -> np.ndarray:
+    """Warm memory of the same kind as a ring's."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size)
+        array = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+    array[:] = 1
+    return array
+
+
+# The producer's process
+
+
+class Producer:
+    """Answers orders on a pipe; everything it serves is also served by the peers, from the same kind of memory."""
+
+    def __init__(self, largest: int) -> None:
+        capacity = max(64 * MB, (CONCURRENCY + 1) * min(largest, 16 * MB), 2 * largest)
+        self.ring = Ring.create("benchmark", capacity_bytes=capacity, slots=256)
+        self.bare_ring = Ring.create("benchmark", capacity_bytes=capacity, slots=256, digests=False)
+        self.source = np.tile(np.frombuffer(os.urandom(16 * MB), np.uint8), max(8, largest // (16 * MB)))
+        self.at = 0
+        self.private = np.ones(capacity, np.uint8)
+        self.shared = shared_array(capacity)
+        self.tcp = TcpServer(self.ring.name, TOKEN, ports=(0, 0))
+        self.ucxx_server: Any = None
+        if HAS_UCXX:
+            from penstock.payload.io.ucxx import UcxxServer
+
+            self.ucxx_server = UcxxServer(self.ring.name, TOKEN)
+        self.plain_port = serve_plain(self.source)
+        self.zmq_port = serve_zmq(self.source) if HAS_ZMQ else 0
+        self.raw_ucxx_port = serve_raw_ucxx(self.source) if HAS_UCXX else 0
+
+    def describe(self) -> dict[str, Any]:
+        ucxx_ports = self.ucxx_server.ports if self.ucxx_server else ()
+        return {
+            "address": self.ring.address(host_id="here", tcp_ports=self.tcp.ports, ucxx_ports=ucxx_ports),
+            "bare": self.bare_ring.name,
+            "plain": self.plain_port,
+            "zmq": self.zmq_port,
+            "raw_ucxx": self.raw_ucxx_port,
+        }
+
+    def write(self, size: int, count: int, digests: bool) -> Written:
+        ring = self.ring if digests else self.bare_ring
+        refs: list[PayloadRef] = []
+        seconds = timed(
+            lambda: refs.extend(ring.write([body.data], timeout_s=DEADLINE_S) for body in self.bodies(size, count))
+        )
+        return Written(refs, seconds, self.memcpy(self.private, size, count), self.memcpy(self.shared, size, count))
+
+    def memcpy(self, target: np.ndarray, size: int, count: int) -> float:
+        """The same bytes to as many places."""
+        places = [target[number * size : (number + 1) * size] for number in range(count)]
+        return timed(lambda: [copy(place, body) for place, body in zip(places, self.bodies(size, count), strict=True)])
+
+    def bodies(self, size: int, count: int) -> list[np.ndarray]:
+        return [self.next_body(size) for _ in range(count)]
+
+    def next_body(self, size: int) -> np.ndarray:
+        """Walks through more memory than the caches hold: nobody is to copy what the one before left there."""
+        self.at = self.at + size if self.at + 2 * size <= len(self.source) else 0
+        return self.source[self.at : self.at + size]
+
+    def close(self) -> None:
+        self.tcp.close()
+        if self.ucxx_server:
+            self.ucxx_server.close()
+        self.ring.close()
+        self.bare_ring.close()
+
+
+def produce(pipe: Connection, largest: int) -> None:
+    producer = Producer(largest)
+    try:
+        pipe.send(producer.describe())
+        while True:
+            order = pipe.recv()
+            if order[0] == "write":
+                pipe.send(producer.write(*order[1:]))
+            elif order[0] == "cpu":
+                pipe.send(time.process_time())
+            else:
+                break
+    finally:
+        producer.close()
+
+
+def serve_plain(source: np.ndarray) -> int:
+    """The peer of TCP: a blocking socket that sends as many bytes as it is asked for."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection:
+            while ask := connection.recv(ASK.size):
+                connection.sendall(source[: ASK.unpack(ask)[0]].data)
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+def serve_zmq(source: np.ndarray) -> int:
+    import zmq  # pyright: ignore[reportMissingImports]
+
+    replier = zmq.Context.instance().socket(zmq.REP)
+    port = replier.bind_to_random_port("tcp://127.0.0.1")
+
+    def serve() -> None:
+        while True:
+            (size,) = ASK.unpack(replier.recv())
+            replier.send(source[:size].data, copy=False)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return port
+
+
+def serve_raw_ucxx(source: np.ndarray) -> int:
+    """The peer of our UCX carrier: one request on the stream, one tagged message back, no checks of anything."""
+    from penstock.payload.io.ucxx_core import Transfer, Worker, body_send, core, stream_receive
+
+    ports: list[int] = []
+    bound = threading.Event()
+
+    def serve() -> None:
+        worker = Worker()
+        endpoints: list[Any] = []
+        listener = core.UCXListener.create(worker.ucx, 0, endpoints.append, deliver_endpoint=True)
+        ports.append(listener.port)
+        bound.set()
+        while not endpoints:
+            worker.wait(1.0)
+
+        def finish(transfer: Transfer) -> Transfer:
+            while not transfer.done:
+                worker.wait(1.0)
+            transfer.check()
+            return transfer
+
+        while True:
+            ask = finish(stream_receive(endpoints[0], ASK.size)).memory[0]
+            assert isinstance(ask, bytearray)
+            finish(body_send(endpoints[0], source[: ASK.unpack(ask)[0]].data, 1))
+
+    threading.Thread(target=serve, daemon=True).start()
+    bound.wait(10)
+    return ports[0]
+
+
+# This process: the readers
+
+
+class PlainSocket:
+    def __init__(self, port: int, largest: int) -> None:
+        self._connection = socket.create_connection(("127.0.0.1", port))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._into = np.zeros(largest, np.uint8).data
+
+    def read(self, size: int) -> None:
+        self._connection.sendall(ASK.pack(size))
+        at = 0
+        while at < size:
+            at += self._connection.recv_into(self._into[at:size])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class ZeroMq:
+    def __init__(self, port: int) -> None:
+        import zmq  # pyright: ignore[reportMissingImports]
+
+        self._socket = zmq.Context.instance().socket(zmq.REQ)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def read(self, size: int) -> None:
+        self._socket.send(ASK.pack(size))
+        frame = self._socket.recv(copy=False)
+        assert len(frame.buffer) == size
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class RawUcxx:
+    def __init__(self, port: int, largest: int) -> None:
+        from penstock.payload.io.ucxx_core import Worker, core
+
+        self._worker = Worker()
+        self._endpoint = core.UCXEndpoint.create(self._worker.ucx, "127.0.0.1", port, True)
+        self._into = np.zeros(largest, np.uint8).data
+
+    def read(self, size: int) -> None:
+        from penstock.payload.io.ucxx_core import body_receive, stream_send
+
+        transfers = [
+            stream_send(self._endpoint, ASK.pack(size)),
+            body_receive(self._endpoint, self._into[:size], 1),
+        ]
+        while not all(transfer.done for transfer in transfers):
+            self._worker.wait(1.0)
+        for transfer in transfers:
+            transfer.check()
+
+    def close(self) -> None:
+        from penstock.payload.io.ucxx_core import close
+
+        close(self._endpoint, [])
+
+
+class Rows:
+    """What was measured, as a table and as records."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.table = Table(title="payload transport: ours beside its peer, same run, separate processes")
+        for column in ("carrier", "size", "p50", "p99", "GB/s", "peer", "peer p50", "peer GB/s", "ratio", "cpu s/GB"):
+            self.table.add_column(column, justify="left" if column in ("carrier", "peer") else "right")
+
+    def add(self, name: str, size: int, ours: Timing, peer_name: str, peer: Timing, cpu_s: float | None = None) -> None:
+        ratio = peer.p50_s / ours.p50_s
+        self.table.add_row(
+            name,
+            size_text(size),
+            time_text(ours.p50_s),
+            time_text(ours.p99_s),
+            f"{ours.bytes / ours.p50_s / 1e9:.2f}",
+            peer_name,
+            time_text(peer.p50_s),
+            f"{peer.bytes / peer.p50_s / 1e9:.2f}",
+            f"{ratio:.2f}",
+            "" if cpu_s is None else f"{cpu_s:.2f}",
+        )
+        self.records.append(
+            {
+                "name": f"{name} {size_text(size)}",
+                "unit": "GB/s",
+                "ours": ours.bytes / ours.p50_s / 1e9,
+                "peer": peer.bytes / peer.p50_s / 1e9,
+                "peer_name": peer_name,
+                "ratio": ratio,
+            }
+        )
+
+
+class Timing(NamedTuple):
+    bytes: int
+    p50_s: float
+    p99_s: float
+
+    @staticmethod
+    def of(size: int, seconds: list[float]) -> Timing:
+        ordered = sorted(seconds)
+        return Timing(size, statistics.median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))])
+
+
+class Bench:
+    def __init__(self, sizes: list[int], budget_s: float) -> None:
+        self.sizes = sizes
+        self.budget_s = budget_s
+        self.rows = Rows()
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.producer = context.Process(target=produce, args=(theirs, max(sizes)), daemon=True)
+        self.producer.start()
+        described = self.pipe.recv()
+        self.address: RingAddress = described["address"]
+        self.buffers = Buffers()
+        self.tcp = TcpClient(TOKEN, self.buffers)
+        self.readers = {
+            True: RingReader.attach(self.address.ring, label="benchmark"),
+            False: RingReader.attach(described["bare"], label="benchmark", verify=False),
+        }
+        self.plain = [PlainSocket(described["plain"], max(sizes)) for _ in range(CONCURRENCY)]
+        self.zmq = ZeroMq(described["zmq"]) if HAS_ZMQ else None
+        self.raw_ucxx = RawUcxx(described["raw_ucxx"], max(sizes)) if HAS_UCXX else None
+        self.ucxx: Any = None
+        if HAS_UCXX:
+            from penstock.payload.io.ucxx_client import UcxxClient
+
+            self.ucxx = UcxxClient(TOKEN, self.buffers)
+
+    def close(self) -> None:
+        self.pipe.send(("stop",))
+        self.producer.join(20)
+        self.tcp.close()
+        if self.ucxx:
+            self.ucxx.close()
+        for peer in [*self.plain, self.zmq, self.raw_ucxx]:
+            if peer is not None:
+                peer.close()
+        for reader in self.readers.values():
+            reader.close()
+
+    def write(self, size: int, count: int = 1, digests: bool = True) -> Written:
+        self.pipe.send(("write", size, count, digests))
+        return self.pipe.recv()
+
+    def cpu_s(self) -> float:
+        self.pipe.send(("cpu",))
+        return self.pipe.recv() + time.process_time()
+
+    def read_wire(self, client: Any, ref: PayloadRef) -> None:
+        answer = client.read(self.address, ref, time.monotonic() + DEADLINE_S, set(), Cancellation())
+        assert isinstance(answer, Received), answer
+        self.buffers.give_back(answer.memory)
+
+    def rounds(self, size: int) -> int:
+        """As many as the budget allows at one gigabyte per second, within reason."""
+        return max(5, min(400, int(self.budget_s / (2 * size / 1e9 + 5e-4))))
+
+    def shared_memory(self, digests: bool) -> None:
+        name = f"shm, digests {'on' if digests else 'off'}"
+        for size in self.sizes:
+            count = 1 if size > 16 * MB else CONCURRENCY
+            ours: list[float] = []
+            peers: list[Written] = []
+            for _ in range(max(5, self.rounds(size) // count) + 2):
+                written = self.write(size, count, digests)
+                read_s = timed(lambda refs=written.refs: self.take_all(digests, refs))
+                ours.append((written.seconds + read_s) / count)
+                peers.append(written)
+            timing = Timing.of(size, ours[2:])
+            private = Timing.of(size, [peer.private_s / count for peer in peers[2:]])
+            shared = Timing.of(size, [peer.shared_s / count for peer in peers[2:]])
+            self.rows.add(name, size, timing, "memcpy", private)
+            self.rows.add(name, size, timing, "memcpy to shm", shared)
+
+    def take_all(self, digests: bool, refs: list[PayloadRef]) -> None:
+        for ref in refs:
+            assert self.readers[digests].take(ref).consumed()
+
+    def wire(self, name: str, client: Any, peers: dict[str, Callable[[int], None]]) -> None:
+        for size in self.sizes:
+            ours: list[float] = []
+            theirs: dict[str, list[float]] = {peer: [] for peer in peers}
+            cpu_s = 0.0
+            rounds = self.rounds(size) + 2
+            for _ in range(rounds):
+                (ref,) = self.write(size).refs
+                busy = self.cpu_s()
+                ours.append(timed(lambda ref=ref: self.read_wire(client, ref)))
+                cpu_s += self.cpu_s() - busy
+                for peer, read in peers.items():
+                    theirs[peer].append(timed(lambda read=read, size=size: read(size)))
+            cpu_per_gb = cpu_s / (rounds * size / 1e9)
+            for peer, seconds in theirs.items():
+                self.rows.add(name, size, Timing.of(size, ours[2:]), peer, Timing.of(size, seconds[2:]), cpu_per_gb)
+
+    def concurrent_tcp(self) -> None:
+        """Eight payloads at a time over eight connections."""
+        with ThreadPoolExecutor(CONCURRENCY) as threads:
+            for size in [size for size in self.sizes if size <= 16 * MB]:
+                ours, peer = [], []
+                for _ in range(max(5, self.rounds(size) // CONCURRENCY)):
+                    refs = self.write(size, CONCURRENCY).refs
+                    began = time.perf_counter()
+                    list(threads.map(lambda ref: self.read_wire(self.tcp, ref), refs))
+                    ours.append(time.perf_counter() - began)
+                    began = time.perf_counter()
+                    list(threads.map(lambda plain, size=size: plain.read(size), self.plain))
+                    peer.append(time.perf_counter() - began)
+                total = size * CONCURRENCY
+                self.rows.add(
+                    f"tcp x{CONCURRENCY}", size, Timing.of(total, ours[1:]), "plain sockets", Timing.of(total, peer[1:])
+                )
+
+    def idle_cpu(self, seconds: float) -> float:
+        """Share of a core that the producer's idle servers use."""
+        self.pipe.send(("cpu",))
+        before = self.pipe.recv()
+        time.sleep(seconds)
+        self.pipe.send(("cpu",))
+        return (self.pipe.recv() - before) / seconds
+
+    def ray_store(self) -> None:
+        import ray  # pyright: ignore[reportMissingImports]
+
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        try:
+            for size in self.sizes:
+                body = np.ones(size, np.uint8)
+                ours, peer = [], []
+                for _ in range(min(20, self.rounds(size))):
+                    written = self.write(size)
+                    ours.append(written.seconds + timed(lambda refs=written.refs: self.take_all(True, refs)))
+                    peer.append(timed(lambda body=body: ray.get(ray.put(body))))
+                self.rows.add("shm, digests on", size, Timing.of(size, ours), "ray put+get", Timing.of(size, peer))
+        finally:
+            ray.shutdown()
+
+    def run(self) -> None:
+        self.shared_memory(digests=False)
+        self.shared_memory(digests=True)
+        peers: dict[str, Callable[[int], None]] = {"plain socket": self.plain[0].read}
+        if self.zmq is not None:
+            peers["ZeroMQ"] = self.zmq.read
+        self.wire("tcp", self.tcp, peers)
+        self.concurrent_tcp()
+        if self.raw_ucxx is not None:
+            self.wire("ucxx", self.ucxx, {"raw UCX": self.raw_ucxx.read})
+        if HAS_RAY:
+            self.ray_store()
+
+
+def size_text(size: int) -> str:
+    return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="penstock bench payload", description="Payloads between two processes, by every carrier."
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
+    arguments = parser.parse_args(argv)
+    sizes = [4 * KB, MB, 16 * MB] if arguments.quick else [4 * KB, 64 * KB, MB, 16 * MB, 128 * MB]
+    bench = Bench(sizes, budget_s=0.3 if arguments.quick else 2.0)
+    try:
+        bench.run()
+        idle = bench.idle_cpu(1.0 if arguments.quick else 5.0)
+    finally:
+        bench.close()
+    console = Console(width=130)
+    console.print(bench.rows.table)
+    console.print(f"idle servers (tcp{', ucxx' if HAS_UCXX else ''} and the peers'): {idle * 100:.2f} % of a core")
+    left_out = [name for name, here in (("UCXX", HAS_UCXX), ("ZeroMQ", HAS_ZMQ), ("Ray", HAS_RAY)) if not here]
+    if left_out:
+        console.print(f"not installed here, left out: {', '.join(left_out)}")
+    if arguments.json:
+        idle_record = {
+            "name": "idle cpu",
+            "unit": "share",
+            "ours": idle,
+            "peer": 0.0,
+            "peer_name": "nothing",
+            "ratio": 0.0,
+        }
+        arguments.json.write_text(json.dumps([*bench.rows.records, idle_record], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    raise SystemExit(main(sys.argv[1:]))
