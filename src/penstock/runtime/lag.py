@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from penstock.runtime.garbage import spare_what_exists
+
 logger = logging.getLogger(__name__)
 
 FRAMES_IN_LINE = 4
@@ -126,7 +128,8 @@ class LagMonitor:
         return self.statistics.report()
 
     async def run(self) -> None:
-        """Probes until cancelled."""
+        """Probes until cancelled. To be started when start-up is over: the collector is first told to spare it."""
+        spare_what_exists()
         self._loop_thread = threading.get_ident()
         self._stopped.clear()
         self._due = time.monotonic() + self.statistics.period_s

@@ -34,6 +34,8 @@ from penstock.wire.messages import Refused, Reply, Request
 
 logger = logging.getLogger(__name__)
 
+SNAPSHOT_REST = 500
+"""Times the duration of a snapshot must pass before the next."""
 JOURNAL_PATIENCE_S = 30.0
 """A disk that accepts nothing for so long has failed."""
 
@@ -114,6 +116,7 @@ class ControlDesk:
         self._snapshot_every = snapshot_every
         self._tick_s = tick_s
         self._snapshot_seq = 0
+        self._snapshot_not_before = 0.0
         self._latest = 0.0
         self._instructions: asyncio.Queue[tuple[int, PipelineName, Effect]] = asyncio.Queue()
         self._answerers = Calls(self).answerers | dict(answerers or {})
@@ -257,11 +260,19 @@ class ControlDesk:
                 )
                 self.journal.fail(failure)
                 self._fail(failure.message)
-            if self.journal.last_seq - self._snapshot_seq >= self._snapshot_every:
-                self._snapshot_seq = self.journal.last_seq
-                machines = self.pipelines | self.neighbours
-                self.journal.snapshot({name: machine.snapshot() for name, machine in machines.items()})
+            self._maybe_snapshot()
             await asyncio.sleep(self._tick_s)
+
+    def _maybe_snapshot(self) -> None:
+        """Taking one stops the loop for about half a microsecond per sample in flight: never for more than 0.2 %."""
+        now = self._clock.now()
+        if self.journal.last_seq - self._snapshot_seq < self._snapshot_every or now < self._snapshot_not_before:
+            return
+        self._snapshot_seq = self.journal.last_seq
+        self.journal.snapshot(
+            {name: machine.snapshot() for name, machine in (self.pipelines | self.neighbours).items()}
+        )
+        self._snapshot_not_before = now + SNAPSHOT_REST * (self._clock.now() - now)
 
     async def _carry_out(self) -> None:
         """Consumes instructions in order; each waits until the event behind it is committed."""
