@@ -130,11 +130,14 @@ class MembershipMachine(RuleBasedStateMachine):
             self.send(events.TimePassed())
         self.nobody_stays_who_is_silent()
 
-    @rule(seconds=st.sampled_from([30.0, 500.0]))
-    def the_controller_is_away(self, seconds):
-        """Nobody can be heard meanwhile, and nobody may be blamed for it."""
+    @rule(seconds=st.sampled_from([30.0, 500.0]), tick_first=st.booleans())
+    def the_controller_is_away(self, seconds, tick_first):
+        """Nobody can be heard meanwhile, and nobody may be blamed for it, whoever is heard first afterwards."""
         before = list(self.live)
         self.now += seconds
+        for member in before[:1] if not tick_first else ():
+            self.send(events.HeartbeatHeard(member, 0.0))
+            self.beaten.add(member)
         self.send(events.TimePassed())
         assert self.live == before
         for member in before:

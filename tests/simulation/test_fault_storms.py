@@ -36,7 +36,7 @@ def storm(seed: int) -> SimSettings:
         max_staleness=random.choice((0, 1, 2, 4)),
         straggler_wait_s=random.choice((0.0, 0.0, 5.0)),
         checkpoint_every=random.choice((1, 3, 10)),
-        faults=msgspec.structs.replace(faults, until_s=500.0),
+        faults=msgspec.structs.replace(faults, until_s=500.0, controller_down_s=random.choice((3.0, 45.0))),
         check_every=5,
         max_virtual_s=60_000,
     )

@@ -128,8 +128,10 @@ class PipelineControl:
             state.started_at = state.last_event_at = state.progressed_at = now
         could_lease, awaited, newest = self.admission.can_lease(), state.ledger.awaiting_count, state.newest
         could_batch = self._trainer_side.can_give_batch(state.last_event_at)
+        excused = self._excuse_absence(now)
         effects, changed = self._decide(event, now)
-        if not changed and not first:
+        effects.extend(excused)
+        if not changed and not first and not excused:
             return effects
         state.revision += 1
         state.last_event_at = now
@@ -176,6 +178,17 @@ class PipelineControl:
                 return self._trainer_side.checkpoint_saved(event)
             case events.WeightsPublished():
                 return self._trainer_side.weights_published(event)
+
+    def _excuse_absence(self, now: float) -> list[Effect]:
+        """The controller records something several times per `suspect_after_s`; a longer gap means it was away itself
+        (killed, stopped, a suspended machine), and then nobody's silence counts."""
+        away_s = now - self.state.last_event_at
+        if away_s <= self.settings.suspect_after_s:
+            return []
+        self.members.excuse_all(now)
+        self.state.progressed_at = now
+        line = f"the controller itself was away for {away_s:.0f} s; nobody's silence counts"
+        return [Log("warning", f"{self.settings.name}: {line}")]
 
     def _caller(self, member: MemberId, role: Role) -> Member | RefuseCall:
         found = self.members.get(member)
@@ -275,16 +288,10 @@ class PipelineControl:
 
     def _on_time_passed(self, now: float) -> Outcome:
         state, settings = self.state, self.settings
-        away_s = now - state.last_event_at
-        if away_s > settings.suspect_after_s:
-            self.members.excuse_all(now)
-            state.progressed_at = now
-            line = f"{settings.name}: the controller itself was away for {away_s:.0f} s; nobody's silence counts"
-            return [Log("warning", line)], True
         effects: list[Effect] = []
         waited_enough = self._trainer_side.can_give_batch(now)
         waited_enough = waited_enough and not self._trainer_side.can_give_batch(state.last_event_at)
-        changed = waited_enough or away_s >= settings.patience.resolution_s
+        changed = waited_enough or now - state.last_event_at >= settings.patience.resolution_s
         for finding in self.members.look(now):
             changed = True
             level = "warning" if finding.what != "recovered" else "info"
@@ -295,6 +302,10 @@ class PipelineControl:
                     state.trainer_lost_at, state.trainer_left_well = now, False
                 state.members.reaped += 1
                 effects.append(self._evict(finding.member, finding.reason, died=True))
+        unaccounted = self.ledger.conservation()
+        if unaccounted and not state.stop_asked:
+            effects.append(self._fail(f"the books do not balance: {unaccounted} samples are unaccounted for (a bug)"))
+            changed = True
         if state.phase in ("running", "draining"):
             stalled = self._watch_progress(now)
             effects.extend(stalled)

@@ -267,3 +267,12 @@ def test_a_broken_book_is_noticed(drive):
         d.control.check()
     assert d.control.status(0.0)["conservation_error"] == -1
     d.books.counts["leased"] -= 1
+
+
+def test_books_that_do_not_balance_end_the_run_at_the_next_tick(drive):
+    d = drive()
+    d.books.counts["trained"] += 1
+    d.tick()
+    assert d.instructed(effects.FailRun)[0].sentence.startswith("p: the books do not balance: -1 samples")
+    d.control.restore(type(d.control)(d.settings).snapshot())
+    d._journal.clear()

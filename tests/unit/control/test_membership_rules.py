@@ -101,6 +101,19 @@ def test_a_gap_in_the_controllers_own_time_is_charged_to_nobody(drive):
     assert [effect.member for effect in seen if isinstance(effect, effects.EvictMember)] == ["w"]
 
 
+def test_whoever_calls_first_after_the_controllers_absence_does_not_doom_the_others(drive):
+    """The first event after a restart is as likely a delivery as a tick."""
+    d = drive(suspect_after_s=4, reap_after_s=10)
+    d.join("quick", "slow")
+    beat(d, "quick")
+    beat(d, "slow")
+    d.now += 60.0
+    beat(d, "quick")
+    assert "was away for 60 s" in d.lines[-1]
+    d.tick(5)
+    assert d.control.members.get("slow") is not None
+
+
 def test_close_heartbeats_are_not_recorded(drive):
     d = drive(suspect_after_s=8)
     d.join("w")

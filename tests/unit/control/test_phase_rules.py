@@ -63,6 +63,19 @@ def test_without_checkpoints_the_trainers_good_bye_completes_the_run(drive):
     assert d.control.phase == "complete"
 
 
+def test_nothing_leads_back_from_complete(drive):
+    """Workers told `exhausted` have left: a trainer that wants to train a step again cannot be served."""
+    d = drive(steps=1)
+    d.join("w")
+    d.fill()
+    d.train(0)
+    d.send(events.MemberLeft("t", "done"))
+    answer = d.send(events.MemberRegistered("t2", "trainer", step=0))
+    assert answer == effects.RefuseCall(
+        "RunFailed", "training is complete after 1 steps; a trainer at step 0 comes too late"
+    )
+
+
 def test_a_trainer_that_dies_before_its_last_checkpoint_is_waited_for(drive):
     d = drive(steps=1)
     d.join("w")
