@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from penstock.control.events import Event, TimePassed
 from penstock.control.io.desk import ControlDesk
-from penstock.control.io.http import ControlApp, ControlServer
+from penstock.control.io.http import STATUS_OF_REFUSAL, ControlApp, ControlServer
+from penstock.control.io.waiting import MAX_WAIT_S
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.errors import ConfigError, PenstockError, RunFailed
@@ -33,6 +34,7 @@ from penstock.runtime.clock import SystemClock
 from penstock.runtime.metrics import Metrics
 from penstock.runtime.tasks import Tasks
 from penstock.wire import messages
+from penstock.wire.codec import MAX_MESSAGE_BYTES
 from penstock.wire.messages import Refused, Reply, Request
 
 A = PipelineName("a")
@@ -351,6 +353,17 @@ async def test_a_full_disk_fails_the_run_and_promises_nothing(run: Controller) -
     assert isinstance(answer, Refused)
     assert (answer.kind, answer.message) == ("RunFailed", "the disk is full")
     assert run.desk.failure == "the disk is full"
+
+
+def test_the_document_has_every_path_and_every_refusal() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "protocols" / "control-http.md").read_text()
+    for kind, status in STATUS_OF_REFUSAL.items():
+        assert f"| `{kind}` | {status} |" in document
+    app = ControlApp(ControlDesk({}, ListedJournal(), SystemClock()), TOKEN, Metrics())
+    for path in ("/v1/call", "/healthz", *app._pages):
+        assert f"{path}`" in document
+    assert f"({MAX_MESSAGE_BYTES // 2**20} MiB)" in document
+    assert f"at most {MAX_WAIT_S:.0f} s" in document
 
 
 # -- whatever a stranger might send -------------------------------------------------------------------------------

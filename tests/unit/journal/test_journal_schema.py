@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import ConfigError, LocalProtocolError, RunFailed
 from penstock.journal.reader import history, replay
-from penstock.journal.schema import Entry, pack, unpack
+from penstock.journal.schema import Entry, create, pack, unpack
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName, RunId
 
@@ -150,3 +150,17 @@ def test_a_path_with_odd_characters(tmp_path: Path) -> None:
     folder.mkdir()
     write(folder / "journal.sqlite", 2)
     assert len(list(history(folder / "journal.sqlite"))) == 2
+
+
+def test_the_document_names_every_table_and_column() -> None:
+    document = (Path(__file__).parents[3] / "docs" / "protocols" / "journal.md").read_text()
+    with closing(sqlite3.connect(":memory:")) as connection:
+        create(connection, RUN)
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        columns = {table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")] for table in tables}
+        keys = [key for (key,) in connection.execute("SELECT key FROM meta")]
+    for table, names in columns.items():
+        row = next(line for line in document.splitlines() if line.startswith(f"| `{table}`"))
+        for name in keys if table == "meta" else names:
+            assert f"`{name}`" in row
+    assert str(list(Entry.__struct_fields__)).replace("'", "") in document
