@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.pool.book import State
+from penstock.pool.book import Entry, State
 from penstock.pool.lease import Hold
 from penstock.pool.view import useful_bundles, workers_by_pipeline
 from penstock.records.ids import PipelineName
@@ -16,13 +16,19 @@ def describe(state: State, topology: Topology, now: float) -> PoolStatus:
     generating = sum(len(seat.devices) for seat in seats if seat.state == "serving")
     moving = sum(len(seat.devices) for seat in seats if seat.state in ("waking", "leaving", "fenced"))
     held = sum(len(hold.devices) for hold in holds if hold.state in ("held", "fenced"))
+    workers = workers_by_pipeline(state)
+    states: dict[PipelineName, list[str]] = {name: [] for name in state.pipelines}
+    for seat in seats:
+        states.get(seat.pipeline, []).append(seat.state)
     return PoolStatus(
         devices=topology.device_count,
         idle=topology.device_count - generating - moving - held,
         generating=generating,
         held=held,
         moving=moving,
-        shares=tuple(_share(state, name, now) for name in sorted(state.pipelines)),
+        shares=tuple(
+            _share(name, state.pipelines[name], workers[name], states[name], now) for name in sorted(state.pipelines)
+        ),
         seats=tuple(
             SeatStatus(seat.seat, seat.pipeline, seat.member, seat.devices, seat.state, now - seat.since)
             for seat in seats
@@ -34,10 +40,7 @@ def describe(state: State, topology: Topology, now: float) -> PoolStatus:
     )
 
 
-def _share(state: State, name: PipelineName, now: float) -> PipelineShare:
-    entry = state.pipelines[name]
-    seats = [seat for seat in state.seats.values() if seat.pipeline == name]
-    workers = workers_by_pipeline(state)[name]
+def _share(name: PipelineName, entry: Entry, workers: int, seats: list[str], now: float) -> PipelineShare:
     note = ""
     if entry.demand.remaining and not workers:
         note = "has work but no worker process"
@@ -48,8 +51,8 @@ def _share(state: State, name: PipelineName, now: float) -> PipelineShare:
     return PipelineShare(
         pipeline=name,
         remaining=entry.demand.remaining,
-        awake=sum(seat.state == "serving" for seat in seats),
-        moving=sum(seat.state != "serving" for seat in seats),
+        awake=seats.count("serving"),
+        moving=len(seats) - seats.count("serving"),
         useful=useful_bundles(entry, workers),
         waited_s=0.0 if entry.waiting_since is None else now - entry.waiting_since,
         benched_s=max(0.0, entry.benched_until - now),

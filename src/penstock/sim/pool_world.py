@@ -145,7 +145,7 @@ class PoolWorld:
 
     def _tick(self) -> None:
         self.tell(ev.TimePassed())
-        for entry in self.pool.status(self.now).shares if self.mix.pipelines <= 64 else ():
+        for entry in self.pool.status(self.now).shares:
             self.longest_wait_s = max(self.longest_wait_s, entry.waited_s)
         self.at(1.0, self._tick)
 
