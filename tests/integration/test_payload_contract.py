@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import pytest
 
-from penstock.errors import LocalProtocolError, Transient
+from penstock.errors import ConfigError, LocalProtocolError, Transient
 from penstock.payload.exchange import ExchangeLimits
 from penstock.payload.io.fetch import BatchFetcher, Carrier
 from penstock.payload.io.prefetch import Prefetcher
@@ -84,7 +88,10 @@ class World:
         self.ring.close()
 
 
-@pytest.fixture(params=["shm", "tcp", pytest.param("ucxx", marks=needs_ucxx)])
+WIRES = ["tcp", pytest.param("ucxx", marks=needs_ucxx)]
+
+
+@pytest.fixture(params=["shm", *WIRES])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     world = World(request.param, tmp_path)
     yield world
@@ -272,9 +279,8 @@ def test_a_cancelled_batch_gives_back_what_it_held(world: World) -> None:
         eventually(lambda: world.ring.statistics().free == 16)
 
 
+@pytest.mark.parametrize("world", ["shm"], indirect=True)  # over a wire the acknowledgement is sent on receipt
 def test_a_trainer_that_dies_holding_a_batch_finds_it_again(world: World) -> None:
-    if world.carrier != "shm":
-        pytest.skip("over a wire the acknowledgement is sent on receipt")
     refs = [world.write(bytes([number])) for number in range(4)]
     dead = world.new_fetcher()
     assert len(dead.fetch(refs, [world.address]).views) == 4
@@ -286,12 +292,8 @@ def test_a_trainer_that_dies_holding_a_batch_finds_it_again(world: World) -> Non
     assert world.ring.statistics().free == 16
 
 
+@pytest.mark.parametrize("world", WIRES, indirect=True)
 class TestOnAWire:
-    @pytest.fixture(autouse=True)
-    def _wire(self, world: World) -> None:
-        if world.carrier == "shm":
-            pytest.skip("there is no wire in shared memory")
-
     def test_the_wrong_token_gets_nothing(self, world: World) -> None:
         ref = world.write(b"secret")
         report = world.new_fetcher(token="guess").fetch([ref], [world.address])
@@ -365,3 +367,69 @@ def test_the_nearest_carrier_is_chosen_with_a_way_back(tmp_path: Path, caplog: p
         fetcher.close()
     server.close()
     ring.close()
+
+
+def test_a_ring_that_nobody_can_reach_is_a_reason_and_not_an_error(tmp_path: Path) -> None:
+    lost = Ring.create("run-1", capacity_bytes=1024, slots=4, directory=str(tmp_path))
+    kept = Ring.create("run-1", capacity_bytes=1024, slots=4, directory=str(tmp_path))
+    refs = [lost.write([b"lost"], timeout_s=0), kept.write([b"kept"], timeout_s=0)]
+    addresses = [lost.address(host_id="here"), kept.address(host_id="here")]
+    lost.close()
+    fetcher = BatchFetcher(host_id="here", directory=str(tmp_path))
+    report = fetcher.fetch(refs, addresses)
+    assert report.missing[refs[0]].kind == "unreachable"
+    assert "does not exist on this host" in report.missing[refs[0]].detail
+    assert bytes(report.views[refs[1]]) == b"kept"
+    report.consumed()
+    fetcher.close()
+    forced = BatchFetcher(host_id="here", directory=str(tmp_path), carrier="tcp")
+    with pytest.raises(ConfigError, match="carrier tcp was asked for, but the producer offers no port"):
+        forced.fetch(refs, addresses)
+    forced.close()
+    kept.close()
+
+
+PRODUCER = """
+import sys, msgspec
+from penstock.payload.io.shm import Ring
+ring = Ring.create("run-1", capacity_bytes=64 << 20, slots=16, directory=sys.argv[1])
+if sys.argv[2] == "tcp":
+    from penstock.payload.io.tcp import TcpServer as Server
+else:
+    from penstock.payload.io.ucxx import UcxxServer as Server
+server = Server(ring.name, "secret", directory=sys.argv[1])
+refs = [ring.write([b"first"], timeout_s=0), ring.write([bytes(48 << 20)], timeout_s=0)]
+address = ring.address(host_id="here", **{sys.argv[2] + "_ports": server.ports})
+print(msgspec.json.encode((address, refs)).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("carrier", WIRES)
+def test_a_producer_killed_while_it_sends_is_an_exact_failure_and_its_ring_remains(carrier, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRODUCER, str(tmp_path), carrier], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        address, (first, large) = msgspec.json.decode(
+            child.stdout.readline(), type=tuple[RingAddress, tuple[PayloadRef, PayloadRef]]
+        )
+        policy = RetryPolicy(call_s=1, slot_s=3, batch_s=4, rounds=1)
+        fetcher = BatchFetcher(host_id="elsewhere", token="secret", directory=str(tmp_path), policy=policy)
+        fetcher.fetch([first], [address]).consumed()
+        observer = RingReader.attach(address.ring, directory=str(tmp_path))
+        os.kill(child.pid, signal.SIGSTOP)  # whatever it was doing, it does not finish
+        prefetcher: Prefetcher[int] = Prefetcher(fetcher)
+        prefetcher.begin(0, [large], [address])
+        child.kill()
+    report = prefetcher.wait(0, timeout_s=30)
+    assert report.views == {}
+    assert report.missing[large].kind in ("reset", "refused", "timed_out", "truncated")
+    prefetcher.close()
+    fetcher.close()
+    assert not observer.writer_alive()
+    lease = observer.take(large)  # what a dead producer wrote can still be read on its host
+    assert bytes(lease.view) == bytes(48 << 20)
+    assert lease.consumed()
+    observer.close()
+    (tmp_path / address.ring).unlink()

@@ -17,7 +17,7 @@ from penstock.errors import InvalidTransition, LocalProtocolError
 from penstock.payload.ports import Fault
 from penstock.records.payload import PayloadRef
 
-FailureKind = Fault | Literal["stale", "busy", "cancelled", "unknown_ring"]
+FailureKind = Fault | Literal["stale", "busy", "cancelled", "unknown_ring", "unreachable"]
 FINAL: frozenset[FailureKind] = frozenset(["stale", "cancelled", "unknown_ring"])
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
@@ -44,6 +45,13 @@ def test_buffers_are_joined_and_read_without_a_copy(ring: Ring, reader: RingRead
     assert ring.statistics().reading == 1
     assert lease.consumed()
     assert ring.statistics().free == 4
+
+
+def test_arrays_of_any_shape_are_buffers(ring: Ring, reader: RingReader) -> None:
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), np.float32), np.ones(3, np.uint8)]
+    lease = reader.take(ring.write([array.data for array in arrays], timeout_s=0))
+    assert bytes(lease.view) == b"".join(array.tobytes() for array in arrays)
+    lease.consumed()
 
 
 def test_large_bodies_take_the_piecewise_path(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, Protocol
 
-from penstock.errors import ConfigError, RemoteProtocolError, Stale, Transient
+from penstock.errors import ConfigError, PeerLost, RemoteProtocolError, Stale, Transient
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import RingReader
@@ -140,17 +140,20 @@ class BatchFetcher:
         addresses = {address.ring: address for address in rings}
         report = FetchReport({}, {}, [])
         remote: dict[PayloadRef, RingAddress] = {}
+        ways: dict[str, Carrier | Failure] = {}
         try:
             with self._lock:
                 self._detach_unused(addresses)
                 for ref in dict.fromkeys(refs):
-                    address = addresses.get(ref.ring)
-                    if address is None:
-                        report.missing[ref] = Failure("unknown_ring", f"no address is known for ring {ref.ring}")
-                    elif self._carrier(address) == "shm":
+                    if ref.ring not in ways:
+                        ways[ref.ring] = self._way(ref.ring, addresses.get(ref.ring))
+                    way = ways[ref.ring]
+                    if isinstance(way, Failure):
+                        report.missing[ref] = way
+                    elif way == "shm":
                         self._take(ref, report)
                     else:
-                        remote[ref] = address
+                        remote[ref] = addresses[ref.ring]
             if remote:
                 self._fetch_remote(remote, report, cancellation or Cancellation())
         except BaseException:
@@ -230,14 +233,18 @@ class BatchFetcher:
             raise broken
         report.missing.update(retry.missing)
 
-    def _carrier(self, address: RingAddress) -> Carrier:
-        self._unused[address.ring] = 0
-        carrier = self._carriers.get(address.ring)
-        if carrier is None:
-            carrier, why = self._choose(address)
-            log.info("payloads of ring %s come by %s (%s)", address.ring, carrier, why)
-            self._carriers[address.ring] = carrier
-        return carrier
+    def _way(self, ring: str, address: RingAddress | None) -> Carrier | Failure:
+        if address is None:
+            return Failure("unknown_ring", f"no address is known for ring {ring}")
+        if ring not in self._carriers:
+            try:
+                carrier, why = self._choose(address)
+            except PeerLost as error:
+                return Failure("unreachable", str(error))
+            log.info("payloads of ring %s come by %s (%s)", ring, carrier, why)
+            self._carriers[ring] = carrier
+        self._unused[ring] = 0
+        return self._carriers[ring]
 
     def _choose(self, address: RingAddress) -> tuple[Carrier, str]:
         passed_over: list[str] = []
@@ -247,10 +254,12 @@ class BatchFetcher:
             try:
                 self._prepare(carrier, address)
             except (Stale, Transient, ConfigError, RemoteProtocolError) as error:
+                if self._forced != "auto" and isinstance(error, ConfigError):
+                    raise ConfigError(f"carrier {carrier} was asked for, but {error}") from error
                 passed_over.append(f"not {carrier}: {error}")
                 continue
             return carrier, "; ".join(passed_over) or "nearest"
-        raise ConfigError(f"ring {address.ring} cannot be reached: {'; '.join(passed_over)}")
+        raise PeerLost(f"ring {address.ring} cannot be reached: {'; '.join(passed_over)}")
 
     def _prepare(self, carrier: Carrier, address: RingAddress) -> None:
         """Make `carrier` ready for use with `address`, or raise why it cannot be."""

@@ -142,7 +142,7 @@ class Ring:
         Waits up to `timeout_s` for room, then raises `Transient` naming the consumer that is slow: this is how
         backpressure reaches the generation loop. Blocking; call it from a worker thread.
         """
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        views = [view.cast("B") for view in map(memoryview, buffers) if view.nbytes]
         size_bytes = sum(len(view) for view in views)
         slot, extent, writing = self._reserve(size_bytes, timeout_s)
         mapping = self._mapping
