@@ -316,6 +316,7 @@ def test_only_rings_nobody_needs_are_leftovers(tmp_path: Path) -> None:
     no_such_pid = 2**22 + 1
     guarded = left_by_dead_writer(os.getpid())
     dead = left_by_dead_writer(no_such_pid)
+    adopted = left_by_dead_writer(1)
     resumed = left_by_dead_writer(no_such_pid, "run-3")
     being_read = left_by_dead_writer(no_such_pid)
     reader = RingReader.attach(being_read.name, directory=str(tmp_path))
@@ -325,7 +326,7 @@ def test_only_rings_nobody_needs_are_leftovers(tmp_path: Path) -> None:
     damaged = tmp_path / ("penstock-" + "b" * 32)
     damaged.write_bytes(b"nonsense")
     os.utime(damaged, (0, 0))
-    assert sorted(sweep_dead(str(tmp_path), keep_run="run-3")) == sorted([dead.name, damaged.name])
+    assert sorted(sweep_dead(str(tmp_path), keep_run="run-3")) == sorted([dead.name, adopted.name, damaged.name])
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {guarded.name, resumed.name, being_read.name, being_written.name, just_created.name}
     reader.close()

@@ -99,7 +99,8 @@ class Ring:
             capacity_bytes=-(-capacity_bytes // ALIGNMENT) * ALIGNMENT,
             writer_pid=os.getpid(),
             guardian_pid=guardian,
-            guardian_start=int(start_time(guardian) or 0),
+            # Process 1 outlives every run: it guards nothing.
+            guardian_start=int(start_time(guardian) or 0) if guardian > 1 else 0,
             digests=digests,
         )
         path = Path(directory) / f"{NAME_PREFIX}{secrets.token_hex(16)}"
@@ -444,13 +445,14 @@ def _copy(target: memoryview, views: Sequence[memoryview], digests: bool) -> int
             at += len(view)
         return xxhash.xxh3_64_intdigest(target) if digests else 0
     hasher = xxhash.xxh3_64()
+    chunk_bytes = CHUNK_BYTES if digests else len(target)
     # numpy copies without holding the interpreter's lock; a slice assignment of a memoryview does not.
     out = np.frombuffer(target, np.uint8)
     at = 0
     for view in views:
         source = np.frombuffer(view, np.uint8)
-        for start in range(0, len(view), CHUNK_BYTES):
-            piece = source[start : start + CHUNK_BYTES]
+        for start in range(0, len(view), chunk_bytes):
+            piece = source[start : start + chunk_bytes]
             if digests:
                 hasher.update(piece.data)
             out[at : at + len(piece)] = piece
