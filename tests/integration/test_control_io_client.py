@@ -157,7 +157,7 @@ async def test_a_connection_lost_before_the_answer_is_tried_again(endpoint: Path
 
 async def test_a_silent_controller_is_given_up_after_the_attempt_and_then_the_bound(endpoint: Path) -> None:
     async with served(Script(b""), endpoint), client_of(endpoint, give_up_s=0.3, attempt_s=0.1) as client:
-        with pytest.raises(PeerLost, match=r"could not be reached .*no answer within 0.1 s"):
+        with pytest.raises(PeerLost, match=r"could not be reached in .*no answer within 0.1 s"):
             await client.call(REPORT)
 
 

@@ -61,6 +61,8 @@ class ControlClient:
         self._requests: Codec[Request] = Codec(Request)
         self._replies: Codec[Reply] = Codec(Reply)
         self._address: tuple[str, int] | None = None
+        self._moved = True
+        """The address is to be looked up again before the next connection."""
         self._head = b""
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
@@ -77,7 +79,7 @@ class ControlClient:
         loop = asyncio.get_running_loop()
         wait_s = getattr(request, "wait_s", 0.0)
         deadline = loop.time() + (timeout_s if timeout_s is not None else wait_s + self._give_up_s)
-        backoff = Backoff(0.05, 2.0)
+        backoff = Backoff(0.05, 1.0)
         while True:
             attempt_s = min(deadline - loop.time(), wait_s + self._attempt_timeout_s)
             if self._hurried.is_set():
@@ -91,13 +93,12 @@ class ControlClient:
                     raise PeerLost(f"the controller did not answer during shutdown: {failure}") from failure
                 if loop.time() + pause_s >= deadline:
                     raise PeerLost(
-                        f"the controller could not be reached ({backoff.attempts} attempts, the last at "
-                        f"{self._address}): {failure}"
+                        f"the controller at {self._where()} could not be reached in {backoff.attempts} attempts: {failure}"
                     ) from failure
                 if backoff.attempts == 1:
-                    logger.info("controller at %s: %s; trying again", self._address, failure)
+                    logger.info("controller at %s: %s; trying again", self._where(), failure)
                 self.reconnects += 1
-                self._address = None
+                self._moved = True
                 await self._pause(pause_s)
 
     def hurry(self, timeout_s: float) -> None:
@@ -133,8 +134,9 @@ class ControlClient:
         return answer
 
     async def _connect(self, timeout_s: float) -> _Connection:
-        if self._address is None:
+        if self._address is None or self._moved:
             self._address = self._locate()
+            self._moved = False
             host, port = self._address
             self._head = (
                 f"POST /v1/call HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {self._token}\r\n"
@@ -161,6 +163,9 @@ class ControlClient:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Unreachable(f"{self._endpoint} cannot be read: {error}") from error
 
+    def _where(self) -> str:
+        return f"{self._address[0]}:{self._address[1]}" if self._address is not None else "an unknown address"
+
     def _forget(self, connection: _Connection) -> None:
         self._open.discard(connection)
         if connection in self._idle:
@@ -183,7 +188,7 @@ class ControlClient:
         raise RemoteProtocolError(f"the controller answered a call with status {status} and {kind.decode()!r}")
 
     def __repr__(self) -> str:
-        return f"ControlClient({self.pipeline}/{self.member} at {self._address}, open={len(self._open)})"
+        return f"ControlClient({self.pipeline}/{self.member} at {self._where()}, open={len(self._open)})"
 
 
 class _Connection(asyncio.Protocol):
