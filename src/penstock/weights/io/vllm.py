@@ -1,0 +1,123 @@
+"""Drives the weights of a vLLM server through its own calls: pause, start, update, finish, resume.
+
+vLLM keeps its weights in its own process and overwrites them, so this is the in-place way with the same states: from
+`start` on the replica is TORN until one complete version is in and proved. The server's checksum endpoint is the
+proof: checksums are remembered for each digest when a version was first loaded completely (every bucket verified
+inside the server), and compared whenever that version must be proved again. A server that answers an update with an
+error keeps running but must not be resumed; one that dies or hangs is replaced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import torch
+
+from penstock.errors import LocalProtocolError, PeerLost, RemoteProtocolError, Transient
+from penstock.records.weights import Manifest
+from penstock.weights.io.files import map_version
+from penstock.weights.manifest import describe
+
+
+class VllmEngine:
+    """One server as the engine *and* the mover of a `ReplicaUpdater` with `way="in_place"`.
+
+    engine = VllmEngine("http://127.0.0.1:8000", run_dir)
+    ReplicaUpdater(engine, source, report, engine, way="in_place", prove=engine.served_digest)
+    """
+
+    def __init__(self, url: str, run_dir: Path, *, timeout_s: float = 300.0) -> None:
+        self._run_dir = run_dir
+        self._client = httpx.Client(base_url=url, timeout=timeout_s)
+        self._manifests: dict[str, Manifest] = {}
+        self._checksums: dict[str, dict[str, str]] = {}
+        self._initialised = False
+        self._paused = False
+        self.version = -1
+        self.digest = ""
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __repr__(self) -> str:
+        return f"VllmEngine({self._client.base_url}, version {self.version}, paused {self._paused})"
+
+    # The mover's side
+
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+        """Verifies the files here, before the server is touched; the server reads them itself."""
+        tensors = map_version(self._run_dir, manifest, verify=verify)
+        self._manifests = {manifest.digest: manifest}
+        return tensors
+
+    # The engine's side
+
+    def sleep(self, timeout_s: float) -> None:
+        """Requests in flight are kept and go on after `wake`."""
+        self._call("POST", "/pause?mode=keep", timeout_s)
+        self._paused = True
+
+    def load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str, timeout_s: float) -> float:
+        """One whole cycle in the server. It must be paused: updating a running server kills it."""
+        manifest = self._manifests.get(digest)
+        if manifest is None or not self._paused:
+            raise LocalProtocolError(f"version {version} was not brought, or the server is not paused: {self!r}")
+        began = time.monotonic()
+        if not self._initialised:
+            self._call("POST", "/init_weight_transfer_engine", timeout_s, init_info={"run_dir": str(self._run_dir)})
+            self._initialised = True
+        self._call("POST", "/start_weight_update", timeout_s)
+        update = {"manifest": msgspec.to_builtins(manifest)}
+        self._call("POST", "/update_weights", timeout_s, update_info=update)
+        self._call("POST", "/finish_weight_update", timeout_s, weight_version=str(version))
+        found = self.checksums(timeout_s)
+        known = self._checksums.setdefault(digest, found)
+        if known != found:
+            wrong = sorted(name for name in known if known[name] != found.get(name))
+            raise RemoteProtocolError(f"the server's {wrong[0]} is not that of {describe(manifest)}")
+        if self.digest and self.digest != digest and found == self._checksums.get(self.digest):
+            raise RemoteProtocolError(f"the server still holds version {self.version} after {describe(manifest)}")
+        while len(self._checksums) > 8:
+            del self._checksums[next(iter(self._checksums))]
+        self.version, self.digest = version, digest
+        return time.monotonic() - began
+
+    def wake(self, timeout_s: float) -> None:
+        self._call("POST", "/resume", timeout_s)
+        self._paused = False
+
+    def served_digest(self) -> str:
+        """The digest of the version whose checksums the server's memory has now; empty when it is none known."""
+        found = self.checksums()
+        return next((digest for digest, known in self._checksums.items() if known == found), "")
+
+    def checksums(self, timeout_s: float = 60.0) -> dict[str, str]:
+        return self._call("POST", "/weight_checker", timeout_s, action="checksum")["checksums"]
+
+    def served_tensors(self) -> Mapping[str, torch.Tensor]:
+        raise LocalProtocolError("a vLLM server keeps its tensors to itself: pass `prove=engine.served_digest`")
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        raise LocalProtocolError("a vLLM server has no second buffer: use way='in_place'")
+
+    def staged_tensors(self) -> Mapping[str, torch.Tensor]:
+        raise LocalProtocolError("a vLLM server has no second buffer: use way='in_place'")
+
+    def swap(self, version: int, digest: str, timeout_s: float) -> float:
+        raise LocalProtocolError("a vLLM server has no second buffer: use way='in_place'")
+
+    def _call(self, method: str, path: str, timeout_s: float, **body: Any) -> Any:
+        try:
+            reply = self._client.request(method, path, json=body or None, timeout=timeout_s)
+        except httpx.TimeoutException as error:
+            raise PeerLost(f"the vLLM server did not answer {path} within {timeout_s:.0f} s") from error
+        except httpx.TransportError as error:
+            raise Transient(f"the vLLM server cannot be reached at {path}: {error}") from error
+        if reply.is_error:
+            raise RemoteProtocolError(f"the vLLM server answered {path} with {reply.status_code}: {reply.text[:300]}")
+        return reply.json()

@@ -1,0 +1,86 @@
+"""The half of a weight update that runs inside vLLM: a transfer backend that loads buckets from a run directory.
+
+Registered through the entry point `vllm.general_plugins`, so a server started with
+`--weight-transfer-config '{"backend": "penstock"}'` finds it. Every bucket is verified against its manifest before the
+first of its tensors reaches the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from penstock.errors import LocalProtocolError
+from penstock.records.weights import Manifest
+from penstock.weights.io.fetch import fetch_buckets
+from penstock.weights.io.files import FileSource
+
+BACKEND = "penstock"
+
+
+def register() -> None:
+    """Called by vLLM in every one of its processes."""
+    from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
+        WeightTransferEngineFactory,
+    )
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, build())
+
+
+def build() -> type[Any]:
+    """The backend class; made on demand, because its base exists only where vLLM does."""
+    from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    @dataclass
+    class InitInfo(WeightTransferInitInfo):
+        run_dir: str
+
+    @dataclass
+    class UpdateInfo(WeightTransferUpdateInfo):
+        manifest: dict[str, Any]
+
+    class FileTransferEngine(WeightTransferEngine):
+        """Loads a version in checkpoint format, layer by layer."""
+
+        init_info_cls = InitInfo
+        update_info_cls = UpdateInfo
+        run_dir: Path | None = None
+
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
+            self.run_dir = Path(init_info.run_dir)
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(update_info))
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+
+        def receive_weights(self, update_info: UpdateInfo) -> None:
+            if self.run_dir is None:
+                raise LocalProtocolError("the transfer backend was not told its run directory: initialise it first")
+            manifest = msgspec.convert(update_info.manifest, Manifest)
+            with FileSource(self.run_dir, manifest) as source:
+                for bucket in fetch_buckets(source, manifest):
+                    self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in bucket.items()])
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+        def shutdown(self) -> None: ...
+
+    return FileTransferEngine
