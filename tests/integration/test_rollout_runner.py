@@ -16,6 +16,7 @@ from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.rollout import trace
+from penstock.rollout import flow
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
@@ -254,6 +255,22 @@ async def test_stop_while_the_queue_is_full_returns_the_line_and_finishes_the_en
         assert await running == "time to go"
     assert [rollout.sample for rollout in desk.rollouts] == [0, 1, 2, 3]
     assert desk.settled() == list(range(desk.issued * GROUP))
+
+
+async def test_a_stop_in_the_same_breath_as_an_ask_ends_at_once() -> None:
+    """The ask is cancelled before its task has run at all; nobody may wait for its answer."""
+
+    class StoppedAtOnce(Runner):
+        def _post(self, event: Any) -> None:
+            super()._post(event)
+            if isinstance(event, flow.Started):
+                self.stop("never mind")
+
+    desk = ScriptedDesk(1000)
+    runner = StoppedAtOnce(ToyWorkload(), desk, NumberedStore(), settings())
+    assert await runner.run() == "never mind"
+    assert desk.asks == 0
+    assert "abandoned" not in runner.statistics()
 
 
 async def test_a_drain_that_takes_too_long_is_abandoned_and_everything_goes_back() -> None:

@@ -147,6 +147,7 @@ class Runner:
             match effect:
                 case flow.AskLease(samples, after_s):
                     self._asking = self._spawn(group, self._ask(samples, after_s), "ask lease")
+                    self._asking.add_done_callback(self._ask_ended)
                 case flow.Prepare(tickets):
                     preparation.submit(self._hooks.prepare, tickets)
                 case flow.Generate(batch, tickets):
@@ -199,10 +200,10 @@ class Runner:
         self._interrupt()
         self._inbox.append(flow.Abandoned(self.machine.ending or "the drain took too long"))
 
-    def _post(self, event: flow.Event | BaseException) -> None:
+    def _post(self, *events: flow.Event | BaseException) -> None:
         """Tells the loop something, from any thread; wakes it only if it may be asleep."""
-        self._inbox.append(event)
-        if not self._wake.is_set() and self._loop is not None:
+        self._inbox.extend(events)
+        if events and not self._wake.is_set() and self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def _decide(self, event: flow.Event | BaseException) -> list[flow.Effect]:
@@ -240,10 +241,6 @@ class Runner:
                 await asyncio.sleep(after_s)
             asked = time.monotonic()
             answer = await self._desk.lease(samples, self.settings.lease_wait_s)
-        except asyncio.CancelledError:
-            # What the desk may have granted meanwhile goes back when the worker unregisters.
-            self._post(flow.LeaseAnswered((), "throttled"))
-            raise
         except Exception as error:  # noqa: BLE001 - raised by `run`, once the leases in hand are given back
             self._post(error)
             return
@@ -258,6 +255,11 @@ class Runner:
         self._post(flow.LeaseAnswered(answer.leases, answer.verdict, waited_s))
         if answer.phase in ("complete", "stopped"):
             self._post(flow.Abandoned(f"the run is {answer.phase}"))
+
+    def _ask_ended(self, asking: asyncio.Task[None]) -> None:
+        """A cancelled ask is an answer too, even one cancelled before it began. The desk gives back what was granted."""
+        if asking.cancelled():
+            self._post(flow.LeaseAnswered((), "throttled"))
 
     async def _deliver(self, tickets: tuple[flow.Ticket, ...]) -> None:
         works = [self._works[ticket] for ticket in tickets]
