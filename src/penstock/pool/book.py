@@ -21,6 +21,10 @@ class Entry(msgspec.Struct):
     """Since when it has had work and no worker: what ageing goes by."""
     over_since: float | None = None
     """Since when it has had more workers than its work can use."""
+    slack_since: float | None = None
+    """When that began in this round; unlike `over_since` it stays when the workers were taken away."""
+    last_slack_s: float = 0.0
+    """How long it took, the last time, until a new round had work for them."""
     benched_until: float = 0.0
     failures: int = 0
     """Failed moves in a row."""

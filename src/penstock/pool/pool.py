@@ -74,7 +74,7 @@ class Pool:
             case ev.ProgressReported():
                 return self._entry(event.pipeline).demand.report(event.round, event.completed, now)
             case ev.DemandDeclared():
-                return self._entry(event.pipeline).demand.declare(event.round, event.target, now)
+                return self._declare(event, now)
             case ev.DemandWithdrawn():
                 return self._withdraw(event)
             case ev.DevicesRequested():
@@ -199,6 +199,15 @@ class Pool:
         for hold in [hold for hold in self._state.holds.values() if hold.pipeline == event.pipeline]:
             if hold.state in ("waiting", "assigned"):
                 self._moves.reject(hold, "closed", f"pipeline {event.pipeline} closed", now)
+        return True
+
+    def _declare(self, event: ev.DemandDeclared, now: float) -> bool:
+        entry = self._entry(event.pipeline)
+        begun = event.round > entry.demand.round
+        if not entry.demand.declare(event.round, event.target, now):
+            return False
+        if begun and entry.slack_since is not None:
+            entry.last_slack_s, entry.slack_since = now - entry.slack_since, None
         return True
 
     def _withdraw(self, event: ev.DemandWithdrawn) -> bool:
@@ -382,5 +391,6 @@ class Pool:
             over = held[name] > useful_bundles(entry, workers[name])
             if over != (entry.over_since is not None):
                 entry.over_since = now if over else None
+                entry.slack_since = entry.over_since if entry.slack_since is None else entry.slack_since
                 changed = True
         return changed

@@ -14,9 +14,10 @@ class PoolSettings(msgspec.Struct, frozen=True):
     topology: Topology
     turn_s: float = 10.0
     """How long a woken worker is safe from other pipelines' generation (times its pipeline's weight)."""
-    linger_s: float = 10.0
+    linger_s: float = 20.0
     """Workers without work wait this long for the next round before others' generation may have their devices, unless
-    somebody is short of its due. Best set to the straggler time of a round, at least to the cost of a move."""
+    somebody is short of its due, or the last time they would have waited in vain. Best set to the straggler time of a
+    round."""
     wake_s: float = 60.0
     drain_s: float = 30.0
     """What a worker gets to finish running samples when devices move between generators."""

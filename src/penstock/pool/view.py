@@ -27,6 +27,13 @@ def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
     return counts
 
 
+def _lingers(entry: Entry, settings: PoolSettings, now: float) -> bool:
+    """Waiting pays if the next round comes soon; whether it will is judged by the last one."""
+    if entry.over_since is None or entry.last_slack_s > settings.linger_s:
+        return False
+    return now < entry.over_since + settings.linger_s
+
+
 def view_of(state: State, settings: PoolSettings, now: float) -> Snapshot:
     """A snapshot to plan on."""
     names = sorted(state.pipelines)
@@ -57,7 +64,7 @@ def view_of(state: State, settings: PoolSettings, now: float) -> Snapshot:
                 min_bundles=shape.min_bundles,
                 waiting_since=entry.waiting_since,
                 turn_s=settings.turn_s * shape.weight,
-                lingers=entry.over_since is not None and now < entry.over_since + settings.linger_s,
+                lingers=_lingers(entry, settings, now),
                 may_wake=now >= entry.benched_until,
                 places=tuple(sorted(bound[name])) if name in bound else None,
             )

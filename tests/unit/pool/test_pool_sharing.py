@@ -151,3 +151,22 @@ def test_idle_workers_linger_for_the_next_round(make_town):
     town.progress("a", 100, round=1)
     town.after(30)
     assert town.awake("b") == 8
+
+
+def test_idle_workers_do_not_wait_where_waiting_was_in_vain_before(make_town):
+    town = make_town((8,), linger_s=20.0)
+    town.open("a", max_bundles=4)
+    town.open("b")
+    town.demand("a", 100)
+    town.demand("b", 10_000)
+    town.after(15)
+    town.progress("a", 100)
+    town.after(15)
+    assert town.awake("a") == 4, "the first time they wait"
+    town.after(100)
+    town.demand("a", 100, round=1)
+    town.after(30)
+    assert town.awake("a") == 1, "against so much work of the other, one is its due"
+    town.progress("a", 100, round=1)
+    town.after(2)
+    assert town.awake("b") == 8, "a round of this pipeline is followed by a long pause: nobody waits for it"
