@@ -15,8 +15,7 @@ from penstock.errors import ConfigError, PeerLost, RunFailed
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
-from penstock.rollout import trace
-from penstock.rollout import flow
+from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds

@@ -63,7 +63,7 @@ class RoleMain(Protocol):
 def run_role(main: RoleMain, options: argparse.Namespace) -> int:
     """Runs a role to its end. An error becomes the process's last words and its exit code."""
     run = RunDir.open(options.run_dir)
-    configure(options.name, run.log_path(options.name), logging.INFO)
+    configure(options.name, level=logging.INFO)  # to standard error, which the supervisor sends to the log file
     try:
         process = RoleProcess(
             run=run,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from penstock.errors import RunFailed
 from penstock.payload.io.shm import Ring
+from penstock.pool.io.executor import OrderExecutor
+from penstock.roles.generation import Generation
 from penstock.roles.models import engine_of, environment_of, policy_of, workload_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import connected, heed_stop, report_gauges
@@ -23,11 +22,9 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.files import FileMover
-from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
+from penstock.weights.io.updater import ReplicaUpdater
 
 log = logging.getLogger(__name__)
-
-FIRST_WEIGHTS_S = 300.0
 
 
 async def main(process: RoleProcess) -> None:
@@ -41,29 +38,37 @@ async def main(process: RoleProcess) -> None:
     building.close(timeout_s=1.0)
     ring = Ring.create(process.run.run_id, capacity_bytes=rollout.ring_mb << 20, slots=rollout.ring_slots)
     lag = LagMonitor(process.name)
+    settings = _settings(process)
     try:
         address = ring.address(host_id=host_id(), host="127.0.0.1")
         async with (
             connected(process, "rollout", ring=address, prompt_count=environment.count) as client,
             Tasks() as tasks,
         ):
-            desk = WorkerDesk(process, client, engine.serving, ring)
-            serving = asyncio.Event()
+            desk = WorkerDesk(process, client, tasks, engine.serving, ring)
+            moved = process.progress.moved
+
+            def make_runner() -> Runner:
+                interrupt = getattr(engine, "interrupt", lambda: None)
+                return Runner(workload, desk, RingStore(ring), settings, progressed=moved, interrupt=interrupt)
+
+            generation = Generation(engine, desk, make_runner, tasks, moved)
             updater = ReplicaUpdater(
                 engine,
-                desk,
-                _announcing(desk, serving),
+                generation,
+                desk.report,
                 FileMover(process.run.root),
                 way=pipeline.weights.way,
                 change_timeout_s=pipeline.weights.deadline_s,
             )
-            runner = Runner(workload, desk, RingStore(ring), _settings(process), progressed=process.progress.moved)
+            generation.updating = lambda: updater.updating
+            executor = OrderExecutor(generation, client.call, client.pipeline, client.member)
             tasks.spawn("watch the loop", lag.run())
             tasks.spawn("update weights", updater.run())
-            tasks.spawn("report gauges", report_gauges(process, client, lag, runner.statistics))
-            tasks.spawn("heed the stop", heed_stop(process, client, runner.stop))
-            if await _first_weights(process, serving):
-                log.info("generation ended: %s", await runner.run())
+            tasks.spawn("obey the pool", executor.run())
+            tasks.spawn("report gauges", report_gauges(process, client, lag, generation.statistics))
+            tasks.spawn("heed the stop", heed_stop(process, client, generation.stop))
+            await generation.over()
             tasks.cancel()
     finally:
         # A dead worker's ring is still read by the trainer; the supervisor removes it at the end of the run.
@@ -85,28 +90,3 @@ def _settings(process: RoleProcess) -> RunnerSettings:
     rollout = process.pipeline.rollout
     bounds = Bounds(batch_samples=rollout.batch_samples, queue_samples=rollout.queue_samples)
     return RunnerSettings(bounds=bounds, prefetch=rollout.prefetch, drain_s=process.config.run.grace_s / 2)
-
-
-def _announcing(desk: WorkerDesk, serving: asyncio.Event) -> Callable[[ReplicaReport], Any]:
-    async def report(said: ReplicaReport) -> None:
-        if said.state == "serving":
-            serving.set()
-        await desk.report(said)
-
-    return report
-
-
-async def _first_weights(process: RoleProcess, serving: asyncio.Event) -> bool:
-    """False when the process was asked to stop before the trainer published anything."""
-    process.progress.moved("waiting for the first weights")
-    async with asyncio.TaskGroup() as group:
-        stopping = group.create_task(process.stop.wait())
-        arriving = group.create_task(serving.wait())
-        done, waiting = await asyncio.wait(
-            {stopping, arriving}, timeout=FIRST_WEIGHTS_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in waiting:
-            task.cancel()
-    if not done:
-        raise RunFailed(f"{process.name}: the trainer published no weights within {FIRST_WEIGHTS_S:.0f} s")
-    return arriving in done

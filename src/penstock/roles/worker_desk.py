@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from penstock.batch.codec import encode
 from penstock.control.io.client import ControlClient
-from penstock.errors import PeerLost, RemoteProtocolError
+from penstock.errors import PeerLost, PenstockError, RemoteProtocolError
 from penstock.payload.io.shm import Ring
 from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
@@ -17,6 +18,7 @@ from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
 from penstock.roles.process import RoleProcess
 from penstock.rollout.io.serving import Serving
+from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ReplicaReport
 from penstock.wire.messages import (
     AskLease,
@@ -36,8 +38,9 @@ WRITE_S = 120.0
 class WorkerDesk:
     """Leases, deliveries and weights, as the runner and the updater ask for them."""
 
-    def __init__(self, process: RoleProcess, client: ControlClient, serving: Serving, ring: Ring) -> None:
+    def __init__(self, process: RoleProcess, client: ControlClient, tasks: Tasks, serving: Serving, ring: Ring) -> None:
         self._process = process
+        self._tasks = tasks
         self._client = client
         self._serving = serving
         self._ring = ring
@@ -52,17 +55,35 @@ class WorkerDesk:
             version=Version(self._serving.version),
             wait_s=wait_s,
         )
+        asking = self._tasks.spawn("ask for a lease", self._ask(ask))
+        try:
+            answer = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            # The controller may grant it all the same: nobody would know of those leases.
+            self._tasks.spawn("give back a lease", self._give_back(asking))
+            raise
+        if isinstance(answer, PenstockError):
+            raise answer
+        return answer
+
+    async def _ask(self, ask: AskLease) -> Leased | PenstockError:
+        """The answer, or the error to be raised to whoever still wants the answer."""
         try:
             reply = await self._client.call(ask)
-        except PeerLost:
-            if self._process.stop.requested:  # the call was cut short by the shutdown
+        except PenstockError as error:
+            if isinstance(error, PeerLost) and self._process.stop.requested:  # cut short by the shutdown
                 return Leased((), "throttled", "stopped")
-            raise
+            return error
         if not isinstance(reply, Leased):
-            raise RemoteProtocolError(f"the controller answered a request for a lease with {reply!r}")
+            return RemoteProtocolError(f"the controller answered a request for a lease with {reply!r}")
         if reply.discard:
             self._ring.discard(reply.discard)
         return reply
+
+    async def _give_back(self, asking: asyncio.Task[Leased | PenstockError]) -> None:
+        answer = await asking
+        if isinstance(answer, Leased) and answer.leases:
+            await self.deliver((), (), [sample for lease in answer.leases for sample in lease.samples])
 
     async def deliver(
         self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout], returned: Sequence[SampleId]

@@ -257,7 +257,7 @@ class Runner:
             self._post(flow.Abandoned(f"the run is {answer.phase}"))
 
     def _ask_ended(self, asking: asyncio.Task[None]) -> None:
-        """A cancelled ask is an answer too, even one cancelled before it began. The desk gives back what was granted."""
+        """A cancelled ask is an answer too, even if cancelled before it began. The desk gives back what was granted."""
         if asking.cancelled():
             self._post(flow.LeaseAnswered((), "throttled"))
 

@@ -1,0 +1,142 @@
+"""A worker's engine and generation loop as the device pool sees them: put to sleep and woken by order.
+
+Generation runs only between a wake and a sleep, each time in a runner of its own. Asleep, the worker holds no lease, no
+device memory, and takes no new weights; before it generates again it has loaded the newest ones, verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.errors import PeerLost
+from penstock.records.ids import Version
+from penstock.records.pool import DeviceId
+from penstock.records.weights import Manifest
+from penstock.roles.worker_desk import WorkerDesk
+from penstock.rollout.io.policy_engine import PolicyEngine
+from penstock.rollout.io.runner import Runner
+from penstock.rollout.io.torch_engine import TorchEngine
+from penstock.runtime.tasks import Tasks
+from penstock.weights.io.updater import ReplicaReport
+from penstock.weights.replica import ReplicaState
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.01
+ENGINE_S = 60.0
+RESIDUE_BYTES = 64 << 20
+"""Device memory that the allocator may keep after a release: caches of libraries, not ours to free."""
+
+
+class Generation:
+    """Obeys the order executor; says when generation is over for good."""
+
+    def __init__(
+        self,
+        engine: TorchEngine | PolicyEngine,
+        desk: WorkerDesk,
+        make_runner: Callable[[], Runner],
+        tasks: Tasks,
+        progressed: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._desk = desk
+        self._make_runner = make_runner
+        self._tasks = tasks
+        self._progressed = progressed
+        self._runner: Runner | None = None
+        self._running: asyncio.Task[Any] | None = None
+        self._stopping = False
+        self._awake = asyncio.Event()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.updating: Callable[[], bool] = lambda: False
+        """Whether the weights' updater has the engine in its hands; set by whoever makes it."""
+
+    async def over(self) -> str:
+        """Waits for the end of generation: prompts exhausted, training complete, or `stop`."""
+        return await self._ended
+
+    def stop(self, reason: str) -> None:
+        """Ends generation for good, within the runner's own bounds."""
+        self._stopping = True
+        if self._runner is not None:
+            self._runner.stop(reason)
+        elif not self._ended.done():
+            self._ended.set_result(reason)
+
+    def statistics(self) -> dict[str, float]:
+        return self._runner.statistics() if self._runner is not None else {}
+
+    # -- weights: only while awake ----------------------------------------------------------------------------------
+
+    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._awake.wait()
+        except TimeoutError:
+            self._progressed("asleep by order of the pool")
+            return None
+        return await self._desk.next_manifest(held_digest, wait_s)
+
+    # -- orders -----------------------------------------------------------------------------------------------------
+
+    async def wake(self, devices: tuple[DeviceId, ...]) -> None:
+        self._progressed(f"waking on devices {list(devices)}")
+        await asyncio.to_thread(self._engine.wake, ENGINE_S)
+        self._awake.set()
+
+    async def sync_weights(self) -> Version:
+        while True:
+            newest = await self._desk.next_manifest(self._engine.digest, 0.0)
+            if self._engine.digest and newest is None:
+                return Version(self._engine.version)
+            self._progressed("waiting for weights")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def publish(self, version: Version) -> None:
+        await self._desk.report(ReplicaReport(ReplicaState.SERVING, version, self._engine.digest))
+
+    async def route(self) -> None:
+        if self._stopping or (self._running is not None and not self._running.done()):
+            return
+        if isinstance(self._engine, TorchEngine):
+            self._engine.resume()
+        self._runner = self._make_runner()
+        self._running = self._tasks.spawn("generate", self._generate(self._runner))
+
+    async def close_admission(self) -> None:
+        self._awake.clear()
+        if self._runner is not None:
+            self._runner.stop("asleep by order of the pool")
+
+    async def drain(self) -> None:
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+    async def abort(self) -> None:
+        if isinstance(self._engine, TorchEngine):
+            self._engine.interrupt()
+        await self.drain()
+
+    async def release(self) -> None:
+        while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each within its own deadline
+            await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.to_thread(self._engine.sleep, ENGINE_S)
+
+    async def verify_released(self) -> None:
+        if self._engine.serving.state != "asleep":
+            raise PeerLost(f"the engine is {self._engine.serving.state} instead of asleep")
+        if torch.cuda.is_available() and torch.cuda.memory_allocated() > RESIDUE_BYTES:
+            raise PeerLost(f"{torch.cuda.memory_allocated() >> 20} MiB of device memory are still allocated")
+
+    async def _generate(self, runner: Runner) -> None:
+        reason = await runner.run()
+        self._runner = None
+        log.info("generation ended: %s", reason)
+        if (self._awake.is_set() or self._stopping) and not self._ended.done():
+            self._ended.set_result(reason)
