@@ -142,6 +142,20 @@ async def test_figures_of_members_appear_and_go_with_them(run: Controller) -> No
     assert run.desk.status()["members"] == {}
 
 
+async def test_what_is_known_is_exported_and_what_has_left_is_not(run: Controller) -> None:
+    await run.call(register())
+    await run.call(lease(1))
+    await run.call(messages.ReportMetrics(A, W, values={"loop_lag_p99_s": 0.25, "odd name!": 2.0}))
+    scraped = (await run.client.get("/metrics", headers=AUTHORIZED)).text
+    assert 'penstock_pipeline_in_flight{pipeline="a"} 2.0' in scraped
+    assert 'penstock_member_loop_lag_p99_s{member="a/worker"} 0.25' in scraped
+    assert 'penstock_member_odd_name_{member="a/worker"} 2.0' in scraped
+    await run.call(messages.Unregister(A, W))
+    scraped = (await run.client.get("/metrics", headers=AUTHORIZED)).text
+    assert 'penstock_pipeline_in_flight{pipeline="a"} 0.0' in scraped
+    assert "penstock_member" not in scraped
+
+
 # -- waiting ------------------------------------------------------------------------------------------------------
 
 

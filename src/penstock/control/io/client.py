@@ -93,7 +93,8 @@ class ControlClient:
                     raise PeerLost(f"the controller did not answer during shutdown: {failure}") from failure
                 if loop.time() + pause_s >= deadline:
                     raise PeerLost(
-                        f"the controller at {self._where()} could not be reached in {backoff.attempts} attempts: {failure}"
+                        f"the controller at {self._where()} could not be reached in {backoff.attempts} attempts: "
+                        f"{failure}"
                     ) from failure
                 if backoff.attempts == 1:
                     logger.info("controller at %s: %s; trying again", self._where(), failure)

@@ -24,6 +24,7 @@ import orjson
 import uvicorn
 
 from penstock.control.io.desk import ControlDesk
+from penstock.control.io.exposition import StatusCollector
 from penstock.errors import ConfigError, RemoteProtocolError, RunFailed
 from penstock.runtime.metrics import Metrics
 from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
@@ -68,6 +69,7 @@ class ControlApp:
         )
         self._calls = metrics.counter("penstock_control_calls_total", "Calls answered by the desk")
         self._refused = metrics.counter("penstock_control_refused_total", "Calls the desk refused", ("kind",))
+        metrics.registry.register(StatusCollector(desk.status))
         self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
             "/v1/status": lambda: (JSON, orjson.dumps(desk.status(), option=orjson.OPT_NON_STR_KEYS)),
             "/v1/diagnosis": lambda: (JSON, orjson.dumps(desk.diagnosis())),
