@@ -360,6 +360,18 @@ async def test_a_broken_machine_fails_the_run_instead_of_going_on(run: Controlle
     assert "pipeline a broke on MemberRegistered" in run.desk.failure
 
 
+async def test_a_machine_that_breaks_on_its_own_time_ends_the_desk_with_a_sentence(run: Controller) -> None:
+    desk = ControlDesk(run.desk.pipelines, ListedJournal(), SystemClock(), tick_s=0.001)
+
+    def broken(event: Any, now: float) -> Any:
+        raise KeyError("lost")
+
+    desk.pipelines[A].handle = broken  # type: ignore[method-assign]
+    with pytest.raises(RunFailed, match="pipeline a broke on TimePassed"):
+        async with asyncio.timeout(20):
+            await desk.run()
+
+
 async def test_a_full_disk_fails_the_run_and_promises_nothing(run: Controller) -> None:
     await run.call(register())
     run.desk.journal.fail(RunFailed("the disk is full"))

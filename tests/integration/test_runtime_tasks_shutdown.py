@@ -54,6 +54,24 @@ async def test_our_own_errors_keep_their_class() -> None:
     assert caught.value.__notes__ == ["in task 'fetch'"]
 
 
+async def nested(error: Exception) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fail(error))
+
+
+async def test_groups_of_nested_scopes_are_opened() -> None:
+    with pytest.raises(Stale, match="deep down"):
+        async with Tasks() as tasks:
+            tasks.spawn("outer", nested(Stale("deep down")))
+
+    async def body() -> None:
+        async with Tasks():
+            await nested(Stale("deep in the body"))
+
+    with pytest.raises(Stale, match="deep in the body"):
+        await body()
+
+
 async def test_errors_after_the_first_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def fail_while_cancelled() -> None:
         try:

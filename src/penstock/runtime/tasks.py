@@ -54,7 +54,7 @@ class Tasks:
             await self._group.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as group:
             if self._first is None:  # the body failed, not a task: raise what it raised
-                raise error if error is not None else group  # noqa: B904 - the group only wraps this very error
+                raise _innermost(error if error is not None else group) from None
             name, first = self._first
             if isinstance(first, PenstockError):
                 first.add_note(f"in task {name!r}")
@@ -65,11 +65,19 @@ class Tasks:
         try:
             return await work
         except Exception as error:
-            if self._first is None:
-                self._first = (name, error)
-            else:
-                logger.warning("task %r also failed, after %r: %s", name, self._first[0], error)
+            cause = _innermost(error)
+            if self._first is not None:
+                logger.warning("task %r also failed, after %r: %s", name, self._first[0], cause)
+            elif isinstance(cause, Exception):
+                self._first = (name, cause)
             raise
 
     def __repr__(self) -> str:
         return f"Tasks(running={self.running})"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """A group from nested scopes says nothing itself: its first member does."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -29,6 +29,7 @@ from penstock.journal.reader import replay
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.weights import Manifest
 from penstock.runtime.clock import Clock
+from penstock.runtime.tasks import Tasks
 from penstock.wire import messages
 from penstock.wire.messages import Refused, Reply, Request
 
@@ -169,9 +170,9 @@ class ControlDesk:
 
     async def run(self) -> None:
         """Ticks and carries out instructions until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._tick(), name="desk-tick")
-            group.create_task(self._carry_out(), name="desk-instructions")
+        async with Tasks() as tasks:
+            tasks.spawn("tick", self._tick())
+            tasks.spawn("instructions", self._carry_out())
 
     def close(self) -> None:
         """Lets go of every held call; they are answered as they stand."""
