@@ -19,6 +19,7 @@ import pytest
 from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale
 from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, hello, request
 from penstock.payload.io.fetch import BatchFetcher
+from penstock.payload.io.prefetch import Prefetcher
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring, RingReader
 from penstock.payload.io.tcp import TcpServer
@@ -320,6 +321,29 @@ def test_a_sick_port_is_left_out_and_comes_back(world: World) -> None:
         report.consumed()
         assert "timed_out x1" in repr(fetcher._clients["tcp"])  # one call paid for all
         fetcher.close()
+
+
+def test_closing_a_fetcher_breaks_off_what_it_waits_for(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as blackhole:
+        fetcher = BatchFetcher(
+            host_id="elsewhere",
+            token="secret",
+            directory=world.directory,
+            policy=RetryPolicy(call_s=300, slot_s=400, batch_s=500, concurrency=2),
+        )
+        address = world.ring.address(host_id="here", tcp_ports=[blackhole.getsockname()[1]])
+        refs = [world.ring.write([bytes([number])], timeout_s=5) for number in range(6)]
+        prefetcher: Prefetcher[int] = Prefetcher(fetcher)
+        prefetcher.begin(0, refs, [address])
+        for _ in range(2):  # both calls wait for an answer that will not come
+            blackhole.settimeout(10)
+            blackhole.accept()[0].detach()
+        fetcher.close()
+        report = prefetcher.wait(0, timeout_s=10)
+        assert {failure.kind for failure in report.missing.values()} == {"cancelled"}
+        assert set(report.missing) == set(refs)
+        prefetcher.close()
+    assert world.ring.statistics().ready == 6
 
 
 def test_a_reference_of_a_former_epoch_is_stale_everywhere(world: World) -> None:

@@ -91,7 +91,7 @@ class GiveUp(NamedTuple):
 Effect = BeginCall | GiveUp
 
 
-@dataclass
+@dataclass(eq=False)
 class _Wanted:
     ref: PayloadRef
     calls: int = 0
@@ -106,22 +106,28 @@ class BatchRetry:
     def __init__(self, refs: Iterable[PayloadRef], policy: RetryPolicy, now: float) -> None:
         self._policy = policy
         self.deadline = now + policy.batch_s
-        self._queue = deque(_Wanted(ref) for ref in dict.fromkeys(refs))
+        self._fresh = deque(_Wanted(ref) for ref in dict.fromkeys(refs))
+        self._at_once: deque[_Wanted] = deque()
+        self._next_round: list[_Wanted] = []
         self._in_flight: dict[PayloadRef, _Wanted] = {}
         self.arrived: set[PayloadRef] = set()
         self.missing: dict[PayloadRef, Failure] = {}
-        self._total = len(self._queue)
+        self._total = len(self._fresh)
         self._cancelled: str | None = None
 
     def __repr__(self) -> str:
         return (
             f"<BatchRetry {len(self.arrived)} of {self._total} arrived, {len(self._in_flight)} in flight, "
-            f"{len(self._queue)} queued, {len(self.missing)} missing>"
+            f"{self._queued} queued, {len(self.missing)} missing>"
         )
 
     @property
     def done(self) -> bool:
-        return not self._queue and not self._in_flight
+        return not self._queued and not self._in_flight
+
+    @property
+    def _queued(self) -> int:
+        return len(self._fresh) + len(self._at_once) + len(self._next_round)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -138,11 +144,10 @@ class BatchRetry:
 
     def wake_at(self, now: float) -> float:
         """When `TimePassed` is worth sending although no call ended."""
-        moments = [self.deadline, *(wanted.not_before for wanted in self._queue if wanted.not_before > now)]
-        return min(moments)
+        return min([self.deadline, *(wanted.not_before for wanted in self._next_round if wanted.not_before > now)])
 
     def check(self) -> None:
-        counted = len(self._queue) + len(self._in_flight) + len(self.arrived) + len(self.missing)
+        counted = self._queued + len(self._in_flight) + len(self.arrived) + len(self.missing)
         if counted != self._total:
             raise InvalidTransition(f"{self!r} does not add up to {self._total}")
         if len(self._in_flight) > self._policy.concurrency:
@@ -160,26 +165,31 @@ class BatchRetry:
         if failure.kind in FINAL or wanted.calls >= policy.rounds * policy.calls_per_round:
             return [self._give_up(wanted, failure)]
         if wanted.calls % policy.calls_per_round:
-            self._queue.appendleft(wanted)
+            self._at_once.append(wanted)
         else:
             wanted.not_before = now + policy.pause_s * 2 ** (wanted.calls // policy.calls_per_round - 1)
-            self._queue.append(wanted)
+            self._next_round.append(wanted)
         return []
 
     def _give_up_late(self, now: float) -> list[Effect]:
-        late: list[Effect] = []
-        for wanted in list(self._queue):
-            if self._cancelled is not None:
-                failure = Failure("cancelled", self._cancelled)
-            elif now >= self.deadline:
-                failure = Failure("timed_out", f"the batch had {self._policy.batch_s} s")
-            elif now >= wanted.deadline:
-                failure = Failure("timed_out", f"the payload had {self._policy.slot_s} s")
-            else:
-                continue
-            self._queue.remove(wanted)
-            late.append(self._give_up(wanted, failure))
-        return late
+        """What can no longer be called in time. Payloads never called share the batch's end: they are not looked at."""
+        if self._cancelled is not None or now >= self.deadline:
+            failure = (
+                Failure("timed_out", f"the batch had {self._policy.batch_s} s")
+                if self._cancelled is None
+                else Failure("cancelled", self._cancelled)
+            )
+            everything = [*self._at_once, *self._fresh, *self._next_round]
+            self._at_once.clear()
+            self._fresh.clear()
+            self._next_round.clear()
+            return [self._give_up(wanted, failure) for wanted in everything]
+        late = [wanted for wanted in (*self._at_once, *self._next_round) if now >= wanted.deadline]
+        for wanted in late:
+            (self._at_once if wanted in self._at_once else self._next_round).remove(wanted)
+        return [
+            self._give_up(wanted, Failure("timed_out", f"the payload had {self._policy.slot_s} s")) for wanted in late
+        ]
 
     def _give_up(self, wanted: _Wanted, failure: Failure) -> GiveUp:
         if wanted.failures and failure is not wanted.failures[-1]:
@@ -192,16 +202,25 @@ class BatchRetry:
 
     def _begin(self, now: float) -> list[Effect]:
         begun: list[Effect] = []
-        waiting: list[_Wanted] = []
-        while self._queue and len(self._in_flight) < self._policy.concurrency:
-            wanted = self._queue.popleft()
-            if wanted.not_before > now:
-                waiting.append(wanted)
-                continue
+        while len(self._in_flight) < self._policy.concurrency:
+            wanted = self._take_next(now)
+            if wanted is None:
+                break
             if wanted.calls == 0:
                 wanted.deadline = min(now + self._policy.slot_s, self.deadline)
             begun.append(BeginCall(wanted.ref, min(now + self._policy.call_s, wanted.deadline), wanted.calls))
             wanted.calls += 1
             self._in_flight[wanted.ref] = wanted
-        self._queue.extendleft(reversed(waiting))
         return begun
+
+    def _take_next(self, now: float) -> _Wanted | None:
+        """Repeats come first, then what was never called, then the next round."""
+        if self._at_once:
+            return self._at_once.popleft()
+        if self._fresh:
+            return self._fresh.popleft()
+        for wanted in self._next_round:
+            if wanted.not_before <= now:
+                self._next_round.remove(wanted)
+                return wanted
+        return None

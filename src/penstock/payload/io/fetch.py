@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, Protocol
 
-from penstock.errors import ConfigError, PeerLost, RemoteProtocolError, Stale, Transient
+from penstock.errors import Aborted, ConfigError, LocalProtocolError, PeerLost, RemoteProtocolError, Stale, Transient
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import RingReader
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 Carrier = Literal["shm", "tcp", "ucxx"]
 NEAREST_FIRST: tuple[Carrier, ...] = ("shm", "ucxx", "tcp")
 
+CLOSE_S = 10.0
 KEEP_UNUSED_FETCHES = 16
 """A ring that this many fetches did not mention is detached."""
 
@@ -124,10 +125,13 @@ class BatchFetcher:
         self._policy = policy or RetryPolicy()
         self._buffers = buffers or Buffers()
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
         self._readers: dict[str, RingReader] = {}
         self._unused: dict[str, int] = {}
         self._carriers: dict[str, Carrier] = {}
         self._clients: dict[Carrier, WireClient] = {}
+        self._going_on: set[Cancellation] = set()
+        self._closed = False
         self._calls = ThreadPoolExecutor(self._policy.concurrency, thread_name_prefix="payload-call")
 
     def __repr__(self) -> str:
@@ -139,10 +143,12 @@ class BatchFetcher:
         """Get every payload named in `refs` from the rings that `rings` says how to reach, within the policy's time."""
         addresses = {address.ring: address for address in rings}
         report = FetchReport({}, {}, [])
-        remote: dict[PayloadRef, RingAddress] = {}
+        remote: dict[PayloadRef, tuple[WireClient, RingAddress]] = {}
         ways: dict[str, Carrier | Failure] = {}
         try:
             with self._lock:
+                if self._closed:
+                    raise LocalProtocolError("this fetcher is closed")
                 self._detach_unused(addresses)
                 for ref in dict.fromkeys(refs):
                     if ref.ring not in ways:
@@ -153,7 +159,7 @@ class BatchFetcher:
                     elif way == "shm":
                         self._take(ref, report)
                     else:
-                        remote[ref] = addresses[ref.ring]
+                        remote[ref] = (self._clients[way], addresses[ref.ring])
             if remote:
                 self._fetch_remote(remote, report, cancellation or Cancellation())
         except BaseException:
@@ -162,8 +168,18 @@ class BatchFetcher:
         return report
 
     def close(self) -> None:
-        """Detach from all rings and close all connections; payloads not consumed stay readable by others."""
-        self._calls.shutdown(cancel_futures=True)
+        """Break off what is going on, detach from all rings and close all connections.
+
+        Payloads not consumed stay readable by others.
+        """
+        with self._lock:
+            self._closed = True
+            going_on = list(self._going_on)
+        for cancellation in going_on:
+            cancellation.cancel("the fetcher is closing")
+        with self._lock:
+            self._ended.wait_for(lambda: not self._going_on, CLOSE_S)
+        self._calls.shutdown()
         with self._lock:
             for reader in self._readers.values():
                 reader.close()
@@ -184,16 +200,34 @@ class BatchFetcher:
             report.views[ref] = lease.view
 
     def _fetch_remote(
-        self, wanted: dict[PayloadRef, RingAddress], report: FetchReport, cancellation: Cancellation
+        self,
+        wanted: dict[PayloadRef, tuple[WireClient, RingAddress]],
+        report: FetchReport,
+        cancellation: Cancellation,
+    ) -> None:
+        if cancellation.reason is not None:
+            raise Aborted(cancellation.reason)
+        with self._lock:
+            self._going_on.add(cancellation)
+        try:
+            self._call_all(wanted, report, cancellation)
+        finally:
+            with self._lock:
+                self._going_on.discard(cancellation)
+                self._ended.notify_all()
+
+    def _call_all(
+        self,
+        wanted: dict[PayloadRef, tuple[WireClient, RingAddress]],
+        report: FetchReport,
+        cancellation: Cancellation,
     ) -> None:
         retry = BatchRetry(wanted, self._policy, time.monotonic())
         landed: queue.SimpleQueue[tuple[PayloadRef, Received | Failure | BaseException]] = queue.SimpleQueue()
         tried: dict[PayloadRef, set[int]] = {}
-        number = cancellation.register(lambda: None)
 
         def call(ref: PayloadRef, deadline: float) -> None:
-            address = wanted[ref]
-            client = self._clients[self._carriers[address.ring]]
+            client, address = wanted[ref]
             try:
                 landed.put((ref, client.read(address, ref, deadline, tried.setdefault(ref, set()), cancellation)))
             except BaseException as error:  # noqa: BLE001  raised again by the thread that waits for it
@@ -208,16 +242,15 @@ class BatchFetcher:
             if retry.done:
                 break
             now = time.monotonic()
-            if cancellation.reason is not None:
-                effects = retry.handle(BatchCancelled(cancellation.reason), now)
-                if retry.done:
-                    break
             try:
                 ref, outcome = landed.get(timeout=max(0.0, min(retry.wake_at(now) - now, 1.0)))
             except queue.Empty:
-                effects = retry.handle(TimePassed(), time.monotonic())
-                continue
-            if isinstance(outcome, Received):
+                ref, outcome = None, None
+            if cancellation.reason is not None:
+                retry.handle(BatchCancelled(cancellation.reason), time.monotonic())
+            if ref is None:
+                event = TimePassed()
+            elif isinstance(outcome, Received):
                 report.views[ref] = outcome.view
                 report._held.append(_OwnMemory(self._buffers, outcome))
                 event = CallSucceeded(ref)
@@ -226,9 +259,9 @@ class BatchFetcher:
             else:
                 broken = outcome
                 cancellation.cancel(f"a call failed unexpectedly: {outcome!r}")
+                retry.handle(BatchCancelled(f"a call failed unexpectedly: {outcome!r}"), time.monotonic())
                 event = CallFailed(ref, Failure("cancelled", str(outcome)))
             effects = retry.handle(event, time.monotonic())
-        cancellation.unregister(number)
         if broken is not None:
             raise broken
         report.missing.update(retry.missing)
