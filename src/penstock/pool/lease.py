@@ -126,6 +126,8 @@ class Member(msgspec.Struct):
     member: MemberId
     pipeline: PipelineName
     expires_at: float
+    silent: bool = False
+    """Not heard of for a whole lease: it is given nothing until it is heard of again."""
     worker: bool = False
     bound: tuple[DeviceId, ...] = ()
     last_devices: tuple[DeviceId, ...] = ()

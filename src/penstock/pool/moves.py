@@ -71,7 +71,7 @@ class Moves:
 
     def expire(self, now: float) -> bool:
         """Silence and missed deadlines. True if anything was overdue."""
-        members = [member for member in self._state.members.values() if member.expires_at <= now]
+        members = [m for m in self._state.members.values() if m.expires_at <= now and not m.silent]
         for member in members:
             self._fall_silent(member, now)
         late = [seat for seat in self._state.seats.values() if seat.deadline is not None and seat.deadline <= now]
@@ -89,6 +89,12 @@ class Moves:
                 waited_s = now - hold.since
                 self.reject(hold, "timed_out", f"not served within {waited_s:.1f} s", now)
         return bool(members or late or overdue)
+
+    def fence_again(self) -> None:
+        """Ask once more for the end of every fenced process: the asking is not kept anywhere else."""
+        for claim in (*self._state.seats.values(), *self._state.holds.values()):
+            if claim.state == "fenced":
+                self._effects.append(ev.FenceMember(claim.pipeline, claim.member, "it was fenced before the restart"))
 
     def reject(self, hold: Hold, kind: ev.Rejection, reason: str, now: float) -> None:
         """End a request that has not been granted."""
@@ -177,7 +183,7 @@ class Moves:
         )
 
     def _fall_silent(self, member: Member, now: float) -> None:
-        del self._state.members[member.member]
+        member.silent = True
         reason = f"not heard of for {self._settings.lease_s:g} s"
         holds = [hold for hold in self._state.holds.values() if hold.member == member.member]
         seat = self._book.seat_of.get(member.member)
@@ -197,7 +203,10 @@ class Moves:
         idle = [
             member
             for member in self._state.members.values()
-            if member.worker and member.pipeline == pipeline and member.member not in self._book.seat_of
+            if member.worker
+            and not member.silent
+            and member.pipeline == pipeline
+            and member.member not in self._book.seat_of
         ]
         fitting = [member for member in idle if not member.bound or member.bound == devices]
         if not fitting:

@@ -234,7 +234,8 @@ class Pool:
     def _member(self, pipeline: PipelineName, member: MemberId, now: float) -> Member:
         known = self._state.members.get(member)
         if known is None:
-            known = self._state.members[member] = Member(member, pipeline, now + self.settings.lease_s)
+            known = self._state.members[member] = Member(member, pipeline, now)
+        known.expires_at, known.silent = now + self.settings.lease_s, False
         return known
 
     def _renew(self, member: MemberId, now: float) -> bool:
@@ -242,7 +243,7 @@ class Pool:
         # A quarter of the lease is coarse enough to keep heartbeats out of the journal, and fine enough to live by.
         if known is None or now + 0.75 * self.settings.lease_s < known.expires_at:
             return False
-        known.expires_at = now + self.settings.lease_s
+        known.expires_at, known.silent = now + self.settings.lease_s, False
         return True
 
     def _lose(self, member: MemberId, now: float) -> bool:
@@ -358,6 +359,7 @@ class Pool:
                 hold.deadline = max(hold.deadline, now + self.settings.lease_s)
         for entry in self._state.pipelines.values():
             entry.demand.heard_at = now
+        self._moves.fence_again()
         return True
 
     def _replan(self, now: float) -> bool:

@@ -22,7 +22,7 @@ def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
     fenced = {seat.member for seat in state.seats.values() if seat.state == "fenced"}
     counts = dict.fromkeys(state.pipelines, 0)
     for member in state.members.values():
-        if member.worker and member.pipeline in counts and member.member not in fenced:
+        if member.worker and not member.silent and member.pipeline in counts and member.member not in fenced:
             counts[member.pipeline] += 1
     return counts
 
@@ -41,12 +41,12 @@ def view_of(state: State, settings: PoolSettings, now: float) -> Snapshot:
     workers = workers_by_pipeline(state)
     asleep = dict(workers)
     for seat in state.seats.values():
-        if seat.pipeline in asleep and seat.state != "fenced":
+        if seat.pipeline in asleep and seat.state != "fenced" and seat.member in state.members:
             asleep[seat.pipeline] -= 1
     bound: dict[PipelineName, list[tuple[DeviceId, ...]]] = {}
     leaving = {seat.member for seat in state.seats.values() if not seat.stays}
     for member in state.members.values():
-        if member.bound and member.member not in leaving:
+        if member.bound and not member.silent and member.member not in leaving:
             bound.setdefault(member.pipeline, []).append(member.bound)
     pipelines = []
     for name in names:

@@ -193,3 +193,25 @@ def test_a_worker_goes_back_to_the_devices_it_knows(make_town):
         town.effects.clear()
         town.release("a", request)
         assert {effect.member: effect.order.devices for effect in town.told(ev.WakeWorker)} == where
+
+
+def test_a_worker_that_was_silent_and_is_heard_again_can_be_used_again(make_town):
+    town = make_town(lease_s=30.0)
+    town.open("a", workers=1)
+    town.after(40)
+    town.demand("a", 100)
+    assert not town.told(ev.WakeWorker), "nothing is given to a worker nobody hears of"
+    assert town.pool.status(town.now).shares[0].note == "has work but no worker process"
+    town.tell(ev.LeaseRenewed(A, A0))
+    town.after(1)
+    assert town.awake("a") == 1
+
+
+def test_a_fence_is_asked_for_again_after_a_restart(make_town):
+    town = make_town(lease_s=30.0)
+    town.open("a", workers=0)
+    town.ask("a", 1, (0,))
+    town.after(30)
+    assert len(town.told(ev.FenceMember)) == 1
+    town.tell(ev.ControllerRestarted())
+    assert [effect.member for effect in town.told(ev.FenceMember)] == ["a-trainer"] * 2
