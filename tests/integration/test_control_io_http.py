@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -330,6 +331,29 @@ async def test_a_body_that_ends_early_is_refused(run: Controller) -> None:
         await reader.read()
     writer.close()
     await writer.wait_closed()
+    assert run.fingerprint() == before
+
+
+async def test_garbage_on_the_wire_harms_nobody(run: Controller) -> None:
+    chance = random.Random(7)
+    whole = (
+        f"POST /v1/call HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\ncontent-length: 5\r\n\r\nabcde".encode()
+    )
+    before = run.fingerprint()
+    for number in range(60):
+        mangled = bytearray(whole)
+        for _ in range(chance.randrange(1, 6)):
+            mangled[chance.randrange(len(mangled))] = chance.randrange(256)
+        garbage = chance.randbytes(200) if number % 3 == 0 else bytes(mangled)
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.server.port)
+        writer.write(garbage)
+        writer.write_eof()
+        async with asyncio.timeout(20):
+            answered = await reader.read()
+        assert not answered or answered.startswith(b"HTTP/1.1 4")
+        writer.close()
+        await writer.wait_closed()
+    assert (await run.client.get("/healthz")).text == "ok"
     assert run.fingerprint() == before
 
 

@@ -157,7 +157,7 @@ class Peers:
             await asyncio.to_thread(controller.kill_and_restart)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 async def test_nothing_acknowledged_is_lost_and_nothing_happens_twice(controller: Controller, seed: int) -> None:
     peers = Peers(controller.folder, seed)
     async with asyncio.timeout(110), asyncio.TaskGroup() as group:

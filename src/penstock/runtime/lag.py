@@ -98,7 +98,9 @@ class Stall:
 
 
 class LagMonitor:
-    """Probes the running loop, warns in one line, and names the code behind a stall. Costs about 20 us per probe."""
+    """Probes the running loop, warns in one line, and names the code behind a stall. At 10 Hz it costs less than a
+    thousandth of a core.
+    """
 
     def __init__(
         self,
