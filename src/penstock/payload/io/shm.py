@@ -35,7 +35,7 @@ CHUNK_BYTES = 256 * 1024
 """Hashed and copied piece by piece, so that the copy finds the bytes still in the cache."""
 COMMIT_BYTES = 16 * 1024 * 1024
 """Memory is committed in such steps, so that a full /dev/shm is an error message and not a SIGBUS."""
-HARVEST_WRITES, HARVEST_BYTES = 64, 256 * 1024
+HARVEST_WRITES, HARVEST_BYTES = 64, 4 * 1024 * 1024
 """What readers gave back is collected after so much was given out: often enough to reuse warm memory before fresh."""
 
 
