@@ -272,6 +272,22 @@ async def test_a_stop_in_the_same_breath_as_an_ask_ends_at_once() -> None:
     assert "abandoned" not in runner.statistics()
 
 
+async def test_a_stop_does_not_wait_for_a_desk_that_holds_the_ask() -> None:
+    class HoldingDesk(ScriptedDesk):
+        async def lease(self, samples: int, wait_s: float) -> Leased:
+            self.asks += 1
+            await asyncio.Event().wait()
+            raise AssertionError("never answered")
+
+    desk = HoldingDesk(1000)
+    runner = Runner(ToyWorkload(), desk, NumberedStore(), settings())
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await until(lambda: desk.asks == 1)
+        runner.stop("enough")
+        assert await running == "enough"
+
+
 async def test_a_drain_that_takes_too_long_is_abandoned_and_everything_goes_back() -> None:
     desk, workload = ScriptedDesk(1000), ToyWorkload()
     workload.gate.clear()

@@ -33,18 +33,22 @@ class Stage(StrEnum):
 
 TRANSITIONS: dict[Stage, dict[str, Stage]] = {
     Stage.LEASED: {"Prepare": Stage.PREPARING, "ReturnLeases": Stage.RETURNED},
-    Stage.PREPARING: {"Prepared": Stage.READY, "PrepareFailed": Stage.FINISHED, "ReturnLeases": Stage.RETURNED},
+    Stage.PREPARING: {
+        "PrepareEnded": Stage.READY,
+        "PrepareEnded (failed)": Stage.FINISHED,
+        "ReturnLeases": Stage.RETURNED,
+    },
     Stage.READY: {"Generate": Stage.GENERATING, "ReturnLeases": Stage.RETURNED},
     Stage.GENERATING: {
-        "Generated": Stage.GENERATED,
-        "GenerateFailed (several)": Stage.READY,
-        "GenerateFailed (alone)": Stage.FINISHED,
+        "GenerateEnded": Stage.GENERATED,
+        "GenerateEnded (failed, with others)": Stage.READY,
+        "GenerateEnded (failed, alone)": Stage.FINISHED,
         "ReturnLeases": Stage.RETURNED,
     },
     Stage.GENERATED: {"Postprocess": Stage.POSTPROCESSING, "ReturnLeases": Stage.RETURNED},
-    Stage.POSTPROCESSING: {"Postprocessed": Stage.FINISHED, "ReturnLeases": Stage.RETURNED},
+    Stage.POSTPROCESSING: {"PostprocessEnded": Stage.FINISHED, "ReturnLeases": Stage.RETURNED},
     Stage.FINISHED: {"Deliver": Stage.DELIVERING, "ReturnLeases": Stage.RETURNED},
-    Stage.DELIVERING: {"Delivered": Stage.DELIVERED},
+    Stage.DELIVERING: {"DeliverEnded": Stage.DELIVERED},
     Stage.DELIVERED: {},
     Stage.RETURNED: {},
 }

@@ -25,6 +25,9 @@ from penstock.rollout.hooks import Arrays, Failed, Finished, Outcome, Unusable, 
 
 logger = logging.getLogger(__name__)
 
+TELL_EVERY_S = 0.002
+"""Leases that take less than this are reported together: waking the loop for each would cost more than the work."""
+
 ERROR_CHARACTERS = 2000
 """Of a traceback, kept in a failed sample's record: its end says what happened."""
 
@@ -35,6 +38,12 @@ class Store(Protocol):
     def write(self, arrays: Arrays) -> PayloadRef:
         """Blocks while there is no room: that is the backpressure. Called on the postprocessing thread."""
         ...
+
+
+class Post(Protocol):
+    """Tells the loop something, from any thread."""
+
+    def __call__(self, *events: flow.Event | BaseException) -> None: ...
 
 
 class Work(msgspec.Struct):
@@ -66,7 +75,7 @@ class HookCalls:
         store: Store,
         *,
         works: dict[flow.Ticket, Work],
-        post: Callable[[flow.Event | BaseException], None],
+        post: Post,
         count: Callable[[str, float], None],
         tell: Callable[[trace.Trace], None],
         progressed: Callable[[str], None],
@@ -80,28 +89,56 @@ class HookCalls:
         self._progressed = progressed
 
     def prepare(self, tickets: Sequence[flow.Ticket]) -> None:
+        self._each(tickets, "prepare", self._prepare_one)
+
+    def postprocess(self, tickets: Sequence[flow.Ticket]) -> None:
+        self._each(tickets, "postprocess", self._postprocess_one)
+
+    def _each(self, tickets: Sequence[flow.Ticket], hook: str, call: Callable[[flow.Ticket, Work], flow.Event]) -> None:
+        told_at = time.monotonic()
+        ended: list[flow.Event] = []
         for ticket in tickets:
             work = self._works.get(ticket)
             if work is None:  # given back in the meantime
                 continue
-            self._progressed("prepare")
-            started = time.monotonic()
+            self._progressed(hook)
             try:
-                prepared = self._workload.prepare(work.lease)
+                ended.append(call(ticket, work))
             except BaseException as error:  # noqa: BLE001 - sorted out by kind
                 if self._ends_the_run(error):
                     return
-                work.fail("prepare", _text(error))
-                self._post(flow.PrepareEnded(ticket, failed=True))
-                continue
-            work.prepare_s = time.monotonic() - started
-            self._count("prepare_s", work.prepare_s)
-            if isinstance(prepared, Unusable):
-                work.fail("prepare", prepared.reason, poison=True)
-                self._post(flow.PrepareEnded(ticket, failed=True))
-            else:
-                work.prepared = prepared
-                self._post(flow.PrepareEnded(ticket, held_bytes(prepared)))
+                work.fail(hook, _text(error))
+                preparing = hook == "prepare"
+                ended.append(flow.PrepareEnded(ticket, failed=True) if preparing else flow.PostprocessEnded(ticket))
+            if time.monotonic() - told_at >= TELL_EVERY_S:
+                self._post(*ended)
+                ended.clear()
+                told_at = time.monotonic()
+        self._post(*ended)
+
+    def _prepare_one(self, ticket: flow.Ticket, work: Work) -> flow.Event:
+        started = time.monotonic()
+        prepared = self._workload.prepare(work.lease)
+        work.prepare_s = time.monotonic() - started
+        self._count("prepare_s", work.prepare_s)
+        if isinstance(prepared, Unusable):
+            work.fail("prepare", prepared.reason, poison=True)
+            return flow.PrepareEnded(ticket, failed=True)
+        work.prepared = prepared
+        return flow.PrepareEnded(ticket, held_bytes(prepared))
+
+    def _postprocess_one(self, ticket: flow.Ticket, work: Work) -> flow.Event:
+        started = time.monotonic()
+        outcomes = self._workload.postprocess(work.prepared, work.generated)
+        if len(outcomes) != len(work.lease.samples):
+            raise LocalProtocolError(
+                f"postprocess must return one outcome per sample: expected {len(work.lease.samples)}, "
+                f"found {len(outcomes)}"
+            )
+        self._keep(work, outcomes, started)
+        work.prepared = work.generated = None
+        self._count("postprocess_s", time.monotonic() - started)
+        return flow.PostprocessEnded(ticket)
 
     def generate(self, batch: int, tickets: Sequence[flow.Ticket]) -> None:
         """For a workload whose `generate` blocks."""
@@ -130,29 +167,6 @@ class HookCalls:
             raise
         except BaseException as error:  # noqa: BLE001 - sorted out by kind
             self._raised(batch, works, hook, error, started)
-
-    def postprocess(self, tickets: Sequence[flow.Ticket]) -> None:
-        for ticket in tickets:
-            work = self._works.get(ticket)
-            if work is None:
-                continue
-            self._progressed("postprocess")
-            started = time.monotonic()
-            try:
-                outcomes = self._workload.postprocess(work.prepared, work.generated)
-                if len(outcomes) != len(work.lease.samples):
-                    raise LocalProtocolError(
-                        f"postprocess must return one outcome per sample: expected {len(work.lease.samples)}, "
-                        f"found {len(outcomes)}"
-                    )
-                self._keep(work, outcomes, started)
-            except BaseException as error:  # noqa: BLE001 - sorted out by kind
-                if self._ends_the_run(error):
-                    return
-                work.fail("postprocess", _text(error))
-            work.prepared = work.generated = None
-            self._count("postprocess_s", time.monotonic() - started)
-            self._post(flow.PostprocessEnded(ticket))
 
     def _entered(self, batch: int, tickets: Sequence[flow.Ticket]) -> list[Work]:
         works = [work for ticket in tickets if (work := self._works.get(ticket)) is not None]
