@@ -216,12 +216,13 @@ class EpisodeTensors:
             future_N = network.value(torch.from_numpy(batch.last_observations_N).to(device))
             next_values_S = values_S.roll(-1)
             next_values_S[ends_N] = future_N * (1 - torch.from_numpy(batch.terminated_N).to(device).float())
-            rewards_S = torch.from_numpy(batch.rewards_S).to(device)
+            # In units of the horizon, 1 / (1 - discount), values are of order 1: within a fresh critic's reach.
+            rewards_S = torch.from_numpy(batch.rewards_S).to(device) * (1 - settings.discount)
             errors_S = rewards_S + settings.discount * next_values_S - values_S
             self.advantages_S = discounted_sums(errors_S, lengths_N, settings.discount * settings.gae_lambda)
             self.returns_S = self.advantages_S + values_S
             # In units of the returns' variance the value loss cannot drown the policy's gradient.
-            self.value_scale = 0.5 / (float(self.returns_S.var(correction=0)) + 1e-3)
+            self.value_scale = 0.5 / (float(self.returns_S.var(correction=0)) + 1e-2)
             self.proximal_S = network.distribution(self.observations_S).log_prob(self.actions_S)
         self.steps = len(self.sampled_S)
 

