@@ -71,6 +71,14 @@ class PoolSection(Section):
     """Devices shared by all pipelines: CPU slots, or GPUs where there are any. 0 gives every process its own."""
 
 
+class PayloadSection(Section):
+    carrier: Literal["auto", "shm", "tcp", "ucxx"] = "auto"
+    """How samples reach the trainer: `auto` maps shared memory on the same host and uses TCP otherwise."""
+    host: str = "127.0.0.1"
+    """Address to serve payloads on. Anything but loopback exposes them to the network; the token still guards them."""
+    ports: Positive = 2
+
+
 class EnvSection(Section):
     name: str
     """A built-in task, `gymnasium`, `jsonl`, or your own as `package.module:Name`."""
@@ -273,6 +281,7 @@ class Config(Section):
     run: RunSection = RunSection()
     control: ControlSection = ControlSection()
     pool: PoolSection = PoolSection()
+    payload: PayloadSection = PayloadSection()
     journal: JournalSection = JournalSection()
     pipeline: Annotated[list[PipelineSection], Field(min_length=1)]
 

@@ -10,6 +10,8 @@ import torch
 
 from penstock.payload.io.shm import Ring
 from penstock.pool.io.executor import OrderExecutor
+from penstock.records.payload import RingAddress
+from penstock.roles.carriers import served
 from penstock.roles.generation import Generation
 from penstock.roles.models import engine_of, environment_of, policy_of, workload_of
 from penstock.roles.process import RoleProcess
@@ -19,7 +21,6 @@ from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.offload import Offload
-from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.files import FileMover
 from penstock.weights.io.updater import ReplicaUpdater
@@ -37,42 +38,49 @@ async def main(process: RoleProcess) -> None:
     environment, engine, workload = await building.run(_build, process)
     building.close(timeout_s=1.0)
     ring = Ring.create(process.run.run_id, capacity_bytes=rollout.ring_mb << 20, slots=rollout.ring_slots)
-    lag = LagMonitor(process.name)
-    settings = _settings(process)
     try:
-        address = ring.address(host_id=host_id(), host="127.0.0.1")
-        async with (
-            connected(process, "rollout", ring=address, prompt_count=environment.count) as client,
-            Tasks() as tasks,
-        ):
-            desk = WorkerDesk(process, client, tasks, engine.serving, ring)
-            moved = process.progress.moved
-
-            def make_runner() -> Runner:
-                interrupt = getattr(engine, "interrupt", lambda: None)
-                return Runner(workload, desk, RingStore(ring), settings, progressed=moved, interrupt=interrupt)
-
-            generation = Generation(engine, desk, make_runner, tasks, moved)
-            updater = ReplicaUpdater(
-                engine,
-                generation,
-                desk.report,
-                FileMover(process.run.root),
-                way=pipeline.weights.way,
-                change_timeout_s=pipeline.weights.deadline_s,
-            )
-            generation.updating = lambda: updater.updating
-            executor = OrderExecutor(generation, client.call, client.pipeline, client.member)
-            tasks.spawn("watch the loop", lag.run())
-            tasks.spawn("update weights", updater.run())
-            tasks.spawn("obey the pool", executor.run())
-            tasks.spawn("report gauges", report_gauges(process, client, lag, generation.statistics))
-            tasks.spawn("heed the stop", heed_stop(process, client, generation.stop))
-            await generation.over()
-            tasks.cancel()
+        with served(ring, process.config.payload, process.run.token()) as address:
+            await _generate(process, environment, engine, workload, ring, address)
     finally:
         # A dead worker's ring is still read by the trainer; the supervisor removes it at the end of the run.
         ring.close(unlink=False)
+
+
+async def _generate(
+    process: RoleProcess, environment: Any, engine: Any, workload: Any, ring: Ring, address: RingAddress
+) -> None:
+    pipeline = process.pipeline
+    lag = LagMonitor(process.name)
+    settings = _settings(process)
+    async with (
+        connected(process, "rollout", ring=address, prompt_count=environment.count) as client,
+        Tasks() as tasks,
+    ):
+        desk = WorkerDesk(process, client, tasks, engine.serving, ring)
+        moved = process.progress.moved
+
+        def make_runner() -> Runner:
+            interrupt = getattr(engine, "interrupt", lambda: None)
+            return Runner(workload, desk, RingStore(ring), settings, progressed=moved, interrupt=interrupt)
+
+        generation = Generation(engine, desk, make_runner, tasks, moved)
+        updater = ReplicaUpdater(
+            engine,
+            generation,
+            desk.report,
+            FileMover(process.run.root),
+            way=pipeline.weights.way,
+            change_timeout_s=pipeline.weights.deadline_s,
+        )
+        generation.updating = lambda: updater.updating
+        executor = OrderExecutor(generation, client.call, client.pipeline, client.member)
+        tasks.spawn("watch the loop", lag.run())
+        tasks.spawn("update weights", updater.run())
+        tasks.spawn("obey the pool", executor.run())
+        tasks.spawn("report gauges", report_gauges(process, client, lag, generation.statistics))
+        tasks.spawn("heed the stop", heed_stop(process, client, generation.stop))
+        await generation.over()
+        tasks.cancel()
 
 
 def _build(process: RoleProcess) -> tuple[Any, Any, Any]:

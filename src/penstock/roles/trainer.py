@@ -47,7 +47,9 @@ async def main(process: RoleProcess) -> None:
     lineage = secrets.token_hex(6)
     log.info("training %s from step %d, lineage %s", pipeline.name, step, lineage)
     rollouts = _rollout_log(process, learner)
-    fetcher = BatchFetcher(host_id=host_id(), label=process.name)
+    fetcher = BatchFetcher(
+        host_id=host_id(), token=process.run.token(), label=process.name, carrier=process.config.payload.carrier
+    )
     lag = LagMonitor(process.name)
     try:
         async with connected(process, "trainer", step=step, lineage=lineage) as client, Tasks() as tasks:

@@ -1,0 +1,38 @@
+"""How a worker's payloads can be reached: mapped on the same host, over TCP or UCXX from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from penstock.config.run import PayloadSection
+from penstock.errors import ConfigError
+from penstock.payload.io.shm import Ring
+from penstock.payload.io.tcp import TcpServer
+from penstock.records.payload import RingAddress
+from penstock.runtime.process import host_id
+
+CLOSE_S = 2.0
+
+
+@contextmanager
+def served(ring: Ring, section: PayloadSection, token: str) -> Iterator[RingAddress]:
+    """Serves the ring for as long as the body runs; the address says by which ports it can really be reached."""
+    with ExitStack() as servers:
+        tcp_ports: tuple[int, ...] = ()
+        ucxx_ports: tuple[int, ...] = ()
+        if section.carrier in ("auto", "tcp"):
+            tcp = TcpServer(ring.name, token, host=section.host, ports=(0,) * section.ports)
+            servers.callback(tcp.close, CLOSE_S)
+            tcp_ports = tcp.ports
+        if section.carrier == "ucxx":
+            try:
+                from penstock.payload.io.ucxx import UcxxServer
+            except ImportError as error:
+                raise ConfigError(
+                    f"payload.carrier is 'ucxx', which needs the extra penstock[ucxx]: {error}"
+                ) from error
+            ucxx = UcxxServer(ring.name, token, ports=(0,) * section.ports)
+            servers.callback(ucxx.close, CLOSE_S)
+            ucxx_ports = ucxx.ports
+        yield ring.address(host_id=host_id(), host=section.host, tcp_ports=tcp_ports, ucxx_ports=ucxx_ports)
