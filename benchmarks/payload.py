@@ -18,11 +18,12 @@ import argparse
 import importlib.util
 import json
 import mmap
-import multiprocessing
 import os
 import socket
 import statistics
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -151,7 +152,7 @@ def produce(pipe: Connection, largest: int) -> None:
         while True:
             order = pipe.recv()
             if order[0] == "write":
-                pipe.send(producer.write(*order[1:]))
+                pipe.send(tuple(producer.write(*order[1:])))
             elif order[0] == "cpu":
                 pipe.send(time.process_time())
             else:
@@ -338,10 +339,13 @@ class Bench:
         self.sizes = sizes
         self.budget_s = budget_s
         self.rows = Rows()
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.producer = context.Process(target=produce, args=(theirs, max(sizes)), daemon=True)
-        self.producer.start()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.producer = subprocess.Popen(
+                [sys.executable, __file__, "--produce", str(theirs.fileno()), str(max(sizes))],
+                pass_fds=[theirs.fileno()],
+            )
+        self.pipe = Connection(ours.detach())
         described = self.pipe.recv()
         self.address: RingAddress = described["address"]
         self.buffers = Buffers()
@@ -361,7 +365,8 @@ class Bench:
 
     def close(self) -> None:
         self.pipe.send(("stop",))
-        self.producer.join(20)
+        self.producer.wait(20)
+        self.pipe.close()
         self.tcp.close()
         if self.ucxx:
             self.ucxx.close()
@@ -373,7 +378,7 @@ class Bench:
 
     def write(self, size: int, count: int = 1, digests: bool = True) -> Written:
         self.pipe.send(("write", size, count, digests))
-        return self.pipe.recv()
+        return Written(*self.pipe.recv())
 
     def cpu_s(self) -> float:
         self.pipe.send(("cpu",))
@@ -496,7 +501,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
+    parser.add_argument("--produce", nargs=2, type=int, metavar=("FD", "LARGEST"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.produce:
+        fd, largest = arguments.produce
+        produce(Connection(fd), largest)
+        return 0
     sizes = [4 * KB, MB, 16 * MB] if arguments.quick else [4 * KB, 64 * KB, MB, 16 * MB, 128 * MB]
     bench = Bench(sizes, budget_s=0.3 if arguments.quick else 2.0)
     try:
@@ -524,6 +534,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import sys
-
     raise SystemExit(main(sys.argv[1:]))
