@@ -22,9 +22,13 @@ Named as `my_task:Shout` in a configuration, `penstock run` trains it. A whole w
 of `Workload`, whose `postprocess` returns a `Finished` or `Failed` per sample.
 """
 
-from penstock.envs.protocol import ConversingEnvironment, Message, Prompt, TextEnvironment
-from penstock.errors import PenstockError
-from penstock.rollout.hooks import Failed, Finished, Unusable, Workload
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.envs.protocol import ConversingEnvironment, Message, Prompt, TextEnvironment
+    from penstock.errors import PenstockError
+    from penstock.rollout.hooks import Failed, Finished, Unusable, Workload
 
 __version__ = "0.1.0"
 
@@ -40,3 +44,17 @@ __all__ = [
     "Workload",
     "__version__",
 ]
+
+_HOMES = {
+    "penstock.envs.protocol": ("ConversingEnvironment", "Message", "Prompt", "TextEnvironment"),
+    "penstock.errors": ("PenstockError",),
+    "penstock.rollout.hooks": ("Failed", "Finished", "Unusable", "Workload"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used: every small process imports this package, few need numpy."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

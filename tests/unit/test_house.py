@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import penstock
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "penstock"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -42,8 +44,17 @@ def test_a_module_fits_one_head(path: Path):
 def test_package_files_only_export(path: Path):
     if path.name != "__init__.py":
         return
-    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
-    assert all(isinstance(node, allowed) for node in ast.parse(path.read_text()).body)
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr, ast.If)  # "if TYPE_CHECKING"
+    for node in ast.parse(path.read_text()).body:
+        lazily = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+        assert isinstance(node, allowed) or lazily, f"{name_of(path)} does more than export"
+
+
+def test_the_public_names_are_all_there():
+    for name in penstock.__all__:
+        assert getattr(penstock, name)
+    with pytest.raises(AttributeError):
+        _ = penstock.nothing  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -36,7 +36,7 @@ def test_a_directory_that_is_no_run(tmp_path: Path):
 def test_a_directory_of_another_format(run: RunDir):
     marker = run.root / "run.json"
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 99, "penstock": "9.9"}))
-    with pytest.raises(ConfigError, match="made by Penstock 9.9 in format 99"):
+    with pytest.raises(ConfigError, match=r"made by Penstock 9\.9 in format 99"):
         RunDir.open(run.root)
 
 
