@@ -260,9 +260,9 @@ async def test_a_stop_in_the_same_breath_as_an_ask_ends_at_once() -> None:
     """The ask is cancelled before its task has run at all; nobody may wait for its answer."""
 
     class StoppedAtOnce(Runner):
-        def _post(self, event: Any) -> None:
-            super()._post(event)
-            if isinstance(event, flow.Started):
+        def _post(self, *events: Any) -> None:
+            super()._post(*events)
+            if any(isinstance(event, flow.Started) for event in events):
                 self.stop("never mind")
 
     desk = ScriptedDesk(1000)

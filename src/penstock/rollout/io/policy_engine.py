@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,11 +23,20 @@ class ActingModule(Protocol):
 class PolicyEngine:
     """One policy on one device. `act` may be called from several threads."""
 
-    def __init__(self, module: nn.Module, *, version: int = 0, digest: str = "", seed: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        version: int = 0,
+        digest: str = "",
+        seed: int = 0,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
         self.module = module.eval().requires_grad_(False)
         self.serving = Serving(module, version=version, digest=digest)
         self.device = next(module.parameters()).device
         self._acting: Any = module
+        self._progressed = progressed
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
 
     @property
@@ -68,6 +77,7 @@ class PolicyEngine:
 
     def act(self, observations: np.ndarray, *, greedy: bool = False) -> tuple[np.ndarray, np.ndarray, int, str]:
         """Actions, their log-probabilities in float32, and the version and digest they were drawn with."""
+        self._progressed()
         with self.serving.step() as (version, digest), torch.inference_mode():
             rows = torch.from_numpy(observations).to(self.device)
             actions, logprobs = self._acting.act(rows, self._generator, greedy)

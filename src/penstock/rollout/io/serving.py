@@ -114,7 +114,8 @@ class Serving:
             retired = {name: parameters[name].data for name in staged}
             self._torn = True  # until the last one is exchanged
             for name, tensor in staged.items():
-                parameters[name].data = tensor
+                # Staged and live tensors can be apart if the engine went to sleep or woke in between.
+                parameters[name].data = tensor.to(parameters[name].device)
             # Host memory is slow to get afresh (each page is zeroed); device memory comes from a pool.
             self._spare = retired if self._awake_device.type == "cpu" else {}
             self._staged = None
