@@ -45,6 +45,15 @@ class State(msgspec.Struct):
     refused_plans: int = 0
 
 
+def share_device_lists(state: State) -> None:
+    """Let pipelines with equal inference devices hold the same tuple: the planner tells kinds apart by identity."""
+    known: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
+    for entry in state.pipelines.values():
+        inference = known.setdefault(entry.shape.inference, entry.shape.inference)
+        if inference is not entry.shape.inference:
+            entry.shape = msgspec.structs.replace(entry.shape, inference=inference)
+
+
 class Book:
     """Applies the two tables to the state, and keeps the device index true to it."""
 

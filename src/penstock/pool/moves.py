@@ -34,8 +34,9 @@ class Moves:
             hold = self._state.holds[grant.request]
             self._book.promise(hold, grant.devices)
             self._if_clear(hold, now)
+        sleeping = self._sleeping_workers() if plan.expands else {}
         for expand in plan.expands:
-            worker = self._free_worker(expand.pipeline, expand.devices)
+            worker = _pick(sleeping.get(expand.pipeline, []), expand.devices)
             seat = Seat(SeatId(self._state.next_seat), expand.pipeline, worker.member, expand.devices, "planned", now)
             self._state.next_seat += 1
             self._book.add_seat(seat)
@@ -198,17 +199,19 @@ class Moves:
                 self.reject(hold, "timed_out", f"{member.member} was {reason}", now)
         self._effects.append(ev.Log("warning", f"pipeline {member.pipeline}: {member.member} {reason}"))
 
-    def _free_worker(self, pipeline: PipelineName, devices: tuple[DeviceId, ...]) -> Member:
-        """The asleep worker that is bound to these devices, or was last on them, or else the first."""
-        idle = [
-            member
-            for member in self._state.members.values()
-            if member.worker
-            and not member.silent
-            and member.pipeline == pipeline
-            and member.member not in self._book.seat_of
-        ]
-        fitting = [member for member in idle if not member.bound or member.bound == devices]
-        if not fitting:
-            raise InvalidTransition(f"plan wakes a worker of {pipeline} on {devices}, but none of its workers is free")
-        return next((member for member in fitting if member.last_devices == devices), fitting[0])
+    def _sleeping_workers(self) -> dict[PipelineName, list[Member]]:
+        sleeping: dict[PipelineName, list[Member]] = {}
+        for member in self._state.members.values():
+            if member.worker and not member.silent and member.member not in self._book.seat_of:
+                sleeping.setdefault(member.pipeline, []).append(member)
+        return sleeping
+
+
+def _pick(sleeping: list[Member], devices: tuple[DeviceId, ...]) -> Member:
+    """The worker that is bound to these devices, or was last on them, or else the first."""
+    fitting = [member for member in sleeping if not member.bound or member.bound == devices]
+    if not fitting:
+        raise InvalidTransition(f"a plan wakes a worker on {devices}, but none of its pipeline's workers is free")
+    worker = next((member for member in fitting if member.last_devices == devices), fitting[0])
+    sleeping.remove(worker)
+    return worker

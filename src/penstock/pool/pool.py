@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.errors import ConfigError, InvalidTransition, LocalProtocolError, Stale
+from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.pool import events as ev
-from penstock.pool.book import Book, Entry, State
+from penstock.pool.book import Book, Entry, State, share_device_lists
 from penstock.pool.demand import Demand
+from penstock.pool.door import check_request, check_shape
 from penstock.pool.lease import Hold, Member
 from penstock.pool.moves import Moves
-from penstock.pool.places import places
 from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.settings import PoolSettings
@@ -30,10 +30,7 @@ from penstock.pool.status import describe
 from penstock.pool.validate import validate
 from penstock.pool.view import useful_bundles, view_of, workers_by_pipeline
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.pool import GrantedDevices, Order, PoolStatus, Priority
-
-_CAN_WAIT = (ev.ProgressReported, ev.LeaseRenewed, ev.MoveDone)
-"""Events after which a plan can wait for the next tick: nobody is blocked by them."""
+from penstock.records.pool import GrantedDevices, Order, PoolStatus
 
 
 class Pool:
@@ -49,6 +46,7 @@ class Pool:
         self._take_on(State())
 
     def _take_on(self, state: State) -> None:
+        share_device_lists(state)
         self._state = state
         self._book = Book(state)
         self._moves = Moves(self._book, self.settings, self._effects)
@@ -59,11 +57,17 @@ class Pool:
         """Take in one event. A call that breaks the protocol raises before anything has changed."""
         self._effects.clear()
         changed = self._apply(event, now)
-        if isinstance(event, ev.TimePassed) or (changed and not isinstance(event, _CAN_WAIT)):
+        if isinstance(event, ev.TimePassed) or (changed and not self._can_wait(event)):
             changed = self._replan(now) or changed
         if changed:
             self.revision += 1
         return list(self._effects)
+
+    def _can_wait(self, event: ev.Event) -> bool:
+        """Whether a plan can wait for the next tick: nobody is blocked by what happened."""
+        if isinstance(event, ev.WorkerJoined):
+            return self._entry(event.pipeline).demand.remaining == 0
+        return isinstance(event, ev.ProgressReported | ev.LeaseRenewed | ev.MoveDone)
 
     def _apply(self, event: ev.Event, now: float) -> bool:
         match event:
@@ -171,24 +175,9 @@ class Pool:
                     f"pipeline {event.pipeline!r} is already open with another shape: close it first"
                 )
             return False
-        count = self.settings.topology.device_count
-        strangers = [device for device in event.inference if not 0 <= device < count]
-        if strangers or len(set(event.inference)) != len(event.inference):
-            raise ConfigError(
-                f"pipeline {event.pipeline!r}: inference devices must be distinct and within 0 to {count - 1}, "
-                f"found {list(event.inference)}"
-            )
-        if event.bundle < 1 or event.concurrency < 1 or event.weight <= 0 or event.move_cost < 0:
-            raise ConfigError(
-                f"pipeline {event.pipeline!r}: bundle and concurrency must be at least 1, weight positive, "
-                f"found {event.bundle}, {event.concurrency}, {event.weight}"
-            )
-        if not len(places(self.settings.topology, event.inference, event.bundle)):
-            raise ConfigError(
-                f"pipeline {event.pipeline!r}: no {event.bundle} neighbouring devices of one node among its inference "
-                f"devices {list(event.inference)}; a worker needs such a bundle"
-            )
+        check_shape(event, self.settings.topology)
         self._state.pipelines[event.pipeline] = Entry(event, Demand())
+        share_device_lists(self._state)
         return True
 
     def _close(self, event: ev.PipelineClosed, now: float) -> bool:
@@ -261,16 +250,7 @@ class Pool:
 
     def _request(self, event: ev.DevicesRequested, now: float) -> bool:
         self._entry(event.pipeline)
-        if event.priority == Priority.GENERATION:
-            raise LocalProtocolError("generation does not request devices: declare demand, and the pool wakes workers")
-        count = self.settings.topology.device_count
-        if not set(event.among) <= set(range(count)) or not 1 <= event.count <= len(set(event.among)):
-            raise LocalProtocolError(
-                f"{event.member} asks for {event.count} of devices {list(event.among)}; the pool has 0 to {count - 1}"
-            )
-        among = tuple(sorted(set(event.among)))
-        if event.count < len(among) and not len(places(self.settings.topology, among, event.count)):
-            raise LocalProtocolError(f"no {event.count} neighbouring devices of one node among {list(among)}")
+        among = check_request(event, self.settings.topology)
         if self._hold(event.member, event.request) is not None:
             return self._renew(event.member, now)
         known = self._state.members.get(event.member)
@@ -364,8 +344,9 @@ class Pool:
 
     def _replan(self, now: float) -> bool:
         """Plan, validate, carry out. True if anything changed."""
-        changed = self._mark(now)
-        view = view_of(self._state, self.settings, now)
+        workers = workers_by_pipeline(self._state)
+        changed = self._mark(workers, now)
+        view = view_of(self._state, self.settings, workers, now)
         plan = self._planner(view)
         if not plan:
             return changed
@@ -377,13 +358,12 @@ class Pool:
             self._effects.append(ev.Log("error", f"refused a wrong plan, nothing was moved: {refusal}"))
             return True
         self._moves.carry_out(plan, now)
-        self._mark(now)
+        self._mark(workers, now)
         return True
 
-    def _mark(self, now: float) -> bool:
+    def _mark(self, workers: dict[PipelineName, int], now: float) -> bool:
         """Note since when each pipeline has lacked a worker, or has had too many."""
         held = Counter(seat.pipeline for seat in self._state.seats.values() if seat.stays)
-        workers = workers_by_pipeline(self._state)
         changed = False
         for name, entry in self._state.pipelines.items():
             waits = entry.demand.remaining > 0 and not held[name]

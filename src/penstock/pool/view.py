@@ -34,11 +34,10 @@ def _lingers(entry: Entry, settings: PoolSettings, now: float) -> bool:
     return now < entry.over_since + settings.linger_s
 
 
-def view_of(state: State, settings: PoolSettings, now: float) -> Snapshot:
+def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, int], now: float) -> Snapshot:
     """A snapshot to plan on."""
     names = sorted(state.pipelines)
     index = {name: position for position, name in enumerate(names)}
-    workers = workers_by_pipeline(state)
     asleep = dict(workers)
     for seat in state.seats.values():
         if seat.pipeline in asleep and seat.state != "fenced" and seat.member in state.members:
