@@ -71,7 +71,12 @@ class VllmEngine:
         if not self._initialised:
             self._call("POST", "/init_weight_transfer_engine", timeout_s, init_info={"run_dir": str(self._run_dir)})
             self._initialised = True
-        self._call("POST", "/start_weight_update", timeout_s)
+        try:
+            self._call("POST", "/start_weight_update", timeout_s)
+        except RemoteProtocolError as error:
+            if "already active" not in str(error):
+                raise
+            # An update that was begun and lost: everything is sent again, into the same one.
         update = {"manifest": msgspec.to_builtins(manifest)}
         self._call("POST", "/update_weights", timeout_s, update_info=update)
         self._call("POST", "/finish_weight_update", timeout_s, weight_version=str(version))
@@ -93,7 +98,10 @@ class VllmEngine:
 
     def served_digest(self) -> str:
         """The digest of the version whose checksums the server's memory has now; empty when it is none known."""
-        found = self.checksums()
+        try:
+            found = self.checksums()
+        except RemoteProtocolError:  # half loaded, the server holds layers without data and cannot sum them
+            return ""
         return next((digest for digest, known in self._checksums.items() if known == found), "")
 
     def checksums(self, timeout_s: float = 60.0) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The half of a weight update that runs inside vLLM: a transfer backend that loads buckets from a run directory.
+"""The half of a weight update that runs inside vLLM: a transfer backend that loads versions from a run directory.
 
 Registered through the entry point `vllm.general_plugins`, so a server started with
-`--weight-transfer-config '{"backend": "penstock"}'` finds it. Every bucket is verified against its manifest before the
-first of its tensors reaches the model.
+`--weight-transfer-config '{"backend": "penstock"}'` finds it. The whole version is verified against its manifest
+before the first of its tensors reaches the model.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 
 from penstock.errors import LocalProtocolError
 from penstock.records.weights import Manifest
-from penstock.weights.io.fetch import fetch_buckets
-from penstock.weights.io.files import FileSource
+from penstock.weights.io.files import map_version
 
 BACKEND = "penstock"
 
@@ -74,9 +73,10 @@ def build() -> type[Any]:
             if self.run_dir is None:
                 raise LocalProtocolError("the transfer backend was not told its run directory: initialise it first")
             manifest = msgspec.convert(update_info.manifest, Manifest)
-            with FileSource(self.run_dir, manifest) as source:
-                for bucket in fetch_buckets(source, manifest):
-                    self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in bucket.items()])
+            # Complete and verified before the first tensor is touched: a layer that got only some of its tensors
+            # counts the next attempt's on top and cannot be loaded any more.
+            tensors = map_version(self.run_dir, manifest)
+            self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in tensors.items()])
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
