@@ -18,7 +18,7 @@ from penstock.payload.ports import Fault
 from penstock.payload.retry import Failure
 from penstock.records.payload import PayloadRef, RingAddress
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 """Received and hashed piece by piece, so that the hash finds the bytes still in the cache."""
 
 
@@ -163,7 +163,7 @@ class TcpClient:
         hasher = xxhash.xxh3_64(whole[STATUS.size : arrived])
         while arrived < len(whole):
             before = arrived
-            arrived = _receive(connection, whole, before, before + 1, deadline)
+            arrived = _receive(connection, whole, before, min(before + CHUNK_BYTES, len(whole)), deadline)
             hasher.update(whole[before:arrived])
         return hasher.intdigest()
 
@@ -232,7 +232,9 @@ def _receive(connection: TimedSocket, view: memoryview, at: int, until: int, dea
     """Receive into `view` from `at` on, at least up to `until`; how far it is filled now."""
     try:
         while at < until:
-            count = connection.receive_into(deadline, view[at : at + CHUNK_BYTES])
+            # Up to a status anything may come; a body is known to be as long as announced.
+            chunk = view[at : at + CHUNK_BYTES]
+            count = connection.receive_into(deadline, chunk, whole=at >= STATUS.size)
             if count == 0:
                 raise _Broken("truncated" if at else "reset", f"closed after {at} of {len(view)} bytes", at > 0)
             at += count

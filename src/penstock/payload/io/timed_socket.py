@@ -48,12 +48,16 @@ class TimedSocket:
             except BlockingIOError:
                 self._limits_s[socket.SO_RCVTIMEO] = float("inf")
 
-    def receive_into(self, deadline: float, view: memoryview) -> int:
-        """The same, into `view`: how many bytes have come, 0 when the other side has closed."""
+    def receive_into(self, deadline: float, view: memoryview, *, whole: bool = False) -> int:
+        """The same, into `view`: how many bytes have come, 0 when the other side has closed.
+
+        With `whole` the kernel fills all of `view` if it can before it wakes us.
+        """
+        flags = socket.MSG_WAITALL if whole else 0
         while True:
             self._limit(socket.SO_RCVTIMEO, deadline)
             try:
-                return self._connection.recv_into(view)
+                return self._connection.recv_into(view, 0, flags)
             except BlockingIOError:
                 self._limits_s[socket.SO_RCVTIMEO] = float("inf")
 
