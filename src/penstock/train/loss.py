@@ -48,8 +48,8 @@ class ControlLossSettings(msgspec.Struct, frozen=True, tag="control"):
 
     clip: float = 0.2
     importance_cap: float = 2.0
-    discount: float = 0.99
-    gae_lambda: float = 0.95
+    discount: float = 0.98
+    gae_lambda: float = 0.9
     value_coefficient: float = 0.5
     entropy_coefficient: float = 0.0
 

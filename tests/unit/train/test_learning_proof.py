@@ -95,7 +95,8 @@ def test_a_gymnasium_policy_learns_to_balance_a_pole(seed: int) -> None:
     policy, served = build(spec), build(spec)
     assert isinstance(policy, ControlPolicy)
     settings = OptimSettings(**RECOMMENDED["mlp"]["optimizer"], decay_steps=steps)
-    learner = Learner(policy, ControlLossSettings(**RECOMMENDED["mlp"].get("control_loss", {})), settings)
+    loss = {"discount": 0.99, "gae_lambda": 0.95} | RECOMMENDED["mlp"].get("control_loss", {})
+    learner = Learner(policy, ControlLossSettings(**loss), settings)
     engine = PolicyEngine(served.module, seed=seed)
     weights = OldWeights(engine, learner)
     environments = [gymnasium.make("CartPole-v1") for _ in range(episodes)]
