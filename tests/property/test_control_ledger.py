@@ -62,11 +62,6 @@ class Naive:
         for row in rows:
             row.state = f"dropped {reason}"
 
-    def begun(self, prompt: int, attempt: int) -> bool:
-        """Whether the group of this attempt was issued and its prompt is neither done nor thrown away since."""
-        latest = max((row.attempt for row in self.rows.values() if row.prompt == prompt), default=-1)
-        return latest == attempt
-
     def lease(self, lease: Any, owner: str) -> None:
         fresh = not self.live(lease.prompt)
         for sample, member in zip(lease.samples, lease.members, strict=True):

@@ -76,7 +76,10 @@ class Observer:
         ledger, counts = self.ledger, self.state.ledger.counts
         if self.state.phase == "stopped":
             return f"nothing: the pipeline was stopped ({self.state.stop_reason})"
-        if ledger.state.next_step > ledger.state.version and ledger.ready_groups >= ledger.groups_per_step:
+        if ledger.ready_groups >= ledger.groups_per_step:
+            overtaken, wait_s = ledger.overtaken_groups(), self.settings.straggler_wait_s
+            if overtaken and wait_s:
+                return f"{overtaken} groups that step {ledger.state.next_step} would outdate, at most {wait_s:g} s"
             return f"the acknowledgement of step {ledger.state.version}"
         return (
             f"{ledger.groups_per_step - ledger.ready_groups} more of {ledger.groups_per_step} groups for step "

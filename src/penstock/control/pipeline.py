@@ -91,7 +91,7 @@ class PipelineControl:
 
     @property
     def newest(self) -> Version:
-        """The highest version that exists."""
+        """The highest version that engines can have: the published one, or the trained one while none is published."""
         return self.state.newest
 
     def status(self, now: float) -> dict[str, float | str]:

@@ -100,8 +100,8 @@ class PipelineState(msgspec.Struct):
 
     @property
     def newest(self) -> Version:
-        """The highest version that exists: samples of higher ones come from a trainer that is gone."""
-        return max(self.ledger.version, self.weights.version if self.weights is not None else Version(0))
+        """The highest version that engines can have: samples of higher ones come from a trainer that is gone."""
+        return self.weights.version if self.weights is not None else self.ledger.version
 
     def fail(self, sentence: str) -> None:
         """The run cannot go on: it stops, and this is why."""

@@ -70,10 +70,13 @@ class WorkerSide:
         return effects, ledger.state.moves > moves
 
     def _take(self, member: MemberId, rollout: Rollout) -> str:
-        expected = self.state.digests.get(rollout.version)
-        wrong = expected is not None and rollout.weights_digest != expected
-        if wrong and self._reject(member, rollout.sample):
-            return f"was made with weights {rollout.weights_digest!r}, but version {rollout.version} is {expected!r}"
+        """Books a rollout if it was made with published weights; as long as none are published, all are taken."""
+        digests = self.state.digests
+        expected = digests.get(rollout.version)
+        wrong = bool(digests) and rollout.weights_digest != expected
+        if wrong and rollout.version <= self.state.newest and self._reject(member, rollout.sample):
+            published = f"is {expected!r}" if expected is not None else "was not published"
+            return f"was made with weights {rollout.weights_digest!r}, but version {rollout.version} {published}"
         return self.ledger.deliver(member, rollout, self.state.newest)
 
     def _reject(self, member: MemberId, sample: SampleId) -> bool:

@@ -186,7 +186,7 @@ def test_a_full_batch_waits_a_bounded_time_for_groups_it_would_outdate(drive):
     d.train(0)
     d.fill(1)
     answer = d.send(events.BatchAsked("t", 1))
-    assert isinstance(answer, effects.DeferBatch)
+    assert answer == effects.DeferBatch("1 groups that step 1 would outdate, at most 5 s", "running")
     d.deliver(straggler, member="slow", version=0)
     assert "batches" in d.announced()
     assert d.batch(1).groups[0].prompt == straggler[0].prompt

@@ -213,6 +213,17 @@ def test_when_nothing_but_failures_comes_in_the_run_fails_with_the_last_error(dr
     assert d.ask(2) == effects.RefuseLease("exhausted", "stopped")
 
 
+def test_failures_between_successes_do_not_end_the_run(drive):
+    d = drive(max_failures=1, groups_per_step=1, max_staleness=3, steps=100)
+    d.join("w")
+    for step in range(20):
+        d.fail(d.lease(2)[0].samples[0])
+        d.fill(1)
+        d.train(step)
+    assert len(d.books.set_aside) == 20
+    assert d.control.phase == "running"
+
+
 def test_a_reward_that_is_not_a_number_counts_as_a_failure(drive):
     d = drive()
     d.join("w")

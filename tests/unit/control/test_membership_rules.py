@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from penstock.control import effects, events
+from penstock.control.membership import FORMER_KEPT
 
 
 def beat(d, member: str = "w", ago_s: float = 0.0, doing: str = ""):
@@ -170,3 +171,20 @@ def test_calls_of_the_wrong_role_are_refused(drive):
     assert d.send(events.LeaseAsked("t", 0, 1, 0)).kind == "LocalProtocolError"
     assert d.send(events.LeaseAsked("stranger", 0, 1, 0)).kind == "Stale"
     assert d.send(events.LeaseAsked("w", 0, 0, 0)).kind == "LocalProtocolError"
+
+
+def test_only_so_many_departed_members_are_remembered_by_name(drive):
+    d = drive()
+    for number in range(FORMER_KEPT + 10):
+        d.join(f"w{number}", trainer=None)
+        d.send(events.MemberLeft(f"w{number}"))
+    assert len(d.control.state.members.former) == FORMER_KEPT
+
+
+def test_time_never_runs_backwards_inside(drive):
+    d = drive()
+    d.now = 100.0
+    d.join("w")
+    d.now = 40.0
+    beat(d)
+    assert d.control.members.get("w").heard_at == 100.0

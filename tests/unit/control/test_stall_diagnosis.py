@@ -116,6 +116,15 @@ def test_the_run_may_end_when_no_trainer_comes_back(drive):
     assert "no trainer came back within 30 s" in failed.sentence
 
 
+def test_a_trainer_that_comes_back_in_time_is_forgiven(drive):
+    d = drive(exit_without_trainer_s=30, stall_after_s=1000)
+    d.join("w")
+    d.send(events.MemberLeft("t", "exit code 1", died=True))
+    beating(d, 20, "w")
+    d.join(trainer="t2")
+    assert not [effect for effect in beating(d, 60, "w", "t2") if isinstance(effect, effects.FailRun)]
+
+
 def test_by_default_a_run_waits_for_a_trainer_to_join_later(drive):
     d = drive(stall_after_s=1000)
     d.join("w")

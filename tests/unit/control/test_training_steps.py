@@ -224,3 +224,98 @@ def test_a_resumed_run_issues_again_all_that_was_not_trained(drive):
     assert d.counts == {"trained": 4, "dropped": 8}
     d.join("w2", trainer="t2", step=1)
     assert [lease.prompt for lease in d.lease(100, member="w2")] == [2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_sample_that_only_the_step_in_training_could_have_used_is_refused(drive):
+    d = drive(max_staleness=1, groups_per_step=1)
+    d.join("w", "slow")
+    late = d.lease(2, member="slow")
+    d.fill(1)
+    d.train(0)
+    d.fill(1)
+    d.batch(1)
+    assert d.deliver(late, member="slow", version=0).refused == late[0].samples
+
+
+def test_prompts_of_a_rollback_come_before_those_already_waiting(drive):
+    d = drive(max_staleness=2)
+    d.join("w")
+    d.fill()
+    batch = d.batch(0)
+    d.ack(0, missing=(batch.groups[0].prompt,))
+    assert list(d.books.redo) == [0]
+    d.join(trainer="t2", step=0)
+    assert list(d.books.redo) == [1, 0]
+
+
+def test_a_partial_batch_is_never_given_ahead(drive):
+    """The step in training may still give prompts back that would fill it."""
+    d = drive(steps=None, prompt_limit=3, max_staleness=5)
+    d.join("w")
+    d.fill(3)
+    d.batch(0)
+    assert isinstance(d.send(events.BatchAsked("t", 1)), effects.DeferBatch)
+    d.ack(0, missing=(1,))
+    d.fill(1)
+    assert prompts_of(d.batch(1)) == [2, 1]
+
+
+def test_weights_published_before_the_acknowledgement_may_be_used_at_once(drive):
+    d = drive(max_staleness=1)
+    d.join("w")
+    d.publish(0)
+    d.fill()
+    d.batch(0)
+    d.publish(1)
+    leases = d.lease(2, version=1)
+    assert d.deliver(leases, version=1).refused == ()
+    d.ack(0)
+    d.fill(1, version=1)
+    assert all(group.versions == (1, 1) for group in d.batch(1).groups)
+
+
+def test_a_run_resumed_right_after_a_checkpoint_forms_its_next_batch_anew(drive):
+    d = drive()
+    d.join("w")
+    d.fill()
+    d.train(0)
+    d.checkpoint(1)
+    d.fill()
+    d.batch(1)
+    d.send(events.RunResumed())
+    d.join("w2", trainer="t2", step=1)
+    d.fill(member="w2")
+    assert prompts_of(d.batch(1, "t2")) == [2, 3]
+
+
+def test_samples_of_a_dead_lineage_are_refused_even_before_the_new_weights_are_published(drive):
+    """The new trainer reaches version 1 again, and has not published it: the old version 1 is not it."""
+    d = drive(max_staleness=2)
+    d.join("w")
+    d.publish(0)
+    d.fill()
+    d.train(0)
+    d.publish(1, "dead1")
+    (late,) = d.lease(2, version=1)
+    dead = events.Delivered("w", tuple(d.rollout(sample, 1) for sample in late.samples))
+    d.join(trainer="t2", step=0)
+    d.fill(3, version=0)
+    d.train(0, "t2")
+    answer = d.send(dead)
+    assert answer.refused == late.samples
+    assert "version 1 was not published" in answer.reason
+
+
+def test_what_is_remembered_of_weights_and_rings_is_bounded(drive):
+    d = drive(steps=50, max_staleness=1)
+    for step in range(30):
+        d.join(f"w{step}")
+        d.publish(step)
+        d.fill(member=f"w{step}")
+        d.send(events.MemberLeft(f"w{step}"))
+        d.train(step)
+        d.checkpoint(step + 1)
+    assert len(d.control.state.digests) <= 4
+    assert len(d.control.state.members.rings) <= 4
+    assert len(d.control.state.recent) == 16
+    assert len(d.control.snapshot()) < 10_000
