@@ -13,6 +13,7 @@ from penstock.batch.advantage import resolve
 from penstock.batch.pack import PackSettings
 from penstock.config.devices import devices_of
 from penstock.control.io.client import ControlClient
+from penstock.errors import PeerLost
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex, Version
 from penstock.roles.feed import Feed, PreparedBatch
@@ -175,7 +176,13 @@ class TrainingLoop:
         self._process.progress.moved(f"saving the checkpoint of step {step}")
         await self._training.run(self._write_checkpoint)
         self._saved_step = step
-        await self._client.call(AckCheckpoint(pipeline=self._client.pipeline, member=self._process.member, step=step))
+        saved = AckCheckpoint(pipeline=self._client.pipeline, member=self._process.member, step=step)
+        try:
+            await self._client.call(saved)
+        except PeerLost as error:
+            if not self._process.stop.requested:
+                raise
+            log.info("the controller was gone before it heard of the checkpoint of step %d: %s", step, error)
 
     def _write_checkpoint(self) -> None:
         pipeline = self._process.pipeline
