@@ -134,7 +134,9 @@ class Broadcast:
                 if self.joined >= {None, *self.members}:
                     self.phase, self.since = "sending", now
                 return []
-            case MemberReceived(name, member) if name == self.name and self.phase == "sending":
+            case MemberReceived(name, member) if (
+                name == self.name and self.phase == "sending" and member in self.members
+            ):
                 self.received.add(member)
                 return self._finished(now) if self.received >= set(self.members) else []
             case AttemptFailed(name, error) if name == self.name and self.phase != "idle":
@@ -150,7 +152,7 @@ class Broadcast:
     def _next(self, now: float) -> list[BroadcastEffect]:
         asked, self.waiting = self.waiting, None
         if asked is None or not asked.members:
-            return []
+            return []  # at rest
         self.manifest, self.members = asked.manifest, asked.members
         self.attempts, self.first_error = 0, ""
         return self._attempt(now)
@@ -199,8 +201,10 @@ class Broadcast:
             raise LocalProtocolError(f"a broadcast to nobody: {self!r}")
         if self.attempts > self.settings.max_attempts:
             raise LocalProtocolError(f"more attempts than allowed: {self!r}")
-        if not self.received <= set(self.members) | self.received or (self.phase == "idle" and self.waiting):
+        if self.phase == "idle" and self.waiting is not None:
             raise LocalProtocolError(f"a broadcast waits although nothing is under way: {self!r}")
+        if self.phase == "sending" and not self.received <= set(self.members):
+            raise LocalProtocolError(f"somebody received who was not invited: {self!r}")
 
     def __repr__(self) -> str:
         missing = [member for member in self.members if member not in self.joined]

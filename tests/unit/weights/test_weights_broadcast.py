@@ -183,8 +183,7 @@ def test_whatever_happens_there_is_an_end(steps: list[tuple[str, MemberId | None
             case "join", _:
                 table(MemberJoined(name, member))
             case "got", str():
-                if member in table.broadcast.members:
-                    table(MemberReceived(name, member))
+                table(MemberReceived(name, member))
             case "fail", _:
                 table(AttemptFailed(name, "reset"))
             case "gone", str():

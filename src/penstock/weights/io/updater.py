@@ -172,6 +172,7 @@ class ReplicaUpdater:
         self._report_timeout_s = report_timeout_s
         self._grace_s = grace_s
         self._backoff = Backoff(retry_first_s, retry_cap_s)
+        self._poll_backoff = Backoff(retry_first_s, retry_cap_s)
         self._clock = clock or SystemClock()
         self._pause_s = 0.0
         self._skipped = 0
@@ -221,8 +222,9 @@ class ReplicaUpdater:
                 manifest = await self._source.next_manifest(self.replica.held_digest, self._poll_s)
         except (Transient, TimeoutError) as error:
             logger.warning("no answer about the newest weights (%s); %s goes on", error, self.replica)
-            await asyncio.sleep(self._backoff.next_s())
+            await asyncio.sleep(self._poll_backoff.next_s())
             return
+        self._poll_backoff.reset()
         if manifest is None or manifest.digest == self.replica.held_digest:
             return
         held = self.replica.version
