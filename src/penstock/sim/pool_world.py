@@ -108,13 +108,10 @@ class PoolWorld:
             rules=mix.rules,
         )
         self.pool = Pool(settings, plain_plan if regime == "plain" else make_plan)
-        # Beyond this size a plan per report would take hours; a plan per second flatters the plain rule.
-        self.replans_at_reports = regime == "plain" and mix.pipelines <= 64
+        self.replans_at_reports = regime == "plain" and mix.pipelines <= 64  # beyond it would take hours
         self.now = 0.0
         self.samples = 0
-        self.busy_device_s = 0.0
-        self.trained_device_s = 0.0
-        self.moved_device_s = 0.0
+        self.busy_device_s = self.trained_device_s = self.moved_device_s = 0.0
         self.longest_wait_s = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -128,6 +125,9 @@ class PoolWorld:
         while self._heap and self._heap[0][0] <= self.mix.horizon_s:
             self.now, _, act = heapq.heappop(self._heap)
             act()
+        for worker in (worker for pipeline in self.pipelines for worker in pipeline.workers.values()):
+            if worker.running:
+                worker.account()
         self.pool.check()
         return self._outcome()
 
@@ -147,8 +147,8 @@ class PoolWorld:
 
     def _tick(self) -> None:
         self.tell(ev.TimePassed())
-        for entry in self.pool.status(self.now).shares:
-            self.longest_wait_s = max(self.longest_wait_s, entry.waited_s)
+        waits = (share.waited_s for share in self.pool.status(self.now).shares)
+        self.longest_wait_s = max(self.longest_wait_s, *waits)
         self.at(1.0, self._tick)
 
     def _outcome(self) -> Outcome:
@@ -156,8 +156,8 @@ class PoolWorld:
         finished = [pipeline.finished for pipeline in self.pipelines]
         rounds = sum(pipeline.rounds for pipeline in self.pipelines)
         moves = self.pool.status(self.now).moves
-        generating, training = self.busy_device_s / total_s, self.trained_device_s / total_s
-        moving = self.moved_device_s / total_s
+        used = (self.busy_device_s, self.trained_device_s, self.moved_device_s)
+        generating, training, moving = (device_s / total_s for device_s in used)
         return Outcome(
             samples=self.samples,
             rounds=rounds,
@@ -196,7 +196,7 @@ class _Pipeline:
         self.began = 0.0
         self.queue: deque[float] = deque()
         """Seconds of work left in each sample that nobody is generating."""
-        # The plain rule knows nothing of demand caps and costs: one sample per worker is what it assumes.
+        # The plain rule knows nothing of demand caps and costs.
         frugal = world.regime != "plain"
         world.tell(
             ev.PipelineOpened(
@@ -271,8 +271,7 @@ class _Worker:
         self.running: dict[int, float] = {}
         """When each running sample will be finished."""
         self._order: Order | None = None
-        self._next = 0
-        self._busy_since = 0.0
+        self._next, self._busy_since = 0, 0.0
 
     def obey(self, order: Order) -> None:
         mix = self.world.mix
@@ -300,7 +299,7 @@ class _Worker:
         if self.running.pop(key, None) is None:
             return
         if not self.running:
-            self._account()
+            self.account()
         self.pipeline.sample_done()
         self.fill()
         if not self.running and self._order is not None and self._order.action == "sleep":
@@ -310,7 +309,7 @@ class _Worker:
         if self._order is not order:
             return
         if self.running:
-            self._account()
+            self.account()
             self.pipeline.queue.extendleft(finish - self.world.now for finish in self.running.values())
             self.running.clear()
             for other in self.pipeline.workers.values():
@@ -329,7 +328,7 @@ class _Worker:
             self.world.tell(ev.MoveDone(self.pipeline.name, self.member, order.number))
             self.fill()
 
-    def _account(self) -> None:
+    def account(self) -> None:
         self.world.busy_device_s += (self.world.now - self._busy_since) * self.world.mix.bundle
 
 
