@@ -277,7 +277,7 @@ def replica(case: Case) -> int:
         bring_timeout_s=0.5,
         change_timeout_s=0.5,
         report_timeout_s=1.0,
-        grace_s=0.5,
+        grace_s=2.0,
         retry_first_s=0.02,
         retry_cap_s=0.1,
     )

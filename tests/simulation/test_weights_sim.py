@@ -401,13 +401,22 @@ def test_without_faults_nobody_is_fenced_or_evicted() -> None:
     assert world.fired.keys() <= {"trainer died", "controller died"}
 
 
-@pytest.mark.parametrize("fault", ["bring failed", "report lost", "offer lost"])
+@pytest.mark.parametrize("fault", ["bring failed", "offer lost"])
 def test_a_fleet_that_can_load_nothing_fails_with_one_sentence(fault: str) -> None:
     world = World(3, replicas=5, fault_rate=1.0, faults_until=1e9, train_until=1e9, only=fault)
     world.run(until=1000.0)
     assert world.fired[fault] > 0
     assert world.failed
     assert "\n" not in world.failed
+
+
+def test_if_no_report_ever_arrives_the_questions_say_enough() -> None:
+    world = World(3, replicas=5, fault_rate=1.0, faults_until=1e9, train_until=30.0, only="report lost")
+    world.run(until=100.0)
+    assert world.fired["report lost"] > 0
+    assert not world.failed
+    assert world.controller.healthy == 5
+    assert set(world.controller.behind().values()) == {0}
 
 
 @pytest.mark.slow

@@ -165,7 +165,21 @@ class WeightTransaction:
         replica.waiting = True
         # Asking again ends an offer: either it was taken, and a report has said so, or the answer was lost.
         replica.offered = ""
-        return self._offer(event.member, now, event.held_digest)
+        return [*self._believe(event, now), *self._offer(event.member, now, event.held_digest)]
+
+    def _believe(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
+        """A question says what is held, as a report would: it may be the first this controller hears of it."""
+        replica, held = self.replicas[event.member], event.held_digest
+        serving = replica.state is ReplicaState.SERVING
+        if replica.evicting or (serving and held == replica.digest) or (not serving and not held):
+            return []
+        version = next((version for version, digests in self._digests.items() if held in digests), None)
+        if held and version is None:
+            return []  # from before this controller's memory; it is about to be offered the newest
+        replica.state = ReplicaState.SERVING if held else ReplicaState.STALE
+        replica.digest, replica.since = held, now
+        replica.version = version if version is not None else replica.version
+        return self._admission(event.member)
 
     def _offer(self, member: MemberId, now: float, held: str | None = None) -> list[TransactionEffect]:
         replica = self.replicas[member]

@@ -291,6 +291,23 @@ def test_too_few_healthy_replicas_for_too_long_end_the_run_with_one_sentence() -
     assert fleet.later(100.0) == []
 
 
+def test_a_new_controller_learns_from_questions_what_is_served_already() -> None:
+    fleet = Fleet(fenced_timeout_s=10.0)
+    fleet(VersionPublished(version(1)))
+    fleet(MembershipReconciled(frozenset({A, B, C})))
+    assert fleet.ask(A, version(1).digest) == [AdmitReplica(A, Version(1), version(1).digest)]
+    assert fleet.ask(A, version(1).digest) == []
+    assert fleet.ask(B, "f" * 32) == [OfferVersion(B, version(1))]  # unknown here: not admitted, but helped
+    fleet.later(10.1)
+    assert fleet.transaction.replicas[A].admitted
+    assert fleet.transaction.replicas[C].evicting
+
+
+def test_a_replica_that_holds_nothing_complete_is_fenced_even_if_its_report_was_lost(fleet: Fleet) -> None:
+    fleet.started(A, B)
+    assert fleet.ask(A, "") == [FenceReplica(A, "is stale"), OfferVersion(A, version(0))]
+
+
 def test_durability_follows_the_newest(fleet: Fleet) -> None:
     fleet.started(A)
     fleet(VersionPublished(version(1)))
