@@ -158,70 +158,63 @@ def limit_rate(workload: StageWorkload, mix: Mix, batches: int) -> float:
     return batches * LEASES_PER_BATCH * GROUP / (time.perf_counter() - begin)
 
 
-def mixes(table: Table, results: list[dict[str, Any]], batches: int) -> None:
+def mixes(table: Table, results: list[dict[str, Any]], batches: int, rounds: int) -> None:
+    pool = PreparationPool(1)
+    pool.run(abs, 0)  # the first call starts the process
+
+    def compute_in_process(seconds: float) -> None:
+        pool.run(timeit.timeit, "x = x * 3 % 1000003", "x = 7", time.perf_counter, int(seconds * steps_per_s()))
+
     kinds: tuple[tuple[str, Stage, Stage, Sequence[Mix]], ...] = (
         ("sleeping", time.sleep, time.sleep, MIXES),
         ("computing prepare", compute, time.sleep, MIXES),
         ("computing both", compute, compute, COMPUTING_MIXES),
+        ("computing both, process", compute_in_process, compute, COMPUTING_MIXES),
     )
-    for kind, prepare, generate, chosen in kinds:
-        for mix in chosen:
-            workload = StageWorkload(mix, prepare, generate)
-            limit = limit_rate(workload, mix, batches)
-            plain = plain_rate(workload, batches)
-            off = runner_rate(workload, batches, prefetch=False)
-            on = runner_rate(workload, batches, prefetch=True)
-            name = f"{':'.join(f'{part:g}' for part in mix)} {kind}"
-            add(table, results, name, on, limit, "slowest stage alone", plain, off)
-    with_processes(table, results, batches)
-
-
-def with_processes(table: Table, results: list[dict[str, Any]], batches: int) -> None:
-    """Where both stages hold the interpreter, preparation in a process of its own."""
-    pool = PreparationPool(1)
     try:
-        pool.run(abs, 0)  # the first call starts the process
-
-        def prepare(seconds: float) -> None:
-            pool.run(timeit.timeit, "x = x * 3 % 1000003", "x = 7", time.perf_counter, int(seconds * steps_per_s()))
-
-        for mix in COMPUTING_MIXES:
-            workload = StageWorkload(mix, prepare, compute)
-            limit = limit_rate(workload, mix, batches)
-            plain = plain_rate(workload, batches)
-            off = runner_rate(workload, batches, prefetch=False)
-            on = runner_rate(workload, batches, prefetch=True)
-            name = f"{':'.join(f'{part:g}' for part in mix)} computing both, process"
-            add(table, results, name, on, limit, "slowest stage alone", plain, off)
+        for kind, prepare, generate, chosen in kinds:
+            for mix in chosen:
+                name = f"{':'.join(f'{part:g}' for part in mix)} {kind}"
+                measure(table, results, name, StageWorkload(mix, prepare, generate), mix, batches, rounds)
     finally:
         pool.close()
 
 
-def add(
+def measure(
     table: Table,
     results: list[dict[str, Any]],
     name: str,
-    on: float,
-    limit: float,
-    limit_name: str,
-    plain: float,
-    off: float,
+    workload: StageWorkload,
+    mix: Mix,
+    batches: int,
+    rounds: int,
 ) -> None:
-    table.add_row(
-        name, f"{limit:.0f}", f"{on:.0f}", f"{on / limit:.1%}", f"{plain:.0f}", f"{off:.0f}", f"{off / plain:.1%}"
-    )
-    results.append(entry(f"overlap {name}", on, limit, limit_name))
-    results.append(entry(f"prefetch off {name}", off, plain, "plain loop"))
+    """Rounds of all four, one after the other; the median of the ratios within a round, so that drift cancels."""
+    taken = [
+        (
+            limit_rate(workload, mix, batches),
+            runner_rate(workload, batches, prefetch=True),
+            plain_rate(workload, batches),
+            runner_rate(workload, batches, prefetch=False),
+        )
+        for _ in range(rounds)
+    ]
+    limit, on, plain, off = (statistics.median(column) for column in zip(*taken, strict=True))
+    of_limit = statistics.median(one[1] / one[0] for one in taken)
+    of_plain = statistics.median(one[3] / one[2] for one in taken)
+    table.add_row(name, f"{limit:.0f}", f"{on:.0f}", f"{of_limit:.1%}", f"{plain:.0f}", f"{off:.0f}", f"{of_plain:.1%}")
+    results.append(entry(f"overlap {name}", on, limit, "slowest stage alone", of_limit))
+    results.append(entry(f"prefetch off {name}", off, plain, "plain loop", of_plain))
 
 
-def entry(name: str, ours: float, peer: float, peer_name: str) -> dict[str, Any]:
+def entry(name: str, ours: float, peer: float, peer_name: str, ratio: float) -> dict[str, Any]:
     return {
         "name": name,
         "unit": "samples/s",
         "ours": ours,
         "peer": peer,
         "peer_name": peer_name,
-        "ratio": ours / peer,
+        "ratio": ratio,
     }
 
 
@@ -270,9 +263,9 @@ def real_workloads(results: list[dict[str, Any]], batches: int, rounds: int) -> 
                 asyncio.run(Runner(workload, desk, NoStore(), settings).run())
                 rates[prefetch].append(desk.rate())
         off, on, bare = (statistics.median(rate) for rate in (rates[False], rates[True], plain))
-        table.add_row(name, f"{bare:.0f}", f"{off:.0f}", f"{on:.0f}", f"{on / off:.1%}")
-        results.append(entry(f"{name}, prefetch on", on, off, "prefetch off"))
-        results.append(entry(f"{name}, prefetch on", on, bare, "plain loop without a desk"))
+        ratio = statistics.median(with_it / without for without, with_it in zip(*rates.values(), strict=True))
+        table.add_row(name, f"{bare:.0f}", f"{off:.0f}", f"{on:.0f}", f"{ratio:.1%}")
+        results.append(entry(f"{name}, prefetch on", on, off, "prefetch off", ratio))
     return table
 
 
@@ -281,7 +274,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--quick", action="store_true", help="fewer batches")
     arguments = parser.parse_args(argv)
-    batches = 8 if arguments.quick else 30
     results: list[dict[str, Any]] = []
     table = Table(
         "prepare:generate:post",
@@ -293,7 +285,7 @@ def main(argv: list[str]) -> int:
         "of the plain loop",
         title="Stage mixes, samples/s",
     )
-    mixes(table, results, batches)
+    mixes(table, results, batches=8 if arguments.quick else 16, rounds=1 if arguments.quick else 3)
     console = Console(width=120)
     console.print(table)
     console.print(real_workloads(results, batches=10 if arguments.quick else 20, rounds=3 if arguments.quick else 7))

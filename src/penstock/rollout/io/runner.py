@@ -317,7 +317,8 @@ class Runner:
             "prefetch": float(held.prefetch),
         }
         branches = {f"branch_{name}": float(count) for name, count in held.branches.items()}
-        return {**self._counts, **depths, **branches}
+        with self._counting:
+            return {**self._counts, **depths, **branches}
 
     def __repr__(self) -> str:
         return f"Runner({type(self.workload).__name__}, {self.machine!r})"
