@@ -37,8 +37,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
-from penstock.payload.io.shm import Ring, RingReader
+from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
 from penstock.payload.io.tcp_client import TcpClient
 from penstock.records.payload import PayloadRef, RingAddress

@@ -30,7 +30,8 @@ import pytest
 
 from penstock.payload.exchange import ExchangeLimits
 from penstock.payload.io.fetch import BatchFetcher
-from penstock.payload.io.shm import Ring, sweep, sweep_dead
+from penstock.payload.io.leftovers import sweep, sweep_dead
+from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
 from penstock.payload.retry import RetryPolicy
 from penstock.records.payload import PayloadRef, RingAddress

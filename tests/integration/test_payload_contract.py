@@ -21,8 +21,9 @@ from penstock.errors import ConfigError, LocalProtocolError, Transient
 from penstock.payload.exchange import ExchangeLimits
 from penstock.payload.io.fetch import BatchFetcher, Carrier
 from penstock.payload.io.prefetch import Prefetcher
+from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Cancellation
-from penstock.payload.io.shm import Ring, RingReader
+from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import ServerStatistics, TcpServer
 from penstock.payload.retry import RetryPolicy
 from penstock.records.payload import PayloadRef, RingAddress

@@ -20,8 +20,9 @@ from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, 
 from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, hello, request
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.payload.io.prefetch import Prefetcher
+from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
-from penstock.payload.io.shm import Ring, RingReader
+from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
 from penstock.payload.io.tcp_client import TcpClient
 from penstock.payload.retry import Failure, RetryPolicy

@@ -306,7 +306,7 @@ class LedgerMachine(RuleBasedStateMachine):
             row = self.model.rows[sample]
             taken = row.state == "leased"
             if taken:
-                self.model.drop([row], "lost")
+                self.model.drop([row], "returned")
         else:
             answer = self.send(events.Delivered(worker, failures=(FailedRollout(sample, "generate", "boom", poison),)))
             taken = self.model.fail(sample, worker, poison)

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.errors import Stale, Transient
+from penstock.payload.io.leftovers import sweep
 from penstock.payload.io.mapping import Mapping
-from penstock.payload.io.shm import Lease, Ring, RingReader, sweep
+from penstock.payload.io.reader import Lease, RingReader
+from penstock.payload.io.shm import Ring
 from penstock.records.payload import PayloadRef
 
 SLOTS, CAPACITY_BYTES, READERS = 5, 4096, 3

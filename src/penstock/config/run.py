@@ -143,6 +143,8 @@ class RolloutSection(Section):
     ring_slots: Positive = 4096
     max_failures: Positive = 3
     """A prompt that fails so often is set aside with its error."""
+    max_losses: Positive | None = None
+    """A prompt whose workers die so often is set aside too. Off by default: workers die for other reasons."""
     device: str = "auto"
     threads: Positive = 1
 
@@ -152,6 +154,8 @@ class TrainSection(Section):
     """Prompts per optimiser step."""
     max_staleness: NonNegative = 2
     """No sample is trained more than so many versions after the weights it was generated with."""
+    straggler_wait_s: NonNegativeFloat = 0.0
+    """How long a batch may wait for groups that would be outdated afterwards. 0 never waits: they are made again."""
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `max_rl`, or your own as `package.module:function`."""
     filters: list[str] = []

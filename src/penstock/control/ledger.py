@@ -194,11 +194,11 @@ class Ledger:
         return ""
 
     def give_back(self, member: MemberId, sample: SampleId) -> str:
-        """Books an unused lease as lost, to be issued again."""
+        """Books an unused lease as returned, to be issued again."""
         group, index = self._books.find(member, sample)
         if group is None or not self._books.is_leased(group, index):
             return NOT_LEASED_TO_YOU
-        self._books.drop_lease(group, index, "lost")
+        self._books.drop_lease(group, index, "returned")
         return ""
 
     def reject(self, member: MemberId, sample: SampleId) -> bool:

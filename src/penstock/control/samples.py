@@ -14,10 +14,10 @@ from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Ver
 from penstock.records.payload import PayloadRef
 
 State = Literal["leased", "delivered", "buffered", "dispatched", "trained", "dropped"]
-Reason = Literal["outdated", "filtered", "failed", "lost"]
+Reason = Literal["outdated", "filtered", "failed", "lost", "returned"]
 
 STATES: Final[tuple[State, ...]] = ("leased", "delivered", "buffered", "dispatched", "trained", "dropped")
-REASONS: Final[tuple[Reason, ...]] = ("outdated", "filtered", "failed", "lost")
+REASONS: Final[tuple[Reason, ...]] = ("outdated", "filtered", "failed", "lost", "returned")
 
 MOVES: Final[dict[tuple[State | None, State], str]] = {
     (None, "leased"): "a worker was given the sample to generate",

@@ -72,6 +72,8 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
         max_staleness=pipeline.train.max_staleness,
         epochs=pipeline.epochs,
         max_failures=pipeline.rollout.max_failures,
+        max_losses=pipeline.rollout.max_losses,
+        straggler_wait_s=pipeline.train.straggler_wait_s,
         suspect_after_s=control.suspect_after_s,
         reap_after_s=control.reap_after_s,
         wedge_after_s=control.wedged_after_s,

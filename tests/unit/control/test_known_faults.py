@@ -26,7 +26,7 @@ def test_discarded_samples_do_not_stay_in_flight_and_throttle_the_rest(drive):
         d.send(events.Delivered(good, returned=d.lease(2, member=good)[0].samples))
         assert d.control.ledger.in_flight == 0
         assert d.control.admission.capacity() + d.books.awaiting_count == 4
-    assert d.books.dropped == {"outdated": 38, "filtered": 0, "failed": 0, "lost": 76}
+    assert d.books.dropped == {"outdated": 38, "filtered": 0, "failed": 0, "lost": 38, "returned": 38}
 
 
 def test_leases_of_a_dead_worker_come_back(drive):

@@ -121,7 +121,7 @@ def test_samples_of_the_dead_lineage_are_refused_and_buffered_ones_dropped(drive
     (late,) = d.lease(2, version=1)
     d.join(trainer="t2", step=0)
     assert d.control.weights is None
-    assert d.books.dropped == {"outdated": 2, "filtered": 0, "failed": 0, "lost": 4}
+    assert d.books.dropped == {"outdated": 2, "filtered": 0, "failed": 0, "lost": 4, "returned": 0}
     refused = d.deliver((late,), version=1)
     assert refused.refused == late.samples
     assert "does not exist" in refused.reason

@@ -35,7 +35,8 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
         "dropped_filtered": 0,
         "dropped_failed": 1,
     }
-    status = {"pipelines": {"letters": one, "pole": one}, "lag": {"p50_s": 0.001, "p99_s": 0.002, "max_s": 0.003, "worst_s": 0.012}}
+    lag = {"p50_s": 0.001, "p99_s": 0.002, "max_s": 0.003, "worst_s": 0.012}
+    status = {"pipelines": {"letters": one, "pole": one}, "lag": lag}
     out = StringIO()
     print_summary(Console(file=out, width=200), run, status, wall_s=61.0, ended="complete")
     text = out.getvalue()

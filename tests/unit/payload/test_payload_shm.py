@@ -13,8 +13,10 @@ import pytest
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.payload.io import leftovers
+from penstock.payload.io.leftovers import sweep, sweep_dead
 from penstock.payload.io.mapping import Mapping
-from penstock.payload.io.shm import Ring, RingReader, sweep, sweep_dead
+from penstock.payload.io.reader import RingReader
+from penstock.payload.io.shm import Ring
 from penstock.records.payload import PayloadRef
 
 

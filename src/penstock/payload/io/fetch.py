@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from penstock.errors import Aborted, ConfigError, LocalProtocolError, PeerLost, RemoteProtocolError, Stale, Transient
 from penstock.payload.io.mapping import DIRECTORY
+from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
-from penstock.payload.io.shm import RingReader
 from penstock.payload.io.tcp_client import TcpClient
 from penstock.payload.retry import (
     BatchCancelled,

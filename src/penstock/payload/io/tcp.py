@@ -34,7 +34,7 @@ from penstock.payload.exchange import (
     TakeSlot,
 )
 from penstock.payload.io.mapping import DIRECTORY
-from penstock.payload.io.shm import Lease, RingReader
+from penstock.payload.io.reader import Lease, RingReader
 from penstock.payload.io.timed_socket import TimedSocket
 
 log = logging.getLogger(__name__)

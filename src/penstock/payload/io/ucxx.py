@@ -38,7 +38,7 @@ from penstock.payload.exchange import (
     TakeSlot,
 )
 from penstock.payload.io.mapping import DIRECTORY
-from penstock.payload.io.shm import Lease, RingReader
+from penstock.payload.io.reader import Lease, RingReader
 from penstock.payload.io.tcp import ServerStatistics
 from penstock.payload.io.ucxx_core import (
     CLOSE_PERIOD_NS,
