@@ -182,7 +182,11 @@ class LedgerMachine(RuleBasedStateMachine):
             max_failures=2,
             max_filtered_per_step=2,
         )
-        self.judge = (lambda rewards: "dull" if max(rewards) == 0 else None) if picky else (lambda rewards: None)
+        self.judge = (
+            (lambda rewards, lengths: "dull" if max(rewards) == 0 else None)
+            if picky
+            else (lambda rewards, lengths: None)
+        )
         self.control = PipelineControl(self.settings, self.judge)
         self.model = Naive(size, staleness, 2)
         self.journal: list[tuple[bytes, float]] = []
@@ -208,7 +212,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def judged(self, rewards: tuple[float, ...]) -> bool:
         """The filter takes at most two groups between two batches."""
-        if self.judge(rewards) is None or self.filtered_since >= 2:
+        if self.judge(rewards, ()) is None or self.filtered_since >= 2:
             return False
         self.filtered_since += 1
         return True

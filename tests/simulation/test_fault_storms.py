@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
@@ -42,7 +43,7 @@ def storm(seed: int) -> SimSettings:
     )
 
 
-def dull(rewards: tuple[float, ...]) -> str | None:
+def dull(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
     return "dull" if max(rewards) < 0.5 else None
 
 

@@ -94,7 +94,7 @@ class TinyModel(Section):
     """A small causal language model built from a config, with a character tokenizer of its own."""
 
     kind: Literal["tiny"] = "tiny"
-    hidden: Positive = 192
+    hidden: Positive = 128
     layers: Positive = 1
     heads: Positive = 4
     max_length: Positive = 128

@@ -86,11 +86,15 @@ class Admission:
         """The oldest weights that can still serve a group that is already begun."""
         return Version(max(0, self.ledger.state.next_step - self.ledger.max_staleness))
 
-    def min_version_fresh(self, newest: Version) -> Version:
-        """The oldest weights for a new group: it will be trained after all that is in flight before it."""
+    def min_version_fresh(self) -> Version:
+        """The oldest weights for a new group: it will be trained after all that is in flight before it.
+
+        This may be the version of a step just acknowledged whose weights are not published yet. Then nobody is given a
+        lease: whatever older weights make now would be outdated when its turn comes.
+        """
         ledger = self.ledger
         expected_step = ledger.state.version + ledger.live_groups // ledger.groups_per_step
-        return Version(max(0, min(newest, expected_step - ledger.max_staleness)))
+        return Version(max(0, expected_step - ledger.max_staleness))
 
 
 class ThrottleState(msgspec.Struct):

@@ -12,6 +12,7 @@ Each operation costs the same whatever is in flight: work is done per sample mov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Protocol
 
@@ -28,9 +29,9 @@ NOT_LEASED_TO_YOU = "is not leased to this worker (any more)"
 
 
 class GroupFilter(Protocol):
-    """Looks at a complete group's rewards; returns why it should not be trained, or None. Must be pure."""
+    """Looks at a complete group's rewards and lengths; returns why not to train it, or None. Must be pure."""
 
-    def __call__(self, rewards: tuple[float, ...], /) -> str | None: ...
+    def __call__(self, rewards: Sequence[float], lengths: Sequence[int], /) -> str | None: ...
 
 
 class Ledger:
@@ -174,7 +175,7 @@ class Ledger:
     def _complete(self, group: Group) -> None:
         state = self.state
         judge = self.group_filter if state.filtered_since_step < self.max_filtered_per_step else None
-        if judge is not None and judge(tuple(group.rewards)) is not None:
+        if judge is not None and judge(group.rewards, group.lengths) is not None:
             state.filtered_since_step += 1
             state.filtered_prompts += 1
             self._books.drop_group(group, "filtered", redo=False)

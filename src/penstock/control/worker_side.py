@@ -48,7 +48,7 @@ class WorkerSide:
         leases = ledger.lease_awaiting(event.member, budget, admission.min_version_awaiting())
         budget -= sum(len(lease.samples) for lease in leases)
         while budget > 0 and ledger.prompts_left and admission.capacity() >= ledger.group_size:
-            min_version = admission.min_version_fresh(self.state.newest)
+            min_version = admission.min_version_fresh()
             if event.version < min_version or (leases and budget < ledger.group_size):
                 break
             leases.append(ledger.lease_group(event.member, budget, event.version, min_version))

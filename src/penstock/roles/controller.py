@@ -88,7 +88,7 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
             custom=tuple(path for path in pipeline.train.filters if path != "zero_signal"),
         )
     )
-    return PipelineControl(settings, (lambda rewards: group_filter(rewards, ())) if pipeline.train.filters else None)
+    return PipelineControl(settings, group_filter if pipeline.train.filters else None)
 
 
 def _session_path(process: RoleProcess) -> Path:

@@ -104,7 +104,7 @@ def engine_of(
     """The engine that serves a policy. It has no digest yet: it may not serve before published weights are in."""
     if isinstance(policy, LanguagePolicy):
         return TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, seed=seed, progressed=progressed)
-    return PolicyEngine(policy.module, seed=seed)
+    return PolicyEngine(policy.module, seed=seed, progressed=progressed)
 
 
 def workload_of(

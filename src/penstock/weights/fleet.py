@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
+
 import msgspec
 
 from penstock.records.ids import Version
@@ -55,3 +58,22 @@ class TransactionStatistics(msgspec.Struct):
     failures: int = 0
     evictions: int = 0
     mismatches: int = 0
+
+
+def metrics_of(
+    replicas: Collection[ReplicaRecord], behind: Sequence[int], statistics: TransactionStatistics
+) -> dict[str, float]:
+    """Figures by metric name. `behind` is how many versions each replica lacks: the whole backlog there is."""
+    states = Counter(replica.state for replica in replicas)
+    return {
+        "weights_published_total": statistics.published,
+        "weights_updates_total": statistics.updates,
+        "weights_update_failures_total": statistics.failures,
+        "weights_skipped_versions_total": statistics.skipped_versions,
+        "weights_evictions_total": statistics.evictions,
+        "weights_versions_behind_max": max(behind, default=0),
+        "weights_versions_behind_mean": sum(behind) / len(behind) if behind else 0.0,
+        "weights_offers_open": sum(bool(replica.offered) for replica in replicas),
+        "weights_pause_s_max": max((replica.pause_s for replica in replicas), default=0.0),
+        **{f"weights_replicas_{state}": states[state] for state in ReplicaState},
+    }

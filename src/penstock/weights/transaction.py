@@ -45,7 +45,7 @@ from penstock.weights.events import (
     WeightsAsked,
 )
 from penstock.weights.faults import Action, Fault, decide
-from penstock.weights.fleet import ReplicaRecord, TransactionSettings, TransactionStatistics
+from penstock.weights.fleet import ReplicaRecord, TransactionSettings, TransactionStatistics, metrics_of
 from penstock.weights.replica import ReplicaState
 
 
@@ -89,20 +89,7 @@ class WeightTransaction:
         return {member: max(0, newest - max(0, r.version)) for member, r in self.replicas.items()}
 
     def metrics(self) -> dict[str, float]:
-        behind = self.behind().values()
-        states = Counter(replica.state for replica in self.replicas.values())
-        return {
-            "weights_published_total": self.statistics.published,
-            "weights_updates_total": self.statistics.updates,
-            "weights_update_failures_total": self.statistics.failures,
-            "weights_skipped_versions_total": self.statistics.skipped_versions,
-            "weights_evictions_total": self.statistics.evictions,
-            "weights_versions_behind_max": max(behind, default=0),
-            "weights_versions_behind_mean": sum(behind) / len(behind) if behind else 0.0,
-            "weights_offers_open": sum(bool(replica.offered) for replica in self.replicas.values()),
-            "weights_pause_s_max": max((replica.pause_s for replica in self.replicas.values()), default=0.0),
-            **{f"weights_replicas_{state}": states[state] for state in ReplicaState},
-        }
+        return metrics_of(self.replicas.values(), list(self.behind().values()), self.statistics)
 
     # What happens
 

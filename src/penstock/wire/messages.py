@@ -44,7 +44,7 @@ class Register(Call, tag="register", frozen=True):
 
 
 class Unregister(Call, tag="unregister", frozen=True):
-    """Last call of a process that leaves in good order, or its supervisor's word that it `died`; leases return at once."""
+    """Last call of a process that leaves in good order, or its supervisor's word that it `died`; leases return."""
 
     reason: str = ""
     died: bool = False

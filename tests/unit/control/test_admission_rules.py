@@ -205,3 +205,20 @@ def test_a_straggler_that_does_not_come_is_left_behind(drive):
     assert effects.Announce("batches") in passed
     d.train(1)
     assert d.deliver(straggler, member="slow", version=0).refused == straggler[0].samples
+
+
+def test_between_an_acknowledgement_and_its_weights_no_lease_is_given_that_would_come_out_outdated(drive):
+    """Room opens with the acknowledgement, but until the new weights are out a worker can only make doomed samples."""
+    d = drive(max_staleness=1)
+    d.join("w")
+    d.publish(0)
+    d.fill(4)
+    d.train(0)
+    refused = d.ask(2, version=0)
+    assert isinstance(refused, effects.RefuseLease), "what version 0 makes now is due in step 2, two steps on"
+    d.publish(1)
+    assert "leases" in d.announced()
+    (lease,) = d.lease(2, version=1)
+    assert lease.min_version == 1
+    d.train(1)
+    assert d.books.dropped["outdated"] == 0

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from penstock.control import effects, events
@@ -234,7 +236,7 @@ def test_a_reward_that_is_not_a_number_counts_as_a_failure(drive):
     assert d.counts["delivered"] == 1
 
 
-def dull(rewards: tuple[float, ...]) -> str | None:
+def dull(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
     return "zero signal" if len(set(rewards)) == 1 else None
 
 
