@@ -164,7 +164,7 @@ def test_a_payload_that_could_not_be_fetched(run: Run) -> None:
 
 
 def test_filtered_when_its_group_was_complete(run: Run) -> None:
-    run.machine = PipelineControl(run.machine.settings, lambda rewards: "no signal")
+    run.machine = PipelineControl(run.machine.settings, lambda rewards, lengths: "no signal")
     run.register(W)
     samples = run.lease(W)
     run.deliver(W, samples[:1])
