@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
+import sys
 from pathlib import Path
 
 import typer
@@ -21,11 +22,8 @@ def bench_command(name: str | None, arguments: list[str]) -> int:
         return 0
     if name not in files:
         raise ConfigError(f"no benchmark {name!r}; there is {', '.join(files)}")
-    spec = importlib.util.spec_from_file_location(f"penstock_benchmark_{name}", files[name])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(folder))  # by path, so that processes it spawns find the module too
+    module = importlib.import_module(name)
     return int(module.main(arguments) or 0)
 
 
