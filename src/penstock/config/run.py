@@ -138,6 +138,12 @@ class RolloutSection(Section):
     """Overlap leasing, preparation and post-processing with generation. Read live."""
     queue_samples: Positive = 128
     """Bound on samples waiting between two stages."""
+    queue_mb: Positive = 1024
+    """Bound on prepared and generated data waiting between two stages."""
+    concurrency: Positive = 1
+    """Batches in the engine at once: 1 for a batch engine, many for an engine that serves requests."""
+    preparations: Positive = 1
+    """Prompts prepared at once."""
     ring_mb: Positive = 64
     """Shared memory for finished samples that the trainer has not fetched yet."""
     ring_slots: Positive = 4096

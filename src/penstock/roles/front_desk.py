@@ -16,7 +16,7 @@ from penstock.control.events import MemberLeft, RunResumed, StopAsked
 from penstock.control.io.desk import ControlDesk
 from penstock.control.pipeline import PipelineControl
 from penstock.journal.writer import Journal
-from penstock.records.ids import MemberId, PipelineName
+from penstock.records.ids import MemberId, PipelineName, Version
 from penstock.records.payload import PayloadRef
 from penstock.roles.fleet import Fleet
 from penstock.roles.pool_host import POOL, PoolHost
@@ -97,6 +97,10 @@ class FrontDesk(ControlDesk):
                 self._pool.beaten(request)
             case messages.Unregister(), Ok():
                 self._pool.lost(request.member, request.reason)
+            case messages.AckCheckpoint(), Ok():
+                digest = self._machines[request.pipeline].state.digests.get(Version(request.step))
+                if digest is not None:
+                    self._tell_fleet(request.pipeline, weights.VersionMadeDurable(digest))
             case messages.PublishWeights(), Ok():
                 self._tell_fleet(request.pipeline, weights.VersionPublished(request.manifest))
             case messages.ReportReplica(), Ok():

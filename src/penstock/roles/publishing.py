@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from penstock.control.io.client import ControlClient
+from penstock.errors import Stale
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.roles.process import RoleProcess
@@ -62,6 +63,14 @@ class Publishing:
             PublishWeights(pipeline=self._client.pipeline, member=self._process.member, manifest=manifest)
         )
         return manifest
+
+    async def make_durable(self, version: Version) -> None:
+        """Keeps the weights of a checkpoint on disk, for engines that must be started again from something certain."""
+        await self.flush()
+        try:
+            await self._offload.run(self._publisher.make_durable, version)
+        except Stale as error:  # it was replaced by a newer one before it was written
+            log.info("%s", error)
 
     async def flush(self) -> None:
         """Waits until nothing waits to be published."""

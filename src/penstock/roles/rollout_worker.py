@@ -96,5 +96,11 @@ def _build(process: RoleProcess) -> tuple[Any, Any, Any]:
 
 def _settings(process: RoleProcess) -> RunnerSettings:
     rollout = process.pipeline.rollout
-    bounds = Bounds(batch_samples=rollout.batch_samples, queue_samples=rollout.queue_samples)
+    bounds = Bounds(
+        batch_samples=rollout.batch_samples,
+        queue_samples=rollout.queue_samples,
+        queue_bytes=rollout.queue_mb << 20,
+        concurrency=rollout.concurrency,
+        preparations=rollout.preparations,
+    )
     return RunnerSettings(bounds=bounds, prefetch=rollout.prefetch, drain_s=process.config.run.grace_s / 2)

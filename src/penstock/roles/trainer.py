@@ -176,6 +176,7 @@ class TrainingLoop:
         self._process.progress.moved(f"saving the checkpoint of step {step}")
         await self._training.run(self._write_checkpoint)
         self._saved_step = step
+        await asyncio.wait_for(self._publishing.make_durable(Version(step)), FLUSH_S)
         saved = AckCheckpoint(pipeline=self._client.pipeline, member=self._process.member, step=step)
         try:
             await self._client.call(saved)
