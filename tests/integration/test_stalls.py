@@ -1,0 +1,60 @@
+"""Nothing hangs in silence: a live run can be asked, and one that cannot go on ends with the reason."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import letters, start
+
+pytestmark = pytest.mark.timeout(240)
+
+STUCK = """
+import time
+from penstock.envs.tasks import Copy
+
+class Mine(Copy):
+    def __init__(self, seed=0):
+        super().__init__(seed=seed)
+        self.calls = 0
+
+    def score(self, prompts, completions, **columns):
+        self.calls += 1
+        if self.calls > 40:
+            time.sleep(1000)
+        return super().score(prompts, completions, **columns)
+"""
+
+
+def doctor(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock.cli.main", "doctor", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_doctor_of_a_live_run_and_of_a_dead_one(folder: Path):
+    run = start(folder, letters(folder, steps=500))
+    run.wait_for_step(2)
+    asked = doctor(run.directory)
+    assert asked.returncode == 0, asked.stderr
+    assert "letters: running, step " in asked.stdout
+    run.interrupt()
+    assert run.end(30)[0] == 130
+    asked = doctor(run.directory)
+    assert asked.returncode == 1
+    assert "does not answer" in asked.stderr
+    assert "--resume" in asked.stderr
+
+
+@pytest.mark.slow
+def test_a_stall_is_diagnosed_and_then_ends_the_run_with_that_sentence(folder: Path):
+    (folder / "mine.py").write_text(STUCK)
+    control = "[control]\nstall_after_s = 3\nstall_fail_after_s = 12\n"
+    config = letters(folder, steps=500, run=f'extra_path = ["{folder}"]', extra=control)
+    config.write_text(config.read_text().replace('name = "copy"', 'name = "mine:Mine"'))
+    code, output = start(folder, config).end(120)
+    assert code == 1
+    assert "Worker letters.rollout.0" in output, "the view names who should have moved, before the run fails"
+    assert "penstock: controller: letters: nothing moved for" in output
+    assert "holds" in output.splitlines()[-1]
