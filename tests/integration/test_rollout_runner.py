@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.errors import ConfigError, PeerLost, RunFailed
+from penstock.errors import Aborted, ConfigError, PeerLost, RunFailed
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
@@ -305,6 +305,20 @@ async def test_a_drain_that_takes_too_long_is_abandoned_and_everything_goes_back
     workload.gate.set()
     assert not desk.rollouts
     assert desk.settled() == list(range(desk.issued * GROUP))
+
+
+async def test_abandoning_gives_back_what_the_engine_holds_and_fails_nothing() -> None:
+    """An interrupted generation is nobody's fault: a prompt alone in the engine must not count as failed."""
+    desk, workload = ScriptedDesk(1), ToyWorkload("generate", frozenset({0}), error=Aborted)
+    workload.gate.clear()
+    runner = Runner(workload, desk, NumberedStore(), settings(), interrupt=workload.gate.set)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await until(workload.entered.is_set)
+        runner.abandon("preempted")
+        assert await running == "preempted"
+    assert not desk.failures
+    assert desk.settled() == list(range(GROUP))
 
 
 async def test_a_completed_run_abandons_what_is_left() -> None:

@@ -119,8 +119,8 @@ class Generation:
             await asyncio.wait([self._running])
 
     async def abort(self) -> None:
-        if isinstance(self._engine, TorchEngine):
-            self._engine.interrupt()
+        if self._runner is not None:
+            self._runner.abandon("asleep by order of the pool")
         await self.drain()
 
     async def release(self) -> None:

@@ -122,6 +122,11 @@ class Runner:
         """Ends within `drain_s`: the engine's samples are finished, waiting leases go back at once. Any thread."""
         self._post(flow.StopAsked(reason))
 
+    def abandon(self, reason: str) -> None:
+        """Ends now: the engine is interrupted and every lease goes back, also those being generated. Any thread."""
+        self._post(flow.Abandoned(reason))  # first: what the interrupted engine says afterwards no longer matters
+        self._interrupt()
+
     async def run(self) -> str:
         """Generates until there is no more to do; returns why it ended, raises what a hook could not survive."""
         self._loop = asyncio.get_running_loop()
@@ -197,8 +202,8 @@ class Runner:
             self._finished = self.machine.ending or "abandoned"
             return
         logger.warning("the drain took longer than %.1f s, giving up: %r", self.settings.drain_s, self.machine)
-        self._interrupt()
         self._inbox.append(flow.Abandoned(self.machine.ending or "the drain took too long"))
+        self._interrupt()
 
     def _post(self, *events: flow.Event | BaseException) -> None:
         """Tells the loop something, from any thread; wakes it only if it may be asleep."""
