@@ -36,7 +36,8 @@ from torch import nn
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.rollout.io.serving import Serving
-from penstock.weights.io.digest import digest_of, module_tensors
+from penstock.runtime.tensors import module_tensors
+from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import FileMover, Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 

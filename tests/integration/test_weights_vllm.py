@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.weights.io.digest import module_tensors
+from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.files import Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 from penstock.weights.io.vllm import VllmEngine

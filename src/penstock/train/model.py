@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.runtime.tensors import module_tensors
 from penstock.train.tokenizer import CharacterTokenizer, PretrainedTokenizer, Tokenizer, load_tokenizer
 
 
@@ -59,14 +60,8 @@ class Policy:
         self.module = module
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The live parameters and saved buffers by name, tied ones once. Not copies."""
-        tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-        known = {tensor.data_ptr() for tensor in tensors.values()}
-        saved = self.module.state_dict()
-        for name, buffer in self.module.named_buffers():
-            if name in saved and buffer.data_ptr() not in known:
-                tensors[name] = buffer.detach()
-        return tensors
+        """The live weights by name: what is published and checkpointed. Not copies."""
+        return module_tensors(self.module)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite every tensor in place. ConfigError, and nothing changed, unless names and shapes agree exactly."""

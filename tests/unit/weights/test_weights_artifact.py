@@ -13,8 +13,9 @@ import torch
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest, TensorSpec
+from penstock.runtime.tensors import module_tensors
 from penstock.weights.buckets import layout, plan, size_of
-from penstock.weights.io.digest import digest_of, module_tensors
+from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import FileSource, Publisher, load, map_version, newest_durable
 from penstock.weights.manifest import check_manifest, parameter_bytes
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.rollout.io.serving import Serving
+from penstock.rollout.io.serving import Serving, ServingEngine
 
 
 class ActingModule(Protocol):
@@ -20,7 +20,7 @@ class ActingModule(Protocol):
         ...
 
 
-class PolicyEngine:
+class PolicyEngine(ServingEngine):
     """One policy on one device. `act` may be called from several threads."""
 
     def __init__(
@@ -38,42 +38,6 @@ class PolicyEngine:
         self._acting: Any = module
         self._progressed = progressed
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
-
-    @property
-    def version(self) -> int:
-        return self.serving.version
-
-    @property
-    def digest(self) -> str:
-        return self.serving.digest
-
-    def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Serving.stage`."""
-        self.serving.stage(tensors)
-
-    def staged_tensors(self) -> dict[str, Tensor]:
-        """See `Serving.staged_tensors`."""
-        return self.serving.staged_tensors()
-
-    def swap(self, version: int, digest: str, timeout_s: float = 60.0) -> float:
-        """See `Serving.swap`."""
-        return self.serving.swap(version, digest, timeout_s)
-
-    def load_in_place(self, tensors: Mapping[str, Tensor], version: int, digest: str, timeout_s: float = 60.0) -> float:
-        """See `Serving.load_in_place`."""
-        return self.serving.load_in_place(tensors, version, digest, timeout_s)
-
-    def served_tensors(self) -> dict[str, Tensor]:
-        """See `Serving.served_tensors`."""
-        return self.serving.served_tensors()
-
-    def sleep(self, timeout_s: float = 60.0) -> None:
-        """See `Serving.sleep`; episodes in flight stand still until `wake`."""
-        self.serving.sleep(timeout_s)
-
-    def wake(self, timeout_s: float = 60.0) -> None:
-        """See `Serving.wake`."""
-        self.serving.wake(timeout_s)
 
     def act(self, observations: np.ndarray, *, greedy: bool = False) -> tuple[np.ndarray, np.ndarray, int, str]:
         """Actions, their log-probabilities in float32, and the version and digest they were drawn with."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import LocalProtocolError, PeerLost
+from penstock.runtime.tensors import module_tensors
 
 
 class Serving:
@@ -45,14 +46,8 @@ class Serving:
         return "torn" if self._torn else "asleep" if self._asleep else "serving"
 
     def served_tensors(self) -> dict[str, Tensor]:
-        """The live parameters and saved buffers by name, tied ones once. Not copies."""
-        tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
-        known = {tensor.data_ptr() for tensor in tensors.values()}
-        saved = self.module.state_dict()
-        for name, buffer in self.module.named_buffers():
-            if name in saved and buffer.data_ptr() not in known:
-                tensors[name] = buffer.detach()
-        return tensors
+        """The live weights by name. Not copies."""
+        return module_tensors(self.module)
 
     @contextmanager
     def step(self) -> Iterator[tuple[int, str]]:
@@ -201,3 +196,45 @@ class Serving:
             f"Serving(version={self.version}, digest={self.digest[:12]!r}, {self.state}, steps={self._steps}, "
             f"changes_waiting={self._changes_waiting}, staged={self._staged is not None})"
         )
+
+
+class ServingEngine:
+    """What all engines share: their weights are changed through `serving`, and only there."""
+
+    serving: Serving
+
+    @property
+    def version(self) -> int:
+        return self.serving.version
+
+    @property
+    def digest(self) -> str:
+        return self.serving.digest
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Serving.stage`."""
+        self.serving.stage(tensors)
+
+    def staged_tensors(self) -> dict[str, Tensor]:
+        """See `Serving.staged_tensors`."""
+        return self.serving.staged_tensors()
+
+    def swap(self, version: int, digest: str, timeout_s: float = 60.0) -> float:
+        """See `Serving.swap`."""
+        return self.serving.swap(version, digest, timeout_s)
+
+    def load_in_place(self, tensors: Mapping[str, Tensor], version: int, digest: str, timeout_s: float = 60.0) -> float:
+        """See `Serving.load_in_place`."""
+        return self.serving.load_in_place(tensors, version, digest, timeout_s)
+
+    def served_tensors(self) -> dict[str, Tensor]:
+        """See `Serving.served_tensors`."""
+        return self.serving.served_tensors()
+
+    def sleep(self, timeout_s: float = 60.0) -> None:
+        """See `Serving.sleep`: what is in flight stands still, and goes on from its kept tokens after `wake`."""
+        self.serving.sleep(timeout_s)
+
+    def wake(self, timeout_s: float = 60.0) -> None:
+        """See `Serving.wake`."""
+        self.serving.wake(timeout_s)

@@ -6,7 +6,7 @@ Shape suffixes: B rows of the batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.rollout.io.serving import Serving
+from penstock.rollout.io.serving import Serving, ServingEngine
 
 Ending = Literal["stop", "length", "interrupted"]
 
@@ -45,7 +45,7 @@ class Completion(msgspec.Struct):
     """Of the weights of that version."""
 
 
-class TorchEngine:
+class TorchEngine(ServingEngine):
     """One model on one device. `generate` may be called from several threads; weights change between decode steps."""
 
     def __init__(
@@ -67,42 +67,6 @@ class TorchEngine:
         self._progressed = progressed
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
         self._interrupted = threading.Event()
-
-    @property
-    def version(self) -> int:
-        return self.serving.version
-
-    @property
-    def digest(self) -> str:
-        return self.serving.digest
-
-    def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Serving.stage`."""
-        self.serving.stage(tensors)
-
-    def staged_tensors(self) -> dict[str, Tensor]:
-        """See `Serving.staged_tensors`."""
-        return self.serving.staged_tensors()
-
-    def swap(self, version: int, digest: str, timeout_s: float = 60.0) -> float:
-        """See `Serving.swap`."""
-        return self.serving.swap(version, digest, timeout_s)
-
-    def load_in_place(self, tensors: Mapping[str, Tensor], version: int, digest: str, timeout_s: float = 60.0) -> float:
-        """See `Serving.load_in_place`."""
-        return self.serving.load_in_place(tensors, version, digest, timeout_s)
-
-    def served_tensors(self) -> dict[str, Tensor]:
-        """See `Serving.served_tensors`."""
-        return self.serving.served_tensors()
-
-    def sleep(self, timeout_s: float = 60.0) -> None:
-        """See `Serving.sleep`: the cache is dropped, the tokens are kept and read again after `wake`."""
-        self.serving.sleep(timeout_s)
-
-    def wake(self, timeout_s: float = 60.0) -> None:
-        """See `Serving.wake`."""
-        self.serving.wake(timeout_s)
 
     def interrupt(self) -> None:
         """Ends all generations, now and later, at the next decode step, with what they have; `resume` undoes it."""

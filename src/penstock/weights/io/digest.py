@@ -16,17 +16,6 @@ PIECE_BYTES = 1024 * 1024
 _DEVICE_PIECE_BYTES = 32 * 1024 * 1024
 
 
-def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What is published of a module: parameters and saved buffers by name, tied ones once, not copied."""
-    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    known = {tensor.data_ptr() for tensor in tensors.values()}
-    saved = module.state_dict()
-    for name, buffer in module.named_buffers():
-        if name in saved and buffer.data_ptr() not in known:
-            tensors[name] = buffer.detach()
-    return tensors
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
