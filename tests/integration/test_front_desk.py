@@ -1,0 +1,116 @@
+"""What the controller adds to its desk: payloads handed back, replicas held back, steps written down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import validate
+from penstock.control.effects import ReleasePayloads
+from penstock.journal.writer import Journal
+from penstock.records.ids import MemberId, PipelineName, RunId, SampleId, StepIndex, Version
+from penstock.records.payload import PayloadRef, RingAddress
+from penstock.records.rollout import Rollout
+from penstock.records.weights import Manifest
+from penstock.roles.controller import machine_of
+from penstock.roles.front_desk import FrontDesk
+from penstock.runtime.clock import ManualClock
+from penstock.runtime.lag import LagMonitor
+from penstock.runtime.metrics import JsonLines
+from penstock.wire import messages
+from penstock.wire.messages import AckStep, AskBatch, AskLease, Deliver, Leased, PublishWeights, Register, ReportReplica
+
+P, W, T = PipelineName("p"), MemberId("w"), MemberId("t")
+MANIFEST = Manifest(Version(0), "lineage", "d0", (), "weights/p/lineage/0")
+
+
+class Room:
+    """A front desk with a worker and a trainer at it."""
+
+    def __init__(self, folder: Path) -> None:
+        table = {"name": "p", "steps": 3, "env": {"name": "copy"}, "model": {"kind": "tiny"}}
+        table |= {"rollout": {"group_size": 1}, "train": {"groups_per_step": 2, "max_staleness": 2}}
+        config = validate({"pipeline": [table]})
+        self.metrics = folder / "metrics.jsonl"
+        self.journal = Journal(folder / "journal.sqlite", RunId("r"))
+        self.lines = JsonLines(self.metrics)
+        machines = {P: machine_of(config.pipeline[0], config.control)}
+        self.desk = FrontDesk(config, machines, self.journal, ManualClock(100.0), self.lines, LagMonitor("test"))
+        self.desk.start(new_session=True)
+        self.request = 0
+
+    async def seat(self) -> None:
+        ring = RingAddress("ring", 1, "host", "127.0.0.1")
+        await self.desk.call(Register(P, W, role="rollout", pid=1, host_id="host", ring=ring))
+        await self.desk.call(Register(P, T, role="trainer", pid=2, host_id="host", step=StepIndex(0)))
+        await self.desk.call(PublishWeights(P, T, manifest=MANIFEST))
+        await self.desk.call(ReportReplica(P, W, state="serving", version=Version(0), digest="d0"))
+
+    async def lease(self, samples: int, *, again: bool = False) -> Leased:
+        self.request += not again
+        reply = await self.desk.call(AskLease(P, W, request=self.request, samples=samples, version=Version(0)))
+        assert isinstance(reply, Leased), reply
+        return reply
+
+    async def deliver(self, leased: Leased) -> messages.Reply:
+        samples = [sample for lease in leased.leases for sample in lease.samples]
+        return await self.desk.call(Deliver(P, W, rollouts=tuple(rollout(sample) for sample in samples)))
+
+
+def rollout(sample: SampleId) -> Rollout:
+    payload = PayloadRef("ring", 1, sample, 0, 10, 0)
+    return Rollout(sample, Version(0), "d0", 0.5, 4, payload)
+
+
+@pytest.fixture
+async def room(tmp_path: Path) -> AsyncIterator[Room]:
+    room = Room(tmp_path)
+    await room.seat()
+    yield room
+    room.desk.check()
+    room.journal.close(5.0)
+    room.lines.close(5.0)
+
+
+async def test_a_trained_step_becomes_one_line_however_often_it_is_acknowledged(room: Room):
+    await room.deliver(await room.lease(2))
+    await room.desk.call(AskBatch(P, T, step=StepIndex(0)))
+    for _ in range(2):
+        assert await room.desk.call(AckStep(P, T, step=StepIndex(0), metrics={"loss": 1.5})) == messages.Ok()
+    room.lines.close(5.0)
+    (line,) = [json.loads(line) for line in room.metrics.read_text().splitlines()]
+    assert (line["step"], line["reward"], line["loss"], line["samples"]) == (0, 0.5, 1.5, 2)
+
+
+async def test_a_torn_replica_is_given_nothing_until_it_serves_again(room: Room):
+    torn = ReportReplica(P, W, state="torn", version=Version(0), digest="", error="half written")
+    await room.desk.call(torn)
+    refused = await room.lease(2)
+    assert (refused.leases, refused.verdict) == ((), "version_too_old")
+    await room.desk.call(ReportReplica(P, W, state="serving", version=Version(0), digest="d0"))
+    assert (await room.lease(2)).verdict == "granted"
+
+
+async def test_payloads_nobody_will_read_are_handed_back_until_the_worker_has_moved_on(room: Room):
+    await room.deliver(await room.lease(2))
+    doomed = tuple(PayloadRef("ring", 1, slot, 0, 10, 0) for slot in (7, 8))
+    room.desk._instructed(P, ReleasePayloads(doomed))
+    first = await room.lease(1)
+    assert first.discard == doomed
+    assert (await room.lease(1, again=True)).discard == doomed, "the first reply may have been lost"
+    assert (await room.lease(1)).discard == ()
+
+
+async def test_whoever_is_given_up_is_named_for_the_supervisor(room: Room):
+    await room.desk.call(messages.Unregister(P, W, reason="killed by SIGKILL", died=True))
+    async with asyncio.timeout(10):
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(room.desk.run())
+            while W not in room.desk.status()["evicted"]:  # noqa: ASYNC110 - said nowhere but in the status
+                await asyncio.sleep(0)
+            serving.cancel()
+    assert "SIGKILL" in room.desk.status()["evicted"][W]
