@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ MANIFEST = Manifest(Version(0), "lineage", "d0", (), "weights/p/lineage/0")
 class Room:
     """A front desk with a worker and a trainer at it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lines_on_file: Sequence[bytes] = ()) -> None:
         table = {"name": "p", "steps": 3, "env": {"name": "copy"}, "model": {"kind": "tiny"}}
         table |= {"rollout": {"group_size": 1}, "train": {"groups_per_step": 2, "max_staleness": 2}}
         config = validate({"pipeline": [table]})
@@ -40,7 +40,7 @@ class Room:
         self.lines = JsonLines(self.metrics)
         machines = {P: machine_of(config.pipeline[0], config.control)}
         self.desk = FrontDesk(config, machines, self.journal, ManualClock(100.0), self.lines, LagMonitor("test"))
-        self.desk.start(new_session=True)
+        self.desk.start(new_session=True, lines_on_file=lines_on_file)
         self.request = 0
 
     async def seat(self) -> None:
@@ -84,6 +84,23 @@ async def test_a_trained_step_becomes_one_line_however_often_it_is_acknowledged(
     room.lines.close(5.0)
     (line,) = [json.loads(line) for line in room.metrics.read_text().splitlines()]
     assert (line["step"], line["reward"], line["loss"], line["samples"]) == (0, 0.5, 1.5, 2)
+
+
+async def test_a_line_that_died_with_the_controller_is_written_by_the_next(room: Room, tmp_path: Path):
+    await room.deliver(await room.lease(2))
+    await room.desk.call(AskBatch(P, T, step=StepIndex(0)))
+    await room.desk.call(AckStep(P, T, step=StepIndex(0)))
+    room.journal.close(5.0)
+    room.lines.close(5.0)
+    whole = room.metrics.read_bytes()
+    room.metrics.write_bytes(whole[:20])
+    for on_file in (room.metrics.read_bytes(), whole):
+        again = Room(tmp_path, on_file.splitlines())
+        again.journal.close(5.0)
+        again.lines.close(5.0)
+    torn, line = room.metrics.read_text().splitlines()
+    assert torn == whole[:20].decode()
+    assert json.loads(line)["step"] == 0, "written once for the torn file, and not at all for the whole one"
 
 
 async def test_a_torn_replica_is_given_nothing_until_it_serves_again(room: Room):

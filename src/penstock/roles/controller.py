@@ -40,7 +40,8 @@ async def main(process: RoleProcess) -> None:
     desk = FrontDesk(config, machines, journal, SystemClock(), lines, lag)
     server = ControlServer(ControlApp(desk, run.token(), Metrics()), host=config.control.host, port=config.control.port)
     try:
-        replayed = desk.start(new_session=_is_new_session(process))
+        written = run.metrics_path.read_bytes().splitlines() if run.metrics_path.exists() else []
+        replayed = desk.start(new_session=_is_new_session(process), lines_on_file=written)
         await desk.settle()
         write_atomically(_session_path(process), process.session)
         port = server.bind()

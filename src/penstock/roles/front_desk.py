@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+import orjson
 
 from penstock.config.devices import devices_of
 from penstock.config.run import Config
@@ -15,6 +16,7 @@ from penstock.control.effects import Effect
 from penstock.control.events import MemberLeft, RunResumed, StopAsked
 from penstock.control.io.desk import ControlDesk
 from penstock.control.pipeline import PipelineControl
+from penstock.control.settings import StepSummary
 from penstock.journal.writer import Journal
 from penstock.records.ids import MemberId, PipelineName, Version
 from penstock.records.payload import PayloadRef
@@ -63,8 +65,11 @@ class FrontDesk(ControlDesk):
         self._offered: dict[str, tuple[int, int]] = {}
         """Per ring, the lease request whose reply carried discards, and how many."""
 
-    def start(self, *, new_session: bool) -> int:
+    def start(self, *, new_session: bool, lines_on_file: Iterable[bytes] = ()) -> int:
         """Replays the journal and takes up the work; returns how many events lie behind.
+
+        Lines of steps that the journal knows and `lines_on_file` lacks are written again: a killed controller takes
+        those along that its writer had not got to.
 
         In a new session of the run none of the former processes is left; after a mere restart all of them are.
         """
@@ -74,7 +79,11 @@ class FrontDesk(ControlDesk):
             for name in self.pipelines:
                 self.happen(name, RunResumed())
         self._pool.open(restarted=bool(replayed), resumed=resumed)
+        on_file = steps_in(lines_on_file) if replayed else set()
         for name, machine in self._machines.items():
+            for summary in machine.state.recent:
+                if (name, summary.step) not in on_file:
+                    self._write_line(name, summary, {})
             if machine.weights is not None:
                 self._tell_fleet(name, weights.VersionPublished(machine.weights))
         return replayed
@@ -176,16 +185,32 @@ class FrontDesk(ControlDesk):
         if summary is None or self._written.get(name) == request.step:
             return
         self._written[name] = request.step
+        self._write_line(name, summary, request.metrics)
+
+    def _write_line(self, name: PipelineName, summary: StepSummary, metrics: Mapping[str, float]) -> None:
         self._lines.write(
             {
                 "kind": "step",
                 "at": self._clock.now(),
                 "pipeline": name,
-                "step": request.step,
+                "step": summary.step,
                 "reward": summary.reward_mean if summary.samples else None,
                 "samples": summary.samples,
                 "staleness_mean": summary.staleness_mean,
                 "staleness_max": summary.staleness_max,
-                **request.metrics,
+                **metrics,
             }
         )
+
+
+def steps_in(lines: Iterable[bytes]) -> set[tuple[str, int]]:
+    """The steps that have a line; a torn last line counts as none."""
+    steps: set[tuple[str, int]] = set()
+    for line in lines:
+        try:
+            entry = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if entry.get("kind") == "step":
+            steps.add((entry["pipeline"], entry["step"]))
+    return steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -68,6 +69,7 @@ class JsonLines:
     def __init__(self, path: Path | str, *, max_queued: int = 10_000) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        _end_torn_line(self._path)
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(max_queued)
         self.dropped = 0
         self._thread = threading.Thread(target=self._serve, name=f"jsonl-{self._path.stem}", daemon=True)
@@ -106,6 +108,16 @@ class JsonLines:
                 if not failed:
                     logger.warning("cannot write %s: %s; records are dropped until it works again", self._path, error)
                 failed = True
+
+
+def _end_torn_line(path: Path) -> None:
+    """A writer killed in the middle of a line must cost that line only, not the next one too."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
