@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 
 def check_environment(config: Config) -> None:
     """Raises `ConfigError` for an environment, reward, filter, model path or workload that cannot be found."""
-    sys.path[:0] = [str(path.resolve()) for path in config.run.extra_path]
+    sys.path[:0] = [str(path) for path in config.run.extra_path]
     for pipeline in config.pipeline:
         try:
             _check(pipeline)

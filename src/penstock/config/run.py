@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.config.recommended import fill_in
 
@@ -40,6 +40,11 @@ class RunSection(Section):
     """How long processes may take to leave in good order before they are killed."""
     extra_path: list[Path] = []
     """Directories added to every process's import path, for your own environments and rewards."""
+
+    @field_validator("extra_path")
+    @classmethod
+    def _absolute(cls, paths: list[Path]) -> list[Path]:
+        return [path.resolve() for path in paths]  # a run may be resumed from another directory
 
 
 class ControlSection(Section):

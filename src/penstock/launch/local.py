@@ -190,7 +190,7 @@ class Supervisor:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join(
-                [*(str(path.resolve()) for path in self._config.run.extra_path), os.environ.get("PYTHONPATH", "")]
+                [*(str(path) for path in self._config.run.extra_path), os.environ.get("PYTHONPATH", "")]
             ).strip(os.pathsep),
         }
         with self._run.log_path(spec.name).open("ab") as output:

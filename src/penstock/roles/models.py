@@ -35,7 +35,7 @@ from penstock.train.step import OptimSettings
 
 def environment_of(config: Config, pipeline: PipelineSection) -> Any:
     """Builds the environment. What its own code raises is the user's to fix, so it becomes a `ConfigError`."""
-    sys.path[:0] = [str(path.resolve()) for path in config.run.extra_path]
+    sys.path[:0] = [str(path) for path in config.run.extra_path]
     try:
         return make_environment(pipeline.env.name, environment_options(pipeline, config.run.seed))
     except PenstockError:
