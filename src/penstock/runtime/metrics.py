@@ -69,7 +69,6 @@ class JsonLines:
     def __init__(self, path: Path | str, *, max_queued: int = 10_000) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _end_torn_line(self._path)
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(max_queued)
         self.dropped = 0
         self._thread = threading.Thread(target=self._serve, name=f"jsonl-{self._path.stem}", daemon=True)
@@ -94,13 +93,17 @@ class JsonLines:
     def _serve(self) -> None:
         failed = False
         ending = False
+        appended = False
         while not ending:
             records = [self._queue.get()]
             while not self._queue.empty():
                 records.append(self._queue.get_nowait())
             ending = None in records
             try:
+                if not appended:
+                    _end_torn_line(self._path)
                 with self._path.open("ab") as file:
+                    appended = True
                     file.writelines(_line(record) for record in records if record is not None)
                 failed = False
             except OSError as error:
