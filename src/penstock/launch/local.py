@@ -24,6 +24,7 @@ import httpx
 from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
 from penstock.errors import ConfigError, PenstockError, RunFailed
+from penstock.launch.ending import judge, judge_last_words
 from penstock.launch.restarts import FailTheRun, Finished, RestartAfter, RestartPolicy, describe_exit
 from penstock.payload.io.leftovers import sweep, sweep_dead
 from penstock.records.ids import MemberId, PipelineName
@@ -163,7 +164,7 @@ class Supervisor:
                     log.info("%s finished", spec.name)
                     return
                 case FailTheRun(sentence, mistake):
-                    self._fail(ConfigError(sentence) if mistake else RunFailed(sentence))
+                    self._fail(sentence, mistake)
                     return
                 case RestartAfter(delay_s, why):
                     self._view.note(f"{spec.name} ended ({why}); starting it again in {delay_s:g} s")
@@ -230,8 +231,11 @@ class Supervisor:
                         self._kill_evicted()
                     except httpx.HTTPError as error:
                         log.debug("no status from the controller at present: %s", error)
-                if self._everything_done():
-                    self._over.set()
+                match judge(self._status, self._trainers(), self._ended_well):
+                    case Finished():
+                        self._over.set()
+                    case FailTheRun(sentence, mistake):
+                        self._fail(sentence, mistake)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._over.wait(), STATUS_EVERY_S)
 
@@ -247,20 +251,18 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
 
-    def _everything_done(self) -> bool:
-        pipelines = self._status.get("pipelines", {})
-        complete = bool(pipelines) and all(one["phase"] in ("complete", "stopped") for one in pipelines.values())
-        trainers = {name for name in self._specs if name.endswith(".trainer")}
-        return complete and trainers <= self._ended_well
+    def _trainers(self) -> list[str]:
+        return [name for name, spec in self._specs.items() if spec.role == "trainer"]
 
     async def _heed_signals(self) -> None:
         await self._stop.wait()
         self._view.note("stopping: finishing what is in flight (once more to kill)")
         self._over.set()
 
-    def _fail(self, failure: PenstockError) -> None:
+    def _fail(self, sentence: str, mistake: bool) -> None:
+        """The first failure is the run's; later ones are mostly its consequences."""
         if self._failure is None:
-            self._failure = failure
+            self._failure = ConfigError(sentence) if mistake else RunFailed(sentence)
         self._over.set()
 
     async def _end_all(self) -> None:
@@ -279,6 +281,10 @@ class Supervisor:
             except TimeoutError:
                 late = [name for name in names if self._children[name].returncode is None]
                 log.warning("did not end within %g s and will be killed: %s", self._config.run.grace_s, ", ".join(late))
+        keepers = [*self._trainers(), CONTROLLER.name]  # what they failed to write at the end is lost
+        failed = judge_last_words({name: self._run.read_failure(name) for name in keepers})
+        if failed is not None:
+            self._fail(failed.sentence, failed.mistake)
 
     async def _kill_leftovers(self) -> None:
         for child in self._children.values():

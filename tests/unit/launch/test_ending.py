@@ -1,0 +1,33 @@
+from penstock.launch.ending import judge, judge_last_words
+from penstock.launch.restarts import FailTheRun, Finished
+
+TRAINERS = ("letters.trainer",)
+
+
+def status(phase: str, failure: str = "") -> dict[str, object]:
+    return {"failure": failure, "pipelines": {"letters": {"phase": phase}}}
+
+
+def test_a_run_is_over_when_its_pipelines_are_complete_and_its_trainers_have_left_well():
+    assert judge(status("complete"), TRAINERS, set(TRAINERS)) == Finished()
+    assert judge(status("stopped"), TRAINERS, set(TRAINERS)) == Finished()
+    assert judge(status("draining"), TRAINERS, set(TRAINERS)) is None
+    assert judge(status("complete"), TRAINERS, set()) is None
+
+
+def test_nothing_is_known_before_the_first_status():
+    assert judge({}, TRAINERS, set()) is None
+
+
+def test_a_failure_is_not_hidden_by_a_trainer_that_left_before_the_controller():
+    """The pipeline fails, so its phase is stopped; the trainer hears of it and leaves in good order; the supervisor
+    asks for the status once more before the controller has ended. This run was once reported as a good one."""
+    failed = status("stopped", failure="letters: 8 prompts in a row failed")
+    assert judge(failed, TRAINERS, set(TRAINERS)) == FailTheRun("controller: letters: 8 prompts in a row failed")
+
+
+def test_last_words_of_the_end_count():
+    words = {"kind": "RunFailed", "message": "no space left for the checkpoint"}
+    assert judge_last_words({"controller": None, "letters.trainer": None}) is None
+    expected = FailTheRun("letters.trainer: no space left for the checkpoint")
+    assert judge_last_words({"controller": None, "letters.trainer": words}) == expected
