@@ -12,8 +12,10 @@ from penstock.payload.io.shm import Ring
 from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress
 from penstock.roles.carriers import served
+from penstock.roles.engines import engine_of, workload_of
 from penstock.roles.generation import Generation
-from penstock.roles.models import engine_of, environment_of, policy_of, workload_of
+from penstock.roles.models import environment_of, policy_of
+from penstock.roles.movers import mover_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.roles.worker_desk import RingStore, WorkerDesk
@@ -22,7 +24,6 @@ from penstock.rollout.prefetch import Bounds
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.offload import Offload
 from penstock.runtime.tasks import Tasks
-from penstock.weights.io.files import FileMover
 from penstock.weights.io.updater import ReplicaUpdater
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ async def _generate(
             engine,
             generation,
             desk.report,
-            FileMover(process.run.root),
+            mover_of(process),
             way=pipeline.weights.way,
             change_timeout_s=pipeline.weights.deadline_s,
         )
