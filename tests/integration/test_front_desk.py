@@ -44,8 +44,9 @@ class Room:
         self.request = 0
 
     async def seat(self) -> None:
-        ring = RingAddress("ring", 1, "host", "127.0.0.1")
-        await self.desk.call(Register(P, W, role="rollout", pid=1, host_id="host", ring=ring))
+        ring, of_rank_1 = (RingAddress(name, 1, "host", "127.0.0.1") for name in ("ring", "ring of rank 1"))
+        register = Register(P, W, role="rollout", pid=1, host_id="host", ring=ring, more_rings=(of_rank_1,))
+        await self.desk.call(register)
         await self.desk.call(Register(P, T, role="trainer", pid=2, host_id="host", step=StepIndex(0)))
         await self.desk.call(PublishWeights(P, T, manifest=MANIFEST))
         await self.desk.call(ReportReplica(P, W, state="serving", version=Version(0), digest="d0"))
@@ -120,6 +121,20 @@ async def test_payloads_nobody_will_read_are_handed_back_until_the_worker_has_mo
     assert first.discard == doomed
     assert (await room.lease(1, again=True)).discard == doomed, "the first reply may have been lost"
     assert (await room.lease(1)).discard == ()
+
+
+async def test_a_worker_of_several_ranks_hears_of_the_rings_of_all_of_them(room: Room):
+    leased = await room.lease(2)
+    here, there = (sample for lease in leased.leases for sample in lease.samples)
+    elsewhere = msgspec.structs.replace(rollout(there), payload=PayloadRef("ring of rank 1", 1, 3, 0, 10, 0))
+    await room.desk.call(Deliver(P, W, rollouts=(rollout(here), elsewhere)))
+    doomed = tuple(PayloadRef(ring, 1, 7, 0, 10, 0) for ring in ("ring", "ring of rank 1"))
+    room.desk._instructed(P, ReleasePayloads(doomed))
+    assert (await room.lease(1)).discard == doomed
+    await room.desk.call(messages.Unregister(P, W, reason="killed by SIGKILL", died=True))
+    ready = await room.desk.call(AskBatch(P, T, step=StepIndex(0)))
+    assert isinstance(ready, messages.BatchReady)
+    assert [address.ring for address in ready.rings] == ["ring", "ring of rank 1"], "they outlive the worker"
 
 
 async def test_whoever_is_given_up_is_named_for_the_supervisor(room: Room):

@@ -26,6 +26,7 @@ class MemberRegistered(msgspec.Struct, tag="member_registered", frozen=True):
     prompt_count: int | None = None
     step: StepIndex | None = None
     lineage: str = ""
+    more_rings: tuple[RingAddress, ...] = ()
 
 
 class MemberLeft(msgspec.Struct, tag="member_left", frozen=True):

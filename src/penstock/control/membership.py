@@ -55,6 +55,12 @@ class Member(msgspec.Struct):
     request: int = -1
     """The last lease request that was granted, and what it was given: repeated to whoever repeats it."""
     granted: tuple[PromptLease, ...] = ()
+    more_rings: tuple[str, ...] = ()
+    """Rings of the other ranks of a worker that has several."""
+
+    @property
+    def rings(self) -> tuple[str, ...]:
+        return (self.ring, *self.more_rings) if self.ring else self.more_rings
 
 
 class MembershipState(msgspec.Struct):
@@ -113,8 +119,10 @@ class Membership:
             state.joined += 1
         if event.ring is not None:
             member.ring = event.ring.ring
-            state.rings[event.ring.ring] = event.ring
-            state.departed_rings.pop(event.ring.ring, None)
+            member.more_rings = tuple(address.ring for address in event.more_rings)
+            for address in (event.ring, *event.more_rings):
+                state.rings[address.ring] = address
+                state.departed_rings.pop(address.ring, None)
         self.hear(event.member, now)
         return member
 
@@ -127,8 +135,7 @@ class Membership:
         state.former[member] = reason
         while len(state.former) > FORMER_KEPT:
             del state.former[next(iter(state.former))]
-        if gone.ring:
-            state.departed_rings[gone.ring] = version
+        state.departed_rings.update(dict.fromkeys(gone.rings, version))
         return gone
 
     def forget_rings(self, below: int) -> None:

@@ -170,14 +170,16 @@ class FrontDesk(ControlDesk):
     def _with_discards(self, request: AskLease, reply: Leased) -> Leased:
         """Repeats a list until the worker asks with a new number, so a lost reply loses no slot."""
         member = self._machines[request.pipeline].members.get(request.member)
-        if member is None or not (waiting := self._discards.get(member.ring)):
-            return reply
-        number, count = self._offered.get(member.ring, (request.request, 0))
-        if number != request.request:
-            del waiting[:count]
-        offered = tuple(waiting[:DISCARDS_PER_REPLY])
-        self._offered[member.ring] = (request.request, len(offered))
-        return msgspec.structs.replace(reply, discard=offered)
+        offered: list[PayloadRef] = []
+        for ring in member.rings if member is not None else ():
+            if not (waiting := self._discards.get(ring)):
+                continue
+            number, count = self._offered.get(ring, (request.request, 0))
+            if number != request.request:
+                del waiting[:count]
+            self._offered[ring] = (request.request, min(len(waiting), DISCARDS_PER_REPLY))
+            offered += waiting[:DISCARDS_PER_REPLY]
+        return msgspec.structs.replace(reply, discard=tuple(offered)) if offered else reply
 
     def _write_step(self, request: AckStep) -> None:
         name, machine = request.pipeline, self._machines[request.pipeline]

@@ -41,6 +41,8 @@ class Register(Call, tag="register", frozen=True):
     step: StepIndex | None = None
     """Trainers: the step they will train next. Lower than the ledger's: training is rolled back to it."""
     lineage: str = ""
+    more_rings: tuple[RingAddress, ...] = ()
+    """A worker of several ranks: the rings its other ranks write to."""
 
 
 class Unregister(Call, tag="unregister", frozen=True):

@@ -68,6 +68,7 @@ class Calls:
             pid=request.pid,
             host_id=request.host_id,
             ring=request.ring,
+            more_rings=request.more_rings,
             prompt_count=request.prompt_count,
             step=request.step,
             lineage=request.lineage,
