@@ -137,6 +137,24 @@ def alive(process: psutil.Process) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_trainer_that_finds_its_newest_checkpoint_damaged_goes_on_from_the_one_before(folder: Path):
+    run = start(folder, finite(folder))
+    checkpoints = run.directory / "checkpoints" / "letters"
+    wait_for(lambda: len(list(checkpoints.glob("step-*"))) == 2, 120, "two checkpoints")
+    trainer = run.child("letters.trainer")
+    trainer.suspend()
+    newest = max(checkpoints.glob("step-*"))
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(weights)
+    trainer.kill()
+    code, output = run.end(300)
+    assert_exact(run, code, output)
+    assert f"{newest} is damaged" in (run.directory / "logs" / "letters.trainer.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["letters.rollout.0", "letters.trainer", "controller"])
 def test_killed_a_few_times_every_prompt_is_trained_exactly_once(folder: Path, victim: str):
     kill_children(folder, victim, kills=3)

@@ -53,7 +53,9 @@ class Naive:
         self.failures: Counter[int] = Counter()
         self.set_aside: set[int] = set()
         self.filtered: set[int] = set()
-        self.version = self.next_step = self.durable = 0
+        self.version = self.next_step = 0
+        self.checkpoints = [0]
+        """Steps of those on disk, oldest first."""
 
     def live(self, prompt: int) -> list[Row]:
         return [row for row in self.rows.values() if row.prompt == prompt and row.state in (*LIVE, "trained")]
@@ -77,7 +79,7 @@ class Naive:
         if row is None or row.owner != owner or row.state.startswith("dropped"):
             return False
         if row.state != "leased":
-            return row.state != "trained" or row.step >= self.durable
+            return row.state != "trained" or row.step >= self.checkpoints[0]
         if version > newest:
             self.drop([row], "outdated")
             return False
@@ -155,6 +157,7 @@ class Naive:
         due_given = any(row.state == "dispatched" for row in self.rows.values())
         self.version = step
         self.next_step = step + 1 if due_given else step
+        self.checkpoints = [saved for saved in self.checkpoints if saved <= step]
 
     def counts(self) -> Counter[str]:
         return Counter(row.state for row in self.rows.values())
@@ -245,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.control.phase != "complete")
     @rule(data=st.data())
     def restart_trainer(self, data):
-        self.start_trainer_at(data.draw(st.integers(self.model.durable, self.model.version)))
+        self.start_trainer_at(data.draw(st.integers(self.model.checkpoints[0], self.model.version)))
 
     @precondition(lambda self: self.control.phase != "complete")
     @rule()
@@ -255,7 +258,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if row.state in LIVE:
                 row.state = "dropped lost"
         self.model.next_step = self.model.version
-        self.start_trainer_at(self.model.durable)
+        self.start_trainer_at(self.model.checkpoints[-1])
         self.join()
 
     # -- samples ------------------------------------------------------------------------------------------------
@@ -349,10 +352,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.acknowledge(step, missing)
         assert self.send(acked) == effects.Confirm()
 
-    @rule()
-    def checkpoint(self):
-        assert self.send(events.CheckpointSaved(self.trainer, self.model.version)) == effects.Confirm()
-        self.model.durable = self.model.version
+    @rule(keep=st.integers(1, 3))
+    def checkpoint(self, keep):
+        step = self.model.version
+        saved = [*self.model.checkpoints, step] if step > self.model.checkpoints[-1] else self.model.checkpoints
+        self.model.checkpoints = saved[-keep:]
+        saved = events.CheckpointSaved(self.trainer, step, self.model.checkpoints[0])
+        assert self.send(saved) == effects.Confirm()
 
     # -- always -------------------------------------------------------------------------------------------------
 

@@ -58,8 +58,9 @@ def _audit_prompts(state: LedgerState) -> None:
     in_steps = sorted(prompt for books in state.steps.values() for prompt in books.prompts)
     given = sorted(prompt for prompt, group in state.groups.items() if group.stage in ("dispatched", "trained"))
     _must(in_steps == given, f"the steps hold prompts {in_steps}, the groups say {given}")
-    ordered = state.durable <= state.version <= state.next_step
-    _must(ordered, f"durable {state.durable}, version {state.version}, next step {state.next_step} are out of order")
+    ordered = state.settled <= state.durable <= state.version <= state.next_step
+    steps = f"settled {state.settled}, durable {state.durable}, version {state.version}, next step {state.next_step}"
+    _must(ordered, f"{steps} are out of order")
 
 
 def _must(held: bool, otherwise: str) -> None:

@@ -75,6 +75,7 @@ class StepAcked(msgspec.Struct, tag="step_acked", frozen=True):
 class CheckpointSaved(msgspec.Struct, tag="checkpoint_saved", frozen=True):
     member: MemberId
     step: StepIndex
+    last_resort: StepIndex | None = None
 
 
 class WeightsPublished(msgspec.Struct, tag="weights_published", frozen=True):

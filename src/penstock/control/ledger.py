@@ -284,28 +284,33 @@ class Ledger:
         state.moves += 1
         return True
 
-    def settle(self, durable: StepIndex) -> bool:
-        """Forgets the steps below `durable`: a checkpoint holds them. False if that was known."""
+    def settle(self, durable: StepIndex, last_resort: StepIndex | None = None) -> bool:
+        """Steps below `durable` are in a checkpoint. False if that was known.
+
+        Those below `last_resort` too are forgotten; the others are undone should newer checkpoints be damaged.
+        """
         state = self.state
         if durable > state.version:
             raise LocalProtocolError(f"a checkpoint of step {durable} was saved, but only {state.version} were trained")
-        if durable <= state.durable:
+        settled = durable if last_resort is None else min(durable, last_resort)
+        if durable <= state.durable and settled <= state.settled:
             return False
-        for step in [step for step in state.steps if step < durable]:
+        for step in [step for step in state.steps if step < settled]:
             for prompt in state.steps.pop(step).prompts:
                 self._books.settle(prompt)
-        state.durable = durable
+        state.durable, state.settled = max(state.durable, durable), max(state.settled, settled)
         state.moves += 1
         return True
 
     def roll_back(self, step: StepIndex) -> int:
         """Undoes every step from `step` on; returns how many prompts are to be issued again because of it."""
         state = self.state
-        if step < state.durable:
-            raise Stale(f"the trainer starts at step {step}, but a checkpoint of step {state.durable} was confirmed")
+        if step < state.settled:
+            raise Stale(f"the trainer starts at step {step}, but a checkpoint of step {state.settled} was confirmed")
         redone = self._undo(step)
         self._drop_newer_than(Version(step))
         state.version, state.next_step = Version(step), step
+        state.durable = min(state.durable, step)
         return redone
 
     def undo_after(self, step: StepIndex) -> None:

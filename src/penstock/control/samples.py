@@ -79,7 +79,7 @@ class SetAside(msgspec.Struct, frozen=True):
 
 
 class StepBooks(msgspec.Struct):
-    """What one step was given; kept until a checkpoint makes the step durable."""
+    """What one step was given; kept until the step can no longer be undone."""
 
     prompts: list[PromptIndex]
     final: bool
@@ -98,6 +98,8 @@ class LedgerState(msgspec.Struct):
     """The first step that has not been given a batch."""
     durable: StepIndex = StepIndex(0)
     """Steps below this are in a checkpoint."""
+    settled: StepIndex = StepIndex(0)
+    """Steps below this can no longer be undone, even if a checkpoint turns out damaged: their books are closed."""
     next_sample: SampleId = SampleId(0)
     next_prompt: PromptIndex = PromptIndex(0)
     prompt_limit: int | None = None

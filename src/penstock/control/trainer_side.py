@@ -144,7 +144,7 @@ class TrainerSide:
 
     def checkpoint_saved(self, event: events.CheckpointSaved) -> Outcome:
         try:
-            return [Confirm()], self.ledger.settle(event.step)
+            return [Confirm()], self.ledger.settle(event.step, event.last_resort)
         except LocalProtocolError as error:
             return [RefuseCall("LocalProtocolError", error.message)], False
 

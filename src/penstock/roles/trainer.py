@@ -177,7 +177,14 @@ class TrainingLoop:
         await self._training.run(self._write_checkpoint)
         self._saved_step = step
         await asyncio.wait_for(self._publishing.make_durable(Version(step)), FLUSH_S)
-        saved = AckCheckpoint(pipeline=self._client.pipeline, member=self._process.member, step=step)
+        section = self._process.pipeline.checkpoint
+        directory = self._process.run.checkpoints(self._process.pipeline.name)
+        saved = AckCheckpoint(
+            pipeline=self._client.pipeline,
+            member=self._process.member,
+            step=step,
+            last_resort=StepIndex(checkpoint.last_resort(directory, keep=section.keep)),
+        )
         try:
             await self._client.call(saved)
         except PeerLost as error:

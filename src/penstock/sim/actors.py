@@ -140,12 +140,35 @@ class SimWorker:
 
 
 class Lineage:
-    """What is on the trainer's disk and survives it: the checkpoint, as the list of prompts its weights saw."""
+    """What is on the trainer's disk and survives it: two checkpoints, as the lists of prompts their weights saw."""
+
+    KEPT = 2
 
     def __init__(self) -> None:
-        self.step = StepIndex(0)
-        self.prompts: list[list[PromptIndex]] = []
-        """Per step."""
+        self.checkpoints: list[list[list[PromptIndex]]] = [[]]
+        """Oldest first; the prompts of every step."""
+
+    @property
+    def prompts(self) -> list[list[PromptIndex]]:
+        return self.checkpoints[-1]
+
+    @property
+    def step(self) -> StepIndex:
+        return StepIndex(len(self.prompts))
+
+    @property
+    def last_resort(self) -> StepIndex:
+        return StepIndex(len(self.checkpoints[0]))
+
+    def save(self, prompts: list[list[PromptIndex]]) -> None:
+        self.checkpoints = [*self.checkpoints, list(prompts)][-self.KEPT :]
+
+    def damage(self) -> bool:
+        """The newest checkpoint cannot be read any more. False if there is no other."""
+        if len(self.checkpoints) < self.KEPT or self.step == self.last_resort:
+            return False
+        self.checkpoints.pop()
+        return True
 
 
 class SimTrainer:
@@ -224,8 +247,8 @@ class SimTrainer:
 
     def _checkpoint(self, step: StepIndex) -> Body:
         yield Sleep(self.pace.checkpoint_s)
-        self.lineage.step, self.lineage.prompts = step, list(self.seen)
-        yield Call(events.CheckpointSaved(self.member, step))
+        self.lineage.save(self.seen)
+        yield Call(events.CheckpointSaved(self.member, step, self.lineage.last_resort))
 
     def _beat(self) -> None:
         if self.owner.alive and not self.done:

@@ -33,6 +33,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the prompts that can never be generated."""
     lose_payload: float = 0.0
     """Chance that a group of a batch cannot be fetched."""
+    damage_checkpoint: float = 0.0
+    """Chance that a trainer that starts again finds its newest checkpoint damaged."""
     wrong_weights: float = 0.0
     """Chance that an engine ends up with other bytes than the version it believes to serve."""
     until_s: float = float("inf")
@@ -55,6 +57,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
             sample_fails=min(0.2, 0.01 * intensity),
             poison_prompt=min(0.05, 0.005 * intensity),
             lose_payload=min(0.2, 0.01 * intensity),
+            damage_checkpoint=min(0.5, 0.1 * intensity),
             wrong_weights=min(0.2, 0.01 * intensity),
         )
 

@@ -205,6 +205,7 @@ class World:
 
     def _restart_trainer(self, former: SimTrainer) -> None:
         if self.trainer is former:
+            self._perhaps_damage_checkpoint()
             self._start_trainer()
 
     # -- faults -------------------------------------------------------------------------------------------------
@@ -269,6 +270,12 @@ class World:
             self._kill_worker(seat)
         self._kill_trainer()
         self.desk.happen(events.RunResumed())
+
+    def _perhaps_damage_checkpoint(self) -> None:
+        """Not that of a complete run: workers have left, nobody could generate its samples again."""
+        chance = self.settings.faults.damage_checkpoint
+        if self.desk.control.phase != "complete" and self.random.random() < chance and self.lineage.damage():
+            self.faults.count("checkpoint damaged")
 
     def _perhaps_report(self, member: str) -> None:
         """The supervisor sees an exit at once, and says so, if the controller can hear it."""

@@ -111,6 +111,12 @@ def latest(directory: Path) -> Checkpoint | None:
     return None
 
 
+def last_resort(directory: Path, *, keep: int) -> int:
+    """The step to start from if all newer checkpoints turn out damaged: 0 until `keep` of them have been written."""
+    candidates = _candidates(directory)
+    return int(candidates[-1].name.removeprefix(_PREFIX)) if len(candidates) >= keep else 0
+
+
 def verify(candidate: Path) -> Checkpoint:
     """Read everything and compare with the record. ConfigError says what is wrong."""
     try:

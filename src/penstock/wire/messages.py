@@ -96,15 +96,25 @@ class AckStep(Call, tag="ack_step", frozen=True):
 
 
 class AckCheckpoint(Call, tag="ack_checkpoint", frozen=True):
-    """All steps below `step` are in a durable checkpoint and can no longer be lost."""
+    """All steps below `step` are in a durable checkpoint."""
 
     step: StepIndex
+    last_resort: StepIndex | None = None
+    """Where the trainer would start from if all newer checkpoints turned out damaged; None: it has no older one."""
 
 
 class PublishWeights(Call, tag="publish_weights", frozen=True):
     """A complete, immutable version can now be loaded."""
 
     manifest: Manifest
+    durable: bool = False
+    """It was written afresh and flushed to the disk, together with a checkpoint."""
+
+
+class AskCheckpoint(Call, tag="ask_checkpoint", frozen=True):
+    """A trainer waits to be asked for a checkpoint out of turn. Asked again until it has published one, durably."""
+
+    wait_s: float = 0.0
 
 
 class AskWeights(Call, tag="ask_weights", frozen=True):
@@ -209,6 +219,7 @@ Request = (
     | AckStep
     | AckCheckpoint
     | PublishWeights
+    | AskCheckpoint
     | AskWeights
     | ReportReplica
     | ReportMetrics
@@ -276,6 +287,12 @@ class Weights(msgspec.Struct, tag="weights", frozen=True):
     manifest: Manifest
 
 
+class CheckpointWanted(msgspec.Struct, tag="checkpoint_wanted", frozen=True):
+    """Save the state now and publish the weights afresh: what was published cannot be loaded."""
+
+    reason: str
+
+
 class Served(msgspec.Struct, tag="served", frozen=True):
     """Workers of the pipeline that are awake now: at least one."""
 
@@ -302,4 +319,17 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     message: str
 
 
-Reply = Ok | Registered | Beaten | Leased | Delivered | BatchReady | NotYet | Complete | Weights | PoolReply | Refused
+Reply = (
+    Ok
+    | Registered
+    | Beaten
+    | Leased
+    | Delivered
+    | BatchReady
+    | NotYet
+    | Complete
+    | Weights
+    | CheckpointWanted
+    | PoolReply
+    | Refused
+)

@@ -131,8 +131,9 @@ class Driver:
     def ack(self, step: int, member: str = "t", missing: tuple[int, ...] = ()) -> Any:
         return self.send(events.StepAcked(MemberId(member), StepIndex(step), tuple(missing)))  # type: ignore[arg-type]
 
-    def checkpoint(self, step: int, member: str = "t") -> Any:
-        return self.send(events.CheckpointSaved(MemberId(member), StepIndex(step)))
+    def checkpoint(self, step: int, member: str = "t", last_resort: int | None = None) -> Any:
+        resort = None if last_resort is None else StepIndex(last_resort)
+        return self.send(events.CheckpointSaved(MemberId(member), StepIndex(step), resort))
 
     def publish(self, version: int, digest: str = "", member: str = "t") -> Any:
         manifest = Manifest(Version(version), member, digest or f"digest{version}", (), "")

@@ -142,7 +142,9 @@ class Calls:
         return await self._decided(request.pipeline, event)
 
     async def ack_checkpoint(self, request: messages.AckCheckpoint) -> Reply:
-        return await self._decided(request.pipeline, events.CheckpointSaved(request.member, request.step))
+        return await self._decided(
+            request.pipeline, events.CheckpointSaved(request.member, request.step, request.last_resort)
+        )
 
     async def publish_weights(self, request: messages.PublishWeights) -> Reply:
         return await self._decided(request.pipeline, events.WeightsPublished(request.member, request.manifest))
