@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.rollout.io.torch_engine import Sampling, TorchEngine
+from penstock.rollout.io.requests import Sampling
+from penstock.rollout.io.torch_engine import TorchEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

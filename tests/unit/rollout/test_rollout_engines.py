@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
 from penstock.rollout.io.policy_engine import PolicyEngine
+from penstock.rollout.io.requests import Sampling
 from penstock.rollout.io.serving import Serving
-from penstock.rollout.io.torch_engine import Sampling, TorchEngine
+from penstock.rollout.io.torch_engine import TorchEngine
 
 
 def tiny_model(seed: int = 0) -> Any:
@@ -69,6 +70,33 @@ def test_logprobs_are_those_of_the_sampling_distribution_also_with_padding(tempe
         assert 2 not in completion.token_ids[:-1]
         assert completion.ending == ("stop" if completion.token_ids[-1] == 2 else "length")
         assert completion.ending == "stop" or len(completion.token_ids) == 9
+
+
+@pytest.mark.parametrize(
+    ("sampling", "probabilities"),
+    [
+        (Sampling(), [0.4, 0.3, 0.2, 0.1]),
+        (Sampling(top_k=2), [4 / 7, 3 / 7, 0, 0]),
+        (Sampling(top_k=9), [0.4, 0.3, 0.2, 0.1]),
+        (Sampling(top_p=0.69), [4 / 7, 3 / 7, 0, 0]),
+        (Sampling(top_p=0.71), [4 / 9, 3 / 9, 2 / 9, 0]),
+        (Sampling(top_p=1e-9), [1, 0, 0, 0]),
+        (Sampling(min_p=0.45), [4 / 9, 3 / 9, 2 / 9, 0]),
+        (Sampling(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
+        (Sampling(top_k=2, top_p=0.5), [1, 0, 0, 0]),
+        (Sampling(temperature=0.5, top_k=2), [16 / 25, 9 / 25, 0, 0]),
+    ],
+)
+def test_recorded_logprobs_are_those_of_the_truncated_distribution(
+    sampling: Sampling, probabilities: list[float]
+) -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[order.argsort()].expand(4000, 4) + 1.5
+    tokens, logprobs = engine_with().sample(logits, sampling)
+    expected = torch.tensor(probabilities)[order.argsort()]
+    torch.testing.assert_close(logprobs.exp(), expected[tokens], atol=1e-5, rtol=0)
+    drawn = torch.bincount(tokens[:, 0], minlength=4) / 4000
+    torch.testing.assert_close(drawn, expected, atol=0.04, rtol=0)
 
 
 def test_rows_that_ended_leave_the_batch_and_the_rest_is_not_disturbed() -> None:

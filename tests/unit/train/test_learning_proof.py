@@ -16,7 +16,8 @@ from penstock.batch.pack import PackSettings, pack
 from penstock.config.recommended import RECOMMENDED
 from penstock.envs.tasks import Copy
 from penstock.rollout.io.policy_engine import PolicyEngine
-from penstock.rollout.io.torch_engine import Sampling, TorchEngine
+from penstock.rollout.io.requests import Sampling
+from penstock.rollout.io.torch_engine import TorchEngine
 from penstock.train.loss import ControlLossSettings, TokenLossSettings
 from penstock.train.model import (
     ControlPolicy,

@@ -17,7 +17,7 @@ from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
-from penstock.rollout.io.torch_engine import Completion, Sampling
+from penstock.rollout.io.requests import Completion, Sampling
 
 
 class PromptLike(Protocol):

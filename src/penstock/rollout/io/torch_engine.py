@@ -5,44 +5,18 @@ Shape suffixes: B rows of the batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.rollout.io.requests import Completion, Ending, Sampling
 from penstock.rollout.io.serving import Serving, ServingEngine
-
-Ending = Literal["stop", "length", "interrupted"]
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are drawn. Recorded log-probabilities are those of exactly this distribution."""
-
-    max_new_tokens: int = 16
-    temperature: float = 1.0
-    eos_id: int | None = None
-    """Ends a completion and belongs to it; None lets every completion run to its full length."""
-    greedy: bool = False
-    """Takes the most likely token instead; the log-probabilities stay those of the distribution."""
-
-
-class Completion(msgspec.Struct):
-    """What was generated for one row. Token ids as sampled: they are never made again from text."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    """int32[S, 2]: from which generated token on, which version of the weights."""
-    ending: Ending
-    version: int
-    """The oldest version of them."""
-    digest: str
-    """Of the weights of that version."""
 
 
 class TorchEngine(ServingEngine):
@@ -99,7 +73,7 @@ class TorchEngine(ServingEngine):
 
     def sample(self, logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Next tokens and the log-probabilities of drawing them, in float32."""
-        logprobs_BV = torch.log_softmax(logits_BV.float() / sampling.temperature, dim=-1)
+        logprobs_BV = truncated(torch.log_softmax(logits_BV.float() / sampling.temperature, dim=-1), sampling)
         if sampling.greedy:
             tokens_B1 = logprobs_BV.argmax(-1, keepdim=True)
         else:
@@ -108,6 +82,26 @@ class TorchEngine(ServingEngine):
 
     def __repr__(self) -> str:
         return f"TorchEngine({type(self.model).__name__} on {self.device}, {self.serving})"
+
+
+def truncated(logprobs_BV: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that is drawn from: what `min_p`, `top_k` and `top_p` leave, normalised again."""
+    if sampling.min_p > 0.0:
+        likeliest_B1 = logprobs_BV.amax(-1, keepdim=True)
+        logprobs_BV = _without(logprobs_BV, logprobs_BV < likeliest_B1 + math.log(sampling.min_p))
+    if sampling.top_k is not None and sampling.top_k < logprobs_BV.shape[-1]:
+        last_B1 = logprobs_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logprobs_BV = _without(logprobs_BV, logprobs_BV < last_B1)
+    if sampling.top_p < 1.0:
+        sorted_BV, order_BV = logprobs_BV.sort(dim=-1, descending=True)
+        before_BV = sorted_BV.exp().cumsum(-1) - sorted_BV.exp()
+        beyond_BV = torch.zeros_like(before_BV, dtype=torch.bool).scatter(-1, order_BV, before_BV >= sampling.top_p)
+        logprobs_BV = _without(logprobs_BV, beyond_BV)
+    return logprobs_BV
+
+
+def _without(logprobs_BV: Tensor, left_out_BV: Tensor) -> Tensor:
+    return torch.log_softmax(logprobs_BV.masked_fill(left_out_BV, -torch.inf), dim=-1)
 
 
 class _Decoding:
