@@ -18,6 +18,9 @@ from penstock.errors import ConfigError
 
 Location = tuple[str | int, ...]
 
+TAGS = ("tiny", "path", "mlp", "torch", "vllm")
+"""Values of `kind` that choose a table; pydantic puts them into the location of a mistake."""
+
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file, applies `a.b=c` overrides, and validates; any mistake is one `ConfigError`."""
@@ -89,7 +92,7 @@ def _parse(value: str) -> Any:
 
 def _explain(tree: dict[str, Any], text: str, source: str, problem: dict[str, Any]) -> str:
     location: Location = tuple(problem["loc"])
-    written = tuple(part for part in location if part not in ("tiny", "path", "mlp") or _is_key(tree, location, part))
+    written = tuple(part for part in location if part not in TAGS or _is_key(tree, location, part))
     key = ".".join(str(part) for part in written) or "the configuration"
     line = _line_of(text, written)
     where = f"{source}:{line}" if line else source

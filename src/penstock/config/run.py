@@ -121,6 +121,24 @@ class MlpModel(Section):
     hidden: Positive = 64
 
 
+class TorchEngineSection(Section):
+    """Samples from the model with torch, in the worker's own process."""
+
+    kind: Literal["torch"] = "torch"
+    batching: Literal["static", "continuous"] = "static"
+    """`static` decodes a batch to its end; in `continuous` completions join and leave at any decode step."""
+    rows: Positive = 64
+    """Continuous: completions decoded together; the others wait in the order they came."""
+    cache_tokens: Positive = 65536
+    """Continuous: bound on rows times the longest of them, in tokens with their keys and values on the device."""
+    kept_tokens: NonNegative = 65536
+    """Continuous: bound on tokens kept of conversations that wait for their environment; beyond it they are re-read."""
+    reread: bool = False
+    """Continuous: read contexts again after the weights changed, instead of going on from older keys and values."""
+
+
+Engine = TorchEngineSection
+
 Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
 
 
@@ -260,6 +278,7 @@ class PipelineSection(Section):
     rollout_devices: list[int] = []
     env: EnvSection
     model: Model
+    engine: Engine = TorchEngineSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
     token_loss: TokenLossSection = TokenLossSection()
