@@ -66,6 +66,11 @@ class Work(msgspec.Struct):
         self.prepared = self.generated = None
 
 
+def is_nobodys_fault(error: BaseException) -> bool:
+    """A lost engine, a broken reward function, an exit are no lease's fault."""
+    return not isinstance(error, Exception) or isinstance(error, PeerLost | RunFailed)
+
+
 class HookCalls:
     """The five hooks of one workload, with their outcomes turned into events for the prefetch machine."""
 
@@ -79,7 +84,10 @@ class HookCalls:
         count: Callable[[str, float], None],
         tell: Callable[[trace.Trace], None],
         progressed: Callable[[str], None],
+        ends_the_run: Callable[[BaseException], bool] = is_nobodys_fault,
     ) -> None:
+        """`ends_the_run` says which errors are not a lease's: they are posted as they are, instead of an event."""
+        self._ends_the_run = ends_the_run
         self._workload = workload
         self._store = store
         self._works = works
@@ -106,6 +114,7 @@ class HookCalls:
                 ended.append(call(ticket, work))
             except BaseException as error:  # noqa: BLE001 - sorted out by kind
                 if self._ends_the_run(error):
+                    self._post(error)
                     return
                 work.fail(hook, _text(error))
                 preparing = hook == "prepare"
@@ -198,6 +207,7 @@ class HookCalls:
         now = time.monotonic()
         self._tell(trace.GenerateLeft(now, batch, now - started, f"{hook}: {type(error).__name__}: {error}"))
         if self._ends_the_run(error):
+            self._post(error)
             return
         if not isinstance(error, Aborted):
             logger.warning("%s of %d prompts raised %s: %s", hook, len(works), type(error).__name__, error)
@@ -237,13 +247,6 @@ class HookCalls:
             payload=payload,
             times=times,
         )
-
-    def _ends_the_run(self, error: BaseException) -> bool:
-        """Reports it if so: a lost engine, a broken reward function, an exit are no lease's fault."""
-        if isinstance(error, Exception) and not isinstance(error, PeerLost | RunFailed):
-            return False
-        self._post(error)
-        return True
 
 
 def failed_rollout(sample: SampleId, hook: str, error: str, poison: bool) -> FailedRollout:

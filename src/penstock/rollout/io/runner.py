@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -22,14 +21,12 @@ from penstock.records.rollout import FailedRollout, Rollout
 from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Workload
 from penstock.rollout.io.hook_calls import HookCalls, Store, Work
+from penstock.rollout.io.tracing import Tracing, branch_counts
 from penstock.rollout.prefetch import Bounds, Prefetch
 from penstock.runtime.offload import Offload
 from penstock.wire.messages import Delivered, Leased
 
 logger = logging.getLogger(__name__)
-
-TRACES_KEPT = 512
-SAMPLED_EVERY_S = 1.0
 
 
 class Desk(Protocol):
@@ -77,20 +74,19 @@ class Runner:
         self.workload = workload
         self.settings = settings
         self.machine = Prefetch(settings.bounds, prefetch=settings.prefetch)
-        self.traces: deque[trace.Trace] = deque(maxlen=TRACES_KEPT)
+        self._tracing = Tracing(traced)
         self._configured_prefetch = settings.prefetch
         self._desk = desk
         self._progressed = progressed
         self._interrupt = interrupt
-        self._traced = traced
         self._works: dict[flow.Ticket, Work] = {}
         self._hooks = HookCalls(
             workload,
             store,
             works=self._works,
             post=self._post,
-            count=self._count,
-            tell=self._tell,
+            count=self._tracing.count,
+            tell=self._tracing.tell,
             progressed=progressed,
         )
         self._awaits = inspect.iscoroutinefunction(workload.generate)
@@ -99,14 +95,15 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[None] | None = None
-        self._counts: dict[str, float] = {}
-        self._counting = threading.Lock()
-        self._branches_told: Counter[str] = Counter()
-        self._sampled_at = 0.0
         self._fatal: BaseException | None = None
         self._finished: str | None = None
         self._deadline: float | None = None
         self._abandoned = False
+
+    @property
+    def traces(self) -> deque[trace.Trace]:
+        """The newest ones."""
+        return self._tracing.traces
 
     @property
     def prefetch(self) -> bool:
@@ -177,7 +174,7 @@ class Runner:
                 while self._inbox and self._finished is None:
                     for effect in self._decide(self._inbox.popleft()):
                         act(effect)
-                self._sample_traces()
+                self._tracing.sample(self.machine.branches, self._queue)
             for task in self._tasks:
                 task.cancel()
         if self._fatal is not None:
@@ -252,7 +249,7 @@ class Runner:
         waited_s = time.monotonic() - asked
         granted = sum(len(lease.samples) for lease in answer.leases)
         held = self.machine.held_samples
-        self._tell(trace.LeaseAnswered(time.monotonic(), samples, granted, answer.verdict, waited_s, held))
+        self._tracing.tell(trace.LeaseAnswered(time.monotonic(), samples, granted, answer.verdict, waited_s, held))
         self._progressed(f"lease {answer.verdict}")
         on = self._configured_prefetch if answer.prefetch is None else answer.prefetch
         if on != self.machine.prefetch:
@@ -277,10 +274,10 @@ class Runner:
             return
         for ticket in tickets:
             del self._works[ticket]
-        self._count("delivered_samples", len(rollouts))
-        self._count("failed_samples", len(failures))
-        self._count("refused_samples", len(answer.refused))
-        self._count("deliveries", 1)
+        self._tracing.count("delivered_samples", len(rollouts))
+        self._tracing.count("failed_samples", len(failures))
+        self._tracing.count("refused_samples", len(answer.refused))
+        self._tracing.count("deliveries", 1)
         self._post(flow.DeliverEnded())
 
     async def _return(self, samples: tuple[SampleId, ...]) -> None:
@@ -288,28 +285,12 @@ class Runner:
             await self._desk.deliver((), (), samples)
         except Exception as error:  # noqa: BLE001 - they expire with this worker anyway
             logger.warning("%d leases could not be given back: %s", len(samples), error)
-        self._count("returned_samples", len(samples))
+        self._tracing.count("returned_samples", len(samples))
         self._post(flow.ReturnEnded())
 
-    def _count(self, name: str, amount: float) -> None:
-        with self._counting:
-            self._counts[name] = self._counts.get(name, 0.0) + amount
-
-    def _tell(self, told: trace.Trace) -> None:
-        self.traces.append(told)
-        self._traced(told)
-        if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("%s", trace.as_line(told))
-
-    def _sample_traces(self) -> None:
-        now = time.monotonic()
-        if now - self._sampled_at < SAMPLED_EVERY_S:
-            return
-        self._sampled_at = now
-        self._tell(trace.BranchesTaken(now, dict(self.machine.branches - self._branches_told)))
-        self._branches_told = self.machine.branches.copy()
+    def _queue(self, now: float) -> trace.QueueSampled:
         held = self.machine
-        self._tell(trace.QueueSampled(now, held.held.depths(), held.held_bytes, held.generating, held.prefetch))
+        return trace.QueueSampled(now, held.held.depths(), held.held_bytes, held.generating, held.prefetch)
 
     def statistics(self) -> dict[str, float]:
         """Counters since the start and depths now, by plain names."""
@@ -321,9 +302,7 @@ class Runner:
             "generating_batches": float(held.generating),
             "prefetch": float(held.prefetch),
         }
-        branches = {f"branch_{name}": float(count) for name, count in held.branches.items()}
-        with self._counting:
-            return {**self._counts, **depths, **branches}
+        return {**self._tracing.counts(), **depths, **branch_counts(held.branches)}
 
     def __repr__(self) -> str:
         return f"Runner({type(self.workload).__name__}, {self.machine!r})"
