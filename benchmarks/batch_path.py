@@ -153,7 +153,7 @@ async def worker(pipe: Connection, socket: str, workload: Workload, rounds: int)
         for turn in turns[number]:
             tip = tree.add(turn, tip)
         (sample,) = tree.chunks()
-        reference = ring.write(codec.encode(sample), timeout_s=10.0)
+        reference = ring.fill(codec.encode(sample), timeout_s=10.0)
         length = sum(len(turn.sampled_ids) for turn in turns[number])
         return Rollout(SampleId(number), Version(7), "", float(number % 3), length, reference)
 

@@ -108,7 +108,7 @@ def test_joined_samples_equal_the_naive_reference(script: list, routed: bool) ->
             assert mine[name].dtype == naive[name].dtype
             assert mine[name].shape == naive[name].shape
             assert mine[name].tobytes() == naive[name].tobytes()
-    encoded = [codec.decode(b"".join(codec.encode(sample))) for sample in tree.chunks()]
+    encoded = [codec.decode(bytes(codec.encode(sample))) for sample in tree.chunks()]
     for mine, written in zip(found, encoded, strict=True):
         assert {name: array.tobytes() for name, array in mine.items()} == {k: a.tobytes() for k, a in written.items()}
         assert {name: array.shape for name, array in mine.items()} == {k: a.shape for k, a in written.items()}

@@ -22,7 +22,7 @@ arrays = st.dictionaries(
 @settings(max_examples=200, deadline=None)
 @given(arrays)
 def test_round_trip(sample: dict[str, np.ndarray]) -> None:
-    decoded = codec.decode(b"".join(codec.encode(sample)))
+    decoded = codec.decode(bytes(codec.encode(sample)))
     assert list(decoded) == list(sample)
     for name, array in sample.items():
         assert decoded[name].dtype == array.dtype
@@ -35,7 +35,7 @@ def test_round_trip(sample: dict[str, np.ndarray]) -> None:
 def test_damaged_samples_never_escape_the_buffer(
     sample: dict[str, np.ndarray], writes: list[tuple[int, int]], resize: int
 ) -> None:
-    buffer = bytearray(b"".join(codec.encode(sample)))
+    buffer = bytearray(bytes(codec.encode(sample)))
     for position, byte in writes:
         buffer[position % len(buffer)] = byte
     buffer = buffer[:resize] if resize < 0 else buffer + bytes(resize)

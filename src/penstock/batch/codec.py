@@ -1,4 +1,4 @@
-"""A sample's typed arrays as bytes, and back, without copying an array on either side.
+"""A sample's typed arrays as bytes, and back: each array is copied once when written, and never when read.
 
     preamble   magic "PSTK" · format version u16 · array count u16 · header bytes u32 · body bytes u64 · reserved u32
     entry      name length u8 · dtype code u8 · dimensions u8 · zero u8 · name (ASCII) · extents u64 each
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -46,33 +46,71 @@ _DTYPES = {code: np.dtype(text) for code, text in DTYPES.items()}
 _PREAMBLE = struct.Struct("<4sHHIQI")
 _ENTRY = struct.Struct("<BBBB")
 _EXTENTS = tuple(struct.Struct(f"<{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1))
-_PADDING = tuple(bytes(size) for size in range(ALIGNMENT_BYTES))
 
-Buffer = bytes | memoryview
+STRIDE_BYTES = 1 << 20
+"""Written between two words of progress: what was just written is still in the cache for whoever digests it."""
 
 Chunks = Sequence[np.ndarray]
-"""Arrays that are one array, joined along the first axis: encoding them is the join."""
+"""Arrays that are one array along the first axis: writing them is the join."""
 
 
-def encode(arrays: Mapping[str, np.ndarray | Chunks]) -> list[Buffer]:
-    """The buffers which, written one after the other, are the encoded sample.
+class Encoded:
+    """A sample laid out but not yet written. Its arrays stay where they are and must not change before it is."""
 
-    Contiguous arrays are passed on as views of their own memory: they must not change before the buffers are written.
-    """
+    __slots__ = ("_header", "_parts", "size_bytes")
+
+    def __init__(self, header: bytes, parts: list[tuple[int, tuple[int, ...], Chunks]], size_bytes: int) -> None:
+        self._header = header
+        self._parts = parts
+        self.size_bytes = size_bytes
+
+    def fill(self, target: memoryview | bytearray) -> Iterator[int]:
+        """Write the sample into `target`, front to back; says now and then how many bytes are in place.
+
+        Every byte is copied once, from where an engine left it to where it belongs, without the interpreter.
+        """
+        out = np.frombuffer(target, np.uint8)
+        end = len(self._header)
+        out[:end] = np.frombuffer(self._header, np.uint8)
+        for start, shape, chunks in self._parts:
+            out[end:start] = 0
+            dtype = chunks[0].dtype
+            end = start + math.prod(shape) * dtype.itemsize
+            place = out[start:end].view(dtype).reshape(shape)
+            rows = 0
+            for pieces in _strides(chunks):
+                more = sum(map(len, pieces))
+                np.concatenate(pieces, out=place[rows : rows + more], casting="no")
+                rows += more
+                yield start + place.strides[0] * rows
+        out[end : self.size_bytes] = 0
+        yield self.size_bytes
+
+    def __bytes__(self) -> bytes:
+        written = bytearray(self.size_bytes)
+        for _ in self.fill(written):
+            pass
+        return bytes(written)
+
+    def __repr__(self) -> str:
+        return f"<Encoded sample of {len(self._parts)} arrays in {self.size_bytes} bytes>"
+
+
+def encode(arrays: Mapping[str, np.ndarray | Chunks]) -> Encoded:
+    """The sample, ready to be written into its place. LocalProtocolError if an array of it cannot travel."""
     if len(arrays) > MAX_ARRAYS:
         raise LocalProtocolError(f"a sample has {len(arrays)} arrays; the format holds at most {MAX_ARRAYS}")
     entries: list[bytes] = []
-    body: list[Buffer] = []
-    body_bytes = 0
+    sizes: list[tuple[int, tuple[int, ...], Chunks]] = []
     for name, value in arrays.items():
         encoded_name = name.encode("ascii", "replace")
         chunks, shape = ([value], value.shape) if isinstance(value, np.ndarray) else (value, _joined_shape(name, value))
-        array = chunks[0]
-        code = _CODES.get(array.dtype.str)
-        dimensions = array.ndim
+        dtype = chunks[0].dtype
+        code = _CODES.get(dtype.str)
+        dimensions = len(shape)
         if code is None:
             raise LocalProtocolError(
-                f"array {name!r} has dtype {array.dtype}, which cannot travel; use one of "
+                f"array {name!r} has dtype {dtype}, which cannot travel; use one of "
                 f"{', '.join(str(dtype) for dtype in _DTYPES.values())} (masks as uint8)"
             )
         if dimensions > MAX_DIMENSIONS or not 0 < len(encoded_name) <= MAX_NAME_BYTES or not name.isascii():
@@ -80,25 +118,24 @@ def encode(arrays: Mapping[str, np.ndarray | Chunks]) -> list[Buffer]:
                 f"array {name!r} with {dimensions} dimensions cannot travel: names are 1 to {MAX_NAME_BYTES} ASCII "
                 f"characters and arrays have at most {MAX_DIMENSIONS} dimensions"
             )
-        entries.append(_ENTRY.pack(len(encoded_name), code, dimensions, 0))
-        entries.append(encoded_name)
-        entries.append(_EXTENTS[dimensions].pack(*shape))
-        size = 0
-        for chunk in chunks:
-            if chunk.size:
-                # Arrays that are not contiguous have no run of bytes to pass on.
-                view = (chunk if chunk.flags.c_contiguous else np.ascontiguousarray(chunk)).data.cast("B")
-                body.append(view)
-                size += len(view)
-        gap = -size % ALIGNMENT_BYTES
-        if gap:
-            body.append(_PADDING[gap])
-        body_bytes += size + gap
+        entries += (
+            _ENTRY.pack(len(encoded_name), code, dimensions, 0),
+            encoded_name,
+            _EXTENTS[dimensions].pack(*shape),
+        )
+        size = math.prod(shape) * dtype.itemsize
+        if size:
+            # A number alone is written like a row of one.
+            sizes.append((size, shape or (1,), chunks if shape else [chunks[0].reshape(1)]))
     entry_bytes = b"".join(entries)
-    unpadded = _PREAMBLE.size + len(entry_bytes)
-    gap = -unpadded % ALIGNMENT_BYTES
-    preamble = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, len(arrays), unpadded + gap, body_bytes, 0)
-    return [preamble + entry_bytes + _PADDING[gap], *body]
+    header_bytes = _aligned(_PREAMBLE.size + len(entry_bytes))
+    end = header_bytes
+    parts: list[tuple[int, tuple[int, ...], Chunks]] = []
+    for size, shape, chunks in sizes:
+        parts.append((end, shape, chunks))
+        end = _aligned(end + size)
+    preamble = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, len(arrays), header_bytes, end - header_bytes, 0)
+    return Encoded(preamble + entry_bytes, parts, end)
 
 
 def decode(buffer: bytes | bytearray | memoryview) -> dict[str, np.ndarray]:
@@ -144,7 +181,7 @@ def decode(buffer: bytes | bytearray | memoryview) -> dict[str, np.ndarray]:
             # An empty array has no bytes to be a view of.
             flat = np.frombuffer(view, dtype, elements, offset) if elements else _empty(dtype)
             arrays[name] = flat.reshape(shape) if dimensions != 1 else flat
-            offset = end + (-end % ALIGNMENT_BYTES)
+            offset = _aligned(end)
     except (struct.error, KeyError, IndexError, ValueError) as error:
         raise RemoteProtocolError(f"an encoded sample has a broken entry after byte {position}: {error}") from error
     if offset != size or position > header_bytes or header_bytes - position >= ALIGNMENT_BYTES:
@@ -156,12 +193,37 @@ def decode(buffer: bytes | bytearray | memoryview) -> dict[str, np.ndarray]:
 
 
 def _joined_shape(name: str, chunks: Chunks) -> tuple[int, ...]:
-    if not chunks or len({(chunk.dtype, chunk.shape[1:], chunk.ndim) for chunk in chunks}) != 1 or not chunks[0].ndim:
+    first = chunks[0] if chunks else np.zeros(())
+    row = first.shape[1:]
+    if not first.ndim or any(
+        chunk.dtype != first.dtype or chunk.shape[1:] != row or not chunk.ndim for chunk in chunks
+    ):
         raise LocalProtocolError(
             f"the chunks of array {name!r} cannot be joined: they need one dtype and one shape but for the first axis, "
             f"found {sorted({f'{chunk.dtype} {chunk.shape}' for chunk in chunks})}"
         )
-    return (sum(len(chunk) for chunk in chunks), *chunks[0].shape[1:])
+    return (sum(map(len, chunks)), *row)
+
+
+def _strides(chunks: Chunks) -> Iterator[Chunks]:
+    """The same rows in groups of about `STRIDE_BYTES`."""
+    limit = max(1, STRIDE_BYTES // (chunks[0].itemsize * math.prod(chunks[0].shape[1:])))
+    group: list[np.ndarray] = []
+    rows = 0
+    for chunk in chunks:
+        for start in range(0, len(chunk), limit):
+            piece = chunk if len(chunk) <= limit else chunk[start : start + limit]
+            group.append(piece)
+            rows += len(piece)
+            if rows >= limit:
+                yield group
+                group, rows = [], 0
+    if group:
+        yield group
+
+
+def _aligned(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES
 
 
 def _empty(dtype: np.dtype) -> np.ndarray:

@@ -139,5 +139,5 @@ class RingStore:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
 
-    def write(self, arrays: Mapping[str, np.ndarray]) -> PayloadRef:
-        return self._ring.write(encode(arrays), timeout_s=WRITE_S)
+    def write(self, arrays: Mapping[str, np.ndarray | Sequence[np.ndarray]]) -> PayloadRef:
+        return self._ring.fill(encode(arrays), timeout_s=WRITE_S)

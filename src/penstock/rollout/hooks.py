@@ -26,7 +26,6 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
@@ -35,14 +34,15 @@ Prepared = TypeVar("Prepared")
 Collated = TypeVar("Collated")
 Generated = TypeVar("Generated")
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]
+"""numpy arrays by name; a list of them is one array, in chunks along its first axis."""
 
 
 class Finished(msgspec.Struct):
     """One sample as it should have come out."""
 
     arrays: Arrays
-    """The bulk: typed arrays, written to the payload ring as they are."""
+    """The bulk, written to the payload ring as it is."""
     reward: float
     version: Version
     """The oldest weights any part of it was drawn with."""

@@ -25,8 +25,8 @@ def test_the_limits_and_sizes_are_the_codecs() -> None:
     assert f"names of 1 to {codec.MAX_NAME_BYTES} characters" in DOCUMENT
     assert f"to a multiple of {codec.ALIGNMENT_BYTES}" in DOCUMENT
     assert codec.MAGIC.decode() in DOCUMENT
-    assert b"".join(codec.encode({}))[:4] == codec.MAGIC
-    assert f"preamble, {len(b''.join(codec.encode({}))) - 8} bytes" in DOCUMENT  # padded from 24 to 32
+    assert bytes(codec.encode({}))[:4] == codec.MAGIC
+    assert f"preamble, {len(bytes(codec.encode({}))) - 8} bytes" in DOCUMENT  # padded from 24 to 32
 
 
 def test_bytes_per_token_are_as_promised() -> None:

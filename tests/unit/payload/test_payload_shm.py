@@ -139,14 +139,27 @@ def test_a_body_that_can_never_fit_is_refused_at_once(ring: Ring) -> None:
         ring.write([bytes(64 * 1024 + 1)], timeout_s=60)
 
 
-def test_a_write_that_fails_costs_nothing(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    def explode(*_: object) -> int:
-        raise RuntimeError("witness")
+class Half:
+    """A body that does not finish what it began."""
 
-    with monkeypatch.context() as patch:
-        patch.setattr("penstock.payload.io.shm._copy", explode)
-        with pytest.raises(RuntimeError, match="witness"):
-            ring.write([b"x"], timeout_s=0)
+    size_bytes = 10
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def fill(self, target: memoryview) -> Iterator[int]:
+        target[:5] = b"half "
+        yield 5
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RuntimeError("witness"), RuntimeError), (None, LocalProtocolError)], ids=["raises", "stops"]
+)
+def test_a_write_that_fails_costs_nothing(ring: Ring, error: Exception | None, raised: type[Exception]) -> None:
+    with pytest.raises(raised, match="witness|wrote only 5 of them"):
+        ring.fill(Half(error), timeout_s=0)
     assert ring.statistics().free == 4
     assert len({ring.write([b"x"], timeout_s=0).slot for _ in range(4)}) == 4
 

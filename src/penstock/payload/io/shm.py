@@ -11,9 +11,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 CHUNK_BYTES = 256 * 1024
-"""Hashed and copied piece by piece, so that the copy finds the bytes still in the cache."""
+"""Copied and hashed piece by piece, so that the hash finds the bytes still in the cache."""
 COMMIT_BYTES = 16 * 1024 * 1024
 """Memory is committed in such steps, so that a full /dev/shm is an error message and not a SIGBUS."""
 HARVEST_WRITES, HARVEST_BYTES = 64, 4 * 1024 * 1024
@@ -52,6 +52,17 @@ class RingStatistics(NamedTuple):
     waited_s: float
     orphans: int
     """Finalisations by readers that had been superseded: refused, and counted by the readers attached now."""
+
+
+class Body(Protocol):
+    """A payload that writes itself into its place."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def fill(self, target: memoryview) -> Iterator[int]:
+        """Write into `target`, of that size, front to back, and say now and then how many bytes are in place."""
+        ...
 
 
 class Ring:
@@ -135,17 +146,20 @@ class Ring:
         return RingAddress(self.name, self.epoch, host_id, host, tuple(tcp_ports), tuple(ucxx_ports))
 
     def write(self, buffers: Sequence[Buffer], *, timeout_s: float) -> PayloadRef:
-        """Store the concatenation of `buffers` and return the one reference to it.
+        """Store the concatenation of `buffers` and return the one reference to it; otherwise like `fill`."""
+        return self.fill(_Joined(buffers), timeout_s=timeout_s)
+
+    def fill(self, body: Body, *, timeout_s: float) -> PayloadRef:
+        """Let `body` write itself into a slot and return the one reference to it.
 
         Waits up to `timeout_s` for room, then raises `Transient` naming the consumer that is slow: this is how
         backpressure reaches the generation loop. Blocking; call it from a worker thread.
         """
-        views = [view.cast("B") for view in map(memoryview, buffers) if view.nbytes]
-        size_bytes = sum(len(view) for view in views)
+        size_bytes = body.size_bytes
         slot, extent, writing = self._reserve(size_bytes, timeout_s)
         mapping = self._mapping
         try:
-            digest = _copy(mapping.body(extent.offset, size_bytes), views, mapping.header.digests)
+            digest = _fill(mapping.body(extent.offset, size_bytes), body, mapping.header.digests)
             mapping.store_extent(slot, extent.offset, size_bytes, digest)
         except BaseException:
             mapping.store(slot, writing.abandon())
@@ -309,25 +323,39 @@ class Ring:
         )
 
 
-def _copy(target: memoryview, views: Sequence[memoryview], digests: bool) -> int:
-    """Copy `views` one after the other into `target`; the digest of the whole, or 0 when digests are off."""
-    if len(target) <= CHUNK_BYTES:
+class _Joined:
+    """Buffers one after the other."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._views = [view.cast("B") for view in map(memoryview, buffers) if view.nbytes]
+        self.size_bytes = sum(map(len, self._views))
+
+    def fill(self, target: memoryview) -> Iterator[int]:
+        # numpy copies without holding the interpreter's lock; a slice assignment of a memoryview does not.
+        out = np.frombuffer(target, np.uint8)
         at = 0
-        for view in views:
-            target[at : at + len(view)] = view
-            at += len(view)
-        return xxhash.xxh3_64_intdigest(target) if digests else 0
-    hasher = xxhash.xxh3_64()
-    chunk_bytes = CHUNK_BYTES if digests else len(target)
-    # numpy copies without holding the interpreter's lock; a slice assignment of a memoryview does not.
-    out = np.frombuffer(target, np.uint8)
+        for view in self._views:
+            source = np.frombuffer(view, np.uint8)
+            for start in range(0, len(view), CHUNK_BYTES):
+                piece = source[start : start + CHUNK_BYTES]
+                out[at : at + len(piece)] = piece
+                at += len(piece)
+                yield at
+
+
+def _fill(target: memoryview, body: Body, digests: bool) -> int:
+    """Let `body` write itself into `target`; the digest of the whole, or 0 when digests are off."""
     at = 0
-    for view in views:
-        source = np.frombuffer(view, np.uint8)
-        for start in range(0, len(view), chunk_bytes):
-            piece = source[start : start + chunk_bytes]
-            if digests:
-                hasher.update(piece.data)
-            out[at : at + len(piece)] = piece
-            at += len(piece)
-    return hasher.intdigest() if digests else 0
+    if not digests or len(target) <= CHUNK_BYTES:
+        for at in body.fill(target):  # noqa: B007 - how far it came is asked below
+            pass
+        digest = xxhash.xxh3_64_intdigest(target) if digests else 0
+    else:
+        hasher = xxhash.xxh3_64()
+        for end in body.fill(target):
+            hasher.update(target[at:end])
+            at = end
+        digest = hasher.intdigest()
+    if at != len(target):
+        raise LocalProtocolError(f"a payload of {len(target)} bytes wrote only {at} of them")
+    return digest
