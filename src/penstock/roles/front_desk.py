@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,15 +22,18 @@ from penstock.journal.writer import Journal
 from penstock.records.ids import MemberId, PipelineName, Version
 from penstock.records.payload import PayloadRef
 from penstock.roles.fleet import Fleet
+from penstock.roles.fleet_calls import FleetCalls
 from penstock.roles.pool_host import POOL, PoolHost
 from penstock.runtime.clock import Clock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines
 from penstock.weights import events as weights
 from penstock.wire import messages
-from penstock.wire.messages import AckStep, AskLease, AskWeights, Leased, NotYet, Ok, Reply, Request
+from penstock.wire.messages import AckStep, AskLease, Leased, Ok, Refused, Reply, Request
 
 DISCARDS_PER_REPLY = 4096
+OF_MEMBERS = (messages.AskWeights, messages.AskCheckpoint, messages.ReportReplica)
+"""Calls about weights, which the pipelines' own machines do not see."""
 
 
 class FrontDesk(ControlDesk):
@@ -45,17 +49,21 @@ class FrontDesk(ControlDesk):
         lag: LagMonitor,
     ) -> None:
         self._pool = PoolHost(config, devices_of(config), machines, journal, self._now)
+        self._fleets = {
+            name: Fleet(name, one.weights, partial(self._wake, name))
+            for name, one in ((PipelineName(one.name), one) for one in config.pipeline)
+        }
+        calls = FleetCalls(self._fleets, machines, lambda: self.waiting, self._now)
         super().__init__(
             machines,
             journal,
             clock,
             on_instruction=self._instructed,
-            answerers=self._pool.answerers,
+            answerers=self._pool.answerers | calls.answerers,
             neighbours={POOL: self._pool},
             snapshot_every=config.journal.snapshot_every_events,
         )
         self._machines = machines
-        self._fleets = {PipelineName(one.name): Fleet(one.name, one.weights) for one in config.pipeline}
         self._lines = lines
         self._lag = lag
         self._evicted: dict[MemberId, str] = {}
@@ -91,15 +99,14 @@ class FrontDesk(ControlDesk):
     async def call(self, request: Request) -> Reply:
         if isinstance(request, AskLease) and (verdict := self._held_back(request)) is not None:
             return verdict
+        if isinstance(request, OF_MEMBERS) and (refusal := self._refusal(request)) is not None:
+            return refusal
         reply = await super().call(request)
         match request, reply:
             case AskLease(), Leased():
                 return self._with_discards(request, reply)
             case AckStep(), Ok():
                 self._write_step(request)
-            case AskWeights(), messages.Weights():
-                offer = self._fleets[request.pipeline].offer(request, self._now())
-                return offer if offer is not None else NotYet("newer weights", self._machines[request.pipeline].phase)
             case messages.Register(), messages.Registered():
                 self._pool.registered(request)
             case messages.Heartbeat(), messages.Beaten(known=True):
@@ -111,7 +118,7 @@ class FrontDesk(ControlDesk):
                 if digest is not None:
                     self._tell_fleet(request.pipeline, weights.VersionMadeDurable(digest))
             case messages.PublishWeights(), Ok():
-                self._tell_fleet(request.pipeline, weights.VersionPublished(request.manifest))
+                self._tell_fleet(request.pipeline, weights.VersionPublished(request.manifest, request.durable))
             case messages.ReportReplica(), Ok():
                 self._fleets[request.pipeline].reported(request, self._now())
                 self._settle_fleet(request.pipeline)
@@ -126,7 +133,9 @@ class FrontDesk(ControlDesk):
         self._pool.tick()
         for name, machine in self._machines.items():
             live = frozenset(member.member for member in machine.members.having("rollout"))
-            self._tell_fleet(name, weights.MembershipReconciled(live))
+            trainer = machine.members.trainer()
+            former = {} if machine.state.trainer_left_well else machine.state.members.former
+            self._fleets[name].reconcile(live, trainer and trainer.member, former, self._now())
             self._tell_fleet(name, weights.Ticked())
 
     def status(self) -> dict[str, Any]:
@@ -138,6 +147,13 @@ class FrontDesk(ControlDesk):
             "evicted": self._evicted | self._pool.fenced,
             "pool": msgspec.to_builtins(self._pool.pool.status(self._now())),
         }
+
+    def _refusal(self, request: Request) -> Refused | None:
+        """What one who was given up still says of its weights must not be believed."""
+        machine = self._machines.get(request.pipeline)
+        if machine is None or machine.members.get(request.member) is not None:
+            return None
+        return Refused("Stale", machine.members.why_unknown(request.member))
 
     def _held_back(self, request: AskLease) -> Leased | None:
         """A replica that may not serve, or a fleet without weights, is given nothing."""
@@ -151,11 +167,17 @@ class FrontDesk(ControlDesk):
         self._fleets[name].tell(event, self._now())
         self._settle_fleet(name)
 
+    def _wake(self, name: PipelineName, topic: str) -> None:
+        self.waiting.wake(name, topic)
+
     def _settle_fleet(self, name: PipelineName) -> None:
         fleet = self._fleets[name]
         while fleet.evicted:
             member, reason = fleet.evicted.popitem()
             self.happen(name, MemberLeft(member, reason, died=True))
+        while fleet.dismissed:
+            member, reason = fleet.dismissed.popitem()
+            self._evicted[member] = reason
         if fleet.failure and not self.failure:
             self.happen(name, StopAsked(fleet.failure, failed=True))
 

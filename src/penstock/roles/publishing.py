@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -57,10 +58,14 @@ class Publishing:
             if self._waiting is None:
                 self._idle.set()
 
-    async def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
-        manifest = await self._offload.run(self._publisher.publish, version, tensors)
+    async def publish(self, version: Version, tensors: Mapping[str, Tensor], *, durable: bool = False) -> Manifest:
+        """Publishing a version again writes its files afresh, which heals damaged ones."""
+        write = partial(self._publisher.publish, durable=durable)
+        manifest = await self._offload.run(write, version, tensors)
         await self._client.call(
-            PublishWeights(pipeline=self._client.pipeline, member=self._process.member, manifest=manifest)
+            PublishWeights(
+                pipeline=self._client.pipeline, member=self._process.member, manifest=manifest, durable=durable
+            )
         )
         return manifest
 

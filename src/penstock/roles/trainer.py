@@ -16,6 +16,7 @@ from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex, Version
+from penstock.roles.emergencies import heed_checkpoints
 from penstock.roles.feed import Feed, PreparedBatch
 from penstock.roles.models import environment_of, loss_of, optimizer_of, policy_of
 from penstock.roles.process import RoleProcess
@@ -65,6 +66,7 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("report gauges", report_gauges(process, client, lag))
             turns = TrainingTurns(process, client, devices_of(process.config).placements[pipeline.name])
             loop = TrainingLoop(process, client, learner, feed, publishing, turns, training, rollouts)
+            tasks.spawn("save when asked to", heed_checkpoints(process, client, loop.save_afresh))
             await loop.run(step)
             await asyncio.wait_for(publishing.flush(), FLUSH_S)
             tasks.cancel()
@@ -129,6 +131,8 @@ class TrainingLoop:
         self._training = training
         self._rollouts = rollouts
         self._saved_step = StepIndex(learner.steps)
+        self._between_steps = asyncio.Lock()
+        """Held while the learner and what the controller knows of it differ."""
 
     async def run(self, step: StepIndex) -> None:
         every = self._process.pipeline.checkpoint.every_steps
@@ -138,12 +142,23 @@ class TrainingLoop:
                 upcoming = group.create_task(self._feed.prepare(StepIndex(step + 1)))
                 if not await self._turns.take():
                     break
-                await self._train(batch)
+                async with self._between_steps:
+                    await self._train(batch)
                 await self._turns.give_back()
                 step = StepIndex(step + 1)
                 if step % every == 0:
-                    await self._save(step)
-        if step > self._saved_step or step == 0:
+                    async with self._between_steps:
+                        await self._save(step)
+        async with self._between_steps:
+            if step > self._saved_step or step == 0:
+                await self._save(step)
+
+    async def save_afresh(self) -> None:
+        """A checkpoint out of turn, and the weights published anew: whatever was wrong with their files is gone."""
+        async with self._between_steps:
+            step = StepIndex(self._learner.steps)
+            await self._publishing.flush()
+            await self._publishing.publish(Version(step), self._learner.policy.named_tensors(), durable=True)
             await self._save(step)
 
     async def _train(self, batch: PreparedBatch) -> None:
@@ -176,7 +191,8 @@ class TrainingLoop:
         self._process.progress.moved(f"saving the checkpoint of step {step}")
         await self._training.run(self._write_checkpoint)
         self._saved_step = step
-        await asyncio.wait_for(self._publishing.make_durable(Version(step)), FLUSH_S)
+        async with asyncio.timeout(self._process.pipeline.weights.deadline_s):
+            await self._publishing.make_durable(Version(step))
         section = self._process.pipeline.checkpoint
         directory = self._process.run.checkpoints(self._process.pipeline.name)
         saved = AckCheckpoint(

@@ -24,6 +24,7 @@ class VersionMadeDurable(msgspec.Struct, frozen=True):
 
 class TrainerLost(msgspec.Struct, frozen=True):
     reason: str
+    member: MemberId = MemberId("")
 
 
 class TrainerReturned(msgspec.Struct, frozen=True):
@@ -119,6 +120,7 @@ class RestartTrainer(msgspec.Struct, frozen=True):
     """Start the trainer again from its checkpoint, with a new lineage; the replicas go on."""
 
     reason: str
+    member: MemberId = MemberId("")
 
 
 class StopAdmission(msgspec.Struct, frozen=True):
@@ -132,7 +134,7 @@ class OpenAdmission(msgspec.Struct, frozen=True):
 
 
 class CheckpointTrainer(msgspec.Struct, frozen=True):
-    """Have the trainer save its state now."""
+    """Have the trainer save its state now, and publish it afresh; wanted until a durable version is published."""
 
     reason: str
 

@@ -63,12 +63,18 @@ class WeightTransaction:
         """How often in a row every replica failed to load the newest version."""
         self.fleet_restarts = 0
         self.admission_stopped = False
+        self.checkpoint_wanted = ""
+        """Why the trainer should save its state and publish it afresh; empty once it has."""
         self.failed = ""
         self._digests: dict[Version, set[str]] = {}
         self._retired: set[str] = set()
         """Lineages of trainers that were replaced."""
         self._restarted = 0
         """Replicas that were restarted together: the first to return do not speak for all of them."""
+        self._stand_in = ""
+        """Digest of the durable version that a restarted fleet begins with: loading it proves nothing about others."""
+        self._source_lost = False
+        """Versions may have gone with the trainer that served them: failures say nothing until there is a new one."""
         self._unhealthy_since: float | None = None
 
     # What others ask
@@ -132,7 +138,7 @@ class WeightTransaction:
         for old in sorted(self._digests)[: -self.settings.history]:
             del self._digests[old]
         if event.durable:
-            self.durable = manifest
+            self.durable, self.checkpoint_wanted = manifest, ""
         newest = self.newest
         if manifest.lineage in self._retired:
             return []  # from a trainer that was replaced since
@@ -141,7 +147,7 @@ class WeightTransaction:
         if newest is not None and manifest.lineage != newest.lineage:
             self._retired.add(newest.lineage)
         self.newest = manifest
-        self.trainer_lost = False
+        self.trainer_lost = self._source_lost = False
         effects: list[TransactionEffect] = []
         for member in self.replicas:
             effects.extend(self._offer(member, now))
@@ -201,7 +207,8 @@ class WeightTransaction:
             self.statistics.skipped_versions += event.skipped_versions
             replica.pause_s = event.pause_s
             replica.failures, replica.overdue, replica.first_error, replica.later_errors = 0, 0, "", []
-            self.fleet_failures = self.fleet_restarts = self._restarted = 0
+            if event.digest != self._stand_in:
+                self.fleet_failures = self.fleet_restarts = self._restarted = 0
             if self.admission_stopped:
                 self.admission_stopped = False
                 effects.append(OpenAdmission())
@@ -222,6 +229,8 @@ class WeightTransaction:
         replica = self.replicas[member]
         self._note(replica, error)
         self.statistics.failures += 1
+        if self._source_lost:
+            return []  # it keeps what it has, or stays fenced, until the trainer's successor publishes
         replica.failures += 1
         fault, times = Fault.LOAD_FAILED, replica.failures
         everyone = min(r.failures for r in self.replicas.values())
@@ -250,6 +259,8 @@ class WeightTransaction:
         self.fleet_restarts += 1
         self.fleet_failures = 0
         self._restarted = len(self.replicas)
+        stands_in = self.newest is not None and manifest.digest != self.newest.digest
+        self._stand_in = manifest.digest if stands_in else ""
         self.newest = manifest
         effects: list[TransactionEffect] = [RestartFleet(manifest, sentence)]
         for member in list(self.replicas):
@@ -278,8 +289,8 @@ class WeightTransaction:
         """Versions are complete artifacts, so no replica is touched: those fenced refit from the newest one."""
         if self.trainer_lost:
             return []
-        self.trainer_lost = True
-        return [RestartTrainer(event.reason)]
+        self.trainer_lost = self._source_lost = True
+        return [RestartTrainer(event.reason, event.member)]
 
     def _ticked(self, now: float) -> list[TransactionEffect]:
         effects: list[TransactionEffect] = []
@@ -338,6 +349,7 @@ class WeightTransaction:
                     self.admission_stopped = True
                     effects.append(StopAdmission(replica.first_error))
                 case Action.CHECKPOINT:
+                    self.checkpoint_wanted = replica.first_error
                     effects.append(CheckpointTrainer(replica.first_error))
                 case Action.RESTART_FLEET:
                     effects.extend(self._restart_fleet(replica.first_error, now))

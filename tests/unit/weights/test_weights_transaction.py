@@ -234,14 +234,33 @@ def test_a_fresh_fleet_that_works_opens_admission_again() -> None:
     fleet(ReplicaJoined(B))
     fleet.ask(B)
     assert of(fleet.serve(B, version(0)), OpenAdmission)
-    assert (fleet.transaction.fleet_restarts, fleet.transaction.fleet_failures) == (0, 0)
+    assert fleet.transaction.fleet_restarts == 1, "that the durable version can be loaded says nothing of others"
     fleet.ask(B, version(0).digest)
-    assert fleet(VersionPublished(version(1))) == [OfferVersion(B, version(1))]
+    assert fleet.transaction.checkpoint_wanted
+    assert fleet(VersionPublished(version(1), durable=True)) == [OfferVersion(B, version(1))]
+    assert not fleet.transaction.checkpoint_wanted
+    fleet.serve(B, version(1))
+    assert (fleet.transaction.fleet_restarts, fleet.transaction.fleet_failures) == (0, 0)
+
+
+def test_a_version_that_no_fresh_fleet_can_load_either_ends_the_run() -> None:
+    fleet = Fleet(min_healthy=0).started(A)
+    fleet(VersionPublished(version(1)))
+    for _ in range(2):
+        fleet.fail(A, S.SERVING)
+    fleet(ReplicaLost(A, "evicted"))
+    fleet(ReplicaJoined(B))
+    fleet.ask(B)
+    fleet.serve(B, version(0))
+    fleet(VersionPublished(version(2)))
+    fleet.fail(B, S.SERVING)
+    (failure,) = of(fleet.fail(B, S.SERVING), FailRun)
+    assert "no replica can load weights version 2" in str(failure)
 
 
 def test_a_lost_trainer_is_restarted_once_and_the_replicas_go_on(fleet: Fleet) -> None:
     fleet.started(A)
-    assert fleet(TrainerLost("killed")) == [RestartTrainer("killed")]
+    assert fleet(TrainerLost("killed", B)) == [RestartTrainer("killed", B)]
     assert fleet(TrainerLost("killed")) == []
     assert fleet.transaction.healthy == 1
     fleet.ask(A, version(0).digest)

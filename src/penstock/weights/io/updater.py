@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Way = Literal["staged", "in_place"]
 
+MAX_INTERRUPTIONS = 3
+"""Transfers of a row that may break off before it counts as a failure."""
+
 
 class Engine(Protocol):
     """What an engine must offer to be updated. All calls block and come from a background thread."""
@@ -125,6 +128,8 @@ class UpdaterStatistics(msgspec.Struct):
 
     updates: int = 0
     failures: int = 0
+    interrupted: int = 0
+    """Transfers that broke off and were begun again."""
     overtaken: int = 0
     """Versions that were removed before they could be read, because newer ones exist."""
     skipped_versions: int = 0
@@ -177,6 +182,7 @@ class ReplicaUpdater:
         self._pause_s = 0.0
         self._skipped = 0
         self._step = "poll"
+        self._interruptions = 0
         self._wedged = False
         self._given_up = False
         self._unsent: ReplicaReport | None = None
@@ -242,8 +248,16 @@ class ReplicaUpdater:
         except (PenstockError, OSError, RuntimeError, ValueError, KeyError) as error:
             if self._given_up:
                 raise
-            await self._failed(error, offload)
+            if isinstance(error, Transient) and self._step == "bring" and self._interruptions < MAX_INTERRUPTIONS:
+                # Most likely its source is being replaced: that will be heard of sooner than this can be mended.
+                self._interruptions += 1
+                self.statistics.interrupted += 1
+                logger.warning("a transfer broke off and will be begun again: %s", error)
+                await asyncio.sleep(self._backoff.next_s())
+            else:
+                await self._failed(error, offload)
         else:
+            self._interruptions = 0
             self._backoff.reset()
             self.statistics.updates += 1
             self.statistics.skipped_versions += self._skipped
