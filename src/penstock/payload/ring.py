@@ -137,14 +137,13 @@ class Extent(NamedTuple):
 class Arena:
     """Gives out byte ranges, lowest address first, and joins them again when they come back.
 
-    Lowest-first keeps a lightly used ring in few pages, which stay warm; the producer commits memory only as far as
-    `high_water_bytes`.
+    Lowest-first keeps a lightly used ring in few pages, which stay warm; the producer commits memory only as far as it
+    was ever given out.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        self.high_water_bytes = 0
         self._holes: list[Extent] = [Extent(0, capacity_bytes)]
 
     def __repr__(self) -> str:
@@ -166,7 +165,6 @@ class Arena:
             else:
                 self._holes[index] = Extent(hole.offset + size, hole.size_bytes - size)
             self.used_bytes += size
-            self.high_water_bytes = max(self.high_water_bytes, hole.offset + size)
             return Extent(hole.offset, size)
         return None
 

@@ -1,9 +1,8 @@
 """The life of one slot: every transition in one table, decided on one 64-bit word.
 
-    FREE ──begin──▶ WRITING ──commit──▶ READY ──take──▶ READING ──consume──▶ FREE
-                       └──abandon──▶ FREE  ▲               ├──release──▶ READY
-                                           │               ├──reclaim──▶ READY   (its reader died)
-                       discard: READY ▶ FREE               └──take─────▶ READING (a fresh reader supersedes)
+    FREE ──begin──▶ WRITING ──commit──▶ READY ──take──▶ READING ──release──▶ READY
+      ▲                └──abandon──▶ FREE ▲                ├──reclaim──▶ READY   (its reader died)
+      └─────── consume, discard ──────────┴── consume ─────┴──take─────▶ READING (a fresh reader supersedes)
 
 The word holds the state, the reader, the read attempt and the generation, so that whoever stores it commits the whole
 transition at once: a process killed before the store changed nothing, killed after it changed everything. The
@@ -13,12 +12,14 @@ finalisation of a READING slot, the last one that took it; any other is an orpha
 
 Only the producing process leaves FREE and WRITING, so these need no lock. READY and READING are left under the slot's
 lock only.
+
+Every function takes a word and returns the next one. Words are plain integers: this runs several times per payload.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from penstock.errors import InvalidTransition, Stale
 
@@ -37,6 +38,7 @@ TRANSITIONS: dict[tuple[SlotState, Action], SlotState] = {
     (SlotState.WRITING, "commit"): SlotState.READY,
     (SlotState.WRITING, "abandon"): SlotState.FREE,
     (SlotState.READY, "take"): SlotState.READING,
+    (SlotState.READY, "consume"): SlotState.FREE,
     (SlotState.READY, "discard"): SlotState.FREE,
     (SlotState.READING, "take"): SlotState.READING,
     (SlotState.READING, "consume"): SlotState.FREE,
@@ -49,83 +51,103 @@ MAX_READERS = 1 << READER_BITS
 MAX_ATTEMPTS = (1 << ATTEMPT_BITS) - 1
 MAX_GENERATION = (1 << GENERATION_BITS) - 1
 
+STATE_MASK = (1 << STATE_BITS) - 1
 _READER_SHIFT = STATE_BITS
 _ATTEMPT_SHIFT = _READER_SHIFT + READER_BITS
 _GENERATION_SHIFT = _ATTEMPT_SHIFT + ATTEMPT_BITS
-STATE_MASK = (1 << STATE_BITS) - 1
-_STATES = tuple(SlotState)
+_NEXT: dict[Action, dict[int, int]] = {}
+for (_state, _action), _next in TRANSITIONS.items():
+    _NEXT.setdefault(_action, {})[int(_state)] = int(_next)
+_TAKE, _CONSUME, _DISCARD = _NEXT["take"], _NEXT["consume"], _NEXT["discard"]
 
 
-class Slot(NamedTuple):
-    """One word, unpacked."""
+def pack(state: SlotState, generation: int, attempt: int = 0, reader: int = 0) -> int:
+    return state | reader << _READER_SHIFT | attempt << _ATTEMPT_SHIFT | generation << _GENERATION_SHIFT
 
-    state: SlotState
-    generation: int
-    attempt: int = 0
-    reader: int = 0
 
-    def pack(self) -> int:
-        return (
-            self.state
-            | self.reader << _READER_SHIFT
-            | self.attempt << _ATTEMPT_SHIFT
-            | self.generation << _GENERATION_SHIFT
+def state_of(word: int) -> SlotState:
+    return SlotState(word & STATE_MASK)
+
+
+def generation_of(word: int) -> int:
+    return word >> _GENERATION_SHIFT
+
+
+def attempt_of(word: int) -> int:
+    return word >> _ATTEMPT_SHIFT & MAX_ATTEMPTS
+
+
+def reader_of(word: int) -> int:
+    return word >> _READER_SHIFT & (MAX_READERS - 1)
+
+
+def after(word: int, action: Action) -> int:
+    """The state that `action` leads to; `InvalidTransition` when the present one does not allow it."""
+    state = _NEXT[action].get(word & STATE_MASK)
+    if state is None:
+        raise InvalidTransition(
+            f"cannot {action} a slot that is {state_of(word).name} (generation {generation_of(word)})"
         )
+    return state
 
-    @staticmethod
-    def unpack(word: int) -> Slot:
-        return Slot(
-            _STATES[word & STATE_MASK],
-            word >> _GENERATION_SHIFT,
-            word >> _ATTEMPT_SHIFT & MAX_ATTEMPTS,
-            word >> _READER_SHIFT & (MAX_READERS - 1),
+
+def begin(word: int) -> int:
+    """Producer: start the next use of a FREE slot."""
+    generation = word >> _GENERATION_SHIFT
+    if generation >= MAX_GENERATION:
+        raise InvalidTransition(f"slot was used {generation} times; create a new ring")
+    return after(word, "begin") | generation + 1 << _GENERATION_SHIFT
+
+
+def commit(word: int) -> int:
+    """Producer: the body, its length and its digest are in place."""
+    return word & ~STATE_MASK | after(word, "commit")
+
+
+def abandon(word: int) -> int:
+    """Producer: the body could not be written; the generation stays spent."""
+    return word & ~STATE_MASK | after(word, "abandon")
+
+
+def take(word: int, generation: int, reader: int) -> int:
+    """Reader: begin an attempt to read exactly `generation`; `Stale` when the slot no longer holds it."""
+    state = _TAKE.get(word & STATE_MASK)
+    if state is None or word >> _GENERATION_SHIFT != generation:
+        raise Stale(
+            f"generation {generation} is gone: the slot is {state_of(word).name} in generation {generation_of(word)}"
         )
+    attempt = attempt_of(word) + 1
+    if attempt > MAX_ATTEMPTS:
+        raise Stale(f"generation {generation} was read {attempt - 1} times without success; given up")
+    return state | reader << _READER_SHIFT | attempt << _ATTEMPT_SHIFT | generation << _GENERATION_SHIFT
 
-    def after(self, action: Action) -> SlotState:
-        """The state that `action` leads to; `InvalidTransition` when this state does not allow it."""
-        try:
-            return TRANSITIONS[self.state, action]
-        except KeyError:
-            raise InvalidTransition(
-                f"cannot {action} a slot that is {self.state.name} (generation {self.generation})"
-            ) from None
 
-    def begin(self) -> Slot:
-        """Producer: start the next use of a FREE slot."""
-        if self.generation >= MAX_GENERATION:
-            raise InvalidTransition(f"slot was used {self.generation} times; create a new ring")
-        return Slot(self.after("begin"), self.generation + 1)
+def finalise(word: int, action: Literal["consume", "release"], attempt: int) -> int | None:
+    """Reader: end the attempt that `take` returned. None when it no longer owns the slot: change nothing, count it."""
+    if word != attempt:
+        return None
+    return _without_reader(word) | after(word, action)
 
-    def commit(self) -> Slot:
-        """Producer: the body, its length and its digest are in place."""
-        return Slot(self.after("commit"), self.generation)
 
-    def abandon(self) -> Slot:
-        """Producer: the body could not be written; the generation stays spent."""
-        return Slot(self.after("abandon"), self.generation)
+def consume(word: int, generation: int) -> int | None:
+    """On behalf of whoever used its own copy: `generation` is done with, even if an orphan still reads it.
 
-    def take(self, generation: int, reader: int) -> Slot:
-        """Reader: begin an attempt to read exactly `generation`; `Stale` when the slot no longer holds it."""
-        if self.generation != generation or (self.state, "take") not in TRANSITIONS:
-            raise Stale(
-                f"generation {generation} is gone: the slot is {self.state.name} in generation {self.generation}"
-            )
-        if self.attempt >= MAX_ATTEMPTS:
-            raise Stale(f"generation {generation} was read {self.attempt} times without success; given up")
-        return Slot(self.after("take"), generation, self.attempt + 1, reader)
+    None when it is already gone.
+    """
+    state = _CONSUME.get(word & STATE_MASK)
+    return None if state is None or word >> _GENERATION_SHIFT != generation else _without_reader(word) | state
 
-    def finalise(self, action: Literal["consume", "release"], attempt: Slot) -> Slot | None:
-        """Reader: end `attempt`. None when it no longer owns the slot: count it, and change nothing."""
-        if self != attempt:
-            return None
-        return Slot(self.after(action), self.generation, self.attempt)
 
-    def reclaim(self) -> Slot:
-        """Anyone who found the reader dead: the payload may be read again."""
-        return Slot(self.after("reclaim"), self.generation, self.attempt)
+def discard(word: int, generation: int) -> int | None:
+    """Producer: nobody needs `generation` any more. None when it is already gone or being read."""
+    state = _DISCARD.get(word & STATE_MASK)
+    return None if state is None or word >> _GENERATION_SHIFT != generation else _without_reader(word) | state
 
-    def discard(self, generation: int) -> Slot | None:
-        """Producer: nobody needs `generation` any more. None when it is already gone or being read."""
-        if self.generation != generation or self.state is not SlotState.READY:
-            return None
-        return Slot(self.after("discard"), self.generation, self.attempt)
+
+def reclaim(word: int) -> int:
+    """Anyone who found the reader dead: the payload may be read again."""
+    return _without_reader(word) | after(word, "reclaim")
+
+
+def _without_reader(word: int) -> int:
+    return word >> _ATTEMPT_SHIFT << _ATTEMPT_SHIFT

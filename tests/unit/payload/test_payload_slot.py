@@ -8,9 +8,11 @@ from typing import get_args
 import pytest
 
 from penstock.errors import InvalidTransition, Stale
-from penstock.payload.slot import MAX_ATTEMPTS, MAX_GENERATION, TRANSITIONS, Action, Slot, SlotState
+from penstock.payload import slot
+from penstock.payload.slot import MAX_ATTEMPTS, MAX_GENERATION, TRANSITIONS, Action, SlotState, pack
 
-READY = Slot(SlotState.FREE, 6).begin().commit()
+FREE_AGAIN = pack(SlotState.FREE, 7, 1)
+READY = slot.commit(slot.begin(pack(SlotState.FREE, 6)))
 
 
 @pytest.mark.parametrize("state", SlotState)
@@ -18,76 +20,92 @@ READY = Slot(SlotState.FREE, 6).begin().commit()
     ("generation", "attempt", "reader"), [(0, 0, 0), (MAX_GENERATION, MAX_ATTEMPTS, 63), (5, 1, 2)]
 )
 def test_a_word_holds_everything(state: SlotState, generation: int, attempt: int, reader: int) -> None:
-    slot = Slot(state, generation, attempt, reader)
-    assert Slot.unpack(slot.pack()) == slot
-    assert 0 <= slot.pack() < 1 << 64
+    word = pack(state, generation, attempt, reader)
+    assert 0 <= word < 1 << 64
+    assert slot.state_of(word) is state
+    assert (slot.generation_of(word), slot.attempt_of(word), slot.reader_of(word)) == (generation, attempt, reader)
 
 
 @pytest.mark.parametrize(("state", "action"), list(product(SlotState, get_args(Action))))
 def test_the_table_is_the_law(state: SlotState, action: Action) -> None:
-    slot = Slot(state, 1)
     if (state, action) in TRANSITIONS:
-        assert slot.after(action) is TRANSITIONS[state, action]
+        assert slot.after(pack(state, 1), action) == TRANSITIONS[state, action]
     else:
         with pytest.raises(InvalidTransition, match=f"cannot {action} a slot that is {state.name}"):
-            slot.after(action)
+            slot.after(pack(state, 1), action)
 
 
 def test_a_life() -> None:
-    taken = READY.take(7, reader=3)
-    assert taken == Slot(SlotState.READING, 7, 1, 3)
-    assert taken.finalise("consume", taken) == Slot(SlotState.FREE, 7, 1)
-    assert Slot(SlotState.FREE, 7, 1).begin() == Slot(SlotState.WRITING, 8)
+    assert pack(SlotState.READY, 7) == READY
+    taken = slot.take(READY, 7, reader=3)
+    assert taken == pack(SlotState.READING, 7, 1, 3)
+    assert slot.finalise(taken, "release", taken) == pack(SlotState.READY, 7, 1)
+    assert slot.finalise(taken, "consume", taken) == FREE_AGAIN
+    assert slot.begin(FREE_AGAIN) == pack(SlotState.WRITING, 8)
+    assert slot.abandon(slot.begin(FREE_AGAIN)) == pack(SlotState.FREE, 8)
 
 
 def test_an_old_reference_is_stale_after_reuse() -> None:
-    reused = Slot(SlotState.FREE, 7, 1).begin().commit()
+    reused = slot.commit(slot.begin(FREE_AGAIN))
     with pytest.raises(Stale, match="generation 7 is gone"):
-        reused.take(7, reader=0)
+        slot.take(reused, 7, reader=0)
+    assert slot.consume(reused, 7) is None
 
 
-@pytest.mark.parametrize("slot", [Slot(SlotState.FREE, 7), Slot(SlotState.WRITING, 7)])
-def test_only_committed_payloads_can_be_taken(slot: Slot) -> None:
+@pytest.mark.parametrize("state", [SlotState.FREE, SlotState.WRITING])
+def test_only_committed_payloads_can_be_taken(state: SlotState) -> None:
     with pytest.raises(Stale):
-        slot.take(7, reader=0)
+        slot.take(pack(state, 7), 7, reader=0)
+    assert slot.consume(pack(state, 7), 7) is None
+    assert slot.discard(pack(state, 7), 7) is None
 
 
 def test_a_fresh_reader_supersedes_and_the_first_becomes_an_orphan() -> None:
-    first = READY.take(7, reader=1)
-    second = first.take(7, reader=2)
-    assert second.finalise("consume", first) is None
-    assert second.finalise("release", first) is None
-    assert second.finalise("consume", second) == Slot(SlotState.FREE, 7, 2)
+    first = slot.take(READY, 7, reader=1)
+    second = slot.take(first, 7, reader=2)
+    assert slot.finalise(second, "consume", first) is None
+    assert slot.finalise(second, "release", first) is None
+    assert slot.finalise(second, "consume", second) == pack(SlotState.FREE, 7, 2)
 
 
 @pytest.mark.parametrize("action", ["consume", "release"])
 def test_the_same_reader_taking_twice_owns_only_its_last_attempt(action) -> None:
-    first = READY.take(7, reader=1)
-    second = first.take(7, reader=1)
-    assert second.finalise(action, first) is None
+    first = slot.take(READY, 7, reader=1)
+    second = slot.take(first, 7, reader=1)
+    assert slot.finalise(second, action, first) is None
 
 
 def test_an_orphan_cannot_undo_the_reuse_of_its_slot() -> None:
-    orphan = READY.take(7, reader=1)
-    for later in (Slot(SlotState.FREE, 7, 1).begin, Slot(SlotState.FREE, 7, 1).begin().commit):
-        assert later().finalise("consume", orphan) is None
-        assert later().finalise("release", orphan) is None
+    orphan = slot.take(READY, 7, reader=1)
+    writing = slot.begin(FREE_AGAIN)
+    for later in (writing, slot.commit(writing), slot.take(slot.commit(writing), 8, reader=1)):
+        assert slot.finalise(later, "consume", orphan) is None
+        assert slot.finalise(later, "release", orphan) is None
 
 
 def test_a_reclaimed_attempt_is_an_orphan_too() -> None:
-    dead = READY.take(7, reader=1)
-    assert dead.reclaim().finalise("consume", dead) is None
-    assert dead.reclaim().take(7, reader=1).finalise("consume", dead) is None
+    dead = slot.take(READY, 7, reader=1)
+    assert slot.finalise(slot.reclaim(dead), "consume", dead) is None
+    assert slot.finalise(slot.take(slot.reclaim(dead), 7, reader=1), "consume", dead) is None
+
+
+def test_consuming_a_copy_makes_who_still_reads_an_orphan() -> None:
+    late = slot.take(READY, 7, reader=2)
+    freed = slot.consume(late, 7)
+    assert freed == FREE_AGAIN
+    assert slot.finalise(FREE_AGAIN, "release", late) is None
+    assert slot.consume(READY, 7) == pack(SlotState.FREE, 7)
+    assert slot.consume(READY, 6) is None
 
 
 def test_discard_frees_what_nobody_reads() -> None:
-    assert READY.discard(7) == Slot(SlotState.FREE, 7)
-    assert READY.discard(6) is None
-    assert READY.take(7, reader=0).discard(7) is None
+    assert slot.discard(READY, 7) == pack(SlotState.FREE, 7)
+    assert slot.discard(READY, 6) is None
+    assert slot.discard(slot.take(READY, 7, reader=0), 7) is None
 
 
 def test_counters_end_with_an_error_and_never_wrap() -> None:
     with pytest.raises(InvalidTransition, match="create a new ring"):
-        Slot(SlotState.FREE, MAX_GENERATION).begin()
+        slot.begin(pack(SlotState.FREE, MAX_GENERATION))
     with pytest.raises(Stale, match="given up"):
-        Slot(SlotState.READY, 7, MAX_ATTEMPTS).take(7, reader=0)
+        slot.take(pack(SlotState.READY, 7, MAX_ATTEMPTS), 7, reader=0)

@@ -17,15 +17,13 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.payload.ring import EXTENT, HEADER_BYTES, READER, READER_ORPHANS_OFFSET, Header, check_name
-from penstock.payload.slot import MAX_READERS, Slot
+from penstock.payload.slot import MAX_READERS, STATE_MASK, SlotState, reader_of, reclaim
 
 DIRECTORY = "/dev/shm"
 SLOT_LOCK_TIMEOUT_S = 2.0
@@ -36,8 +34,8 @@ _READER_BYTES = _WRITER_BYTE + 1
 _SLOT_BYTES = 1 << 49
 
 
-def _flock(kind: int, byte: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+def _flock(kind: int, byte: int, count: int = 1) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0)
 
 
 def _try_lock(fd: int, lock: bytes) -> bool:
@@ -76,7 +74,6 @@ class Mapping:
         self.word_array = np.frombuffer(self.memory, np.uint64, header.slots, self.layout.words)
         self._words = self.bytes[self.layout.words : self.layout.words + 8 * header.slots].cast("Q")
         self._transition = threading.Lock()
-        self._slot_locks: dict[int, tuple[bytes, bytes]] = {}
         self._readonly = self.bytes.toreadonly()
         self.closed = False
         _open_mappings.add(self)
@@ -105,11 +102,11 @@ class Mapping:
 
     # Words and tables
 
-    def load(self, slot: int) -> Slot:
-        return Slot.unpack(self._words[slot])
+    def load(self, slot: int) -> int:
+        return self._words[slot]
 
-    def store(self, slot: int, value: Slot) -> None:
-        self._words[slot] = value.pack()
+    def store(self, slot: int, word: int) -> None:
+        self._words[slot] = word
 
     def extent(self, slot: int) -> tuple[int, int, int]:
         """Offset in the arena, length and digest of the body in `slot`."""
@@ -128,44 +125,36 @@ class Mapping:
         start = self.layout.arena + offset
         return self._readonly[start : start + size_bytes]
 
-    def lock_slot(self, slot: int) -> None:
-        """Exclude every other process and thread from leaving READY or READING; to be held for microseconds."""
+    def lock(self, first: int, count: int = 1) -> None:
+        """Exclude every other process and thread from leaving READY or READING in a run of slots.
+
+        To be held for microseconds, and ended with `unlock`.
+        """
         self._transition.acquire()
         try:
             if self.closed:
                 raise LocalProtocolError(f"ring {self.path.name} was closed here; attach it again to use it")
-            locks = self._slot_locks.get(slot)
-            if locks is None:
-                byte = _SLOT_BYTES + slot
-                locks = self._slot_locks[slot] = (_flock(fcntl.F_WRLCK, byte), _flock(fcntl.F_UNLCK, byte))
-            if not _try_lock(self.fd, locks[0]):
-                self._wait_slot_lock(slot, locks[0])
+            lock = _flock(fcntl.F_WRLCK, _SLOT_BYTES + first, count)
+            if not _try_lock(self.fd, lock):
+                self._wait_lock(first, lock)
         except BaseException:
             self._transition.release()
             raise
 
-    def unlock_slot(self, slot: int) -> None:
+    def unlock(self, first: int, count: int = 1) -> None:
         try:
-            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, self._slot_locks[slot][1])
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, _SLOT_BYTES + first, count))
         finally:
             self._transition.release()
 
-    @contextmanager
-    def slot_lock(self, slot: int) -> Iterator[None]:
-        self.lock_slot(slot)
-        try:
-            yield
-        finally:
-            self.unlock_slot(slot)
-
-    def _wait_slot_lock(self, slot: int, lock: bytes) -> None:
+    def _wait_lock(self, first: int, lock: bytes) -> None:
         deadline = time.monotonic() + SLOT_LOCK_TIMEOUT_S
         pause_s = 2e-5
         while not _try_lock(self.fd, lock):
             if time.monotonic() > deadline:
                 raise Transient(
-                    f"slot {slot} of ring {self.path.name} has been locked for {SLOT_LOCK_TIMEOUT_S} s by another "
-                    "process; is one of them stopped?"
+                    f"slot {first} of ring {self.path.name} (or one after it) has been locked for "
+                    f"{SLOT_LOCK_TIMEOUT_S} s by another process; is one of them stopped?"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5e-3)
@@ -209,17 +198,20 @@ class Mapping:
 
     def held_by(self, reader: int | None = None) -> list[int]:
         """Slots being read: by `reader`, or by anyone."""
-        reading = np.flatnonzero((self.word_array & np.uint64(3)) == 3).tolist()
-        return [slot for slot in reading if reader is None or self.load(slot).reader == reader]
+        reading = np.flatnonzero((self.word_array & np.uint64(STATE_MASK)) == SlotState.READING).tolist()
+        return [slot for slot in reading if reader is None or reader_of(self.load(slot)) == reader]
 
     def reclaim(self, slot: int) -> bool:
         """Give back `slot` if its reader is dead (as seen from here); true if it was."""
-        with self.slot_lock(slot):
-            held = self.load(slot)
-            if held.state != 3 or self.reader_alive(held.reader):
+        self.lock(slot)
+        try:
+            word = self.load(slot)
+            if word & STATE_MASK != SlotState.READING or self.reader_alive(reader_of(word)):
                 return False
-            self.store(slot, held.reclaim())
+            self.store(slot, reclaim(word))
             return True
+        finally:
+            self.unlock(slot)
 
     def close(self) -> None:
         """Let go of all locks. The memory stays mapped for as long as a view of it is alive."""

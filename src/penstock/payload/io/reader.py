@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import xxhash
 
 from penstock.errors import LocalProtocolError, Stale
+from penstock.payload import slot as slots
 from penstock.payload.io.mapping import DIRECTORY, Mapping
-from penstock.payload.slot import Slot, SlotState
+from penstock.payload.slot import STATE_MASK, SlotState, reader_of, reclaim
 from penstock.records.payload import PayloadRef, RingAddress
+
+Finalisation = Literal["consume", "release"]
 
 
 class Lease:
@@ -19,31 +23,35 @@ class Lease:
     wrong verdict of death, may have): what was seen through `view` must then not be used.
     """
 
-    __slots__ = ("_attempt", "_reader", "ref", "view")
+    __slots__ = ("_attempt", "reader", "ref", "view")
 
-    def __init__(self, reader: RingReader, ref: PayloadRef, attempt: Slot, view: memoryview) -> None:
+    def __init__(self, reader: RingReader, ref: PayloadRef, attempt: int, view: memoryview) -> None:
         self.ref = ref
         self.view = view
-        self._reader = reader
-        self._attempt: Slot | None = attempt
+        self.reader = reader
+        self._attempt: int | None = attempt
 
     def consumed(self) -> bool:
-        """The payload arrived completely and may be overwritten."""
-        return self._finalise("consume")
+        """The payload was used and may be overwritten."""
+        return self.reader.finalise([self], "consume") == 0
 
     def released(self) -> bool:
         """The payload is still wanted, by a later attempt."""
-        return self._finalise("release")
+        return self.reader.finalise([self], "release") == 0
 
-    def _finalise(self, action: Literal["consume", "release"]) -> bool:
+    def end(self, action: Finalisation) -> int:
+        """The word of the attempt; from now on this lease is over."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             raise LocalProtocolError(f"slot {self.ref.slot} was already finalised by this lease; cannot {action} it")
-        return self._reader._finalise(self.ref.slot, attempt, action)
+        return attempt
 
 
 class RingReader:
-    """A consumer's side: one attachment of one process, usable from all its threads."""
+    """A consumer's side: one attachment of one process, usable from all its threads.
+
+    Everything comes for several payloads at once, under one lock: a batch costs little more than a payload.
+    """
 
     def __init__(self, mapping: Mapping, reader: int, verify: bool) -> None:
         self._mapping = mapping
@@ -85,52 +93,105 @@ class RingReader:
 
         `Stale` when it is gone for good: consumed, discarded, overwritten, or damaged (the digest does not match).
         """
-        mapping = self._mapping
-        header = mapping.header
-        if ref.ring != mapping.path.name or ref.epoch != header.epoch or not 0 <= ref.slot < header.slots:
-            raise Stale(f"the reference (slot {ref.slot}, epoch {ref.epoch}) is not one of ring {mapping.path.name}")
-        mapping.lock_slot(ref.slot)
+        (taken,) = self.take_all([ref])
+        if isinstance(taken, Stale):
+            raise taken
+        return taken
+
+    def take_all(self, refs: Sequence[PayloadRef]) -> list[Lease | Stale]:
+        """The same for several payloads: for each its lease, or why it is gone."""
+        first, count = self._lock([ref.slot for ref in refs if self._is_ours(ref)])
         try:
-            attempt = mapping.load(ref.slot).take(ref.generation, self._reader)
-            offset, size_bytes, digest = mapping.extent(ref.slot)
-            if size_bytes != ref.size_bytes or digest != ref.digest or offset + size_bytes > header.capacity_bytes:
-                raise Stale(
-                    f"slot {ref.slot} of ring {mapping.path.name} holds {size_bytes} bytes with digest {digest:016x}, "
-                    f"the reference promises {ref.size_bytes} with {ref.digest:016x}"
-                )
-            mapping.store(ref.slot, attempt)
-            self.leases += 1
+            taken = [self._take(ref) for ref in refs]
         finally:
-            mapping.unlock_slot(ref.slot)
-        lease = Lease(self, ref, attempt, mapping.view(offset, size_bytes))
-        if self._verify and xxhash.xxh3_64_intdigest(lease.view) != digest:
-            lease.consumed()
-            raise Stale(f"payload in slot {ref.slot} of ring {mapping.path.name} is corrupt: its digest does not match")
-        return lease
+            self._mapping.unlock(first, count)
+        if self._verify:
+            taken = [self._verified(lease) if isinstance(lease, Lease) else lease for lease in taken]
+        return taken
+
+    def finalise(self, leases: Sequence[Lease], action: Finalisation) -> int:
+        """End read attempts; how many of them no longer owned their payload, so that nothing was changed."""
+        mapping = self._mapping
+        orphans = 0
+        attempts = [(lease.ref.slot, lease.end(action)) for lease in leases]
+        first, count = self._lock([slot for slot, _ in attempts])
+        try:
+            for slot, attempt in attempts:
+                word = slots.finalise(mapping.load(slot), action, attempt)
+                if word is not None:
+                    mapping.store(slot, word)
+                else:
+                    mapping.count_orphan(self._reader)
+                    orphans += 1
+        finally:
+            mapping.unlock(first, count)
+        self.leases -= len(attempts)
+        return orphans
+
+    def consume(self, refs: Iterable[PayloadRef]) -> int:
+        """Free payloads of which a complete, checked copy was used; how many were still there."""
+        mapping = self._mapping
+        freed = 0
+        ours = [ref for ref in refs if self._is_ours(ref)]
+        first, count = self._lock([ref.slot for ref in ours])
+        try:
+            for ref in ours:
+                word = slots.consume(mapping.load(ref.slot), ref.generation)
+                if word is not None:
+                    mapping.store(ref.slot, word)
+                    freed += 1
+        finally:
+            mapping.unlock(first, count)
+        return freed
 
     def writer_alive(self) -> bool:
         return self._mapping.writer_alive()
 
     def close(self) -> None:
         """Detach. Payloads still being read become readable by others; views stay valid memory, not valid data."""
-        if not self._mapping.closed:
-            for slot in self._mapping.held_by(self._reader):
-                with self._mapping.slot_lock(slot):
-                    held = self._mapping.load(slot)
-                    if held.state is SlotState.READING and held.reader == self._reader:
-                        self._mapping.store(slot, held.reclaim())
-        self._mapping.close()
-
-    def _finalise(self, slot: int, attempt: Slot, action: Literal["consume", "release"]) -> bool:
         mapping = self._mapping
-        mapping.lock_slot(slot)
+        if not mapping.closed:
+            for slot in mapping.held_by(self._reader):
+                mapping.lock(slot)
+                try:
+                    word = mapping.load(slot)
+                    if word & STATE_MASK == SlotState.READING and reader_of(word) == self._reader:
+                        mapping.store(slot, reclaim(word))
+                finally:
+                    mapping.unlock(slot)
+        mapping.close()
+
+    def _is_ours(self, ref: PayloadRef) -> bool:
+        header = self._mapping.header
+        return ref.ring == self.name and ref.epoch == header.epoch and 0 <= ref.slot < header.slots
+
+    def _take(self, ref: PayloadRef) -> Lease | Stale:
+        mapping = self._mapping
+        if not self._is_ours(ref):
+            return Stale(f"the reference (slot {ref.slot}, epoch {ref.epoch}) is not one of ring {self.name}")
         try:
-            self.leases -= 1
-            after = mapping.load(slot).finalise(action, attempt)
-            if after is None:
-                mapping.count_orphan(self._reader)
-                return False
-            mapping.store(slot, after)
-            return True
-        finally:
-            mapping.unlock_slot(slot)
+            attempt = slots.take(mapping.load(ref.slot), ref.generation, self._reader)
+        except Stale as error:
+            return error
+        offset, size_bytes, digest = mapping.extent(ref.slot)
+        if size_bytes != ref.size_bytes or digest != ref.digest or offset + size_bytes > mapping.header.capacity_bytes:
+            return Stale(
+                f"slot {ref.slot} of ring {self.name} holds {size_bytes} bytes with digest {digest:016x}, "
+                f"the reference promises {ref.size_bytes} with {ref.digest:016x}"
+            )
+        mapping.store(ref.slot, attempt)
+        self.leases += 1
+        return Lease(self, ref, attempt, mapping.view(offset, size_bytes))
+
+    def _verified(self, lease: Lease) -> Lease | Stale:
+        if xxhash.xxh3_64_intdigest(lease.view) == lease.ref.digest:
+            return lease
+        lease.consumed()
+        return Stale(f"payload in slot {lease.ref.slot} of ring {self.name} is corrupt: its digest does not match")
+
+    def _lock(self, numbers: Sequence[int]) -> tuple[int, int]:
+        """Lock all slots from the lowest to the highest of `numbers`; what to unlock."""
+        first = min(numbers, default=0)
+        count = max(numbers, default=0) - first + 1
+        self._mapping.lock(first, count)
+        return first, count

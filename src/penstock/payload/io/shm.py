@@ -21,19 +21,32 @@ import xxhash
 from penstock.errors import LocalProtocolError, RunFailed, Transient
 from penstock.payload.io.mapping import DIRECTORY, Mapping
 from penstock.payload.ring import ALIGNMENT, HEADER_BYTES, MAX_SLOTS, NAME_PREFIX, Arena, Extent, Header
-from penstock.payload.slot import MAX_READERS, Slot, SlotState
+from penstock.payload.slot import (
+    MAX_READERS,
+    STATE_MASK,
+    SlotState,
+    abandon,
+    begin,
+    commit,
+    discard,
+    generation_of,
+    reader_of,
+)
 from penstock.records.payload import PayloadRef, RingAddress
 from penstock.runtime.process import start_time
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-CHUNK_BYTES = 256 * 1024
+CHUNK_BYTES = 1 << 20
 """Copied and hashed piece by piece, so that the hash finds the bytes still in the cache."""
 COMMIT_BYTES = 16 * 1024 * 1024
 """Memory is committed in such steps, so that a full /dev/shm is an error message and not a SIGBUS."""
-HARVEST_WRITES, HARVEST_BYTES = 64, 4 * 1024 * 1024
-"""What readers gave back is collected after so much was given out: often enough to reuse warm memory before fresh."""
+HARVEST_WRITES = 64
+"""Every write looks whether the oldest payload was given back, because its memory is warm where fresh one is not; after
+so many writes it looks at all of them, for what was given back out of turn."""
+
+_STATE_MASK = np.uint64(STATE_MASK)
 
 
 class RingStatistics(NamedTuple):
@@ -75,9 +88,9 @@ class Ring:
         self._lock = threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
         self._extents: dict[int, Extent] = {}
-        self._occupied = np.zeros(slots, np.bool_)
+        """Of all slots that are in use, oldest first."""
         self._committed_bytes = 0
-        self._writes_since_harvest = self._bytes_since_harvest = 0
+        self._writes_since_harvest = 0
         self._written = self._discarded = self._waited = 0
         self._waited_s = 0.0
 
@@ -147,7 +160,7 @@ class Ring:
 
     def write(self, buffers: Sequence[Buffer], *, timeout_s: float) -> PayloadRef:
         """Store the concatenation of `buffers` and return the one reference to it; otherwise like `fill`."""
-        return self.fill(_Joined(buffers), timeout_s=timeout_s)
+        return self.fill(_Joined(buffers, CHUNK_BYTES if self._mapping.header.digests else None), timeout_s=timeout_s)
 
     def fill(self, body: Body, *, timeout_s: float) -> PayloadRef:
         """Let `body` write itself into a slot and return the one reference to it.
@@ -156,16 +169,16 @@ class Ring:
         backpressure reaches the generation loop. Blocking; call it from a worker thread.
         """
         size_bytes = body.size_bytes
-        slot, extent, writing = self._reserve(size_bytes, timeout_s)
+        slot, offset, word = self._reserve(size_bytes, timeout_s)
         mapping = self._mapping
         try:
-            digest = _fill(mapping.body(extent.offset, size_bytes), body, mapping.header.digests)
-            mapping.store_extent(slot, extent.offset, size_bytes, digest)
+            digest = _fill(mapping.body(offset, size_bytes), body, mapping.header.digests)
+            mapping.store_extent(slot, offset, size_bytes, digest)
         except BaseException:
-            mapping.store(slot, writing.abandon())
+            mapping.store(slot, abandon(word))
             raise
-        mapping.store(slot, writing.commit())
-        return PayloadRef(self.name, self.epoch, slot, writing.generation, size_bytes, digest)
+        mapping.store(slot, commit(word))
+        return PayloadRef(self.name, self.epoch, slot, generation_of(word), size_bytes, digest)
 
     def discard(self, refs: Iterable[PayloadRef]) -> int:
         """Free payloads that nobody will ask for; how many were still there. One being read is left to its reader."""
@@ -173,13 +186,16 @@ class Ring:
         for ref in refs:
             if ref.ring != self.name or ref.epoch != self.epoch or not 0 <= ref.slot < self._mapping.header.slots:
                 continue
-            if self._mapping.load(ref.slot).state is SlotState.READING:
+            if self._mapping.load(ref.slot) & STATE_MASK == SlotState.READING:
                 self._mapping.reclaim(ref.slot)
-            with self._mapping.slot_lock(ref.slot):
-                after = self._mapping.load(ref.slot).discard(ref.generation)
-                if after is not None:
-                    self._mapping.store(ref.slot, after)
+            self._mapping.lock(ref.slot)
+            try:
+                word = discard(self._mapping.load(ref.slot), ref.generation)
+                if word is not None:
+                    self._mapping.store(ref.slot, word)
                     count += 1
+            finally:
+                self._mapping.unlock(ref.slot)
         with self._lock:
             self._discarded += count
         return count
@@ -222,7 +238,8 @@ class Ring:
         if unlink:
             self._mapping.path.unlink(missing_ok=True)
 
-    def _reserve(self, size_bytes: int, timeout_s: float) -> tuple[int, Extent, Slot]:
+    def _reserve(self, size_bytes: int, timeout_s: float) -> tuple[int, int, int]:
+        """A slot that is WRITING, the offset of its body and its word."""
         if Arena.rounded(size_bytes) > self._arena.capacity_bytes:
             raise LocalProtocolError(
                 f"a payload of {size_bytes} bytes can never fit into ring {self.name} of {self._arena.capacity_bytes} "
@@ -244,44 +261,48 @@ class Ring:
             self._waited_s += time.monotonic() - began
         return reserved
 
-    def _try_reserve(self, size_bytes: int) -> tuple[int, Extent, Slot] | None:
+    def _try_reserve(self, size_bytes: int) -> tuple[int, int, int] | None:
         with self._lock:
             if self._mapping.closed:
                 raise LocalProtocolError(f"ring {self.name} is closed; nothing more can be written to it")
             self._writes_since_harvest += 1
-            self._bytes_since_harvest += size_bytes
-            if self._writes_since_harvest >= HARVEST_WRITES or self._bytes_since_harvest >= HARVEST_BYTES:
+            oldest = next(iter(self._extents), None)
+            if self._writes_since_harvest >= HARVEST_WRITES:
                 self._harvest()
+            elif oldest is not None and self._mapping.load(oldest) & STATE_MASK == SlotState.FREE:
+                self._take_back(oldest)
             extent = self._arena.allocate(size_bytes) if self._free else None
             if extent is None:
                 self._harvest()
                 extent = self._arena.allocate(size_bytes) if self._free else None
             if extent is None:
                 return None
-            try:
-                self._commit_memory(extent.offset + extent.size_bytes)
-            except BaseException:
-                self._arena.free(extent)
-                raise
+            if extent.offset + extent.size_bytes > self._committed_bytes:
+                try:
+                    self._commit_memory(extent.offset + extent.size_bytes)
+                except BaseException:
+                    self._arena.free(extent)
+                    raise
             slot = self._free.pop()
             self._extents[slot] = extent
             # Stored under the lock: from here on a harvest must not take the slot for one that was given back.
-            writing = self._mapping.load(slot).begin()
-            self._mapping.store(slot, writing)
-            self._occupied[slot] = True
+            word = begin(self._mapping.load(slot))
+            self._mapping.store(slot, word)
             self._written += 1
-            return slot, extent, writing
+            return slot, extent.offset, word
 
     def _harvest(self) -> None:
-        self._writes_since_harvest = self._bytes_since_harvest = 0
-        for slot in np.flatnonzero(self._occupied & ((self._mapping.word_array & np.uint64(3)) == 0)).tolist():
-            self._arena.free(self._extents.pop(slot))
-            self._occupied[slot] = False
-            self._free.append(slot)
+        """Take back all slots that readers have freed."""
+        self._writes_since_harvest = 0
+        load = self._mapping.load
+        for slot in [slot for slot in self._extents if load(slot) & STATE_MASK == SlotState.FREE]:
+            self._take_back(slot)
+
+    def _take_back(self, slot: int) -> None:
+        self._arena.free(self._extents.pop(slot))
+        self._free.append(slot)
 
     def _commit_memory(self, end: int) -> None:
-        if end <= self._committed_bytes:
-            return
         target = min(self._arena.capacity_bytes, -(-end // COMMIT_BYTES) * COMMIT_BYTES)
         start = self._mapping.layout.arena + self._committed_bytes
         try:
@@ -294,7 +315,7 @@ class Ring:
         self._committed_bytes = target
 
     def _count_states(self) -> list[int]:
-        return np.bincount((self._mapping.word_array & np.uint64(3)).astype(np.int64), minlength=4).tolist()
+        return np.bincount((self._mapping.word_array & _STATE_MASK).astype(np.int64), minlength=4).tolist()
 
     def _describe_load(self) -> str:
         free, writing, ready, reading = self._count_states()
@@ -306,7 +327,7 @@ class Ring:
     def _full(self, size_bytes: int, timeout_s: float) -> str:
         self.reclaim()
         mapping = self._mapping
-        holders = Counter(mapping.load(slot).reader for slot in mapping.held_by())
+        holders = Counter(reader_of(mapping.load(slot)) for slot in mapping.held_by())
         attached = [reader for reader in range(MAX_READERS) if mapping.reader_alive(reader)]
         ready = self._count_states()[SlotState.READY]
         if holders and holders.total() >= ready:
@@ -324,11 +345,12 @@ class Ring:
 
 
 class _Joined:
-    """Buffers one after the other."""
+    """Buffers one after the other, in pieces of `chunk_bytes` or each in one."""
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, buffers: Sequence[Buffer], chunk_bytes: int | None) -> None:
         self._views = [view.cast("B") for view in map(memoryview, buffers) if view.nbytes]
         self.size_bytes = sum(map(len, self._views))
+        self._chunk_bytes = chunk_bytes or max(1, self.size_bytes)
 
     def fill(self, target: memoryview) -> Iterator[int]:
         # numpy copies without holding the interpreter's lock; a slice assignment of a memoryview does not.
@@ -336,8 +358,8 @@ class _Joined:
         at = 0
         for view in self._views:
             source = np.frombuffer(view, np.uint8)
-            for start in range(0, len(view), CHUNK_BYTES):
-                piece = source[start : start + CHUNK_BYTES]
+            for start in range(0, len(view), self._chunk_bytes):
+                piece = source[start : start + self._chunk_bytes]
                 out[at : at + len(piece)] = piece
                 at += len(piece)
                 yield at
