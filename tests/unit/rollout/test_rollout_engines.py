@@ -93,7 +93,7 @@ def test_recorded_logprobs_are_those_of_the_truncated_distribution(
     order = torch.tensor([2, 0, 3, 1])
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[order.argsort()].expand(4000, 4) + 1.5
     tokens, logprobs = engine_with().sample(logits, sampling)
-    expected = torch.tensor(probabilities)[order.argsort()]
+    expected = torch.tensor(probabilities, dtype=torch.float32)[order.argsort()]
     torch.testing.assert_close(logprobs.exp(), expected[tokens], atol=1e-5, rtol=0)
     drawn = torch.bincount(tokens[:, 0], minlength=4) / 4000
     torch.testing.assert_close(drawn, expected, atol=0.04, rtol=0)

@@ -19,8 +19,8 @@ from penstock.rollout.io.requests import Completion, Ending, Sampling
 from penstock.rollout.io.serving import Serving, ServingEngine
 
 
-class TorchEngine(ServingEngine):
-    """One model on one device. `generate` may be called from several threads; weights change between decode steps."""
+class SamplingEngine(ServingEngine):
+    """One causal language model on one device: the weights it serves, how tokens are drawn, how it is interrupted."""
 
     def __init__(
         self,
@@ -50,26 +50,15 @@ class TorchEngine(ServingEngine):
         """Allows generation after `interrupt`."""
         self._interrupted.clear()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, repeats: Sequence[int] | None = None
-    ) -> list[Completion]:
-        """One completion per prompt, or `repeats[i]` of prompt i, side by side. Blocks; each prompt is read once."""
-        if not prompts:
-            return []
-        longest = max(len(prompt) for prompt in prompts)
-        if min(len(prompt) for prompt in prompts) == 0:
+    def check_fits(self, context_tokens: int, sampling: Sampling) -> None:
+        """ConfigError for what can never be generated."""
+        if context_tokens == 0:
             raise ConfigError("cannot generate from an empty prompt: it has no token to go on from")
-        if self.max_positions is not None and longest + sampling.max_new_tokens > self.max_positions:
+        if self.max_positions is not None and context_tokens + sampling.max_new_tokens > self.max_positions:
             raise ConfigError(
-                f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones exceed the model's "
+                f"a prompt of {context_tokens} tokens and {sampling.max_new_tokens} new ones exceed the model's "
                 f"{self.max_positions} positions; shorten the prompt or max_new_tokens"
             )
-        batch = _Decoding(self, prompts, repeats or [1] * len(prompts), sampling)
-        with torch.inference_mode(), self.serving.generation(batch.drop_cache):
-            while batch.unfinished and not self._interrupted.is_set():
-                batch.step()
-                self._progressed()
-        return batch.completions()
 
     def sample(self, logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Next tokens and the log-probabilities of drawing them, in float32."""
@@ -80,8 +69,43 @@ class TorchEngine(ServingEngine):
             tokens_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=self._generator)
         return tokens_B1, logprobs_BV.gather(-1, tokens_B1)
 
+    def completion(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, str]], ending: Ending
+    ) -> Completion:
+        """A row as it is given out; a span says from which token on which version and digest."""
+        spans = [span for span in spans if span[0] < len(token_ids)]
+        # Interrupted before its first token, a row has no weights of its own; the engine's present ones are the truth.
+        oldest = min(spans, key=lambda span: span[1], default=(0, self.version, self.digest))
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=np.array([span[:2] for span in spans], dtype=np.int32).reshape(-1, 2),
+            ending=ending,
+            version=oldest[1],
+            digest=oldest[2],
+        )
+
     def __repr__(self) -> str:
-        return f"TorchEngine({type(self.model).__name__} on {self.device}, {self.serving})"
+        return f"{type(self).__name__}({type(self.model).__name__} on {self.device}, {self.serving})"
+
+
+class TorchEngine(SamplingEngine):
+    """A batch engine: `generate` blocks until its batch is done, and may be called from several threads."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, repeats: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """One completion per prompt, or `repeats[i]` of prompt i, side by side. Blocks; each prompt is read once."""
+        if not prompts:
+            return []
+        for prompt in prompts:
+            self.check_fits(len(prompt), sampling)
+        batch = _Decoding(self, prompts, repeats or [1] * len(prompts), sampling)
+        with torch.inference_mode(), self.serving.generation(batch.drop_cache):
+            while batch.unfinished and not self._interrupted.is_set():
+                batch.step()
+                self._progressed()
+        return batch.completions()
 
 
 def truncated(logprobs_BV: Tensor, sampling: Sampling) -> Tensor:
@@ -138,9 +162,10 @@ class _Decoding:
             else:
                 logits_BV = self._forward(self.inputs)
             tokens_B1, logprobs_B1 = self.engine.sample(logits_BV, self.sampling)
-        if not self.spans or self.spans[-1][1:] != (version, digest):
-            self.spans.append((self.steps, version, digest))
-        self._record(tokens_B1, logprobs_B1)
+            if not self.spans or self.spans[-1][1:] != (version, digest):
+                self.spans.append((self.steps, version, digest))
+            # Still inside the step: the cache is touched, and a sleep in between would take it away.
+            self._record(tokens_B1, logprobs_B1)
 
     def drop_cache(self) -> None:
         """Frees the device memory; the next step reads the kept tokens again."""
@@ -221,14 +246,4 @@ class _Decoding:
     def _completion(self, row: int) -> Completion:
         length = int(self.lengths[row])
         ending: Ending = "stop" if self.stopped[row] else "interrupted" if self.unfinished else "length"
-        spans = [span for span in self.spans if span[0] < length]
-        # Interrupted before its first token, a row has no weights of its own; the engine's present ones are the truth.
-        oldest = min(spans, key=lambda span: span[1], default=(0, self.engine.version, self.engine.digest))
-        return Completion(
-            token_ids=self.tokens[row, :length],
-            logprobs=self.logprobs[row, :length],
-            versions=np.array([span[:2] for span in spans], dtype=np.int32).reshape(-1, 2),
-            ending=ending,
-            version=oldest[1],
-            digest=oldest[2],
-        )
+        return self.engine.completion(self.tokens[row, :length], self.logprobs[row, :length], self.spans, ending)

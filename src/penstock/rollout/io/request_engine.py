@@ -1,0 +1,248 @@
+"""A request engine on torch: many completions in flight, decoded together by one thread.
+
+Callers await on the event loop; the thread does what the seating machine decides, one step after the other, and ends
+when nothing is in flight. Weights change between two of its steps, as for every engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+
+import msgspec
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError, PeerLost
+from penstock.rollout import seating
+from penstock.rollout.io.request_rows import Row, Rows, SavedCache
+from penstock.rollout.io.requests import Completion, Sampling
+from penstock.rollout.io.torch_engine import SamplingEngine
+from penstock.rollout.seating import Seating
+
+
+class _Request(msgspec.Struct, eq=False):
+    row: Row
+    waiter: asyncio.Future[Completion]
+    loop: asyncio.AbstractEventLoop
+
+
+class ContinuousEngine(SamplingEngine):
+    """Implements `RequestEngine`.
+
+    At most `rows` completions are decoded together, and rows times the longest of them is at most `cache_tokens`; the
+    rest wait in the order they came. Between two turns at most `kept_tokens` tokens of conversations stay in memory;
+    one that was dropped is read again. With `reread` a token's whole context was read with the weights it was drawn
+    with. An error in the thread fails every request, those in flight and all later ones, with that error.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pad_id: int,
+        rows: int = 64,
+        cache_tokens: int = 65536,
+        kept_tokens: int = 65536,
+        reread: bool = False,
+        version: int = 0,
+        digest: str = "",
+        seed: int = 0,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(model, pad_id=pad_id, version=version, digest=digest, seed=seed, progressed=progressed)
+        self._seating = Seating(rows, cache_tokens, kept_tokens)
+        self._rows = Rows(self, rows, cache_tokens, reread=reread)
+        self._saved: dict[Hashable, SavedCache] = {}
+        self._requests: dict[int, _Request] = {}
+        """Known to the seating machine."""
+        self._news = threading.Lock()
+        """Guards what follows. What stands above belongs to the thread in a step; to whoever holds this lock else."""
+        self._arrived: list[_Request] = []
+        self._given_up: list[int] = []
+        self._forgotten: list[Hashable] = []
+        self._thread: threading.Thread | None = None
+        self._broken: BaseException | None = None
+        self._next_request = 0
+        self._sleeps = ExitStack()
+        self._sleeps.enter_context(self.serving.generation(self._drop_caches))
+
+    async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: Hashable = None) -> Completion:
+        """See `RequestEngine.complete`. ConfigError for a request that can never be served."""
+        self.check_fits(len(context), sampling)
+        longest_tokens = len(context) + sampling.max_new_tokens
+        if not self._seating.fits(longest_tokens):
+            raise ConfigError(
+                f"a context of {len(context)} tokens and {sampling.max_new_tokens} new ones exceed the engine's "
+                f"cache_tokens = {self._seating.cache_tokens}; raise it"
+            )
+        loop = asyncio.get_running_loop()
+        with self._news:
+            if self._broken is not None:
+                raise _lost(self._broken)
+            row = Row(self._next_request, [*context], len(context), sampling, cache_key)
+            request = _Request(row, loop.create_future(), loop)
+            self._next_request += 1
+            self._arrived.append(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="decode", daemon=True)
+                self._thread.start()
+        try:
+            # Bounded by the thread: it steps, or fails after the time that a sleeping engine may sleep.
+            return await request.waiter
+        except asyncio.CancelledError:
+            with self._news:
+                self._given_up.append(row.request)
+            raise
+
+    def forget(self, cache_key: Hashable) -> None:
+        """See `RequestEngine.forget`."""
+        with self._news:
+            self._forgotten.append(cache_key)
+            if self._thread is None:
+                self._take_news()
+
+    def statistics(self) -> dict[str, float]:
+        """Depths now and counters since the start, by plain names."""
+        return {
+            "requests_decoding": float(self._seating.seated),
+            "requests_waiting": float(self._seating.waiting),
+            "conversations_kept": float(len(self._saved)),
+            "read_tokens": float(self._rows.read_tokens),
+        }
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Consumes arrivals, cancellations and forgotten conversations; produces completions. Ends when idle."""
+        try:
+            with torch.inference_mode():
+                while self._goes_on():
+                    if self._interrupted.is_set():
+                        self._interrupt_all()
+                    else:
+                        self._step()
+                    self._progressed()
+        except BaseException as error:  # noqa: BLE001 - raised by every request, now and later
+            self._fail(error)
+
+    def _goes_on(self) -> bool:
+        with self._news:
+            if not self._arrived and not self._requests:
+                self._take_news()
+                self._thread = None
+            return self._thread is not None
+
+    def _step(self) -> None:
+        finished: list[tuple[_Request, Completion]] = []
+        with self.serving.step() as (version, digest):
+            with self._news:
+                self._take_news()
+            self._rows.make_room(self._seating.seated, self._seating.longest_tokens)
+            for row in self._rows.step(version, digest):
+                finished.append((self._requests[row.request], self._rows.completion(row)))
+                self._end(row)
+        _tell(finished)
+
+    def _take_news(self) -> None:
+        """Tells the machine. A request may be given up before it was seen."""
+        for request in self._arrived:
+            self._requests[request.row.request] = request
+            longest_tokens = request.row.context_tokens + request.row.sampling.max_new_tokens
+            self._tell_machine(seating.RequestArrived(request.row.request, longest_tokens))
+        for number in self._given_up:
+            request = self._requests.get(number)
+            if request is not None:
+                request.row.key = None
+                self._end(request.row)
+        for key in self._forgotten:
+            self._tell_machine(seating.ConversationLeft(key))
+        self._arrived, self._given_up, self._forgotten = [], [], []
+
+    def _end(self, row: Row) -> None:
+        """Its place is free for the next."""
+        del self._requests[row.request]
+        if row in self._rows.rows:
+            if row.key is not None:
+                self._tell_machine(seating.ConversationPaused(row.key, row.cached), row)
+            self._rows.leave(row)
+        self._tell_machine(seating.RequestLeft(row.request))
+
+    def _tell_machine(self, event: seating.Event, ended: Row | None = None) -> None:
+        effects = self._seating.handle(event, time.monotonic())
+        if any(isinstance(effect, seating.Seat) for effect in effects):
+            self._rows.make_room(self._seating.seated, self._seating.longest_tokens)
+        for effect in effects:
+            match effect:
+                case seating.Seat(number):
+                    row = self._requests[number].row
+                    self._rows.seat(row, self._saved.get(row.key))
+                    if row.key is not None:
+                        self._tell_machine(seating.ConversationLeft(row.key))
+                case seating.Keep(key):
+                    assert ended is not None
+                    self._saved[key] = self._rows.save(ended)
+                case seating.Evict(key):
+                    self._saved.pop(key, None)
+
+    def _interrupt_all(self) -> None:
+        """Everybody gets what there is."""
+        with self._news:
+            requests = self._all_leave()
+        _tell([(request, self._rows.completion(request.row)) for request in requests])
+
+    def _fail(self, error: BaseException) -> None:
+        with self._news:
+            self._broken = error
+            self._thread = None
+            requests = self._all_leave()
+            self._rows.drop_cache()
+            self._saved.clear()
+        _tell([(request, _lost(error)) for request in requests])
+
+    def _all_leave(self) -> list[_Request]:
+        requests = [*self._requests.values(), *self._arrived]
+        self._requests.clear()
+        self._rows.rows.clear()
+        self._arrived, self._given_up = [], []
+        self._tell_machine(seating.AllLeft())
+        return requests
+
+    def _drop_caches(self) -> None:
+        """Between two steps, by order of a sleep."""
+        with self._news:
+            self._rows.drop_cache()
+            self._saved.clear()
+            self._tell_machine(seating.CachesDropped())
+
+    def __repr__(self) -> str:
+        return f"ContinuousEngine({type(self.model).__name__} on {self.device}, {self.serving}, {self._seating})"
+
+
+def _lost(error: BaseException) -> PeerLost:
+    lost = PeerLost(f"the engine failed and serves no more requests: {type(error).__name__}: {error}")
+    lost.__cause__ = error
+    return lost
+
+
+def _tell(results: Sequence[tuple[_Request, Completion | PeerLost]]) -> None:
+    """Wakes the callers, all of a loop at once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, Completion | PeerLost]]] = {}
+    for request, result in results:
+        by_loop.setdefault(request.loop, []).append((request, result))
+    for loop, of_loop in by_loop.items():
+        if not loop.is_closed():  # a closed one has nobody who waits
+            loop.call_soon_threadsafe(_wake, of_loop)
+
+
+def _wake(results: Sequence[tuple[_Request, Completion | PeerLost]]) -> None:
+    for request, result in results:
+        if request.waiter.done():  # given up
+            continue
+        if isinstance(result, PeerLost):
+            request.waiter.set_exception(result)
+        else:
+            request.waiter.set_result(result)
