@@ -145,6 +145,8 @@ class Runner:
     async def _serve(self, preparation: Offload, engine: Offload, postprocessing: Offload) -> str:
         """Consumes the inbox; produces calls, asks and deliveries; waits for either, or for the deadline of a stop."""
 
+        generating: set[asyncio.Task[None]] = set()
+
         def act(effect: flow.Effect) -> None:
             match effect:
                 case flow.AskLease(samples, after_s):
@@ -154,7 +156,9 @@ class Runner:
                     preparation.submit(self._hooks.prepare, tickets)
                 case flow.Generate(batch, tickets):
                     if self._awaits:
-                        self._spawn(group, self._hooks.generate_awaiting(batch, tickets), f"generate {batch}")
+                        task = self._spawn(group, self._hooks.generate_awaiting(batch, tickets), f"generate {batch}")
+                        generating.add(task)
+                        task.add_done_callback(generating.discard)
                     else:
                         engine.submit(self._hooks.generate, batch, tickets)
                 case flow.Postprocess(tickets):
@@ -175,6 +179,9 @@ class Runner:
                     for effect in self._decide(self._inbox.popleft()):
                         act(effect)
                 self._tracing.sample(self.machine.branches, self._queue)
+            if generating:  # abandoned: as a thread may, each puts away what it has
+                self._interrupt()
+                await asyncio.wait(generating, timeout=self.settings.return_s)
             for task in self._tasks:
                 task.cancel()
         if self._fatal is not None:
