@@ -1,14 +1,15 @@
 """Language models: tokenise the prompt, sample completions, let the environment answer, score.
 
-A single completion is the special case of an environment that never replies. The episodes of a batch take their
-turns together; those that ended leave the batch.
+A single completion is the special case of an environment that never replies. `LanguageHooks` is what does not depend on
+the engine; `LanguageWorkload` generates with a batch engine: the episodes of a batch take their turns together, those
+that ended leave the batch. `request_workload` is its sibling for request engines.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -55,9 +56,13 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
-    """What is needed of an engine."""
+    """What is needed of any engine."""
 
     max_positions: int | None
+
+
+class BatchEngine(Engine, Protocol):
+    """What is needed of an engine that generates one batch at a time."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, repeats: Sequence[int] | None = None
@@ -84,24 +89,37 @@ class PreparedPrompt(msgspec.Struct):
         return 8 * len(self.token_ids)
 
 
-class LanguageWorkload:
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+
+
+class LanguageHooks(Generic[AnyEngine]):
     """One episode per sample: a completion, or up to `max_turns` of them with the environment's replies between."""
 
     def __init__(
         self,
         environment: Environment,
-        engine: Engine,
+        engine: AnyEngine,
         tokenizer: Tokenizer,
         *,
         max_new_tokens: int = 16,
         temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         max_turns: int = 1,
         kept: Kept | None = None,
     ) -> None:
         self.environment = environment
         self.engine = engine
         self.tokenizer = tokenizer
-        self.sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, eos_id=tokenizer.eos_id)
+        self.sampling = Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            eos_id=tokenizer.eos_id,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+        )
         self.max_turns = max_turns if hasattr(environment, "reply") else 1
         self.kept = kept
 
@@ -117,25 +135,6 @@ class LanguageWorkload:
 
     def collate(self, prepared: Sequence[PreparedPrompt]) -> Sequence[PreparedPrompt]:
         return prepared
-
-    def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Episode | Failed]]:
-        """Raises Aborted when the engine was interrupted; unfinished episodes are then kept, if there is a place."""
-        rows = [self._begin(prepared, member) for prepared in batch for member in prepared.lease.members]
-        owners = [prepared for prepared in batch for _ in prepared.lease.members]
-        results: list[Episode | Failed] = list(rows)
-        # A kept episode may have been interrupted on either side of the environment's reply.
-        going = [
-            row
-            for row, episode in enumerate(rows)
-            if episode.wants_completion or self._goes_on(row, rows, owners, results)
-        ]
-        while going:
-            if self._take_turn(rows, going):
-                self._keep_unfinished(batch, rows)
-                raise Aborted("generation was interrupted; unfinished episodes go on from their kept tokens")
-            going = [row for row in going if self._goes_on(row, rows, owners, results)]
-        done = iter(results)
-        return [[next(done) for _ in prepared.lease.members] for prepared in batch]
 
     def postprocess(self, prepared: PreparedPrompt, generated: Sequence[Episode | Failed]) -> list[Outcome]:
         episodes = [episode for episode in generated if isinstance(episode, Episode)]
@@ -169,7 +168,8 @@ class LanguageWorkload:
         longest = self.engine.max_positions
         return longest is None or context_tokens + self.sampling.max_new_tokens <= longest
 
-    def _begin(self, prepared: PreparedPrompt, member: int) -> Episode:
+    def begin(self, prepared: PreparedPrompt, member: int) -> Episode:
+        """The episode that is to be generated: from its prompt, or from where another worker left it."""
         lease = prepared.lease
         if self.kept is not None:
             episode = self.kept.take(lease.prompt, lease.attempt, member, min_version=lease.min_version)
@@ -177,53 +177,32 @@ class LanguageWorkload:
                 return episode
         return Episode.start(prepared.token_ids)
 
-    def _take_turn(self, rows: Sequence[Episode], going: Sequence[int]) -> bool:
-        """Draws one completion for every row that goes on; several rows of the same context share its reading.
+    def keep(self, prepared: PreparedPrompt, member: int, episode: Episode) -> None:
+        """Leaves the episode for whoever generates this member next, if there is a place."""
+        if self.kept is not None:
+            self.kept.keep(prepared.lease.prompt, prepared.lease.attempt, member, episode)
 
-        True when the engine was interrupted.
-        """
-        interrupted = False
-        shared: dict[tuple[int, ...], list[int]] = {}
-        opened: list[int] = []
-        for row in going:
-            if rows[row].turn_tokens:
-                opened.append(row)
-            else:
-                shared.setdefault(tuple(rows[row].context()), []).append(row)
-        completions = self.engine.generate(
-            list(shared), self.sampling, repeats=[len(members) for members in shared.values()]
-        )
-        order = [row for members in shared.values() for row in members]
-        for row, completion in zip(order, completions, strict=True):
-            interrupted |= self._took(rows[row], completion)
-        for row in opened:  # kept in the middle of a completion: only what is missing of it is drawn
-            missing = self.sampling.max_new_tokens - rows[row].turn_tokens
-            sampling = msgspec.structs.replace(self.sampling, max_new_tokens=missing)
-            interrupted |= self._took(rows[row], self.engine.generate([rows[row].context()], sampling)[0])
-        return interrupted
+    def missing(self, episode: Episode) -> Sampling:
+        """How to draw what is missing of a completion, which may have been kept in the middle."""
+        if not episode.turn_tokens:
+            return self.sampling
+        missing = self.sampling.max_new_tokens - episode.turn_tokens
+        return msgspec.structs.replace(self.sampling, max_new_tokens=missing)
 
-    def _took(self, episode: Episode, drawn: Completion) -> bool:
+    def took(self, episode: Episode, drawn: Completion) -> bool:
+        """The engine drew this; False if it was interrupted before the completion was finished."""
         episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
         if drawn.ending == "interrupted":
-            return True
+            return False
         episode.finish_turn(self.tokenizer.decode(episode.turn_ids()))
-        return False
+        return True
 
-    def _goes_on(
-        self, row: int, rows: list[Episode], owners: Sequence[PreparedPrompt], results: list[Episode | Failed]
-    ) -> bool:
-        """Asks the environment for its reply; one that raises costs this episode."""
-        episode = rows[row]
+    def goes_on(self, prepared: PreparedPrompt, episode: Episode) -> bool:
+        """Asks the environment for its reply to a finished completion; True if the policy is to speak again."""
         if len(episode.completions) >= self.max_turns:
             return False
-        try:
-            environment: Any = self.environment
-            reply = environment.reply(owners[row].prompt, episode.completions)
-        except PenstockError:
-            raise
-        except Exception:  # noqa: BLE001 - recorded with its traceback
-            results[row] = Failed(traceback.format_exc())
-            return False
+        environment: Any = self.environment
+        reply = environment.reply(prepared.prompt, episode.completions)
         if reply is None:
             return False
         token_ids = self.tokenizer.encode(reply)
@@ -231,14 +210,6 @@ class LanguageWorkload:
             return False
         episode.replied(reply, token_ids)
         return True
-
-    def _keep_unfinished(self, batch: Sequence[PreparedPrompt], rows: Sequence[Episode]) -> None:
-        if self.kept is None:
-            return
-        episodes = iter(rows)
-        for prepared in batch:
-            for member in prepared.lease.members:
-                self.kept.keep(prepared.lease.prompt, prepared.lease.attempt, member, next(episodes))
 
     def _score(self, prompt: PromptLike, episodes: Sequence[Episode]) -> list[float | None]:
         """The last completion is what is scored; the whole conversation is there as the column `turns`."""
@@ -259,3 +230,54 @@ class LanguageWorkload:
             weights_digest=episode.digest,
             length=episode.generated_tokens,
         )
+
+
+class LanguageWorkload(LanguageHooks[BatchEngine]):
+    """The hooks with a batch engine."""
+
+    def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Episode | Failed]]:
+        """Raises Aborted when the engine was interrupted; unfinished episodes are then kept, if there is a place."""
+        owners = [(prepared, member) for prepared in batch for member in prepared.lease.members]
+        rows = [self.begin(prepared, member) for prepared, member in owners]
+        results: list[Episode | Failed] = list(rows)
+
+        def goes_on(row: int) -> bool:
+            try:
+                return self.goes_on(owners[row][0], rows[row])
+            except PenstockError:
+                raise
+            except Exception:  # noqa: BLE001 - costs this episode, recorded with its traceback
+                results[row] = Failed(traceback.format_exc())
+                return False
+
+        # A kept episode may have been interrupted on either side of the environment's reply.
+        going = [row for row, episode in enumerate(rows) if episode.wants_completion or goes_on(row)]
+        while going:
+            if not self._take_turn([rows[row] for row in going]):
+                for (prepared, member), episode in zip(owners, rows, strict=True):
+                    self.keep(prepared, member, episode)
+                raise Aborted("generation was interrupted; unfinished episodes go on from their kept tokens")
+            going = [row for row in going if goes_on(row)]
+        done = iter(results)
+        return [[next(done) for _ in prepared.lease.members] for prepared in batch]
+
+    def _take_turn(self, episodes: Sequence[Episode]) -> bool:
+        """Draws one completion for every episode; several of the same context share its reading.
+
+        False when the engine was interrupted.
+        """
+        shared: dict[tuple[int, ...], list[Episode]] = {}
+        opened: list[Episode] = []
+        for episode in episodes:
+            if episode.turn_tokens:
+                opened.append(episode)
+            else:
+                shared.setdefault(tuple(episode.context()), []).append(episode)
+        repeats = [len(members) for members in shared.values()]
+        completions = self.engine.generate(list(shared), self.sampling, repeats=repeats)
+        order = [episode for members in shared.values() for episode in members]
+        finished = [self.took(episode, drawn) for episode, drawn in zip(order, completions, strict=True)]
+        for episode in opened:
+            [drawn] = self.engine.generate([episode.context()], self.missing(episode))
+            finished.append(self.took(episode, drawn))
+        return all(finished)
