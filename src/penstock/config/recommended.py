@@ -35,4 +35,19 @@ def fill_in(pipeline: dict[str, Any]) -> dict[str, Any]:
             filled[table] = settings | given
     if kind == "mlp" and isinstance(filled["optimizer"], dict):
         filled["optimizer"].setdefault("decay_steps", pipeline.get("steps", 0))
-    return filled
+    return _keep_requests_coming(filled)
+
+
+def _keep_requests_coming(pipeline: dict[str, Any]) -> dict[str, Any]:
+    """A request engine should always have requests waiting: one call for each group, twice as many as it decodes."""
+    engine, rollout = pipeline.get("engine", {}), pipeline.get("rollout", {})
+    if not isinstance(engine, dict) or not isinstance(rollout, dict):
+        return pipeline
+    continuous = engine.get("batching") == "continuous"
+    if {"batch_samples", "concurrency"} & rollout.keys() or not (continuous or engine.get("kind") == "vllm"):
+        return pipeline
+    rows, group_size = engine.get("rows" if continuous else "max_requests", 64), rollout.get("group_size", 8)
+    if not isinstance(rows, int) or not isinstance(group_size, int) or group_size < 1:
+        return pipeline  # validation will say so
+    concurrency = max(1, -(-2 * rows // group_size))
+    return pipeline | {"rollout": rollout | {"batch_samples": group_size, "concurrency": concurrency}}

@@ -155,8 +155,19 @@ class RolloutSection(Section):
     """Samples generated at once."""
     max_new_tokens: Positive = 16
     temperature: PositiveFloat = 1.0
+    top_k: Positive | None = None
+    """Draw only from so many most likely tokens. With this, `top_p` or `min_p` the samples come from a narrower policy
+    than the one that is trained: their recorded log-probabilities are those of the narrower one, so the importance
+    weight of an up-to-date token is the share p <= 1 of the full distribution that was left, and what was cut off is
+    never learned about. `token_loss.importance = "none"` weighs all tokens alike instead."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw only from the most likely tokens that together have this probability; applies after `min_p` and `top_k`."""
+    min_p: Fraction = 0.0
+    """Draw only from tokens at least this likely in proportion to the most likely one."""
     max_turns: Positive = 1
     """Language models: how many completions one episode may have."""
+    reply_threads: Positive = 8
+    """Request engines: how many environments may think about their reply at once."""
     prefetch: bool = True
     """Overlap leasing, preparation and post-processing with generation. Read live."""
     queue_samples: Positive = 128
@@ -164,7 +175,8 @@ class RolloutSection(Section):
     queue_mb: Positive = 1024
     """Bound on prepared and generated data waiting between two stages."""
     concurrency: Positive = 1
-    """Batches in the engine at once: 1 for a batch engine, many for an engine that serves requests."""
+    """Generate calls in flight, each of up to `batch_samples`: 1 for a batch engine, many for a request engine. For a
+    request engine, and neither of the two given, a call is one group and there are enough to fill its rows twice."""
     preparations: Positive = 1
     """Prompts prepared at once."""
     ring_mb: Positive = 64
