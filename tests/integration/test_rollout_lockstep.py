@@ -16,16 +16,19 @@ import pytest
 RANKS = 2
 
 RANK_SCRIPT = """
-import json, os, sys, time
+import asyncio, json, os, sys, time
 from pathlib import Path
-import numpy as np
 import torch.distributed as dist
 from penstock.errors import PenstockError
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished
-from penstock.rollout.io.lockstep import Lockstep, join
-from penstock.wire.messages import Leased
+from penstock.rollout.io.group import GroupRunner
+from penstock.rollout.io.lockstep import Lockstep, Surroundings
+from penstock.rollout.io.rank_fetch import join
+from penstock.rollout.io.runner import RunnerSettings
+from penstock.rollout.prefetch import Bounds
+from penstock.wire.messages import Delivered, Leased
 
 options = json.loads(sys.argv[1])
 rank, folder = options["rank"], Path(options["folder"])
@@ -59,45 +62,59 @@ class Workload:
 
 class Desk:
     issued = 0
-    def lease(self, samples):
+    async def lease(self, samples, wait_s):
         leases = []
         while samples >= 2 and self.issued < options["prompts"]:
             leases.append(PromptLease(self.issued, 0, (2 * self.issued, 2 * self.issued + 1), (0, 1), 0))
             self.issued += 1
             samples -= 2
-        return Leased(tuple(leases), "granted" if leases else "exhausted", "running")
-    def deliver(self, rollouts, failures):
+        prefetch = options["prefetch"] if self.issued < 6 else options["prefetch_later"]
+        return Leased(tuple(leases), "granted" if leases else "exhausted", "running", prefetch=prefetch)
+    async def deliver(self, rollouts, failures, returned):
         with (folder / "delivered").open("a") as file:
             for one in rollouts: print(one.sample, file=file)
         with (folder / "failures").open("a") as file:
             for one in failures: print(one.sample, one.hook, file=file)
+        (folder / "times").write_text(str([rollout.times.generate_s for rollout in rollouts]))
+        return Delivered()
 
 class Store:
     def write(self, arrays): return PayloadRef("x" * options["ring_name_bytes"], 0, 0, 0, 0, 0)
 
-store = dist.TCPStore("127.0.0.1", options["port"], options["ranks"], is_master=rank == 0)
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+store = dist.FileStore(str(folder / "store"), options["ranks"])
 fetch = join(store, rank=rank, ranks=options["ranks"])
-report = {}
+report = {"traces": []}
 started = time.monotonic()
+around = Surroundings(traced=lambda told: report["traces"].append(type(told).__name__))
+
+async def lead():
+    bounds = Bounds(batch_samples=4)
+    group = GroupRunner(Desk(), RunnerSettings(bounds=bounds, prefetch=options["prefetch"]))
+    lockstep = Lockstep(Workload(), Store(), fetch, leader=group, share=options["share"], surroundings=around)
+    loop = asyncio.get_running_loop()
+    stepping = loop.run_in_executor(None, lockstep.run)
+    stepping.add_done_callback(lambda done: done.exception() and group.broke(done.exception()))
+    await group.run()
+    group.end()
+    await stepping
+    group.machine.check()
+    report["statistics"] = group.statistics()
+
 try:
-    desk = Desk() if rank == 0 else None
-    Lockstep(Workload(), Store(), fetch, desk=desk, batch_samples=4, share=options["share"]).run()
+    if rank == 0:
+        asyncio.run(lead())
+    else:
+        Lockstep(Workload(), Store(), fetch, share=options["share"], surroundings=around).run()
 except PenstockError as error:
-    report = {"error": type(error).__name__, "message": str(error)}
+    report |= {"error": type(error).__name__, "message": str(error)}
 report["calls"] = calls
 report["took_s"] = time.monotonic() - started
 (folder / f"rank{rank}.json").write_text(json.dumps(report))
-if rank == 0:
-    # The store lives here: the others may still be reading why they failed.
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and not (folder / "rank1.json").exists() and not fault.startswith("die"):
-        time.sleep(0.02)
-        if options["fault"].startswith("die") and options["faulty_rank"] == 1:
-            break
 """
 
 
-def run_ranks(folder: Path, port: int, **options: Any) -> list[dict[str, Any]]:
+def run_ranks(folder: Path, **options: Any) -> list[dict[str, Any]]:
     options = {
         "prompts": 12,
         "fault": "",
@@ -106,7 +123,8 @@ def run_ranks(folder: Path, port: int, **options: Any) -> list[dict[str, Any]]:
         "engine_collective": True,
         "ring_name_bytes": 4,
         "ranks": RANKS,
-        "port": port,
+        "prefetch": True,
+        "prefetch_later": None,
         "folder": str(folder),
         **options,
     }
@@ -129,15 +147,6 @@ def run_ranks(folder: Path, port: int, **options: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture
-def port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def delivered(folder: Path) -> list[int]:
     path = folder / "delivered"
     return sorted(int(line) for line in path.read_text().split()) if path.exists() else []
@@ -147,8 +156,8 @@ def calls(report: dict[str, Any], hook: str) -> list[int]:
     return [prompt for name, prompt in report["calls"] if name == hook]
 
 
-def test_tensor_parallel_ranks_generate_everything_and_rank_0_delivers(tmp_path: Path, port: int) -> None:
-    reports = run_ranks(tmp_path, port)
+def test_tensor_parallel_ranks_generate_everything_and_rank_0_delivers(tmp_path: Path) -> None:
+    reports = run_ranks(tmp_path)
     assert [report.get("error") for report in reports] == [None, None]
     assert delivered(tmp_path) == list(range(24))
     for report in reports:
@@ -159,8 +168,8 @@ def test_tensor_parallel_ranks_generate_everything_and_rank_0_delivers(tmp_path:
 
 
 @pytest.mark.slow
-def test_data_parallel_ranks_share_the_work_and_news_may_outgrow_the_frame(tmp_path: Path, port: int) -> None:
-    reports = run_ranks(tmp_path, port, share=True, engine_collective=False, ring_name_bytes=40_000)
+def test_data_parallel_ranks_share_the_work_and_news_may_outgrow_the_frame(tmp_path: Path) -> None:
+    reports = run_ranks(tmp_path, share=True, engine_collective=False, ring_name_bytes=40_000)
     assert [report.get("error") for report in reports] == [None, None]
     assert delivered(tmp_path) == list(range(24))
     assert calls(reports[0], "generate") == [0, 2, 4, 6, 8, 10]
@@ -179,10 +188,8 @@ def test_data_parallel_ranks_share_the_work_and_news_may_outgrow_the_frame(tmp_p
         ),
     ],
 )
-def test_a_raising_rank_fails_the_group_quickly_with_its_error(
-    tmp_path: Path, port: int, hook: str, faulty_rank: int
-) -> None:
-    reports = run_ranks(tmp_path, port, fault=hook, faulty_rank=faulty_rank)
+def test_a_raising_rank_fails_the_group_quickly_with_its_error(tmp_path: Path, hook: str, faulty_rank: int) -> None:
+    reports = run_ranks(tmp_path, fault=hook, faulty_rank=faulty_rank)
     assert (tmp_path / "fault_fired").exists()
     for report in reports:
         assert report["error"] == "RunFailed"
@@ -193,10 +200,8 @@ def test_a_raising_rank_fails_the_group_quickly_with_its_error(
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", ["prepare", "generate"])
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_a_dying_rank_fails_the_group_quickly_and_is_named(
-    tmp_path: Path, port: int, hook: str, faulty_rank: int
-) -> None:
-    reports = run_ranks(tmp_path, port, fault=f"die in {hook}", faulty_rank=faulty_rank)
+def test_a_dying_rank_fails_the_group_quickly_and_is_named(tmp_path: Path, hook: str, faulty_rank: int) -> None:
+    reports = run_ranks(tmp_path, fault=f"die in {hook}", faulty_rank=faulty_rank)
     assert (tmp_path / "fault_fired").exists()
     assert reports[faulty_rank] == {}
     survivor = reports[1 - faulty_rank]
@@ -205,8 +210,8 @@ def test_a_dying_rank_fails_the_group_quickly_and_is_named(
 
 
 @pytest.mark.slow
-def test_a_failed_prompt_costs_that_prompt_when_work_is_shared(tmp_path: Path, port: int) -> None:
-    reports = run_ranks(tmp_path, port, fault="prepare", faulty_rank=1, share=True, engine_collective=False)
+def test_a_failed_prompt_costs_that_prompt_when_work_is_shared(tmp_path: Path) -> None:
+    reports = run_ranks(tmp_path, fault="prepare", faulty_rank=1, share=True, engine_collective=False)
     assert (tmp_path / "fault_fired").exists()
     assert [report.get("error") for report in reports] == [None, None]
     assert (tmp_path / "failures").read_text().splitlines() == ["10 prepare", "11 prepare"]

@@ -62,6 +62,7 @@ class LeaseAnswered(msgspec.Struct, frozen=True, tag="lease_answered"):
     verdict: str
     waited_s: float
     held_samples: int
+    phase: str = ""
 
 
 Trace = BranchesTaken | QueueSampled | GenerateEntered | GenerateLeft | LeaseAnswered

@@ -1,164 +1,77 @@
-"""Several ranks, one worker: every rank fetches one batch ahead, together, and prepares it on a thread of its own.
+"""Several ranks, one worker: one rank's loop. Does what its cadence decides, on threads, and meets the others.
 
-Rank 0 asks the desk; one collective (the fetch) carries the leases to all ranks *and* each rank's news to all others.
-There is no other collective in the loop. What keeps ranks from deadlocking each other:
+One collective (the fetch) carries rank 0's orders to all ranks *and* each rank's outcomes to rank 0. There is no other
+collective in the loop. What keeps ranks from deadlocking each other:
 
 - a rank whose hook fails for good writes its error to the group's store, leaves the group, and only then raises: the
   others' collectives break at once, they read whose error it was, and fail with it;
 - a rank that dies without a word breaks the others' collectives too; they say which rank is gone;
-- with tensor parallelism a prompt that one rank cannot prepare fails the group, since the others would wait for that
-  rank inside the engine; with data parallelism it costs the prompt.
+- with tensor parallelism a prompt that one rank cannot prepare or generate fails the group, since the others would wait
+  for that rank inside the engine; with data parallelism it costs the prompt.
 
-With tensor-parallel engines every rank generates every lease and rank 0 delivers; with data-parallel ones
-(`share=True`) each lease belongs to one rank, and the fetch carries the outcomes to rank 0.
+With tensor-parallel engines every rank generates every lease and rank 0 reports; with data-parallel ones (`share=True`)
+each lease belongs to one rank.
 """
 
 from __future__ import annotations
 
-import logging
-import os
+import inspect
+import queue
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any, Protocol
 
 import msgspec
-import psutil
-import torch
-import torch.distributed as dist
 
-from penstock.errors import PeerLost, PenstockError, RunFailed
-from penstock.records.prompt import PromptLease
-from penstock.records.rollout import FailedRollout, Rollout
-from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable, Workload
-from penstock.rollout.io.hook_calls import Store, failed_rollout
+from penstock.errors import ConfigError, PeerLost, PenstockError, RunFailed
+from penstock.records.ids import Version
+from penstock.records.payload import PayloadRef
+from penstock.records.weights import Manifest
+from penstock.rollout import cadence, flow, trace
+from penstock.rollout.cadence import Cadence
+from penstock.rollout.hooks import Workload
+from penstock.rollout.io.hook_calls import HookCalls, Store, Work, is_nobodys_fault
+from penstock.rollout.io.rank_fetch import Fetch, News, Orders
+from penstock.rollout.io.tracing import Tracing, branch_counts
 from penstock.runtime.offload import Offload
-from penstock.runtime.process import start_time
-from penstock.wire.messages import Leased
 
-logger = logging.getLogger(__name__)
-
-GroupStore = Any
-"""A torch.distributed store; the library exports no name for its type."""
-
-_HEADER = 8
-FAILED_KEY = "penstock/failed"
-REFUSED_S = 0.05
-"""Pause after a refusal, so that a desk that answers at once is not asked without pause."""
-LAST_WORD_S = 2.0
-"""How long a broken collective waits for the rank that broke it to have said why."""
+CLOSE_S = 1.0
 
 
-class BlockingDesk(Protocol):
-    """The control plane, called by rank 0 only, on its own thread."""
+class Leader(Protocol):
+    """Rank 0's other half: what to order, and what becomes of what the ranks bring. Called on the loop's thread."""
 
-    def lease(self, samples: int) -> Leased: ...
+    def orders(self, *, idle: bool) -> Orders:
+        """Rank 0's word for the fetch that follows; may wait a little for leases when the ranks are `idle`."""
+        ...
 
-    def deliver(self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout]) -> None: ...
+    def heard(self, everybody: Sequence[News]) -> None:
+        """What all ranks brought."""
+        ...
 
-
-class _News(msgspec.Struct, array_like=True):
-    """What one rank contributes to a fetch."""
-
-    leases: tuple[PromptLease, ...] = ()
-    """From rank 0: the next batch."""
-    exhausted: bool = False
-    rollouts: tuple[Rollout, ...] = ()
-    failures: tuple[FailedRollout, ...] = ()
+    def dropped(self, effect: cadence.Drop) -> None:
+        """These leases were let go by everybody."""
+        ...
 
 
-class Fetch:
-    """The one collective: every rank gives its news and gets everybody's. Breaks, never hangs, when a rank is gone."""
+class Surroundings(msgspec.Struct):
+    """What a rank's loop asks of the process around it. All calls come from the loop's thread and may block."""
 
-    def __init__(self, group: dist.ProcessGroup, store: GroupStore, *, rank: int, ranks: int, timeout_s: float) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self.timeout_s = timeout_s
-        self._group: dist.ProcessGroup | None = group
-        self._store = store
-        self._frame_bytes = 1 << 16
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(_News)
-        store.set(f"penstock/pid/{rank}", f"{os.getpid()} {start_time(os.getpid())}")
-
-    def all_news(self, news: _News) -> list[_News]:
-        """One collective of equal frames; a second, with larger frames from then on, when somebody's news do not fit.
-
-        Every rank sees every length, so all of them decide alike. Nothing that came over a wire is unpickled.
-        """
-        body = self._encoder.encode(news)
-        while True:
-            frames = self._gather(body)
-            lengths = [int(frame[:_HEADER].view(torch.int64)) for frame in frames]
-            if max(lengths) + _HEADER <= self._frame_bytes:
-                break
-            self._frame_bytes = 1 << (max(lengths) + _HEADER).bit_length()
-        return [
-            self._decoder.decode(frame[_HEADER : _HEADER + length].numpy().tobytes())
-            for frame, length in zip(frames, lengths, strict=True)
-        ]
-
-    def _gather(self, body: bytes) -> list[torch.Tensor]:
-        frame = torch.zeros(self._frame_bytes, dtype=torch.uint8)
-        frame[:_HEADER].view(torch.int64)[0] = len(body)
-        fitting = body[: self._frame_bytes - _HEADER]
-        frame[_HEADER : _HEADER + len(fitting)] = torch.frombuffer(bytearray(fitting), dtype=torch.uint8)
-        frames = [torch.zeros_like(frame) for _ in range(self.ranks)]
-        try:
-            dist.all_gather(frames, frame, group=self._group)
-        except RuntimeError as error:
-            raise self.blame() or PeerLost(f"the fetch broke and no rank said why: {error}") from error
-        return frames
-
-    def fail(self, error: PenstockError) -> None:
-        """Tells the others why, then leaves the group so that whatever they wait for breaks."""
-        text = error.message.removeprefix(f"rank {self.rank}: ")
-        text = f"rank {self.rank}: {text}"
-        try:
-            self._store.compare_set(FAILED_KEY, "", text)  # the first word is the cause, the rest are echoes
-        except RuntimeError as lost:  # rank 0 hosts the store; it is gone, and everybody knows by now
-            logger.warning("could not tell the other ranks of %s: %s", text, lost)
-        self._group = None
-        dist.destroy_process_group()
-
-    def blame(self) -> PenstockError | None:
-        """Who else broke a collective: the first failing rank's own words, or who is gone. None if nobody did."""
-        deadline = time.monotonic() + LAST_WORD_S
-        try:
-            while time.monotonic() < deadline:
-                if self._store.check([FAILED_KEY]):
-                    return RunFailed(f"the group failed together: {self._store.get(FAILED_KEY).decode()}")
-                dead = self._dead_ranks()
-                if dead:
-                    return PeerLost(f"rank {', '.join(map(str, dead))} died; the group cannot go on")
-                time.sleep(0.02)
-        except RuntimeError:
-            return PeerLost("rank 0, which hosts the group's store, is gone; the group cannot go on")
-        return None
-
-    def _dead_ranks(self) -> list[int]:
-        dead: list[int] = []
-        for rank in range(self.ranks):
-            pid, started = self._store.get(f"penstock/pid/{rank}").decode().split()
-            if str(start_time(int(pid))) != started or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE:
-                dead.append(rank)
-        return dead
-
-
-def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0, backend: str = "gloo") -> Fetch:
-    """Builds the process group and its fetch; every rank calls it once.
-
-    `timeout_s` must exceed the longest generation: a dead rank is noticed at once, it only bounds a wedged one.
-    """
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
-    assert dist.group.WORLD is not None
-    return Fetch(dist.group.WORLD, store, rank=rank, ranks=ranks, timeout_s=timeout_s)
+    wait_for_weights: Callable[[Version], None] = lambda version: None
+    """Returns once the engine serves at least this version, proven; PeerLost if that takes too long."""
+    announced: Callable[[Manifest], None] = lambda manifest: None
+    """Rank 0 heard of newer weights."""
+    discard: Callable[[Sequence[PayloadRef]], Any] = lambda refs: None
+    rest: Callable[[], None] = lambda: None
+    wake: Callable[[], None] = lambda: None
+    progressed: Callable[[str], None] = lambda doing: None
+    traced: Callable[[trace.Trace], None] = lambda told: None
 
 
 class Lockstep:
-    """One rank's loop. All ranks run it with the same settings; rank 0 also has the desk."""
+    """All ranks run it with the same settings; rank 0 also has the leader."""
 
     def __init__(
         self,
@@ -166,43 +79,70 @@ class Lockstep:
         store: Store,
         fetch: Fetch,
         *,
-        desk: BlockingDesk | None = None,
-        batch_samples: int = 64,
+        leader: Leader | None = None,
         share: bool = False,
-        progressed: Callable[[str], None] = lambda doing: None,
+        preparations: int = 1,
+        surroundings: Surroundings = Surroundings(),
     ) -> None:
         self.workload = workload
         self.fetch = fetch
-        self._store = store
-        self._desk = desk
-        self._batch_samples = batch_samples
-        self._share = share
-        self._progressed = progressed
-        self._news = _News()
-        self._reported: tuple[list[Rollout], list[FailedRollout]] = ([], [])
-        self._exhausted = False
+        self.cadence = Cadence(rank=fetch.rank, ranks=fetch.ranks, share=share)
+        self.tracing = Tracing(surroundings.traced)
+        self._around = surroundings
+        self._leader = leader
+        self._preparations = preparations
+        self._counts_due = False
+        self._works: dict[flow.Ticket, Work] = {}
+        self._inbox: queue.SimpleQueue[flow.Event | BaseException] = queue.SimpleQueue()
+        self._hooks = HookCalls(
+            workload,
+            store,
+            works=self._works,
+            post=self._post,
+            count=self.tracing.count,
+            tell=self.tracing.tell,
+            progressed=surroundings.progressed,
+            # In a tensor-parallel group a rank that skips a prompt leaves the others waiting inside the engine.
+            ends_the_run=is_nobodys_fault if share or fetch.ranks == 1 else lambda error: True,
+        )
 
     def run(self) -> None:
-        """Blocks until rank 0's desk is exhausted. If any rank cannot go on, every rank raises with the same cause."""
-        preparation = Offload(1, f"prepare-rank-{self.fetch.rank}")
+        """Blocks until rank 0 ends the group. If any rank cannot go on, every rank raises with the same cause.
+
+        Consumes rank 0's orders; produces outcomes; waits for the slowest rank, unblocked by its arrival or its death.
+        """
+        preparation = Offload(self._preparations, f"prepare-rank-{self.fetch.rank}")
+        postprocessing = Offload(1, f"postprocess-rank-{self.fetch.rank}")
         try:
-            self.workload.preflight()
-            ahead = self._fetch_and_prepare(preparation)
-            while ahead is not None:
-                current = ahead
-                # One batch ahead: the next is fetched and being prepared while this one is generated.
-                ahead = self._fetch_and_prepare(preparation)
-                self._generate(current)
-            self._flush()
+            self._preflight()
+            while not self.cadence.left:
+                self._meet(preparation, postprocessing)
+            self.fetch.leave()
         except BaseException as error:
             cause = self._cause(error)
             self.fetch.fail(cause)
             raise cause from error
         finally:
-            preparation.close(timeout_s=1.0)
+            preparation.close(CLOSE_S)
+            postprocessing.close(CLOSE_S)
+
+    def statistics(self) -> dict[str, float]:
+        """Counters since the start and depths now, by plain names; the same names as those of a single runner."""
+        held = self.cadence.held
+        depths = {f"{stage}_samples": float(samples) for stage, samples in held.depths().items()}
+        return {**self.tracing.counts(), **depths, **branch_counts(self.cadence.branches)}
+
+    def _preflight(self) -> None:
+        if inspect.iscoroutinefunction(self.workload.generate):
+            raise ConfigError(
+                f"{type(self.workload).__name__} generates many requests at once, which cannot run in several ranks; "
+                "set rollout.ranks to 1, and use more workers instead"
+            )
+        self._around.progressed("preflight")
+        self.workload.preflight()
 
     def _cause(self, error: BaseException) -> PenstockError:
-        if isinstance(error, PeerLost | RunFailed):
+        if isinstance(error, PenstockError):
             return error
         # The engine's own collectives break with a RuntimeError when another rank is gone: that rank is to blame.
         blamed = self.fetch.blame() if isinstance(error, RuntimeError) else None
@@ -210,89 +150,108 @@ class Lockstep:
             return blamed
         return RunFailed(f"rank {self.fetch.rank}: {''.join(traceback.format_exception_only(error)).strip()}")
 
-    def _fetch_and_prepare(self, preparation: Offload) -> list[tuple[PromptLease, Future[Any]]] | None:
-        """None when there is nothing more. Every rank calls it equally often, in the same order."""
-        if self._exhausted:
-            return None
-        if self._desk is not None:
-            answer = self._desk.lease(self._batch_samples)
-            self._news.leases = answer.leases
-            self._news.exhausted = answer.verdict == "exhausted" or answer.phase in ("complete", "stopped")
-            if not answer.leases and not self._news.exhausted:
-                time.sleep(REFUSED_S)
-        self._progressed("fetch")
-        everybody = self._exchange()
-        self._exhausted = everybody[0].exhausted
-        if not everybody[0].leases and self._exhausted:
-            return None
-        mine = [
-            lease
-            for number, lease in enumerate(everybody[0].leases)
-            if not self._share or number % self.fetch.ranks == self.fetch.rank
-        ]
-        return [(lease, preparation.submit(self.workload.prepare, lease)) for lease in mine]
+    def _meet(self, preparation: Offload, postprocessing: Offload) -> None:
+        """One fetch and what follows from it. Every rank comes here equally often, in the same order."""
+        everybody = self.fetch.all_news(self._news())
+        self._around.progressed("fetch")
+        if self._leader is not None:
+            self._leader.heard(everybody)
+        orders = everybody[0].orders
+        assert orders is not None
+        if orders.manifest is not None:
+            self._around.announced(orders.manifest)
+        if orders.discard:
+            self._around.discard(orders.discard)
+        first_ticket = self.cadence.held.next_ticket
+        effects = deque(self._decide(cadence.Heard(orders.order, orders.leases, orders.prefetch)))
+        for ticket in range(first_ticket, self.cadence.held.next_ticket):
+            self._works[ticket] = Work(self.cadence.held[ticket].lease, time.monotonic())
+        while effects:
+            effects.extendleft(reversed(self._act(effects.popleft(), preparation, postprocessing)))
+        for ticket in [ticket for ticket in self._works if ticket not in self.cadence.held]:
+            del self._works[ticket]
+        self._counts_due = self.tracing.sample(self.cadence.branches, self._queue)
 
-    def _exchange(self) -> list[_News]:
-        news, self._news = self._news, _News()
-        news.rollouts, news.failures = tuple(self._reported[0]), tuple(self._reported[1])
-        self._reported = ([], [])
-        everybody = self.fetch.all_news(news)
-        if self._desk is not None:
-            rollouts = [rollout for one in everybody for rollout in one.rollouts]
-            failures = [failure for one in everybody for failure in one.failures]
-            if rollouts or failures:
-                self._desk.deliver(rollouts, failures)
-        return everybody
+    def _news(self) -> News:
+        """What is finished by now, and whatever rank 0 has to say."""
+        idle = self.cadence.idle
+        orders = self._leader.orders(idle=idle) if self._leader is not None else None
+        self._read_inbox()
+        told = [self._works.pop(ticket) for ticket in self.cadence.held.at(flow.Stage.FINISHED)]
+        self._decide(cadence.Told())
+        return News(
+            orders=orders,
+            rollouts=tuple(rollout for work in told for rollout in work.rollouts),
+            failures=tuple(failure for work in told for failure in work.failures),
+            resting=self.cadence.resting,
+            counts=self.statistics() if self._counts_due else None,
+        )
 
-    def _flush(self) -> None:
-        """The outcomes of the last batch: the closing fetch, which carries no leases."""
-        self._exchange()
-        dist.destroy_process_group()
+    def _act(self, effect: cadence.Effect, preparation: Offload, postprocessing: Offload) -> Sequence[cadence.Effect]:
+        match effect:
+            case flow.Prepare(tickets):
+                for ticket in tickets:
+                    preparation.submit(self._hooks.prepare, (ticket,))
+            case cadence.AwaitPrepared(batch, tickets):
+                self._wait_until(lambda: not self._any(flow.Stage.PREPARING, tickets), "preparation")
+                return self._decide(cadence.BatchPrepared(batch))
+            case flow.Generate(batch, tickets):
+                floor = max(self._works[ticket].lease.min_version for ticket in tickets)
+                self._around.wait_for_weights(floor)
+                self._hooks.generate(batch, tickets)
+                return self._read_inbox()
+            case flow.Postprocess(tickets):
+                postprocessing.submit(self._hooks.postprocess, tickets)
+            case cadence.Settle():
+                self._wait_until(lambda: not self.cadence.held.at(flow.Stage.POSTPROCESSING), "post-processing")
+            case cadence.Drop():
+                if self._leader is not None:
+                    self._leader.dropped(effect)
+            case cadence.Rest():
+                self._around.rest()
+            case cadence.Wake():
+                self._around.wake()
+            case cadence.Leave():
+                pass
+        return ()
 
-    def _generate(self, batch: Sequence[tuple[PromptLease, Future[Any]]]) -> None:
-        # A prompt that one rank cannot prepare, the others could: with tensor parallelism they must not generate it
-        # without that rank. Preparation is deterministic, so a failure that not every rank has is a fault of the rank.
-        ready: list[tuple[PromptLease, Any]] = []
-        for lease, future in batch:
+    def _any(self, stage: flow.Stage, tickets: Sequence[flow.Ticket]) -> bool:
+        return any(ticket in self.cadence.held.at(stage) for ticket in tickets)
+
+    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        """Unblocked by the ends of hooks; a hook that does not end is a rank that is lost."""
+        deadline = time.monotonic() + self.fetch.timeout_s
+        self._read_inbox()
+        while not done():
             try:
-                prepared = future.result(self.fetch.timeout_s)
-            except (PeerLost, RunFailed):
-                raise
-            except Exception as error:
-                if not self._share and self.fetch.ranks > 1:
-                    message = f"prepare of prompt {lease.prompt} raised {type(error).__name__}: {error}"
-                    raise RunFailed(message) from error
-                self._fail(lease, "prepare", traceback.format_exc())
-                continue
-            if isinstance(prepared, Unusable):
-                self._fail(lease, "prepare", prepared.reason, poison=True)
-            else:
-                ready.append((lease, prepared))
-        if not ready:
-            return
-        self._progressed(f"generate {len(ready)} prompts")
-        generated: Any = self.workload.generate(self.workload.collate([prepared for _, prepared in ready]))
-        for (lease, prepared), result in zip(ready, generated, strict=True):
-            if self._share or self.fetch.rank == 0:
-                self._keep(lease, self.workload.postprocess(prepared, result))
+                self._take(self._inbox.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                raise PeerLost(
+                    f"rank {self.fetch.rank}: {what} did not end within {self.fetch.timeout_s:.0f} s; {self.cadence!r}"
+                ) from None
 
-    def _keep(self, lease: PromptLease, outcomes: Sequence[Outcome]) -> None:
-        for sample, outcome in zip(lease.samples, outcomes, strict=True):
-            if isinstance(outcome, Failed):
-                self._reported[1].append(failed_rollout(sample, "postprocess", outcome.error, outcome.poison))
-                continue
-            assert isinstance(outcome, Finished)
-            self._reported[0].append(
-                Rollout(
-                    sample=sample,
-                    version=outcome.version,
-                    weights_digest=outcome.weights_digest,
-                    reward=outcome.reward,
-                    length=outcome.length,
-                    payload=self._store.write(outcome.arrays),
-                )
-            )
+    def _read_inbox(self) -> list[cadence.Effect]:
+        effects: list[cadence.Effect] = []
+        while not self._inbox.empty():
+            effects += self._take(self._inbox.get())
+        return effects
 
-    def _fail(self, lease: PromptLease, hook: str, error: str, *, poison: bool = False) -> None:
-        if self._share or self.fetch.rank == 0:
-            self._reported[1].extend(failed_rollout(sample, hook, error, poison) for sample in lease.samples)
+    def _take(self, event: flow.Event | BaseException) -> list[cadence.Effect]:
+        if isinstance(event, BaseException):
+            raise event
+        assert isinstance(event, flow.PrepareEnded | flow.GenerateEnded | flow.PostprocessEnded)
+        return self._decide(event)
+
+    def _decide(self, event: cadence.Event) -> list[cadence.Effect]:
+        return self.cadence.handle(event, time.monotonic())
+
+    def _post(self, *events: flow.Event | BaseException) -> None:
+        for event in events:
+            self._inbox.put(event)
+
+    def _queue(self, now: float) -> trace.QueueSampled:
+        held = self.cadence.held
+        return trace.QueueSampled(now, held.depths(), held.size_bytes, self.cadence.generating, self.cadence.prefetch)
+
+    def __repr__(self) -> str:
+        return f"Lockstep({type(self.workload).__name__}, {self.cadence!r})"

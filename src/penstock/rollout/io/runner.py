@@ -11,35 +11,24 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.records.ids import SampleId
-from penstock.records.rollout import FailedRollout, Rollout
 from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Workload
+from penstock.rollout.io.desk_calls import Desk, DeskCalls
 from penstock.rollout.io.hook_calls import HookCalls, Store, Work
 from penstock.rollout.io.tracing import Tracing, branch_counts
 from penstock.rollout.prefetch import Bounds, Prefetch
 from penstock.runtime.offload import Offload
-from penstock.wire.messages import Delivered, Leased
+from penstock.wire.messages import Leased
 
 logger = logging.getLogger(__name__)
 
-
-class Desk(Protocol):
-    """The control plane, as a worker sees it. Retries and reconnects are its own affair."""
-
-    async def lease(self, samples: int, wait_s: float) -> Leased: ...
-
-    async def deliver(
-        self,
-        rollouts: Sequence[Rollout],
-        failures: Sequence[FailedRollout],
-        returned: Sequence[SampleId],
-    ) -> Delivered: ...
+T = TypeVar("T")
 
 
 class RunnerSettings(msgspec.Struct, frozen=True):
@@ -75,8 +64,6 @@ class Runner:
         self.settings = settings
         self.machine = Prefetch(settings.bounds, prefetch=settings.prefetch)
         self._tracing = Tracing(traced)
-        self._configured_prefetch = settings.prefetch
-        self._desk = desk
         self._progressed = progressed
         self._interrupt = interrupt
         self._works: dict[flow.Ticket, Work] = {}
@@ -89,12 +76,20 @@ class Runner:
             tell=self._tracing.tell,
             progressed=progressed,
         )
+        self._calls = DeskCalls(
+            desk,
+            self._tracing,
+            self._post,
+            lease_wait_s=settings.lease_wait_s,
+            prefetch=settings.prefetch,
+            progressed=progressed,
+        )
         self._awaits = inspect.iscoroutinefunction(workload.generate)
         self._inbox: deque[flow.Event | BaseException] = deque()
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._asking: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._asking: asyncio.Task[Leased | None] | None = None
         self._fatal: BaseException | None = None
         self._finished: str | None = None
         self._deadline: float | None = None
@@ -112,7 +107,7 @@ class Runner:
 
     @prefetch.setter
     def prefetch(self, on: bool) -> None:
-        self._configured_prefetch = on
+        self._calls.prefetch = on
         self._post(flow.PrefetchSet(on))
 
     def stop(self, reason: str = "stop was asked for") -> None:
@@ -150,8 +145,9 @@ class Runner:
         def act(effect: flow.Effect) -> None:
             match effect:
                 case flow.AskLease(samples, after_s):
-                    self._asking = self._spawn(group, self._ask(samples, after_s), "ask lease")
-                    self._asking.add_done_callback(self._ask_ended)
+                    ask = self._calls.ask(samples, after_s, self.machine.held_samples)
+                    self._asking = self._spawn(group, ask, "ask lease")
+                    self._asking.add_done_callback(self._calls.ask_ended)
                 case flow.Prepare(tickets):
                     preparation.submit(self._hooks.prepare, tickets)
                 case flow.Generate(batch, tickets):
@@ -237,62 +233,23 @@ class Runner:
             self._asking.cancel()
         return effects
 
-    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _spawn(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _ask(self, samples: int, after_s: float) -> None:
-        """Consumes one answer of the desk. Waits at most `after_s + lease_wait_s` and the desk's own retries."""
-        try:
-            if after_s:
-                await asyncio.sleep(after_s)
-            asked = time.monotonic()
-            answer = await self._desk.lease(samples, self.settings.lease_wait_s)
-        except Exception as error:  # noqa: BLE001 - raised by `run`, once the leases in hand are given back
-            self._post(error)
-            return
-        waited_s = time.monotonic() - asked
-        granted = sum(len(lease.samples) for lease in answer.leases)
-        held = self.machine.held_samples
-        self._tracing.tell(trace.LeaseAnswered(time.monotonic(), samples, granted, answer.verdict, waited_s, held))
-        self._progressed(f"lease {answer.verdict}")
-        on = self._configured_prefetch if answer.prefetch is None else answer.prefetch
-        if on != self.machine.prefetch:
-            self._post(flow.PrefetchSet(on))
-        self._post(flow.LeaseAnswered(answer.leases, answer.verdict, waited_s))
-        if answer.phase in ("complete", "stopped"):
-            self._post(flow.Abandoned(f"the run is {answer.phase}"))
-
-    def _ask_ended(self, asking: asyncio.Task[None]) -> None:
-        """A cancelled ask is an answer too, even if cancelled before it began. The desk gives back what was granted."""
-        if asking.cancelled():
-            self._post(flow.LeaseAnswered((), "throttled"))
-
     async def _deliver(self, tickets: tuple[flow.Ticket, ...]) -> None:
         works = [self._works[ticket] for ticket in tickets]
         rollouts = [rollout for work in works for rollout in work.rollouts]
         failures = [failure for work in works for failure in work.failures]
-        try:
-            answer = await self._desk.deliver(rollouts, failures, ())
-        except Exception as error:  # noqa: BLE001 - raised by `run`
-            self._post(error)
-            return
-        for ticket in tickets:
-            del self._works[ticket]
-        self._tracing.count("delivered_samples", len(rollouts))
-        self._tracing.count("failed_samples", len(failures))
-        self._tracing.count("refused_samples", len(answer.refused))
-        self._tracing.count("deliveries", 1)
-        self._post(flow.DeliverEnded())
+        if await self._calls.deliver(rollouts, failures) is not None:
+            for ticket in tickets:
+                del self._works[ticket]
+            self._post(flow.DeliverEnded())
 
     async def _return(self, samples: tuple[SampleId, ...]) -> None:
-        try:
-            await self._desk.deliver((), (), samples)
-        except Exception as error:  # noqa: BLE001 - they expire with this worker anyway
-            logger.warning("%d leases could not be given back: %s", len(samples), error)
-        self._tracing.count("returned_samples", len(samples))
+        await self._calls.give_back(samples)
         self._post(flow.ReturnEnded())
 
     def _queue(self, now: float) -> trace.QueueSampled:

@@ -1,0 +1,103 @@
+"""A generation loop's calls to the desk: leases asked for, outcomes delivered, leases given back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.records.ids import SampleId
+from penstock.records.rollout import FailedRollout, Rollout
+from penstock.rollout import flow, trace
+from penstock.rollout.io.hook_calls import Post
+from penstock.rollout.io.tracing import Tracing
+from penstock.wire.messages import Delivered, Leased
+
+logger = logging.getLogger(__name__)
+
+
+class Desk(Protocol):
+    """The control plane, as a worker sees it. Retries and reconnects are its own affair."""
+
+    async def lease(self, samples: int, wait_s: float) -> Leased: ...
+
+    async def deliver(
+        self,
+        rollouts: Sequence[Rollout],
+        failures: Sequence[FailedRollout],
+        returned: Sequence[SampleId],
+    ) -> Delivered: ...
+
+
+class DeskCalls:
+    """Each call ends with what follows from it being posted: an answer's events, or the error that ends the run."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        tracing: Tracing,
+        post: Post,
+        *,
+        lease_wait_s: float,
+        prefetch: bool,
+        progressed: Callable[[str], None] = lambda doing: None,
+    ) -> None:
+        self.prefetch = prefetch
+        """The setting of this worker: holds unless a lease brings another."""
+        self._desk = desk
+        self._tracing = tracing
+        self._post = post
+        self._lease_wait_s = lease_wait_s
+        self._progressed = progressed
+
+    async def ask(self, samples: int, after_s: float, held_samples: int) -> Leased | None:
+        """Consumes one answer of the desk. Waits at most `after_s + lease_wait_s` and the desk's own retries."""
+        try:
+            if after_s:
+                await asyncio.sleep(after_s)
+            asked = time.monotonic()
+            answer = await self._desk.lease(samples, self._lease_wait_s)
+        except Exception as error:  # noqa: BLE001 - raised by the loop, once the leases in hand are given back
+            self._post(error)
+            return None
+        now = time.monotonic()
+        granted = sum(len(lease.samples) for lease in answer.leases)
+        self._tracing.tell(
+            trace.LeaseAnswered(now, samples, granted, answer.verdict, now - asked, held_samples, answer.phase)
+        )
+        self._tracing.count(f"asks_{answer.verdict}", 1)
+        self._progressed(f"lease {answer.verdict}")
+        self._post(
+            flow.PrefetchSet(self.prefetch if answer.prefetch is None else answer.prefetch),
+            flow.LeaseAnswered(answer.leases, answer.verdict, now - asked),
+        )
+        if answer.phase in ("complete", "stopped"):
+            self._post(flow.Abandoned(f"the run is {answer.phase}"))
+        return answer
+
+    def ask_ended(self, asking: asyncio.Task[Leased | None]) -> None:
+        """A cancelled ask is an answer too, even if cancelled before it began. The desk gives back what was granted."""
+        if asking.cancelled():
+            self._post(flow.LeaseAnswered((), "throttled"))
+
+    async def deliver(self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout]) -> Delivered | None:
+        """What the desk said; None when it could not be reached, which ends the run."""
+        try:
+            answer = await self._desk.deliver(rollouts, failures, ())
+        except Exception as error:  # noqa: BLE001 - raised by the loop
+            self._post(error)
+            return None
+        self._tracing.count("delivered_samples", len(rollouts))
+        self._tracing.count("failed_samples", len(failures))
+        self._tracing.count("refused_samples", len(answer.refused))
+        self._tracing.count("deliveries", 1)
+        return answer
+
+    async def give_back(self, samples: Sequence[SampleId]) -> None:
+        try:
+            await self._desk.deliver((), (), samples)
+        except Exception as error:  # noqa: BLE001 - they expire with this worker anyway
+            logger.warning("%d leases could not be given back: %s", len(samples), error)
+        self._tracing.count("returned_samples", len(samples))

@@ -1,0 +1,271 @@
+"""Rank 0's side of a worker of several ranks: a runner like any other to whoever starts and stops it.
+
+The ranks' loop runs in a thread; everything here happens on the event loop, which talks to the desk. `orders`, `heard`
+and `dropped` are how the thread asks: each hops to the loop and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from penstock.errors import LocalProtocolError, PeerLost
+from penstock.records.ids import SampleId
+from penstock.records.payload import PayloadRef
+from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.weights import Manifest
+from penstock.rollout import cadence, flow, lead, trace
+from penstock.rollout.io.desk_calls import Desk, DeskCalls
+from penstock.rollout.io.rank_fetch import News, Orders
+from penstock.rollout.io.runner import RunnerSettings
+from penstock.rollout.io.tracing import Tracing, branch_counts
+from penstock.rollout.lead import Lead
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WORKING_TICK_S = 0.02
+"""How long ranks that have nothing to do wait for leases before they tell each other their news."""
+RESTING_TICK_S = 0.2
+ANSWER_S = 60.0
+"""How long the ranks' thread may wait for the event loop: one that does not turn for so long is wedged."""
+
+
+class GroupRunner:
+    """One worker's generation, by all of its ranks. May be run again after it ended."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        settings: RunnerSettings,
+        *,
+        progressed: Callable[[str], None] = lambda doing: None,
+        interrupt: Callable[[], None] = lambda: None,
+        traced: Callable[[trace.Trace], None] = lambda told: None,
+    ) -> None:
+        """To be made on the loop. `interrupt` should make a blocking `generate` of every rank return early."""
+        self.settings = settings
+        self.machine = Lead(settings.bounds.batch_samples, prefetch=settings.prefetch)
+        self._interrupt = interrupt
+        self._tracing = Tracing(traced)
+        self._calls = DeskCalls(
+            desk,
+            self._tracing,
+            self._post,
+            lease_wait_s=settings.lease_wait_s,
+            prefetch=settings.prefetch,
+            progressed=progressed,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._spawned: set[asyncio.Task[Any]] = set()
+        self._asking: asyncio.Task[Any] | None = None
+        self._changed = asyncio.Event()
+        self._brought: dict[SampleId, Rollout | FailedRollout] = {}
+        self._discards: list[PayloadRef] = []
+        self._manifest: Manifest | None = None
+        self._counts: dict[int, dict[str, float]] = {}
+        self._command: lead.Command | None = None
+        self._finished: str | None = None
+        self._fatal: BaseException | None = None
+        self._deadline: float | None = None
+        self._abandoned = False
+
+    # -- to whoever runs it -----------------------------------------------------------------------------------------
+
+    @property
+    def prefetch(self) -> bool:
+        """The live setting: every rank hears it with the next fetch. A setting sent with a lease goes before it."""
+        return self.machine.prefetch
+
+    @prefetch.setter
+    def prefetch(self, on: bool) -> None:
+        self._calls.prefetch = on
+        self._loop.call_soon_threadsafe(self._decide, flow.PrefetchSet(on))
+
+    def announce(self, manifest: Manifest) -> None:
+        """Every rank hears of these weights with the next fetch."""
+        self._manifest = manifest
+
+    async def run(self) -> str:
+        """Generates until there is no more to do and every rank rests; returns why it ended."""
+        self._finished = self._deadline = None
+        self._abandoned = False
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._decide(lead.WorkBegan())
+                while self._finished is None:
+                    await self._wait_for_news()
+                for task in self._spawned:
+                    task.cancel()
+        finally:
+            self._tasks = self._asking = None
+        if self._fatal is not None:
+            raise self._fatal
+        return self._finished
+
+    def stop(self, reason: str = "stop was asked for") -> None:
+        """Ends within `drain_s`: what is in the engines is finished, waiting leases go back at the next fetch."""
+        if self._deadline is None:
+            self._deadline = self._loop.time() + self.settings.drain_s
+        self._decide(flow.StopAsked(reason))
+
+    def abandon(self, reason: str) -> None:
+        """Ends now: every lease goes back at once, and the engines are interrupted."""
+        self._abandoned = True
+        self._deadline = self._loop.time() + self.settings.return_s
+        self._decide(flow.Abandoned(reason))
+        self._interrupt()
+
+    def end(self) -> None:
+        """Every rank leaves with the next fetch."""
+        self._decide(lead.Ended())
+
+    def broke(self, error: BaseException) -> None:
+        """The ranks, or the desk, cannot go on: leases go back at once, and `run` raises this."""
+        if self._fatal is None:
+            self._fatal = error
+            self.abandon(f"{type(error).__name__}: {error}")
+
+    def statistics(self) -> dict[str, float]:
+        """The ranks' counters, added up, beside rank 0's own dealings with the desk."""
+        total = self._tracing.counts()
+        for counts in self._counts.values():
+            for name, value in counts.items():
+                total[name] = total.get(name, 0.0) + value
+        machine = self.machine
+        state = {"outstanding_samples": float(len(machine.outstanding)), "prefetch": float(machine.prefetch)}
+        return {**total, **state, **branch_counts(machine.branches)}
+
+    # -- to the ranks' thread ---------------------------------------------------------------------------------------
+
+    def orders(self, *, idle: bool) -> Orders:
+        """See `Leader.orders`."""
+        return self._on_loop(self._orders(idle))
+
+    def heard(self, everybody: Sequence[News]) -> None:
+        """See `Leader.heard`."""
+        self._on_loop(self._heard(everybody))
+
+    def dropped(self, effect: cadence.Drop) -> None:
+        """See `Leader.dropped`."""
+        self._loop.call_soon_threadsafe(self._decide, lead.Dropped(effect.samples))
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(ANSWER_S)
+        except TimeoutError:
+            raise PeerLost(f"rank 0's event loop did not answer its ranks within {ANSWER_S:.0f} s") from None
+
+    async def _orders(self, idle: bool) -> Orders:
+        """Unblocked by leases, by any change of mind, or by the tick."""
+        self._decide(lead.FetchDue())
+        machine = self.machine
+        if idle and not machine.ready and machine.order != "end":
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WORKING_TICK_S if machine.working else RESTING_TICK_S):
+                    await self._changed.wait()
+        self._decide(lead.OrdersTaken())
+        command, self._command = self._command, None
+        assert command is not None
+        manifest, self._manifest = self._manifest, None
+        discards, self._discards = tuple(self._discards), []
+        return Orders(command.order, command.leases, command.prefetch, manifest, discards)
+
+    async def _heard(self, everybody: Sequence[News]) -> None:
+        self._counts.update({rank: news.counts for rank, news in enumerate(everybody) if news.counts is not None})
+        self._brought = {outcome.sample: outcome for news in everybody for outcome in (*news.rollouts, *news.failures)}
+        self._decide(lead.Reported(tuple(self._brought)))
+        if all(news.resting for news in everybody):
+            self._decide(lead.Rested())
+
+    # -- acting -----------------------------------------------------------------------------------------------------
+
+    def _decide(self, event: lead.Event) -> None:
+        for effect in self.machine.handle(event, time.monotonic()):
+            self._act(effect)
+        if self.machine.ending is not None and self._asking is not None:
+            self._asking.cancel()
+        if not isinstance(event, lead.FetchDue | lead.OrdersTaken | flow.PrefetchSet):
+            self._changed.set()
+
+    def _post(self, *events: flow.Event | BaseException) -> None:
+        for event in events:
+            match event:
+                case flow.Abandoned(reason):
+                    self.abandon(reason)
+                case flow.PrefetchSet() | flow.LeaseAnswered():
+                    self._decide(event)
+                case BaseException():
+                    self.broke(event)
+                case _:
+                    raise LocalProtocolError(f"the desk cannot answer with {event!r}")
+
+    def _act(self, effect: lead.Effect) -> None:
+        match effect:
+            case lead.Command():
+                self._command = effect
+            case flow.AskLease(samples, after_s):
+                ask = self._calls.ask(samples, after_s, len(self.machine.outstanding))
+                self._asking = self._spawn(ask, "ask lease")
+                self._asking.add_done_callback(self._calls.ask_ended)
+            case lead.Deliver(samples):
+                self._spawn(self._deliver(samples, self._brought), "deliver")
+            case lead.GiveBack(samples):
+                self._spawn(self._give_back(samples), "return leases")
+            case flow.Finish(reason):
+                self._finished = reason
+
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        if self._tasks is None:
+            work.close()
+            raise LocalProtocolError(f"cannot {name}: generation is not running")
+        task = self._tasks.create_task(work, name=name)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+        return task
+
+    async def _deliver(self, samples: frozenset[SampleId], brought: dict[SampleId, Rollout | FailedRollout]) -> None:
+        rollouts = [one for one in brought.values() if one.sample in samples and isinstance(one, Rollout)]
+        failures = [one for one in brought.values() if one.sample in samples and isinstance(one, FailedRollout)]
+        refused = set(brought) - samples
+        if rollouts or failures:
+            answer = await self._calls.deliver(rollouts, failures)
+            refused.update(answer.refused if answer is not None else ())
+        self._discards += [
+            one.payload for one in brought.values() if one.sample in refused and isinstance(one, Rollout)
+        ]
+        self._decide(lead.DeskAnswered())
+
+    async def _give_back(self, samples: tuple[SampleId, ...]) -> None:
+        await self._calls.give_back(samples)
+        self._decide(lead.DeskAnswered())
+
+    async def _wait_for_news(self) -> None:
+        """Unblocked by any decision, or by the deadline of a stop."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._changed.wait()
+        except TimeoutError:
+            self._on_deadline()
+        if self._fatal is not None and self.machine.settled:  # broken ranks do not come to rest
+            self._finished = self.machine.ending or "broken"
+
+    def _on_deadline(self) -> None:
+        if not self._abandoned:
+            logger.warning("the drain took longer than %.1f s, giving up: %r", self.settings.drain_s, self.machine)
+            self.abandon(self.machine.ending or "the drain took too long")
+            return
+        late = PeerLost(f"the ranks did not come to rest within {self.settings.return_s:.1f} s: {self.machine!r}")
+        self._fatal = self._fatal or late
+        self._finished = self.machine.ending or "abandoned"
+
+    def __repr__(self) -> str:
+        return f"GroupRunner({self.machine!r})"

@@ -1,0 +1,174 @@
+"""The one collective of a worker of several ranks: every rank gives its news and gets everybody's.
+
+It breaks, and never hangs, when a rank is gone: a rank that cannot go on says why in the group's store and leaves; one
+that dies without a word closes its connections. Either way the others' fetch ends at once, and they say whose fault it
+was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from penstock import errors
+from penstock.errors import PeerLost, PenstockError, RunFailed
+from penstock.records.payload import PayloadRef
+from penstock.records.prompt import PromptLease
+from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.weights import Manifest
+from penstock.rollout.cadence import Order
+from penstock.runtime.process import is_alive, start_time
+
+logger = logging.getLogger(__name__)
+
+GroupStore = Any
+"""A torch.distributed store; the library exports no name for its type."""
+
+_HEADER = 8
+FAILED_KEY = "penstock/failed"
+LAST_WORD_S = 2.0
+"""How long a broken collective waits for the rank that broke it to have said why."""
+
+
+class Orders(msgspec.Struct, array_like=True):
+    """What rank 0 has to say."""
+
+    order: Order
+    leases: tuple[PromptLease, ...] = ()
+    prefetch: bool = False
+    manifest: Manifest | None = None
+    """Weights that every rank is to load; said once."""
+    discard: tuple[PayloadRef, ...] = ()
+    """Payloads, in any rank's ring, that nobody will ask for."""
+
+
+class News(msgspec.Struct, array_like=True):
+    """What one rank contributes to a fetch."""
+
+    orders: Orders | None = None
+    """Rank 0's."""
+    rollouts: tuple[Rollout, ...] = ()
+    failures: tuple[FailedRollout, ...] = ()
+    resting: bool = False
+    counts: dict[str, float] | None = None
+    """Counters since the start, about once a second."""
+
+
+class LastWords(msgspec.Struct):
+    """Why a rank could not go on."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: PenstockError, rank: int) -> LastWords:
+        prefix = f"rank {rank}: "
+        return cls(type(error).__name__, prefix + error.message.removeprefix(prefix))
+
+    def error(self) -> PenstockError:
+        kind = getattr(errors, self.kind, RunFailed)
+        kind = kind if isinstance(kind, type) and issubclass(kind, PenstockError) else RunFailed
+        return kind(f"the group failed together: {self.message}")
+
+
+class Fetch:
+    """One rank's end of the collective."""
+
+    def __init__(self, group: dist.ProcessGroup, store: GroupStore, *, rank: int, ranks: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = group
+        self._store = store
+        self._frame_bytes = 1 << 16
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(News)
+        store.set(f"penstock/pid/{rank}", f"{os.getpid()} {start_time(os.getpid())}")
+
+    def all_news(self, news: News) -> list[News]:
+        """One collective of equal frames; a second, with larger frames from then on, when somebody's news do not fit.
+
+        Every rank sees every length, so all of them decide alike. Nothing that came over a wire is unpickled.
+        """
+        body = self._encoder.encode(news)
+        while True:
+            frames = self._gather(body)
+            lengths = [int(frame[:_HEADER].view(torch.int64)) for frame in frames]
+            if max(lengths) + _HEADER <= self._frame_bytes:
+                break
+            self._frame_bytes = 1 << (max(lengths) + _HEADER).bit_length()
+        return [
+            self._decoder.decode(frame[_HEADER : _HEADER + length].numpy().tobytes())
+            for frame, length in zip(frames, lengths, strict=True)
+        ]
+
+    def _gather(self, body: bytes) -> list[torch.Tensor]:
+        frame = torch.zeros(self._frame_bytes, dtype=torch.uint8)
+        frame[:_HEADER].view(torch.int64)[0] = len(body)
+        fitting = body[: self._frame_bytes - _HEADER]
+        frame[_HEADER : _HEADER + len(fitting)] = torch.frombuffer(bytearray(fitting), dtype=torch.uint8)
+        frames = [torch.zeros_like(frame) for _ in range(self.ranks)]
+        try:
+            dist.all_gather(frames, frame, group=self._group)
+        except RuntimeError as error:
+            raise self.blame() or PeerLost(f"the fetch broke and no rank said why: {error}") from error
+        return frames
+
+    def tell(self, error: PenstockError) -> None:
+        """Leaves the reason for the others to read. The first word is the cause, the rest are echoes."""
+        words = LastWords.of(error, self.rank)
+        try:
+            self._store.compare_set(FAILED_KEY, "", msgspec.json.encode(words).decode())
+        except RuntimeError as lost:  # the store's host is gone, and everybody knows by now
+            logger.warning("could not tell the other ranks of %s: %s", words.message, lost)
+
+    def fail(self, error: PenstockError) -> None:
+        """Tells the others why, then leaves the group so that whatever they wait for breaks."""
+        self.tell(error)
+        self.leave()
+
+    def leave(self) -> None:
+        """No collective will follow. Leaving twice is harmless."""
+        if self._group is not None:
+            self._group = None
+            dist.destroy_process_group()
+
+    def blame(self) -> PenstockError | None:
+        """Who else broke a collective: the first failing rank's own words, or who is gone. None if nobody did."""
+        deadline = time.monotonic() + LAST_WORD_S
+        try:
+            while time.monotonic() < deadline:
+                if self._store.check([FAILED_KEY]):
+                    return msgspec.json.decode(self._store.get(FAILED_KEY), type=LastWords).error()
+                dead = self._dead_ranks()
+                if dead:
+                    return PeerLost(f"rank {', '.join(map(str, dead))} died; the group cannot go on")
+                time.sleep(0.02)
+        except RuntimeError:
+            return PeerLost("the rank that hosts the group's store is gone; the group cannot go on")
+        return None
+
+    def _dead_ranks(self) -> list[int]:
+        dead: list[int] = []
+        for rank in range(self.ranks):
+            pid, started = self._store.get(f"penstock/pid/{rank}").decode().split()
+            if not is_alive(int(pid), float(started)):
+                dead.append(rank)
+        return dead
+
+
+def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0, backend: str = "gloo") -> Fetch:
+    """Builds the process group and its fetch; every rank calls it once.
+
+    `timeout_s` must exceed the longest generation: a dead rank is noticed at once, it only bounds a wedged one.
+    """
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+    assert dist.group.WORLD is not None
+    return Fetch(dist.group.WORLD, store, rank=rank, ranks=ranks, timeout_s=timeout_s)
