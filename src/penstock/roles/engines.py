@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from penstock.config.run import PipelineSection
+from penstock.config.run import Engine, PipelineSection, TorchEngineSection
 from penstock.envs.registry import find_reward, load
 from penstock.envs.rewards import Rubric
 from penstock.rollout.hooks import Workload
@@ -14,6 +14,10 @@ from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload
 from penstock.rollout.io.policy_engine import PolicyEngine
+from penstock.rollout.io.request_engine import ContinuousEngine
+from penstock.rollout.io.request_workload import RequestWorkload
+from penstock.rollout.io.requests import RequestEngine
+from penstock.rollout.io.serving import ServingEngine
 from penstock.rollout.io.torch_engine import TorchEngine
 from penstock.train.model import ControlPolicy, LanguagePolicy
 
@@ -37,36 +41,43 @@ class ScoredEnvironment:
 
 
 def engine_of(
-    policy: LanguagePolicy | ControlPolicy, seed: int, progressed: Callable[[], None]
-) -> TorchEngine | PolicyEngine:
+    policy: LanguagePolicy | ControlPolicy,
+    seed: int,
+    progressed: Callable[[], None],
+    section: Engine = TorchEngineSection(),
+) -> ServingEngine:
     """The engine that serves a policy. It has no digest yet: it may not serve before published weights are in."""
-    if isinstance(policy, LanguagePolicy):
-        return TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, seed=seed, progressed=progressed)
-    return PolicyEngine(policy.module, seed=seed, progressed=progressed)
+    if not isinstance(policy, LanguagePolicy):
+        return PolicyEngine(policy.module, seed=seed, progressed=progressed)
+    assert isinstance(section, TorchEngineSection)
+    pad_id = policy.tokenizer.pad_id
+    if section.batching == "static":
+        return TorchEngine(policy.module, pad_id=pad_id, seed=seed, progressed=progressed)
+    bounds = section.model_dump(include={"rows", "cache_tokens", "kept_tokens", "reread"})
+    return ContinuousEngine(policy.module, pad_id=pad_id, seed=seed, progressed=progressed, **bounds)
 
 
 def workload_of(
     pipeline: PipelineSection,
     environment: Any,
     policy: LanguagePolicy | ControlPolicy,
-    engine: TorchEngine | PolicyEngine,
+    engine: ServingEngine | RequestEngine,
     kept: Path,
 ) -> Workload[Any, Any, Any]:
-    """The five hooks: the user's own class if one is named, else the built-in one that fits the environment.
+    """The five hooks: the user's own class if one is named, else the built-in one that fits environment and engine.
 
     `kept` is where unfinished episodes of a worker that leaves wait for the next one.
     """
-    if pipeline.rollout.workload is not None:
-        return load(pipeline.rollout.workload)(environment, engine, policy)
+    rollout = pipeline.rollout
+    if rollout.workload is not None:
+        return load(rollout.workload)(environment, engine, policy)
     if isinstance(engine, PolicyEngine):
         return GymnasiumWorkload(environment, engine)
     assert isinstance(policy, LanguagePolicy)
-    return LanguageWorkload(
-        ScoredEnvironment(environment, pipeline),
-        engine,
-        policy.tokenizer,
-        max_new_tokens=pipeline.rollout.max_new_tokens,
-        temperature=pipeline.rollout.temperature,
-        max_turns=pipeline.rollout.max_turns,
-        kept=KeptEpisodes(kept),
-    )
+    scored = ScoredEnvironment(environment, pipeline)
+    sampling = rollout.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "max_turns"})
+    if isinstance(engine, TorchEngine):
+        return LanguageWorkload(scored, engine, policy.tokenizer, kept=KeptEpisodes(kept), **sampling)
+    requests = cast(RequestEngine, engine)
+    sampling["reply_threads"] = rollout.reply_threads
+    return RequestWorkload(scored, requests, policy.tokenizer, kept=KeptEpisodes(kept), **sampling)
