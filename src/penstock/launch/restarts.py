@@ -7,11 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.runtime.rundir import NO_SPACE
+
 STEADY_S = 60.0
 """A process that lived so long has started well: its earlier crashes are forgiven."""
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
+FULL_DISK = (
+    "no space is left on the disk of the run directory. What was acknowledged is safe: free some space and resume"
+)
 CRASHES_AT_START = 3
 """A process that never lived for `STEADY_S` gets so many tries: a crash at start is rarely bad luck."""
 
@@ -49,6 +54,8 @@ class RestartPolicy:
     def ended(self, exit_code: int, lived_s: float, last_words: Mapping[str, Any] | None) -> Verdict:
         if exit_code == 0:
             return Finished()
+        if exit_code == NO_SPACE:
+            return FailTheRun(f"{self.process}: {FULL_DISK}")
         why = describe_exit(exit_code, last_words)
         if last_words is not None and last_words["kind"] in ("ConfigError", "RunFailed"):
             return FailTheRun(f"{self.process}: {last_words['message']}", last_words["kind"] == "ConfigError")
@@ -58,7 +65,8 @@ class RestartPolicy:
             return FailTheRun(f"{self.process} failed {self.quick_crashes} times in a row; last: {why}")
         if self.restarts > self.max_restarts:
             return FailTheRun(f"{self.process} was restarted {self.max_restarts} times and ended again: {why}")
-        return RestartAfter(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self.quick_crashes - 1)), why)
+        delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self.quick_crashes - 1))
+        return RestartAfter(delay_s, why.splitlines()[0])  # the log has the rest
 
 
 def describe_exit(exit_code: int, last_words: Mapping[str, Any] | None) -> str:

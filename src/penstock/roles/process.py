@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import traceback
 from collections.abc import Coroutine
@@ -17,7 +18,7 @@ from penstock.errors import LocalProtocolError, PenstockError
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.logs import configure
 from penstock.runtime.progress import ProgressCell
-from penstock.runtime.rundir import RunDir
+from penstock.runtime.rundir import NO_SPACE, RunDir
 from penstock.runtime.shutdown import ShutdownSignal
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ UNEXPECTED = 70
 """Exit code of a process that died of an error nobody named."""
 
 TRACEBACK_CHARACTERS = 4000
+NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -77,15 +79,25 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
         uvloop.run(_with_signals(main, process))
     except PenstockError as error:
         log.error("%s: %s", type(error).__name__, error, exc_info=True)
-        run.write_failure(options.name, type(error).__name__, str(error), error.exit_code)
-        return error.exit_code
+        return _last_words(run, options.name, type(error).__name__, str(error), error.exit_code)
     except Exception as error:
         log.exception("unexpected %s", type(error).__name__)
+        if isinstance(error, OSError) and error.errno in NO_SPACE_ERRORS:
+            return NO_SPACE
         story = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
-        run.write_failure(options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
-        return UNEXPECTED
+        return _last_words(run, options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
     log.info("ended in good order")
     return 0
+
+
+def _last_words(run: RunDir, name: str, kind: str, sentence: str, exit_code: int) -> int:
+    """The exit code to leave with: on a full disk it has to say alone what cannot be written."""
+    try:
+        run.write_failure(name, kind, sentence, exit_code)
+    except OSError as error:
+        log.error("these last words could not be written: %s", error)
+        return NO_SPACE if error.errno in NO_SPACE_ERRORS else exit_code
+    return exit_code
 
 
 async def _with_signals(main: RoleMain, process: RoleProcess) -> None:

@@ -9,6 +9,18 @@ import sys
 from pathlib import Path
 from typing import TextIO, cast
 
+
+class LogFile(logging.FileHandler):
+    """A log that cannot be written (a full disk, say) is reported once, not once for every line."""
+
+    complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.complained:
+            self.complained = True
+            sys.stderr.write(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+
+
 LINE = "%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"
 
 
@@ -29,7 +41,7 @@ def configure(role: str, path: Path | str | None = None, level: str | int = "INF
     if path is not None:
         console.setLevel(logging.WARNING)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = LogFile(path, encoding="utf-8")
         handlers.append(file)
         place = cast(TextIO, file.stream)
     for handler in handlers:

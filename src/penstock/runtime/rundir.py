@@ -28,6 +28,8 @@ from penstock.errors import ConfigError, RunFailed
 from penstock.records.ids import RunId
 
 FORMAT = 1
+NO_SPACE = 74
+"""Exit code of a process that found the disk of the run directory full: there may be no room for other last words."""
 
 
 @dataclass(frozen=True, slots=True)

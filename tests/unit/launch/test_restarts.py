@@ -1,4 +1,12 @@
-from penstock.launch.restarts import CRASHES_AT_START, FailTheRun, Finished, RestartAfter, RestartPolicy
+from penstock.launch.restarts import (
+    CRASHES_AT_START,
+    FULL_DISK,
+    FailTheRun,
+    Finished,
+    RestartAfter,
+    RestartPolicy,
+)
+from penstock.runtime.rundir import NO_SPACE
 
 
 def words(kind: str) -> dict[str, str]:
@@ -48,3 +56,15 @@ def test_restarts_are_bounded():
     policy.ended(-9, 100.0, None)
     verdict = policy.ended(-9, 100.0, None)
     assert verdict == FailTheRun("w was restarted 2 times and ended again: killed by SIGKILL")
+
+
+def test_a_full_disk_fails_the_run_at_once_even_without_room_for_last_words():
+    verdict = RestartPolicy("controller", 5).ended(NO_SPACE, 100.0, None)
+    assert verdict == FailTheRun(f"controller: {FULL_DISK}")
+
+
+def test_the_reason_of_a_restart_is_one_line():
+    crash = {"kind": "KeyError", "message": "'letters'\nTraceback (most recent call last):\n  ..."}
+    verdict = RestartPolicy("w", 5).ended(70, 100.0, crash)
+    assert isinstance(verdict, RestartAfter)
+    assert verdict.why == "KeyError: 'letters'"

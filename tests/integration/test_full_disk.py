@@ -1,0 +1,51 @@
+"""A disk that fills up while a run writes to it: one sentence, and a resume that finishes the work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import letters, start, trained_steps
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 150
+
+
+@pytest.fixture
+def disk(folder: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    place = folder / "runs"
+    place.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no small file system can be mounted here: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.parametrize("room_kb", [16, 400])
+def test_a_full_disk_ends_the_run_with_one_sentence_and_resuming_finishes_it(folder: Path, disk: Path, room_kb: int):
+    run = start(folder, letters(folder, steps=STEPS, checkpoint_every=5))
+    run.wait_for_step(10)
+    ballast = disk / "ballast"
+    free = shutil.disk_usage(disk).free
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free - room_kb * 1024)
+    code, output = run.end(240)
+    assert code == 1, output
+    last = output.strip().splitlines()[-1].lower()
+    assert "space" in last or "disk is full" in last, output
+    assert trained_steps(run.directory) < STEPS, "the run was over before the disk was full"
+    ballast.unlink()
+    resumed = start(folder, "--resume", run.directory)
+    code, output = resumed.end(240)
+    assert code == 0, output + resumed.logs()
+    assert trained_steps(run.directory) == STEPS
