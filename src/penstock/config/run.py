@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from penstock.config.recommended import fill_in
 
@@ -137,7 +137,38 @@ class TorchEngineSection(Section):
     """Continuous: read contexts again after the weights changed, instead of going on from older keys and values."""
 
 
-Engine = TorchEngineSection
+class VllmEngineSection(Section):
+    """A vLLM server that the worker starts and owns. Its weights are always updated in place."""
+
+    kind: Literal["vllm"] = "vllm"
+    python: str = ""
+    """The Python of an environment with vLLM and this package; empty: the one that runs Penstock."""
+    max_requests: Positive = 64
+    """Completions decoded together; the others wait in the server."""
+    max_length: Positive | None = None
+    """Tokens of the longest context; the model's own limit by default."""
+    cache_gb: Positive = 1
+    """GiB for keys and values on CPU. On a GPU the server takes its share of the device: see its own flags."""
+    eager: bool = False
+    """Do without compiled graphs: the server starts much sooner and decodes slower."""
+    options: list[str] = []
+    """Further flags of the server, for example `["--gpu-memory-utilization", "0.5"]`."""
+    start_s: Seconds = 600.0
+    """How long the server may take until it answers."""
+    stall_s: Seconds = 120.0
+    """A server that does not answer for so long is replaced, and its worker with it."""
+    request_s: Seconds = 1800.0
+    """How long one completion may take, pauses included."""
+
+
+def _engine_kind(engine: Any) -> str:
+    """`torch`, unless said otherwise."""
+    return engine.get("kind", "torch") if isinstance(engine, dict) else engine.kind
+
+
+Engine = Annotated[
+    Annotated[TorchEngineSection, Tag("torch")] | Annotated[VllmEngineSection, Tag("vllm")], Discriminator(_engine_kind)
+]
 
 Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
 
@@ -320,6 +351,8 @@ class PipelineSection(Section):
         if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
             wanted = "mlp" if self.kind == "gymnasium" else "tiny or path"
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
+        if isinstance(self.engine, VllmEngineSection) and isinstance(self.model, MlpModel):
+            raise ValueError("engine.kind = 'vllm' serves language models only; use 'torch' for gymnasium policies")
         if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
             raise ValueError(
                 f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,9 +18,8 @@ from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
 from penstock.records.weights import Manifest
 from penstock.roles.worker_desk import WorkerDesk
-from penstock.rollout.io.policy_engine import PolicyEngine
 from penstock.rollout.io.runner import Runner
-from penstock.rollout.io.torch_engine import TorchEngine
+from penstock.rollout.io.serving import ServingEngine
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ReplicaReport
 from penstock.weights.replica import ReplicaState
@@ -33,12 +32,68 @@ RESIDUE_BYTES = 64 << 20
 """Device memory that the allocator may keep after a release: caches of libraries, not ours to free."""
 
 
+class Resident(Protocol):
+    """An engine as the pool sees it: on its devices, or off them. Calls with a timeout block."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def digest(self) -> str:
+        """Of the complete version it holds; empty when it holds none."""
+        ...
+
+    def occupy(self, timeout_s: float) -> None:
+        """Back on the devices; harmless when it is."""
+        ...
+
+    def vacate(self, timeout_s: float) -> None: ...
+
+    def check_vacated(self, timeout_s: float) -> None:
+        """PeerLost unless the devices are free, as far as can be measured."""
+        ...
+
+    def resume(self) -> None:
+        """Allows generation after an interruption."""
+        ...
+
+
+class OwnEngine:
+    """An engine in this very process."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self._engine = engine
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def digest(self) -> str:
+        return self._engine.digest
+
+    def occupy(self, timeout_s: float) -> None:
+        self._engine.wake(timeout_s)
+
+    def vacate(self, timeout_s: float) -> None:
+        self._engine.sleep(timeout_s)
+
+    def check_vacated(self, timeout_s: float) -> None:
+        if self._engine.serving.state != "asleep":
+            raise PeerLost(f"the engine is {self._engine.serving.state} instead of asleep")
+        if torch.cuda.is_available() and torch.cuda.memory_allocated() > RESIDUE_BYTES:
+            raise PeerLost(f"{torch.cuda.memory_allocated() >> 20} MiB of device memory are still allocated")
+
+    def resume(self) -> None:
+        getattr(self._engine, "resume", lambda: None)()
+
+
 class Generation:
     """Obeys the order executor; says when generation is over for good."""
 
     def __init__(
         self,
-        engine: TorchEngine | PolicyEngine,
+        engine: Resident,
         desk: WorkerDesk,
         make_runner: Callable[[], Runner],
         tasks: Tasks,
@@ -87,7 +142,7 @@ class Generation:
 
     async def wake(self, devices: tuple[DeviceId, ...]) -> None:
         self._progressed(f"waking on devices {list(devices)}")
-        await asyncio.to_thread(self._engine.wake, ENGINE_S)
+        await asyncio.to_thread(self._engine.occupy, ENGINE_S)
         self._awake.set()
 
     async def sync_weights(self) -> Version:
@@ -104,8 +159,7 @@ class Generation:
     async def route(self) -> None:
         if self._stopping or (self._running is not None and not self._running.done()):
             return
-        if isinstance(self._engine, TorchEngine):
-            self._engine.resume()
+        self._engine.resume()
         self._runner = self._make_runner()
         self._running = self._tasks.spawn("generate", self._generate(self._runner))
 
@@ -126,13 +180,10 @@ class Generation:
     async def release(self) -> None:
         while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each within its own deadline
             await asyncio.sleep(LOOK_EVERY_S)
-        await asyncio.to_thread(self._engine.sleep, ENGINE_S)
+        await asyncio.to_thread(self._engine.vacate, ENGINE_S)
 
     async def verify_released(self) -> None:
-        if self._engine.serving.state != "asleep":
-            raise PeerLost(f"the engine is {self._engine.serving.state} instead of asleep")
-        if torch.cuda.is_available() and torch.cuda.memory_allocated() > RESIDUE_BYTES:
-            raise PeerLost(f"{torch.cuda.memory_allocated() >> 20} MiB of device memory are still allocated")
+        await asyncio.to_thread(self._engine.check_vacated, ENGINE_S)
 
     async def _generate(self, runner: Runner) -> None:
         reason = await runner.run()

@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 
+from penstock.config.run import VllmEngineSection
 from penstock.payload.io.shm import Ring
 from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress
 from penstock.roles.carriers import served
 from penstock.roles.engines import engine_of, workload_of
-from penstock.roles.generation import Generation
+from penstock.roles.generation import Generation, OwnEngine, Resident
 from penstock.roles.models import environment_of, policy_of
 from penstock.roles.movers import mover_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import connected, heed_stop, report_gauges
+from penstock.roles.vllm_engine import VllmService, started
 from penstock.roles.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
@@ -41,7 +43,8 @@ async def main(process: RoleProcess) -> None:
     ring = Ring.create(process.run.run_id, capacity_bytes=rollout.ring_mb << 20, slots=rollout.ring_slots)
     try:
         with served(ring, process.config.payload, process.run.token()) as address:
-            await _generate(process, environment, engine, workload, ring, address)
+            async with started(engine):
+                await _generate(process, environment, engine, workload, ring, address)
     finally:
         # A dead worker's ring is still read by the trainer; the supervisor removes it at the end of the run.
         ring.close(unlink=False)
@@ -57,22 +60,23 @@ async def _generate(
         connected(process, "rollout", ring=address, prompt_count=environment.count) as client,
         Tasks() as tasks,
     ):
-        desk = WorkerDesk(process, client, tasks, engine.serving, ring)
+        resident: Resident = engine if isinstance(engine, VllmService) else OwnEngine(engine)
+        desk = WorkerDesk(process, client, tasks, resident, ring)
         moved = process.progress.moved
 
         def make_runner() -> Runner:
             interrupt = getattr(engine, "interrupt", lambda: None)
             return Runner(workload, desk, RingStore(ring), settings, progressed=moved, interrupt=interrupt)
 
-        generation = Generation(engine, desk, make_runner, tasks, moved)
-        updater = ReplicaUpdater(
-            engine,
-            generation,
-            desk.report,
-            mover_of(process),
-            way=pipeline.weights.way,
-            change_timeout_s=pipeline.weights.deadline_s,
-        )
+        generation = Generation(resident, desk, make_runner, tasks, moved)
+        deadline_s = pipeline.weights.deadline_s
+        if isinstance(engine, VllmService):
+            engine.watch(tasks)
+            updater = engine.updater(generation, desk.report, deadline_s)
+        else:
+            way = pipeline.weights.way
+            mover = mover_of(process)
+            updater = ReplicaUpdater(engine, generation, desk.report, mover, way=way, change_timeout_s=deadline_s)
         generation.updating = lambda: updater.updating
         executor = OrderExecutor(generation, client.call, client.pipeline, client.member)
         tasks.spawn("watch the loop", lag.run())
@@ -87,11 +91,15 @@ async def _generate(
 def _build(process: RoleProcess) -> tuple[Any, Any, Any]:
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)
-    policy = policy_of(config, pipeline, environment, pipeline.rollout.device)
+    vllm = isinstance(pipeline.engine, VllmEngineSection)
+    policy = policy_of(config, pipeline, environment, "cpu" if vllm else pipeline.rollout.device)
     # Every incarnation draws other samples: a restarted worker must not repeat what it drew before.
     seed = zlib.crc32(process.member.encode()) ^ config.run.seed
-    engine = engine_of(policy, seed, lambda: process.progress.moved("generating"))
     kept = process.run.rollouts(pipeline.name) / "unfinished"
+    if vllm:
+        service = VllmService(process, policy, seed)
+        return environment, service, workload_of(pipeline, environment, policy, service.requests, kept)
+    engine = engine_of(policy, seed, lambda: process.progress.moved("generating"), pipeline.engine)
     return environment, engine, workload_of(pipeline, environment, policy, engine, kept)
 
 

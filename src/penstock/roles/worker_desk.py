@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
 from penstock.roles.process import RoleProcess
-from penstock.rollout.io.serving import Serving
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ReplicaReport
 from penstock.wire.messages import (
@@ -35,10 +35,17 @@ WRITE_S = 120.0
 """How long a full ring may hold up post-processing before it is an error that names the slow consumer."""
 
 
+class Versioned(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
 class WorkerDesk:
     """Leases, deliveries and weights, as the runner and the updater ask for them."""
 
-    def __init__(self, process: RoleProcess, client: ControlClient, tasks: Tasks, serving: Serving, ring: Ring) -> None:
+    def __init__(
+        self, process: RoleProcess, client: ControlClient, tasks: Tasks, serving: Versioned, ring: Ring
+    ) -> None:
         self._process = process
         self._tasks = tasks
         self._client = client

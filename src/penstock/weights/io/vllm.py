@@ -5,12 +5,15 @@ vLLM keeps its weights in its own process and overwrites them, so this is the in
 proof: checksums are remembered for each digest when a version was first loaded completely (every bucket verified
 inside the server), and compared whenever that version must be proved again. A server that answers an update with an
 error keeps running but must not be resumed; one that dies or hangs is replaced.
+
+Off its devices by order of the pool, a server on a GPU has its weights in host memory and no cache; on CPU it only
+stands still. Either way its weights are proved again before it goes on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +30,31 @@ from penstock.weights.manifest import describe
 class VllmEngine:
     """One server as the engine *and* the mover of a `ReplicaUpdater` with `way="in_place"`.
 
-    engine = VllmEngine("http://127.0.0.1:8000", run_dir)
+    engine = VllmEngine("path/of/the/socket", run_dir)
     ReplicaUpdater(engine, source, report, engine, way="in_place", prove=engine.served_digest)
     """
 
-    def __init__(self, url: str, run_dir: Path, *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        run_dir: Path,
+        *,
+        label: Callable[[int, str], str] = lambda version, digest: str(version),
+        timeout_s: float = 300.0,
+    ) -> None:
+        """`address` is the path of the server's socket; `label` names a version and digest on the tokens drawn."""
         self._run_dir = run_dir
-        self._client = httpx.Client(base_url=url, timeout=timeout_s)
+        self._label = label
+        transport = httpx.HTTPTransport(uds=address)
+        self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
         self._manifests: dict[str, Manifest] = {}
         self._checksums: dict[str, dict[str, str]] = {}
         self._initialised = False
         self._paused = False
+        self._vacated = False
         self.version = -1
         self.digest = ""
+        """Of the complete version it holds; empty from the first byte of another until that is proved."""
 
     def close(self) -> None:
         self._client.close()
@@ -68,24 +83,29 @@ class VllmEngine:
         if manifest is None or not self._paused:
             raise LocalProtocolError(f"version {version} was not brought, or the server is not paused: {self!r}")
         began = time.monotonic()
+
+        def left_s() -> float:
+            return max(0.1, began + timeout_s - time.monotonic())
+
         if not self._initialised:
-            self._call("POST", "/init_weight_transfer_engine", timeout_s, init_info={"run_dir": str(self._run_dir)})
+            self._call("POST", "/init_weight_transfer_engine", left_s(), init_info={"run_dir": str(self._run_dir)})
             self._initialised = True
+        before, self.digest = self.digest, ""
         try:
-            self._call("POST", "/start_weight_update", timeout_s)
+            self._call("POST", "/start_weight_update", left_s())
         except RemoteProtocolError as error:
             if "already active" not in str(error):
                 raise
             # An update that was begun and lost: everything is sent again, into the same one.
         update = {"manifest": msgspec.to_builtins(manifest)}
-        self._call("POST", "/update_weights", timeout_s, update_info=update)
-        self._call("POST", "/finish_weight_update", timeout_s, weight_version=str(version))
-        found = self.checksums(timeout_s)
+        self._call("POST", "/update_weights", left_s(), update_info=update)
+        self._call("POST", "/finish_weight_update", left_s(), weight_version=self._label(version, digest))
+        found = self.checksums(left_s())
         known = self._checksums.setdefault(digest, found)
         if known != found:
             wrong = sorted(name for name in known if known[name] != found.get(name))
             raise RemoteProtocolError(f"the server's {wrong[0]} is not that of {describe(manifest)}")
-        if self.digest and self.digest != digest and found == self._checksums.get(self.digest):
+        if before and before != digest and found == self._checksums.get(before):
             raise RemoteProtocolError(f"the server still holds version {self.version} after {describe(manifest)}")
         while len(self._checksums) > 8:
             del self._checksums[next(iter(self._checksums))]
@@ -95,6 +115,31 @@ class VllmEngine:
     def wake(self, timeout_s: float) -> None:
         self._call("POST", "/resume", timeout_s)
         self._paused = False
+
+    # The pool's side
+
+    def vacate(self, timeout_s: float) -> None:
+        """Frees the devices as far as the server can."""
+        self._call("POST", "/sleep?level=1&mode=keep", timeout_s)
+        self._paused = self._vacated = True
+
+    def occupy(self, timeout_s: float) -> None:
+        """Back on the devices, with the weights it had, proved; a server without any stays paused. Harmless twice."""
+        if not self._vacated:
+            return
+        self._call("POST", "/wake_up", timeout_s)
+        if not self.digest:
+            self._call("POST", "/pause?mode=keep", timeout_s)
+        elif self.served_digest() != self.digest:
+            raise PeerLost(f"the vLLM server woke up with other weights than it went to sleep with: {self!r}")
+        self._paused, self._vacated = not self.digest, False
+
+    def check_vacated(self, timeout_s: float) -> None:
+        """PeerLost unless the server says that it is off its devices."""
+        if not self._call("GET", "/is_sleeping", timeout_s)["is_sleeping"]:
+            raise PeerLost(f"the vLLM server is awake instead of asleep: {self!r}")
+
+    # Proof
 
     def served_digest(self) -> str:
         """The digest of the version whose checksums the server's memory has now; empty when it is none known."""

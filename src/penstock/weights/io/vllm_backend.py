@@ -3,10 +3,15 @@
 Registered through the entry point `vllm.general_plugins`, so a server started with
 `--weight-transfer-config '{"backend": "penstock"}'` finds it. The whole version is verified against its manifest
 before the first of its tensors reaches the model.
+
+vLLM loads this in every one of its processes, so it is also where those of a server that a worker owns are tied to the
+one that started them: none outlives the worker, however that ends.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +21,19 @@ import torch
 
 from penstock.errors import LocalProtocolError
 from penstock.records.weights import Manifest
+from penstock.runtime.process import die_with_parent
 from penstock.weights.io.files import map_version
 
+OWNED = "PENSTOCK_OWNS_VLLM"
+"""Set in the environment of servers that a worker started; other vLLMs of this environment are left alone."""
 BACKEND = "penstock"
 
 
 def register() -> None:
     """Called by vLLM in every one of its processes."""
+    parent = multiprocessing.parent_process()
+    if OWNED in os.environ and parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)
     from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
         WeightTransferEngineFactory,
     )

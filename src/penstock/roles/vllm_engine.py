@@ -1,0 +1,170 @@
+"""A vLLM server as a worker's engine: the process it owns, requests to it, and its weights. Wiring only."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.config.run import VllmEngineSection
+from penstock.errors import ConfigError
+from penstock.roles.models import device_of
+from penstock.roles.process import RoleProcess
+from penstock.rollout.io.vllm_requests import VllmRequests, label
+from penstock.rollout.io.vllm_server import ServerSettings, VllmServer, check_interpreter
+from penstock.runtime.tasks import Tasks
+from penstock.train.model import ControlPolicy, LanguagePolicy
+from penstock.weights.io.updater import ManifestSource, ReplicaReport, ReplicaUpdater
+from penstock.weights.io.vllm import VllmEngine
+
+STOP_S = 4.0
+HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's attention on CPU can do; it finds out only at the first request, and dies of it."""
+
+
+class VllmService:
+    """One server for one worker. Completions come from `requests`, versions go in through `weights`."""
+
+    def __init__(self, process: RoleProcess, policy: LanguagePolicy | ControlPolicy, seed: int) -> None:
+        section = process.pipeline.engine
+        assert isinstance(section, VllmEngineSection)
+        if not isinstance(policy, LanguagePolicy):
+            raise ConfigError(f"pipeline {process.pipeline.name!r}: vLLM serves language models only")
+        self._section = section
+        self._progress = process.progress
+        python = section.python or sys.executable
+        check_interpreter(python)
+        settings = server_settings(process, section, policy, seed, python)
+        self.server = VllmServer(settings)
+        address = self.server.address()
+        self.weights = VllmEngine(address, process.run.root, label=label)
+        self.requests = VllmRequests(
+            address,
+            max_positions=settings.max_length,
+            held=lambda: (self.weights.version, self.weights.digest),
+            deadline_s=section.request_s,
+            progressed=lambda: process.progress.moved("generating"),
+        )
+
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
+    @property
+    def digest(self) -> str:
+        return self.weights.digest
+
+    async def start(self) -> None:
+        """Returns when the server answers; it holds no weights of anybody yet."""
+        self.server.launch()
+        await self.server.ready(self._section.start_s, self._progress.moved)
+
+    def watch(self, tasks: Tasks) -> None:
+        """Spawns what runs beside the requests. A server that cannot be saved ends the worker, which is replaced."""
+        tasks.spawn("carry out interruptions", self.requests.run())
+        tasks.spawn("watch the vLLM server", self.server.watch())
+        tasks.spawn("probe the vLLM server", self.server.probe(stall_s=self._section.stall_s))
+
+    def updater(
+        self, source: ManifestSource, report: Callable[[ReplicaReport], Awaitable[None]], deadline_s: float
+    ) -> ReplicaUpdater:
+        """The server has no second buffer and proves its weights itself."""
+        return ReplicaUpdater(
+            self.weights,
+            source,
+            report,
+            self.weights,
+            way="in_place",
+            change_timeout_s=deadline_s,
+            prove=self.weights.served_digest,
+        )
+
+    async def close(self) -> None:
+        await self.requests.close()
+        self.weights.close()
+        await asyncio.to_thread(self.server.stop, STOP_S)
+
+    # As the runner and the pool see it
+
+    def interrupt(self) -> None:
+        self.requests.interrupt()
+
+    def resume(self) -> None:
+        self.requests.resume()
+
+    def occupy(self, timeout_s: float) -> None:
+        self.weights.occupy(timeout_s)
+
+    def vacate(self, timeout_s: float) -> None:
+        self.weights.vacate(timeout_s)
+
+    def check_vacated(self, timeout_s: float) -> None:
+        self.weights.check_vacated(timeout_s)
+
+
+@asynccontextmanager
+async def started(engine: Any) -> AsyncIterator[None]:
+    """A vLLM server runs inside this, and no process of it afterwards; other engines need no start."""
+    if not isinstance(engine, VllmService):
+        yield
+        return
+    try:
+        await engine.start()
+        yield
+    finally:
+        await engine.close()
+
+
+def server_settings(
+    process: RoleProcess, section: VllmEngineSection, policy: LanguagePolicy, seed: int, python: str
+) -> ServerSettings:
+    rollout = process.pipeline.rollout
+    config: Any = policy.module.config
+    accelerator = device_of(rollout.device).type != "cpu"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not accelerator and head_size not in HEAD_SIZES_ON_CPU:
+        raise ConfigError(
+            f"the model's attention heads have size {head_size}; vLLM on CPU can do {HEAD_SIZES_ON_CPU}: for a tiny "
+            "model choose model.hidden and model.heads so that hidden / heads is one of them"
+        )
+    folder = process.run.root / "engines" / process.pipeline.name
+    home = folder / process.name
+    home.mkdir(parents=True, exist_ok=True)
+    return ServerSettings(
+        model=export_config(policy, folder / "model"),
+        home=home,
+        log=process.run.log_path(f"{process.name}.vllm"),
+        python=python,
+        dtype=str(next(policy.module.parameters()).dtype).removeprefix("torch."),
+        max_length=section.max_length or config.max_position_embeddings,
+        max_requests=section.max_requests,
+        threads=rollout.threads,
+        cache_gb=section.cache_gb,
+        eager=section.eager,
+        accelerator=accelerator,
+        seed=seed,
+        options=tuple(section.options),
+    )
+
+
+def export_config(policy: LanguagePolicy, directory: Path) -> Path:
+    """Writes what the server must know of the model, once for all workers. Its weights come as published versions."""
+    if directory.exists():
+        return directory
+    config: Any = copy.deepcopy(policy.module.config)
+    config.architectures = [type(policy.module).__name__]
+    if hasattr(config, "quantization_config"):  # of the file it was read from; the policy itself is not quantised
+        del config.quantization_config
+    writing = directory.with_name(f".{directory.name}.{os.getpid()}")
+    config.save_pretrained(writing)
+    try:
+        writing.rename(directory)
+    except OSError:  # another worker was first
+        shutil.rmtree(writing)
+    return directory

@@ -1,0 +1,25 @@
+"""A vLLM server that ends with the worker that started it: `python -m penstock.rollout.io.vllm_main PARENT FLAGS...`.
+
+Runs in the environment that has vLLM, which may be another one than the worker's. The processes that the server starts
+tie themselves to it in turn, through the plugin that vLLM loads in each of them.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from penstock.runtime.process import die_with_parent
+
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def main() -> None:
+    parent_pid, *flags = sys.argv[1:]
+    die_with_parent(int(parent_pid))
+    sys.argv = [SERVER, *flags]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Completions from a vLLM server, many at once: token ids in; token ids, log-probabilities and versions out.
+
+Each span of tokens comes back with the label that its weights were given when they were loaded, which is their version
+*and* digest. So what a sample is stamped with is what the server itself says, also when its weights changed half-way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from penstock.errors import ConfigError, PeerLost, RemoteProtocolError
+from penstock.rollout.io.requests import Completion, Ending, Sampling
+
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+ID_PREFIX = "generate-tokens-"
+"""What the server puts before a request's id; its abort call wants the whole."""
+ABORT_EVERY_S = 0.05
+ABORT_S = 10.0
+LOST_S = 1.0
+"""Whoever watches the server's process has a better reason to give, and so long to give it."""
+
+ENDINGS: dict[str, Ending] = {"stop": "stop", "length": "length", "abort": "interrupted"}
+
+
+class _Logprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_decode = msgspec.json.Decoder(_Answer).decode
+
+
+def label(version: int, digest: str) -> str:
+    """What weights are called inside the server."""
+    return f"{version}:{digest}"
+
+
+def sampling_params(sampling: Sampling) -> dict[str, Any]:
+    """The server's words for how tokens are drawn. It cuts in the same order: temperature, min_p, top_k, top_p."""
+    if sampling.greedy and sampling.temperature != 1.0:
+        raise ConfigError("vLLM records greedy log-probabilities at temperature 1.0 only; sample, or leave it at 1.0")
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_k": sampling.top_k or 0,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "logprobs": 0,  # of the sampled token only
+        "detokenize": False,
+        "ignore_eos": True,  # only the id below ends a completion
+        "stop_token_ids": [] if sampling.eos_id is None else [sampling.eos_id],
+    }
+
+
+def completion_of(body: bytes, held: tuple[int, str]) -> Completion:
+    """What the server answered, checked. `held` are the weights to name where no token was drawn."""
+    try:
+        choice = _decode(body).choices[0]
+        ending = ENDINGS[choice.finish_reason]
+        spans = [(span.start, *_parsed(span.version)) for span in choice.weight_versions or () if span.start < span.end]
+    except (msgspec.DecodeError, IndexError, KeyError, ValueError) as error:
+        raise RemoteProtocolError(f"the vLLM server's answer cannot be read ({error!r}): {body[:300]!r}") from error
+    drawn = choice.logprobs.content if choice.logprobs is not None else []
+    if [one.token_id for one in drawn] != choice.token_ids or bool(choice.token_ids) != bool(spans):
+        raise RemoteProtocolError(
+            f"the vLLM server gave {len(choice.token_ids)} tokens with {len(drawn)} log-probabilities and "
+            f"{len(spans)} spans of versions"
+        )
+    logprobs = np.array([one.logprob for one in drawn], dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        raise RemoteProtocolError("the vLLM server drew a token whose log-probability is not a number")
+    _, version, digest = min(spans, key=lambda span: span[1], default=(0, *held))
+    return Completion(
+        token_ids=np.array(choice.token_ids, dtype=np.int32),
+        logprobs=logprobs,
+        versions=np.array([span[:2] for span in spans], dtype=np.int32).reshape(-1, 2),
+        ending=ending,
+        version=version,
+        digest=digest,
+    )
+
+
+def _parsed(text: str) -> tuple[int, str]:
+    version, _, digest = text.partition(":")
+    return int(version), digest
+
+
+class VllmRequests:
+    """A `RequestEngine` over a server's socket. `run` must be running beside it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_positions: int,
+        held: Callable[[], tuple[int, str]] = lambda: (-1, ""),
+        deadline_s: float = 1800.0,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`held` says which weights the server holds; `deadline_s` bounds one completion, pauses included."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        transport = httpx.AsyncHTTPTransport(uds=address, limits=limits)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=deadline_s)
+        self.max_positions: int | None = max_positions
+        self._held = held
+        self._deadline_s = deadline_s
+        self._progressed = progressed
+        self._numbers = itertools.count()
+        self._in_flight: set[str] = set()
+        self._interrupted = asyncio.Event()
+        self._allowed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"VllmRequests({len(self._in_flight)} in flight, interrupted {self._interrupted.is_set()})"
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
+        """See `RequestEngine.complete`; a prefix that was read before is found by the server itself."""
+        if not context:
+            raise ConfigError("cannot generate from an empty prompt: it has no token to go on from")
+        if self._interrupted.is_set():
+            version, digest = self._held()
+            nothing = np.zeros(0, dtype=np.int32)
+            return Completion(
+                nothing, nothing.astype(np.float32), nothing.reshape(0, 2), "interrupted", version, digest
+            )
+        request_id = str(next(self._numbers))
+        body = {"request_id": request_id, "token_ids": list(context), "sampling_params": sampling_params(sampling)}
+        self._in_flight.add(request_id)
+        try:
+            # A cancelled call closes its connection, and the server aborts what nobody listens to.
+            answer = await self._client.post(GENERATE, json=body)
+        except httpx.TimeoutException:
+            raise PeerLost(f"the vLLM server did not complete a request within {self._deadline_s:.0f} s") from None
+        except httpx.TransportError as error:
+            await asyncio.sleep(LOST_S)
+            raise PeerLost(f"the vLLM server was lost with {self.in_flight} requests in flight: {error!r}") from error
+        finally:
+            self._in_flight.discard(request_id)
+        if answer.is_server_error:
+            raise PeerLost(f"the vLLM server answered a request with {answer.status_code}: {answer.text[:300]}")
+        if answer.is_error:
+            raise RemoteProtocolError(f"the vLLM server refused a request ({answer.status_code}): {answer.text[:300]}")
+        self._progressed()
+        return completion_of(answer.content, self._held())
+
+    def forget(self, cache_key: object) -> None:
+        """The server keeps and drops prefixes by itself."""
+
+    def interrupt(self) -> None:
+        self._allowed.clear()
+        self._interrupted.set()
+
+    def resume(self) -> None:
+        self._interrupted.clear()
+        self._allowed.set()
+
+    async def run(self) -> None:
+        """Carries out interruptions until cancelled: requests in flight are aborted and answer with what they have."""
+        while True:
+            await self._interrupted.wait()
+            while self._in_flight and self._interrupted.is_set():
+                await self._abort([ID_PREFIX + request_id for request_id in self._in_flight])
+                await asyncio.sleep(ABORT_EVERY_S)  # and again: one may still be on its way to the server
+            await self._allowed.wait()
+
+    async def _abort(self, ids: list[str]) -> None:
+        try:
+            await self._client.post(ABORT, json={"request_ids": ids}, timeout=ABORT_S)
+        except httpx.TransportError as error:
+            raise PeerLost(f"the vLLM server could not be told to abort {len(ids)} requests: {error!r}") from error

@@ -1,0 +1,262 @@
+"""One vLLM server process, owned by the worker that starts it.
+
+The server listens on a socket in a private directory of the run. Its calls for weights and pauses know no key, so only
+the file system can guard them; and a socket file always leads to the newest server, never to one left from before.
+It starts with made-up numbers: nothing may be generated before a published version is loaded and proved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from penstock.errors import ConfigError, LocalProtocolError, PeerLost
+from penstock.runtime.process import kill_tree
+
+logger = logging.getLogger(__name__)
+
+SOCKET = "socket"
+"""In the server's working directory."""
+MAIN = "penstock.rollout.io.vllm_main"
+USAGE = 2
+"""Exit code of a command line that the server refuses."""
+SOCKET_PATH_BYTES = 100
+"""The kernel takes no longer path of a socket (108, with room for the ending)."""
+LOOK_EVERY_S = 0.2
+ASK_S = 5.0
+LAST_LINES = 12
+LAST_CHARACTERS = 1500
+
+PROBE = """
+import importlib.metadata as metadata, importlib.util as util, json
+def version(name):
+    try: return metadata.version(name)
+    except metadata.PackageNotFoundError: return None
+print(json.dumps({"vllm": util.find_spec("vllm") is not None, "penstock": version("penstock")}))
+"""
+
+
+class ServerSettings(msgspec.Struct, frozen=True):
+    """What a server is started with."""
+
+    model: Path
+    """A directory with the model's `config.json`; weights are not read from it."""
+    home: Path
+    """Where its socket is made; for this user only."""
+    log: Path
+    python: str = sys.executable
+    """The interpreter of an environment with vLLM and this package."""
+    dtype: str = "float32"
+    max_length: int = 2048
+    max_requests: int = 64
+    """Requests decoded together; the others wait in the server."""
+    threads: int = 1
+    cache_gb: int = 1
+    """GiB for keys and values on CPU; on a GPU the server takes a fraction of the device."""
+    eager: bool = False
+    """Without compiled graphs: starts sooner, decodes slower."""
+    accelerator: bool = False
+    seed: int = 0
+    options: tuple[str, ...] = ()
+    """Further flags, last, so that they win."""
+
+
+def command(settings: ServerSettings, parent_pid: int) -> list[str]:
+    flags = ["--model", str(settings.model), "--load-format", "dummy", "--skip-tokenizer-init"]
+    flags += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
+    flags += ["--max-num-seqs", str(settings.max_requests), "--seed", str(settings.seed)]
+    flags += ["--uds", SOCKET, "--disable-uvicorn-access-log"]
+    # Token ids with the versions of their weights are told only by this interface.
+    flags += ["--enable-scale-out", "--weight-transfer-config", '{"backend": "penstock"}']
+    # After the temperature and the cuts, as drawn; and no cut that a file beside the model asks for.
+    flags += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    if settings.eager:
+        flags.append("--enforce-eager")
+    if settings.accelerator:
+        flags.append("--enable-sleep-mode")
+    return [settings.python, "-m", MAIN, str(parent_pid), *flags, *settings.options]
+
+
+def environment(settings: ServerSettings) -> dict[str, str]:
+    chosen = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the calls for pauses and weights exist only so
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.cache_gb),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(settings.threads),
+        "PENSTOCK_OWNS_VLLM": "1",  # for the plugin, which is loaded by every vLLM of that environment
+    }
+    if settings.eager:
+        chosen["TORCHDYNAMO_DISABLE"] = "1"  # small helpers of the sampler would still be compiled, for many seconds
+    return chosen
+
+
+def check_interpreter(python: str, timeout_s: float = 60.0) -> None:
+    """ConfigError unless that interpreter has vLLM and the same version of this package."""
+    try:
+        probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=timeout_s, check=True)
+        found = json.loads(probe.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(
+            f"engine.python = {python!r} cannot be asked what it has: {error}; name the Python of a place with vLLM"
+        ) from error
+    ours = version("penstock")
+    if not found["vllm"]:
+        raise ConfigError(
+            f"vLLM cannot be imported by {python!r}: install it there, or set engine.python to the Python of an "
+            "environment with vLLM and this package"
+        )
+    if found["penstock"] != ours:
+        raise ConfigError(
+            f"{python!r} has Penstock {found['penstock'] or 'not installed'}, this is {ours}: install the same there; "
+            "the server loads weights with it"
+        )
+
+
+class VllmServer:
+    """Started and stopped any number of times; at most one process at a time."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._home: int | None = None
+
+    def __repr__(self) -> str:
+        state = "not started" if self._process is None else f"process {self._process.pid}"
+        return f"VllmServer({state}, {self.settings.model})"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def address(self) -> str:
+        """The socket's path for clients in this process, short enough for the kernel wherever the run lies."""
+        path = self.settings.home / SOCKET
+        if len(os.fsencode(path)) < SOCKET_PATH_BYTES:
+            return str(path)
+        if self._home is None:
+            self._home = os.open(self.settings.home, os.O_RDONLY | os.O_DIRECTORY)
+        return f"/proc/self/fd/{self._home}/{SOCKET}"
+
+    def launch(self) -> None:
+        """Starts the process. Called on the main thread: the kernel ties the server's life to the calling thread."""
+        if self._process is not None:
+            raise LocalProtocolError(f"this server is started already: {self!r}")
+        settings = self.settings
+        settings.home.mkdir(parents=True, exist_ok=True)
+        settings.home.chmod(0o700)
+        (settings.home / SOCKET).unlink(missing_ok=True)
+        with settings.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command(settings, os.getpid()),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=settings.home,
+                env=os.environ | environment(settings),
+                start_new_session=True,
+            )
+        logger.info("started a vLLM server as process %d; it writes to %s", self._process.pid, settings.log)
+
+    async def ready(self, timeout_s: float, progressed: Callable[[str], None] = lambda doing: None) -> None:
+        """Returns when the server answers.
+
+        ConfigError when it refuses its command line, PeerLost when it ends or is not ready in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._answers(self._launched(), progressed)
+        except TimeoutError:
+            raise PeerLost(f"the vLLM server was not ready within {timeout_s:.0f} s; {self.last_lines()}") from None
+
+    async def _answers(self, process: subprocess.Popen[bytes], progressed: Callable[[str], None]) -> None:
+        async with self._client(ASK_S) as client:
+            while True:
+                if (code := process.poll()) is not None:
+                    raise self._ended(code, "while it started")
+                progressed("starting the vLLM server")
+                try:
+                    if (await client.get("/health")).status_code == httpx.codes.OK:
+                        return
+                except httpx.TransportError:  # it does not listen yet
+                    logger.debug("no vLLM server answers yet")
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def watch(self) -> None:
+        """Raises PeerLost as soon as the server ends by itself; returns when it was stopped."""
+        process = self._launched()
+        while self._process is process:
+            if (code := process.poll()) is not None:
+                raise self._ended(code)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def probe(self, *, every_s: float = 5.0, stall_s: float = 120.0) -> None:
+        """Raises PeerLost when the server does not answer for `stall_s`; returns when it was stopped or has ended.
+
+        The question goes through to the process that decodes: one that listens but does not work is lost too.
+        """
+        process = self._launched()
+        async with self._client(stall_s) as client:
+            while self._process is process and process.poll() is None:
+                try:
+                    answer = await client.get("/is_paused")
+                    problem = f"says {answer.status_code}: {answer.text[:300]}" if answer.is_error else ""
+                except httpx.TimeoutException:
+                    problem = f"did not answer for {stall_s:.0f} s"
+                except httpx.TransportError as error:
+                    problem = f"cannot be reached: {error!r}"
+                if not problem:
+                    await asyncio.sleep(every_s)
+                elif self._process is process and process.poll() is None:
+                    raise PeerLost(f"the vLLM server {problem}; {self.last_lines()}")
+
+    def _launched(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise LocalProtocolError(f"this server was not started: {self!r}")
+        return self._process
+
+    def _client(self, timeout_s: float) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(uds=self.address())
+        return httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=timeout_s)
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the server and all processes below it. Blocks; harmless when none runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            left = kill_tree(process.pid, timeout_s)
+            process.poll()
+            if left:
+                logger.error("processes of a vLLM server did not end within %.0f s: %s", timeout_s, left)
+        if self._home is not None:
+            os.close(self._home)
+            self._home = None
+
+    def last_lines(self) -> str:
+        """What it wrote last, for error messages."""
+        try:
+            with self.settings.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
+                lines = log.read().decode("utf-8", errors="replace").splitlines()
+        except OSError as error:
+            return f"its log cannot be read: {error}"
+        kept = [line for line in lines if line.strip()][-LAST_LINES:]
+        return f"the end of {self.settings.log}:\n" + "\n".join(kept)[-LAST_CHARACTERS:]
+
+    def _ended(self, code: int, when: str = "") -> ConfigError | PeerLost:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        sentence = " ".join(f"the vLLM server {how} {when}".split())
+        if code == USAGE and when:
+            return ConfigError(f"{sentence}: it refuses its flags (engine.options?); {self.last_lines()}")
+        return PeerLost(f"{sentence}; {self.last_lines()}")
