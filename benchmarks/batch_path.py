@@ -1,15 +1,16 @@
 """From turn results in a worker to packed micro-batches in the trainer: wall time, loop lag, bytes and memory.
 
 Sixty-four rollouts of fifty turns, 4 to 8 thousand tokens each, routing of 48 layers by 8 experts as uint8 (and then
-without routing). Three processes, each with a loop on uvloop and a probe on it:
+without routing, and then four times as many). Three processes, each with a loop on uvloop and a probe on it:
 
-    worker       joins, encodes and writes each rollout into its payload ring, in background threads
-    controller   receives references and scalars, filters, hands out the batch
-    trainer      fetches, decodes, computes advantages and packs, in background threads
+    worker       keeps the turns as episodes, lays them out and writes them into its payload ring, in background threads
+    controller   the real desk and machine behind their HTTP port, with their journal: leases, deliveries, the batch
+    trainer      waits for the batch, fetches, decodes, computes advantages and packs, in background threads
 
-Beside them, in the same run: a memcpy of the same bytes into warm memory (the physical limit), an idle process whose
-loop shows what lag this machine gives to a process that does nothing, and the naive path (arrays joined again at every
-turn, JSON with base64, all of it on one loop).
+Beside them, in the same run: a memcpy of the same bytes (the physical limit: one thread, one large array, into memory
+that is warm; one copy before every round, when nothing else runs), an idle process whose loop shows what lag this
+machine gives to a process that does nothing, and the naive path (arrays joined again at every turn, JSON with base64,
+all of it on one loop).
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import itertools
 import json
 import multiprocessing
 import os
 import statistics
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,26 +37,47 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.batch import advantage, codec, filters
-from penstock.batch.assemble import Turn, TurnId, TurnTree
 from penstock.batch.pack import PackSettings, TokenMicroBatch, pack_tokens
-from penstock.payload.io.fetch import BatchFetcher
+from penstock.control.io.client import ControlClient
+from penstock.control.io.desk import ControlDesk
+from penstock.control.io.http import ControlApp, ControlServer
+from penstock.control.pipeline import PipelineControl
+from penstock.control.settings import PipelineSettings
+from penstock.journal.writer import Journal
+from penstock.payload.io.fetch import BatchFetcher, FetchReport
+from penstock.payload.io.received import Buffers
 from penstock.payload.io.shm import Ring
-from penstock.records.batch import Batch, BatchGroup
-from penstock.records.ids import PromptIndex, SampleId, StepIndex, Version
-from penstock.records.payload import RingAddress
+from penstock.records.ids import MemberId, PipelineName, RunId, SampleId, StepIndex, Version
 from penstock.records.rollout import Rollout
+from penstock.rollout.episode import Episode
+from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
+from penstock.runtime.metrics import Metrics
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
-from penstock.wire.codec import Codec
+from penstock.runtime.tasks import Tasks
+from penstock.wire.messages import (
+    AckCheckpoint,
+    AckStep,
+    AskBatch,
+    AskLease,
+    BatchReady,
+    Deliver,
+    Leased,
+    Register,
+)
 
 TURNS = 50
 LAYERS, EXPERTS = 48, 8
 GROUP = 8
 PACK = PackSettings(micro_batch_tokens=32_768)
 PROBE_S = 0.002
-THREADS = max(1, os.cpu_count() or 1)
+THREADS = len(os.sched_getaffinity(0))
 DEADLINE_S = 120.0
+PIPELINE, WORKER, TRAINER, TOKEN = PipelineName("bench"), MemberId("worker"), MemberId("trainer"), "benchmark"
+ROLES = ("worker", "controller", "trainer", "idle")
+
+Round = Callable[[int], Coroutine[Any, Any, dict[str, float]]]
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -66,24 +87,19 @@ class Workload(msgspec.Struct, frozen=True):
     routed: bool
 
 
-class Delivered(msgspec.Struct, frozen=True, tag=True):
-    """The worker's message to the controller."""
+class Turn(msgspec.Struct):
+    """The result of one request, as an engine would hand it over."""
 
-    rollouts: tuple[Rollout, ...]
-
-
-class Assembled(msgspec.Struct, frozen=True, tag=True):
-    """The controller's message to the trainer."""
-
-    batch: Batch
-    ring: RingAddress
-
-
-MESSAGES: Codec[Delivered | Assembled] = Codec(Delivered | Assembled)
+    appended_ids: np.ndarray
+    sampled_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    routed_experts: np.ndarray | None
+    boundary_experts: np.ndarray | None
 
 
 def turns_of(number: int, routed: bool) -> list[Turn]:
-    """The results of one rollout's turns, as an engine would hand them over."""
+    """The turns of one rollout."""
     rng = np.random.default_rng(number)
     tokens = int(rng.integers(4_000, 8_000))
     cuts = np.linspace(0, tokens, TURNS + 1).astype(int)
@@ -97,23 +113,12 @@ def turns_of(number: int, routed: bool) -> list[Turn]:
                 rng.integers(0, 50_000, appended, dtype=np.int32),
                 rng.integers(0, 50_000, sampled, dtype=np.int32),
                 -rng.random(sampled, dtype=np.float32),
-                np.array([[0, 7]], np.int32),
+                np.array([[0, 0]], np.int32),
                 rng.integers(0, 128, shape, dtype=np.uint8) if routed else None,
                 rng.integers(0, 128, (1, *shape[1:]), dtype=np.uint8) if routed and index else None,
             )
         )
     return result
-
-
-async def send(stream: asyncio.StreamWriter, message: Delivered | Assembled) -> None:
-    body = MESSAGES.encode(message)
-    stream.write(struct.pack("<I", len(body)) + body)
-    await stream.drain()
-
-
-async def receive(stream: asyncio.StreamReader) -> Delivered | Assembled:
-    (size,) = struct.unpack("<I", await stream.readexactly(4))
-    return MESSAGES.decode(await stream.readexactly(size))
 
 
 def peak_bytes() -> float:
@@ -122,16 +127,22 @@ def peak_bytes() -> float:
     return float(line.split()[1]) * 1024
 
 
-async def probed(pipe: Connection, rounds: int, one_round: Callable[[], Coroutine[Any, Any, dict[str, float]]]) -> None:
-    """Wait for the signal, run a round under a probe, report; the probe sees nothing but the round."""
-    for _ in range(rounds):
+async def nothing(number: int) -> dict[str, float]:
+    return {}
+
+
+async def probed(pipe: Connection, rounds: int, one_round: Round, prepare: Round = nothing) -> None:
+    """Prepare, wait for the signal, run a round under a probe, report; the probe sees nothing but the round."""
+    pipe.send("set up")
+    for number in range(rounds):
         await asyncio.to_thread(pipe.recv)
+        await prepare(number)
         monitor = LagMonitor(period_s=PROBE_S, window=1_000_000, stall_s=5.0)
         probe = asyncio.create_task(monitor.run())
         await asyncio.sleep(0.02)
         pipe.send("ready")
         await asyncio.to_thread(pipe.recv)
-        figures = await asyncio.wait_for(one_round(), DEADLINE_S)
+        figures = await asyncio.wait_for(one_round(number), DEADLINE_S)
         report = monitor.report()
         probe.cancel()
         await asyncio.gather(probe, return_exceptions=True)
@@ -139,200 +150,246 @@ async def probed(pipe: Connection, rounds: int, one_round: Callable[[], Coroutin
         pipe.send(figures | lag | {"peak_bytes": peak_bytes()})
 
 
-async def worker(pipe: Connection, socket: str, workload: Workload, rounds: int) -> None:
+async def worker(pipe: Connection, folder: Path, workload: Workload, rounds: int) -> None:
     turns = [turns_of(number, workload.routed) for number in range(workload.rollouts)]
     offload = Offload(THREADS, "join")
     ring = Ring.create("benchmark", capacity_bytes=workload.rollouts * 3_400_000 + 2**20, slots=workload.rollouts + 8)
-    pipe.send(ring.address(host_id=host_id()))
-    pipe.recv()  # until the controller listens
-    _, stream = await asyncio.open_unix_connection(socket)
+    client = ControlClient(folder / "controller.json", TOKEN, PIPELINE, WORKER)
+    address = ring.address(host_id=host_id())
+    await client.call(Register(PIPELINE, WORKER, role="rollout", pid=os.getpid(), host_id=host_id(), ring=address))
+    requests = itertools.count()
+    leased: list[tuple[SampleId, ...]] = []
 
-    def write(number: int) -> Rollout:
-        tree = TurnTree()
-        tip: TurnId | None = None
-        for turn in turns[number]:
-            tip = tree.add(turn, tip)
-        (sample,) = tree.chunks()
-        reference = ring.fill(codec.encode(sample), timeout_s=10.0)
-        length = sum(len(turn.sampled_ids) for turn in turns[number])
-        return Rollout(SampleId(number), Version(7), "", float(number % 3), length, reference)
+    def write(sample: SampleId, number: int) -> Rollout:
+        mine = turns[sample % workload.rollouts]
+        episode = Episode.start(mine[0].appended_ids)
+        for index, turn in enumerate(mine):
+            if index:
+                episode.replied("", turn.appended_ids)
+            episode.generated(
+                turn.sampled_ids,
+                turn.logprobs,
+                turn.versions,
+                number,
+                "",
+                routed_experts=turn.routed_experts,
+                boundary_experts=turn.boundary_experts,
+            )
+            episode.finish_turn("")
+        payload = ring.fill(codec.encode(episode.arrays()), timeout_s=10.0)
+        return Rollout(sample, Version(number), "", float(sample % 3), episode.generated_tokens, payload)
 
-    async def one_round() -> dict[str, float]:
+    async def deliver(group: tuple[SampleId, ...], number: int) -> float:
+        rollouts = await asyncio.gather(*(offload.run(write, sample, number) for sample in group))
+        written = time.monotonic()
+        await client.call(Deliver(PIPELINE, WORKER, rollouts=tuple(rollouts)))
+        return written
+
+    async def lease(number: int) -> dict[str, float]:
+        while (held := sum(map(len, leased))) < workload.rollouts:
+            wanted = workload.rollouts - held
+            ask = AskLease(PIPELINE, WORKER, next(requests), wanted, Version(number), wait_s=10)
+            answer = await client.call(ask)
+            assert isinstance(answer, Leased), answer
+            leased.extend(lease.samples for lease in answer.leases)
+        return {}
+
+    async def one_round(number: int) -> dict[str, float]:
+        groups, leased[:] = leased[:], []
         began = time.monotonic()
+        async with asyncio.TaskGroup() as delivering:
+            tasks = [delivering.create_task(deliver(group, number)) for group in groups]
+        return {"began": began, "written": max(task.result() for task in tasks)}
 
-        async def deliver(number: int) -> None:
-            await send(stream, Delivered((await offload.run(write, number),)))
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(workload.rollouts):
-                group.create_task(deliver(number))
-        return {"began": began}
-
-    pipe.send("set up")
-    await probed(pipe, rounds, one_round)
+    await probed(pipe, rounds, one_round, lease)
+    await client.close()
     offload.close(5.0)
     ring.close()
 
 
-async def controller(pipe: Connection, socket: str, workload: Workload, rounds: int) -> None:
-    ring: RingAddress = pipe.recv()
-    streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-    connected = asyncio.Event()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        streams.append((reader, writer))
-        connected.set()
-
+async def controller(pipe: Connection, folder: Path, workload: Workload, rounds: int) -> None:
+    settings = PipelineSettings(
+        name=PIPELINE, groups_per_step=workload.rollouts // GROUP, group_size=GROUP, max_staleness=0
+    )
     keep = filters.build(filters.FilterSettings(zero_signal=True))
-    async with await asyncio.start_unix_server(accept, socket):
-        pipe.send("set up")
-        for _ in range(2):
-            await asyncio.wait_for(connected.wait(), DEADLINE_S)
-            connected.clear()
-        (from_worker, _), (_, to_trainer) = streams
+    journal = Journal(folder / "journal.sqlite", RunId("bench"))
+    desk = ControlDesk({PIPELINE: PipelineControl(settings, keep)}, journal, SystemClock())
+    desk.recover()
+    server = ControlServer(ControlApp(desk, TOKEN, Metrics()))
+    body = {"host": "127.0.0.1", "port": server.bind(), "pid": os.getpid()}
+    (folder / "controller.json").write_text(json.dumps(body))
+    async with Tasks() as tasks:
+        tasks.spawn("desk", desk.run())
+        tasks.spawn("http", server.serve())
 
-        async def one_round() -> dict[str, float]:
-            arrived: dict[int, Rollout] = {}
-            while len(arrived) < workload.rollouts:
-                message = await receive(from_worker)
-                assert isinstance(message, Delivered)
-                arrived |= {rollout.sample: rollout for rollout in message.rollouts}
-            groups = []
-            for prompt in range(workload.rollouts // GROUP):
-                members = [arrived[prompt * GROUP + member] for member in range(GROUP)]
-                if keep([m.reward for m in members], [m.length for m in members]) is None:
-                    groups.append(
-                        BatchGroup(
-                            PromptIndex(prompt),
-                            0,
-                            tuple(m.sample for m in members),
-                            tuple(m.reward for m in members),
-                            tuple(m.version for m in members),
-                            tuple(m.length for m in members),
-                            tuple(m.payload for m in members),
-                        )
-                    )
-            await send(to_trainer, Assembled(Batch(StepIndex(8), tuple(groups)), ring))
+        async def one_round(number: int) -> dict[str, float]:
+            await asyncio.to_thread(pipe.recv)  # until the trainer has packed
             return {}
 
         await probed(pipe, rounds, one_round)
+        await asyncio.to_thread(pipe.recv)  # until the others have left
+        desk.close()
+        await server.stop(5.0)
+        tasks.cancel()
+    desk.check()
+    journal.close(10.0)
 
 
-async def trainer(pipe: Connection, socket: str, workload: Workload, rounds: int) -> None:
-    offload = Offload(1, "fetch")
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="pack")
+async def trainer(pipe: Connection, folder: Path, workload: Workload, rounds: int) -> None:
+    offload = Offload(1 + THREADS, "fetch")
     fetcher = BatchFetcher(host_id=host_id())
     compute = advantage.resolve("grpo")
-    from_controller, _ = await asyncio.open_unix_connection(socket)
+    buffers = Buffers()
+    memory: list[np.ndarray] = []
+    client = ControlClient(folder / "controller.json", TOKEN, PIPELINE, TRAINER)
+    await client.call(
+        Register(PIPELINE, TRAINER, role="trainer", pid=os.getpid(), host_id=host_id(), step=StepIndex(0))
+    )
+    asking: list[asyncio.Task[Any]] = []
+    reports: list[FetchReport] = []
 
-    def fetch_and_pack(message: Assembled) -> tuple[list[TokenMicroBatch], int]:
-        groups = message.batch.groups
+    def allocate(size_bytes: int) -> np.ndarray:
+        memory.append(buffers.take(size_bytes))
+        return memory[-1]
+
+    def fetch_and_pack(ready: BatchReady) -> tuple[list[TokenMicroBatch], dict[str, float]]:
+        groups = ready.batch.groups
         references = [reference for group in groups for reference in group.payloads]
-        report = fetcher.fetch(references, [message.ring])
+        report = fetcher.fetch(references, ready.rings)
+        reports.append(report)
         assert not report.missing, report.missing
+        fetched = time.monotonic()
         samples = [codec.decode(report.views[reference]) for reference in references]
         rewards = [reward for group in groups for reward in group.rewards]
         advantages = advantage.compute(compute, rewards, [len(group.samples) for group in groups])
-        batches = pack_tokens(samples, advantages, PACK, spread=pool.map)
-        tokens = sum(len(sample["token_ids"]) for sample in samples)
-        del samples
-        report.consumed()
-        return batches, tokens
-
-    async def one_round() -> dict[str, float]:
-        message = await receive(from_controller)
-        assert isinstance(message, Assembled)
-        batches, tokens = await offload.run(fetch_and_pack, message)
-        ended = time.monotonic()
-        routing = sum(b.routed_experts_RTLK.nbytes for b in batches if b.routed_experts_RTLK is not None)
-        payload = sum(reference.size_bytes for group in message.batch.groups for reference in group.payloads)
-        return {
-            "ended": ended,
-            "tokens": float(tokens),
-            "payload_bytes": float(payload),
-            "micro_batch_bytes": float(sum(batch.size_bytes for batch in batches) - routing),
+        batches = pack_tokens(samples, advantages, PACK, spread=offload.map, allocate=allocate)
+        return batches, {
+            "fetched": fetched,
+            "ended": time.monotonic(),
+            "tokens": float(sum(len(sample["token_ids"]) for sample in samples)),
+            "payload_bytes": float(sum(reference.size_bytes for reference in references)),
         }
 
-    pipe.send("set up")
-    await probed(pipe, rounds, one_round)
+    async def train(number: int) -> dict[str, float]:
+        """What a trainer does between two batches, without the training; and it asks for the next."""
+        while memory:
+            buffers.give_back(memory.pop())
+        while reports:
+            reports.pop().consumed()
+        if number:
+            await client.call(AckStep(PIPELINE, TRAINER, StepIndex(number - 1)))
+            await client.call(AckCheckpoint(PIPELINE, TRAINER, StepIndex(number)))
+        ask = AskBatch(PIPELINE, TRAINER, StepIndex(number), wait_s=DEADLINE_S)
+        asking.append(asyncio.create_task(client.call(ask)))
+        return {}
+
+    async def one_round(number: int) -> dict[str, float]:
+        ready = await asking.pop()
+        assert isinstance(ready, BatchReady), ready
+        given = time.monotonic()
+        batches, figures = await offload.run(fetch_and_pack, ready)
+        routing = sum(b.routed_experts_RTLK.nbytes for b in batches if b.routed_experts_RTLK is not None)
+        beyond = sum(batch.size_bytes for batch in batches) - routing
+        return figures | {"given": given, "micro_batch_bytes": float(beyond)}
+
+    await probed(pipe, rounds, one_round, train)
+    await client.close()
     offload.close(5.0)
-    pool.shutdown(cancel_futures=True)
     fetcher.close()
 
 
-async def idle(pipe: Connection, socket: str, workload: Workload, rounds: int) -> None:
-    async def one_round() -> dict[str, float]:
+async def idle(pipe: Connection, folder: Path, workload: Workload, rounds: int) -> None:
+    async def one_round(number: int) -> dict[str, float]:
         await asyncio.to_thread(pipe.recv)
         return {}
 
-    pipe.send("set up")
     await probed(pipe, rounds, one_round)
 
 
-def process(role: str, pipe: Connection, socket: str, workload: Workload, rounds: int) -> None:
+def process(role: str, pipe: Connection, folder: Path, workload: Workload, rounds: int) -> None:
     roles = {"worker": worker, "controller": controller, "trainer": trainer, "idle": idle}
-    uvloop.run(roles[role](pipe, socket, workload, rounds))
+    uvloop.run(roles[role](pipe, folder, workload, rounds))
+
+
+class Memcpy:
+    """The limit: a plain copy of so many bytes, between arrays that are warm."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._source = np.ones(size_bytes, np.uint8)
+        self._target = np.zeros(size_bytes, np.uint8)
+        self.times_s: list[float] = []
+
+    def measure(self) -> None:
+        began = time.perf_counter()
+        np.copyto(self._target, self._source)
+        self.times_s.append(time.perf_counter() - began)
 
 
 def run_ours(workload: Workload, rounds: int) -> dict[str, Any]:
     """Medians over the rounds after the first, which finds all memory cold; of the lags also the worst."""
     context = multiprocessing.get_context("spawn")
+    memcpy: Memcpy | None = None
     with tempfile.TemporaryDirectory() as directory:
-        socket = str(Path(directory) / "controller")
         pipes: dict[str, Connection] = {}
-        processes = []
-        for role in ("worker", "controller", "trainer", "idle"):
-            pipes[role], far = context.Pipe()
-            processes.append(
-                context.Process(target=process, args=(role, far, socket, workload, rounds + 1), daemon=True)
-            )
-        workers, controllers, trainers, idles = processes
+        processes: dict[str, Any] = {}
         try:
-            workers_address = _start(workers, pipes["worker"])
-            controllers.start()
-            pipes["controller"].send(workers_address)
-            _expect(pipes["controller"])
-            pipes["worker"].send("the controller listens")
-            _expect(pipes["worker"])
-            trainers.start()
-            _expect(pipes["trainer"])
-            _start(idles, pipes["idle"])
+            for role in ("controller", "worker", "trainer", "idle"):
+                pipes[role], far = context.Pipe()
+                arguments = (role, far, Path(directory), workload, rounds + 1)
+                processes[role] = context.Process(target=process, args=arguments, daemon=True)
+                processes[role].start()
+                _expect(pipes[role])
             collected: list[dict[str, dict[str, float]]] = []
             for _ in range(rounds + 1):
-                for signal in ("prepare", "go"):
-                    # The worker goes last: the others must be listening, and under their probes, when work appears.
-                    for role in ("idle", "trainer", "controller", "worker"):
-                        pipes[role].send(signal)
-                    if signal == "prepare":
-                        for role in pipes:
-                            _expect(pipes[role])
-                figures = {role: _expect(pipes[role]) for role in ("worker", "controller", "trainer")}
-                pipes["idle"].send("stop")
-                collected.append(figures | {"idle": _expect(pipes["idle"])})
-            for one in processes:
-                one.join(10.0)
+                # The trainer's acknowledgement makes room for the worker's leases; all must be under their probes,
+                # and the trainer listening, when work appears.
+                for role in ("idle", "controller", "trainer", "worker"):
+                    pipes[role].send("prepare")
+                    _expect(pipes[role])
+                if memcpy is not None:
+                    memcpy.measure()
+                for role in ("idle", "controller", "trainer", "worker"):
+                    pipes[role].send("go")
+                figures = {role: _expect(pipes[role]) for role in ("worker", "trainer")}
+                for role in ("controller", "idle"):
+                    pipes[role].send("stop")
+                    figures[role] = _expect(pipes[role])
+                collected.append(figures)
+                if memcpy is None:
+                    memcpy = Memcpy(int(figures["trainer"]["payload_bytes"]))
+                    memcpy.measure()
+                    memcpy.times_s.clear()
+            for role in ("worker", "trainer", "idle", "controller"):
+                if role == "controller":
+                    pipes[role].send("the others have left")
+                processes[role].join(10.0)
         finally:
-            for one in processes:
+            for one in processes.values():
                 if one.is_alive():
                     one.kill()
     warm = collected[1:]
+    assert memcpy is not None
+
+    def between(later: tuple[str, str], earlier: tuple[str, str]) -> float:
+        return statistics.median(r[later[0]][later[1]] - r[earlier[0]][earlier[1]] for r in warm)
+
     result: dict[str, Any] = {
-        "wall_s": statistics.median(r["trainer"]["ended"] - r["worker"]["began"] for r in warm),
+        "wall_s": between(("trainer", "ended"), ("worker", "began")),
+        "write_s": between(("worker", "written"), ("worker", "began")),
+        "control_s": between(("trainer", "given"), ("worker", "written")),
+        "fetch_s": between(("trainer", "fetched"), ("trainer", "given")),
+        "pack_s": between(("trainer", "ended"), ("trainer", "fetched")),
+        "memcpy_s": statistics.median(memcpy.times_s),
         "tokens": warm[0]["trainer"]["tokens"],
         "payload_bytes": warm[0]["trainer"]["payload_bytes"],
         "micro_batch_bytes": warm[0]["trainer"]["micro_batch_bytes"],
         "peak_bytes": sum(warm[-1][role]["peak_bytes"] for role in ("worker", "controller", "trainer")),
     }
-    for role in ("worker", "controller", "trainer", "idle"):
+    for role in ROLES:
         for figure in ("p99_s", "wait_p99_s"):
             result[f"{role}_{figure}"] = statistics.median(r[role][figure] for r in warm)
         result[f"{role}_max_s"] = max(r[role]["max_s"] for r in warm)
     return result
-
-
-def _start(one: Any, pipe: Connection) -> Any:
-    one.start()
-    return _expect(pipe)
 
 
 def _expect(pipe: Connection) -> Any:
@@ -383,18 +440,6 @@ async def run_naive(workload: Workload) -> dict[str, float]:
     }
 
 
-def memcpy_s(size_bytes: int) -> float:
-    """The best of a few copies into memory that is warm."""
-    source = np.ones(size_bytes, np.uint8)
-    target = np.zeros(size_bytes, np.uint8)
-    times = []
-    for _ in range(7):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
 class Report:
     """A table for people and rows for programs."""
 
@@ -414,7 +459,7 @@ class Report:
 
 def measure(report: Report, label: str, workload: Workload, rounds: int, naive: bool) -> dict[str, Any]:
     ours = run_ours(workload, rounds)
-    copy_s = memcpy_s(int(ours["payload_bytes"]))
+    copy_s = ours["memcpy_s"]
     report.add(
         f"{label}: wall",
         "s",
@@ -423,6 +468,10 @@ def measure(report: Report, label: str, workload: Workload, rounds: int, naive: 
         "memcpy of the same bytes",
         "< 0.35 s, < 8 x" if workload.routed else "",
     )
+    if workload.routed:
+        stages = {"write": "join and write", "control": "deliver and get", "fetch": "fetch", "pack": "pack"}
+        for stage, name in stages.items():
+            report.add(f"{label}: {name}", "s", ours[f"{stage}_s"], copy_s, "memcpy of the same bytes")
     if naive:
         slow = uvloop.run(run_naive(workload))
         report.add(f"{label}: wall", "s", ours["wall_s"], slow["wall_s"], "naive path")

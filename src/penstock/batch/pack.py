@@ -2,7 +2,8 @@
 
 A language-model micro-batch is a rectangle of rows. A row holds one sequence, or several one after the other when
 `row_tokens` allows it; `sequences` says which token belongs to which, so attention never crosses from one to the next.
-Gymnasium episodes are joined end to end into one batch; the learner cuts it up again for each epoch.
+All its arrays lie in one piece of memory, which can be used again for another step: fresh memory costs as much as the
+copy itself. Gymnasium episodes are joined end to end into one batch; the learner cuts it up again for each epoch.
 
 Shape suffixes: R rows, T tokens in a row, N sequences or episodes, S environment steps, L layers, K experts.
 """
@@ -11,21 +12,25 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from penstock.batch.assemble import Sample, TokenSequence, sequences_of
 from penstock.errors import RemoteProtocolError
 
-Sample = Mapping[str, np.ndarray]
+Allocate = Callable[[int], np.ndarray]
+"""Memory of at least so many bytes, as uint8; what it holds does not matter."""
 
 Spread = Callable[[Callable[[list[int]], "TokenMicroBatch"], list[list[int]]], "Iterable[TokenMicroBatch]"]
 """Like `map`; that of a thread pool, say: nearly all of packing is copying, which needs no interpreter."""
 
 MAX_SEQUENCES = np.iinfo(np.int16).max
 """Sequences in one micro-batch: their index travels as int16."""
+ALIGNMENT_BYTES = 64
 
 
 class PackSettings(msgspec.Struct, frozen=True):
@@ -76,25 +81,48 @@ class TrajectoryBatch:
 MicroBatch = TokenMicroBatch | TrajectoryBatch
 
 
+def fresh(size_bytes: int) -> np.ndarray:
+    """Memory that was never used before."""
+    return np.empty(size_bytes, np.uint8)
+
+
 def pack(
-    samples: Sequence[Sample], advantages: np.ndarray, settings: PackSettings, *, spread: Spread = map
+    samples: Sequence[Sample],
+    advantages: np.ndarray,
+    settings: PackSettings,
+    *,
+    spread: Spread = map,
+    allocate: Allocate = fresh,
 ) -> list[MicroBatch]:
     """The micro-batches of one step. The kind of sample is known by its arrays; one batch holds one kind."""
     if not samples:
         return []
     if "token_ids" in samples[0]:
-        return list(pack_tokens(samples, advantages, settings, spread=spread))
+        return list(pack_tokens(samples, advantages, settings, spread=spread, allocate=allocate))
     return [pack_trajectories(samples)]
 
 
 def pack_tokens(
-    samples: Sequence[Sample], advantages: np.ndarray, settings: PackSettings, *, spread: Spread = map
+    samples: Sequence[Sample],
+    advantages: np.ndarray,
+    settings: PackSettings,
+    *,
+    spread: Spread = map,
+    allocate: Allocate = fresh,
 ) -> list[TokenMicroBatch]:
-    """Micro-batches of rows of like width, the longest first. `spread` may fill them in several threads."""
-    lengths = [len(sample["token_ids"]) for sample in samples]
+    """Micro-batches of rows of like width, the longest first. `spread` may fill them in several threads.
+
+    Each takes its memory from `allocate`, once; the micro-batch is good until that memory is used again.
+    """
+    sequences = sequences_of(samples)
+    lengths = [sequence.tokens for sequence in sequences]
     rows = plan_rows(lengths, settings.row_tokens)
     plan = plan_micro_batches([sum(lengths[i] for i in row) for row in rows], settings.micro_batch_tokens)
-    return list(spread(lambda chosen: _fill(samples, advantages, [rows[row] for row in chosen]), plan))
+
+    def fill(chosen: list[int]) -> TokenMicroBatch:
+        return _fill(samples, [[sequences[i] for i in rows[row]] for row in chosen], advantages, allocate)
+
+    return list(spread(fill, plan))
 
 
 def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -160,64 +188,97 @@ def pack_trajectories(samples: Sequence[Sample]) -> TrajectoryBatch:
     )
 
 
-def _fill(samples: Sequence[Sample], advantages: np.ndarray, rows: list[list[int]]) -> TokenMicroBatch:
-    order = [index for row in rows for index in row]
-    width = max(sum(len(samples[i]["token_ids"]) for i in row) for row in rows)
-    shape = (len(rows), width)
-    token_ids = np.zeros(shape, np.int32)
-    positions = np.zeros(shape, np.int32)
-    sequences = np.full(shape, -1, np.int16)
-    loss_mask = np.zeros(shape, np.uint8)
-    logprobs = np.zeros(shape, np.float32)
-    experts: np.ndarray | None = None
-    if (first := samples[order[0]].get("routed_experts")) is not None:
-        # By far the largest: not cleared before it is written.
-        experts = np.empty((*shape, *first.shape[1:]), first.dtype)
+def _fill(
+    samples: Sequence[Sample], rows: list[list[TokenSequence]], advantages: np.ndarray, allocate: Allocate
+) -> TokenMicroBatch:
+    order = [sequence for row in rows for sequence in row]
+    width = max(sum(sequence.tokens for sequence in row) for row in rows)
+    routing = samples[order[0].sample].get("routed_experts")
+    experts_row = None if routing is None else routing.shape[1:]
+    places = _Places(allocate, len(rows), width, routing)
     count_up = np.arange(width, dtype=np.int32)
-    sequence = 0
+    number = 0
     for row, members in enumerate(rows):
         start = 0
-        for index in members:
-            sample = samples[index]
-            tokens = len(sample["token_ids"])
-            end = start + tokens
-            _check_aligned(sample, index, tokens, None if experts is None else experts.shape[2:])
-            token_ids[row, start:end] = sample["token_ids"]
-            positions[row, start:end] = count_up[:tokens]
-            sequences[row, start:end] = sequence
-            loss_mask[row, start:end] = sample["loss_mask"]
-            logprobs[row, start:end] = sample["logprobs"]
-            if experts is not None:
-                experts[row, start:end] = sample["routed_experts"]
-            start = end
-            sequence += 1
-        if experts is not None:
-            experts[row, start:] = 0
-    if not np.isfinite(logprobs).all():
+        for sequence in members:
+            sample = samples[sequence.sample]
+            _check_aligned(sample, sequence, experts_row)
+            end = start + sequence.tokens
+            places.position_ids[row, start:end] = count_up[: sequence.tokens]
+            places.sequences[row, start:end] = number
+            places.loss_mask[row, start:end] = sequence.loss_mask
+            for low, high in sequence.stretches:
+                end = start + high - low
+                places.token_ids[row, start:end] = sample["token_ids"][low:high]
+                places.logprobs[row, start:end] = sample["logprobs"][low:high]
+                if places.experts is not None:
+                    places.experts[row, start:end] = sample["routed_experts"][low:high]
+                start = end
+            number += 1
+        places.blank(row, start)
+    if not np.isfinite(places.logprobs).all():
         raise RemoteProtocolError("a sample's logprobs are not finite numbers: the engine that made them is broken")
-    trained = np.bincount(sequences[loss_mask != 0], minlength=len(order))
+    trained = np.bincount(places.sequences[places.loss_mask != 0], minlength=len(order))
     return TokenMicroBatch(
-        token_ids_RT=token_ids,
-        position_ids_RT=positions,
-        sequences_RT=sequences,
-        loss_mask_RT=loss_mask,
-        logprobs_RT=logprobs,
-        advantages_N=np.asarray(advantages, np.float32)[order],
+        token_ids_RT=places.token_ids,
+        position_ids_RT=places.position_ids,
+        sequences_RT=places.sequences,
+        loss_mask_RT=places.loss_mask,
+        logprobs_RT=places.logprobs,
+        advantages_N=np.asarray(advantages, np.float32)[[sequence.sample for sequence in order]],
         trained_tokens_N=trained,
         packed=len(order) > len(rows),
-        routed_experts_RTLK=experts,
+        routed_experts_RTLK=places.experts,
     )
 
 
-def _check_aligned(sample: Sample, index: int, tokens: int, experts: tuple[int, ...] | None) -> None:
+class _Places:
+    """The arrays of a micro-batch, side by side in one piece of memory. What they hold is undefined until written."""
+
+    def __init__(self, allocate: Allocate, rows: int, width: int, routing: np.ndarray | None) -> None:
+        layout: list[tuple[tuple[int, ...], Any]] = [
+            ((rows, width), np.int32),
+            ((rows, width), np.int32),
+            ((rows, width), np.int16),
+            ((rows, width), np.uint8),
+            ((rows, width), np.float32),
+        ]
+        if routing is not None:
+            layout.append(((rows, width, *routing.shape[1:]), routing.dtype))
+        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout]
+        room = [size + -size % ALIGNMENT_BYTES for size in sizes]
+        memory = allocate(sum(room))
+        starts = [sum(room[:index]) for index in range(len(room))]
+        arrays = [
+            memory[start : start + size].view(dtype).reshape(shape)
+            for start, size, (shape, dtype) in zip(starts, sizes, layout, strict=True)
+        ]
+        self.token_ids, self.position_ids, self.sequences, self.loss_mask, self.logprobs = arrays[:5]
+        self.experts = arrays[5] if routing is not None else None
+
+    def blank(self, row: int, start: int) -> None:
+        """From that token on the row is padding."""
+        for array in (self.token_ids, self.position_ids, self.loss_mask, self.logprobs, self.experts):
+            if array is not None:
+                array[row, start:] = 0
+        self.sequences[row, start:] = -1
+
+
+def _check_aligned(sample: Sample, sequence: TokenSequence, experts_row: tuple[int, ...] | None) -> None:
     """Every stream has one entry per token, and no first token is trained: nothing predicts it."""
-    mask = sample["loss_mask"]
-    aligned = tokens > 0 and len(mask) == tokens == len(sample["logprobs"]) and not mask[0]
+    tokens = len(sample["token_ids"])
+    aligned = len(sample["loss_mask"]) == tokens == len(sample["logprobs"])
     routed = sample.get("routed_experts")
-    if aligned and (None if routed is None else routed.shape) == (None if experts is None else (tokens, *experts)):
+    routing = None if experts_row is None else (tokens, *experts_row)
+    if (
+        aligned
+        and sequence.tokens
+        and not sequence.loss_mask[0]
+        and (None if routed is None else routed.shape) == routing
+    ):
         return
     streams = ", ".join(f"{name} {array.shape}" for name, array in sample.items())
     raise RemoteProtocolError(
-        f"sample {index} of the batch is inconsistent: it needs one entry per token in each stream, the same streams "
-        f"as its neighbours and an untrained first token; it has {streams}"
+        f"sample {sequence.sample} of the batch is inconsistent: it needs one entry per token in each stream, the same "
+        f"streams as its neighbours and an untrained first token; it has {streams}"
     )

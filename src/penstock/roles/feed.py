@@ -14,6 +14,7 @@ from penstock.batch.pack import MicroBatch, PackSettings, pack
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, RemoteProtocolError
 from penstock.payload.io.fetch import BatchFetcher, FetchReport
+from penstock.payload.io.received import Buffers
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, StepIndex
 from penstock.records.payload import RingAddress
@@ -29,7 +30,7 @@ ASK_FOR_S = 10.0
 
 @dataclass(slots=True)
 class PreparedBatch:
-    """One step's data, ready to train. The payloads stay held until the step is acknowledged."""
+    """One step's data, ready to train. Payloads and micro-batches keep their memory until `done`."""
 
     step: StepIndex
     micro_batches: list[MicroBatch]
@@ -42,6 +43,14 @@ class PreparedBatch:
     waited_s: float
     prepared_s: float
     final: bool
+    memory: list[np.ndarray]
+    buffers: Buffers
+
+    def done(self) -> None:
+        """The step was trained and acknowledged: the payloads may be overwritten, and so may the micro-batches."""
+        self.report.consumed()
+        while self.memory:
+            self.buffers.give_back(self.memory.pop())
 
     def trained(self) -> list[TrainedRollout]:
         """The samples as people may want to read them."""
@@ -74,12 +83,14 @@ class Feed:
         advantage: Advantage,
         settings: PackSettings,
     ) -> None:
+        """`offload` has one thread that fetches and waits, and others that copy: at least two."""
         self._process = process
         self._client = client
         self._fetcher = fetcher
         self._offload = offload
         self._advantage = advantage
         self._settings = settings
+        self._buffers = Buffers()
 
     async def prepare(self, step: StepIndex) -> PreparedBatch | None:
         """None when training is complete, or when this process was asked to stop."""
@@ -125,7 +136,13 @@ class Feed:
         samples = [decode(report.views[ref]) for group in kept for ref in group.payloads]
         rewards = [reward for group in kept for reward in group.rewards]
         advantages = compute(self._advantage, rewards, [len(group.samples) for group in kept])
-        micro_batches = pack(samples, advantages, self._settings)
+        memory: list[np.ndarray] = []
+
+        def allocate(size_bytes: int) -> np.ndarray:
+            memory.append(self._buffers.take(size_bytes))
+            return memory[-1]
+
+        micro_batches = pack(samples, advantages, self._settings, spread=self._offload.map, allocate=allocate)
         return PreparedBatch(
             batch.step,
             micro_batches,
@@ -138,4 +155,6 @@ class Feed:
             waited_s,
             time.monotonic() - began,
             batch.final,
+            memory,
+            self._buffers,
         )

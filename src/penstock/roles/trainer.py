@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 
@@ -42,7 +43,8 @@ async def main(process: RoleProcess) -> None:
     """Trains until the controller says that training is complete, or until asked to stop."""
     pipeline = process.pipeline
     torch.set_num_threads(pipeline.train.threads)
-    training, fetching, writing = Offload(1, "train"), Offload(1, "fetch"), Offload(1, "write")
+    training, writing = Offload(1, "train"), Offload(1, "write")
+    fetching = Offload(1 + len(os.sched_getaffinity(0)), "fetch")
     process.progress.moved("building the model")
     learner = await training.run(_build, process)
     step = StepIndex(learner.steps)
@@ -184,7 +186,7 @@ class TrainingLoop:
         )
         if self._rollouts.wants(batch.step):
             self._rollouts.offer(batch.step, batch.trained())
-        batch.report.consumed()
+        batch.done()
         self._process.progress.moved(f"trained step {batch.step}")
 
     async def _save(self, step: StepIndex) -> None:

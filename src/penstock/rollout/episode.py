@@ -2,36 +2,46 @@
 
 Invariants:
 - what was generated is never made again from text: ids, log-probabilities and versions stay as the engine gave them;
-- pieces are collected as they come and joined once, in `arrays`;
+- pieces are collected as they come, by reference, and laid out once, in `arrays`;
 - the context is always the exact prefix the next token was or will be drawn after, so an interrupted episode goes on
   from it anywhere, also in another process (`to_bytes`, `from_bytes`).
+
+An environment may take the conversation back to an earlier point (a failed attempt is to be forgotten, a long history
+to be summed up). The tokens then form a tree: every token is kept once, and the sample has one branch for each end.
+
+An engine that records the experts its tokens were routed to knows those of every token it has read, so of all but the
+last one it drew. That row is known when a later request reads the token, and comes with it as a chunk of its own. The
+last token of a branch is never read: its row is zero, and nothing is predicted from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError
+from penstock.rollout.hooks import Arrays
+
+NO_SPANS = np.zeros((0, 2), np.int32)
 
 
 class _Piece(msgspec.Struct, array_like=True):
-    """Consecutive tokens of one origin, as bytes, so that an episode can be stored as it is."""
+    """Consecutive tokens of one origin."""
 
-    token_ids: bytes
-    logprobs: bytes = b""
-    """Empty for tokens that were not generated."""
-    versions: tuple[tuple[int, int], ...] = ()
+    token_ids: np.ndarray
+    after: int
+    """The piece whose last token stands before these; -1 for the first."""
+    logprobs: np.ndarray | None = None
+    """None for tokens that were not generated."""
+    versions: np.ndarray = NO_SPANS
     """From which token of the piece on, which version."""
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids) // 4
-
-    def ids(self) -> np.ndarray:
-        return np.frombuffer(self.token_ids, dtype=np.int32)
+    routed_experts: np.ndarray | None = None
+    """Of the tokens read since the last piece that was generated, and of these but for the last."""
+    boundary_experts: np.ndarray | None = None
+    """Of the one token before those."""
 
 
 class Episode(msgspec.Struct):
@@ -47,21 +57,26 @@ class Episode(msgspec.Struct):
     """The oldest weights any token was drawn with; None before the first."""
     digest: str = ""
     """Of the weights of that version."""
+    tip: int = 0
+    """The piece that ends the context."""
+    turns: list[int] = []
+    """The tip from which each completion was begun."""
 
     @classmethod
-    def start(cls, prompt_ids: Sequence[int]) -> Episode:
+    def start(cls, prompt_ids: Sequence[int] | np.ndarray) -> Episode:
         """An episode that has seen its prompt and nothing else."""
         if not len(prompt_ids):
             raise LocalProtocolError("an episode needs a prompt of at least one token")
-        return cls(pieces=[_Piece(np.asarray(prompt_ids, dtype=np.int32).tobytes())])
+        return cls(pieces=[_Piece(np.asarray(prompt_ids, dtype=np.int32), -1)])
 
     @property
     def tokens(self) -> int:
-        return sum(piece.tokens for piece in self.pieces)
+        """In the context."""
+        return sum(len(piece.token_ids) for piece in self._path(self.tip))
 
     @property
     def generated_tokens(self) -> int:
-        return sum(piece.tokens for piece in self.pieces if piece.logprobs)
+        return sum(len(piece.token_ids) for piece in self.pieces if piece.logprobs is not None)
 
     @property
     def wants_completion(self) -> bool:
@@ -70,25 +85,45 @@ class Episode(msgspec.Struct):
 
     @property
     def size_bytes(self) -> int:
-        return 8 * self.tokens
+        return sum(
+            8 * len(piece.token_ids) + (0 if piece.routed_experts is None else piece.routed_experts.nbytes)
+            for piece in self.pieces
+        )
 
     def context(self) -> list[int]:
-        """Every token so far: what the engine reads to go on."""
-        return np.concatenate([piece.ids() for piece in self.pieces]).tolist()
+        """Every token up to here: what the engine reads to go on."""
+        return np.concatenate([piece.token_ids for piece in self._path(self.tip)]).tolist()
 
     def generated(
-        self, token_ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, version: int, digest: str
+        self,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        versions: np.ndarray,
+        version: int,
+        digest: str,
+        *,
+        routed_experts: np.ndarray | None = None,
+        boundary_experts: np.ndarray | None = None,
     ) -> None:
-        """The engine drew these tokens after the context; `versions` as in `arrays`, counted from the first of them."""
+        """The engine drew these tokens after the context; `versions` as in `arrays`, counted from the first of them.
+
+        With routing: `[rows, layers, top-k]` of all tokens that the context grew by since the request before (or since
+        it was taken back), but for the last; and, except in the first request, the one row of the token before those.
+        The arrays are kept as they are and must not change any more.
+        """
         if len(token_ids) != len(logprobs):
             raise LocalProtocolError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
         if not len(token_ids):
             return
-        self.pieces.append(
+        self._begin_turn()
+        self._append(
             _Piece(
-                np.asarray(token_ids, dtype=np.int32).tobytes(),
-                np.asarray(logprobs, dtype=np.float32).tobytes(),
-                tuple((int(start), int(of)) for start, of in versions),
+                np.asarray(token_ids, dtype=np.int32),
+                self.tip,
+                np.asarray(logprobs, dtype=np.float32),
+                np.asarray(versions, dtype=np.int32),
+                routed_experts,
+                boundary_experts,
             )
         )
         self.turn_tokens += len(token_ids)
@@ -96,73 +131,98 @@ class Episode(msgspec.Struct):
             self.version, self.digest = version, digest
 
     def turn_ids(self) -> list[int]:
-        """The tokens of the completion that is not finished yet."""
+        """The tokens of the completion that is not finished yet: of the last pieces that came."""
         pieces: list[np.ndarray] = []
         missing = self.turn_tokens
         for piece in reversed(self.pieces):
             if missing <= 0:
                 break
-            pieces.append(piece.ids())
-            missing -= piece.tokens
+            pieces.append(piece.token_ids)
+            missing -= len(piece.token_ids)
         return np.concatenate(pieces[::-1]).tolist() if pieces else []
 
     def finish_turn(self, text: str) -> None:
         """The completion is complete; `text` is what it says."""
+        self._begin_turn()
         self.completions.append(text)
         self.turn_tokens = 0
 
-    def replied(self, text: str, token_ids: Sequence[int]) -> None:
-        """The environment answered; these tokens are read, not trained."""
+    def replied(self, text: str, token_ids: Sequence[int] | np.ndarray, back_to: int | None = None) -> None:
+        """The environment answered; these tokens are read, not trained.
+
+        They follow the last completion, or stand where the completion of that number began: what came since is then
+        no longer in the context, and stays a branch of the sample.
+        """
         if self.turn_tokens:
             raise LocalProtocolError("the environment replied before the completion was finished")
+        if back_to is not None:
+            if not 0 <= back_to < len(self.turns):
+                raise LocalProtocolError(
+                    f"the environment took the conversation back to completion {back_to} of {len(self.turns)}"
+                )
+            self.tip = self.turns[back_to]
         self.replies.append(text)
         if len(token_ids):
-            self.pieces.append(_Piece(np.asarray(token_ids, dtype=np.int32).tobytes()))
+            self._append(_Piece(np.asarray(token_ids, dtype=np.int32), self.tip))
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The whole episode, joined: `token_ids`, `loss_mask`, `logprobs` per token and `versions` as spans."""
-        counts = [piece.tokens for piece in self.pieces]
-        logprobs = np.zeros(sum(counts), dtype=np.float32)
-        loss_mask = np.zeros(sum(counts), dtype=np.uint8)
-        spans: list[tuple[int, int]] = []
-        at = 0
-        for piece, count in zip(self.pieces, counts, strict=True):
-            if piece.logprobs:
-                logprobs[at : at + count] = np.frombuffer(piece.logprobs, dtype=np.float32)
-                loss_mask[at : at + count] = 1
-                for start, version in piece.versions:
-                    if not spans or spans[-1][1] != version:
-                        spans.append((at + start, version))
-            at += count
-        return {
-            "token_ids": np.concatenate([piece.ids() for piece in self.pieces]),
-            "loss_mask": loss_mask,
-            "logprobs": logprobs,
-            "versions": np.array(spans, dtype=np.int32).reshape(-1, 2),
+    def arrays(self) -> Arrays:
+        """The whole episode: `token_ids`, `loss_mask`, `logprobs` per token, `versions` as spans.
+
+        With routing, `routed_experts` in the chunks they came in: writing them is the join. With several branches,
+        `branches`: which stretches of the tokens each of them is made of.
+        """
+        pieces = self.pieces
+        counts = np.fromiter((len(piece.token_ids) for piece in pieces), np.int64, len(pieces))
+        silence = np.zeros(counts.max(), np.float32)
+        spoken = [piece.logprobs is not None for piece in pieces]
+        starts = np.cumsum(counts) - counts
+        spans = np.concatenate([piece.versions for piece in pieces])
+        spans[:, 0] += np.repeat(starts, [len(piece.versions) for piece in pieces])
+        changed = np.ones(len(spans), bool)
+        changed[1:] = spans[1:, 1] != spans[:-1, 1]
+        arrays: Arrays = {
+            "token_ids": np.concatenate([piece.token_ids for piece in pieces]),
+            "loss_mask": np.repeat(np.array(spoken, np.uint8), counts),
+            "logprobs": np.concatenate(
+                [silence[: len(piece.token_ids)] if piece.logprobs is None else piece.logprobs for piece in pieces]
+            ),
+            "versions": spans[changed],
         }
+        if any(piece.routed_experts is not None for piece in pieces):
+            arrays["routed_experts"] = self._routing(counts)
+        if any(piece.after != index - 1 for index, piece in enumerate(pieces)):
+            arrays["branches"] = self._branches(starts.tolist(), counts.tolist())
+        return arrays
 
     def to_bytes(self) -> bytes:
         """For another process to go on from."""
-        return msgspec.msgpack.encode(self)
+        return msgspec.msgpack.encode(self, enc_hook=_plain)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> Episode:
         """What `to_bytes` wrote, checked."""
         try:
-            episode = msgspec.msgpack.decode(body, type=cls)
-        except msgspec.DecodeError as error:
+            episode = msgspec.msgpack.decode(body, type=cls, dec_hook=_array)
+        except (msgspec.DecodeError, TypeError, ValueError) as error:
             raise RemoteProtocolError(f"not a kept episode: {error}") from error
         episode.check()
         return episode
 
     def check(self) -> None:
         """Raises if the pieces do not fit together."""
-        for piece in self.pieces:
-            if len(piece.token_ids) % 4 or (piece.logprobs and len(piece.logprobs) != len(piece.token_ids)):
+        for index, piece in enumerate(self.pieces):
+            if piece.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
                 raise RemoteProtocolError("a kept episode has a piece whose arrays differ in length")
-        if not self.pieces or self.pieces[0].logprobs:
+            if not -1 <= piece.after < index or (piece.after == -1) != (index == 0):
+                raise RemoteProtocolError("a kept episode has a piece that follows none before it")
+        if not self.pieces or self.pieces[0].logprobs is not None:
             raise RemoteProtocolError("a kept episode does not begin with a prompt")
-        if self.turn_tokens > self.generated_tokens or len(self.replies) > len(self.completions):
+        if (
+            self.turn_tokens > self.generated_tokens
+            or len(self.replies) > len(self.completions)
+            or len(self.turns) != len(self.completions) + bool(self.turn_tokens)
+            or not all(0 <= index < len(self.pieces) for index in (self.tip, *self.turns))
+        ):
             raise RemoteProtocolError("a kept episode counts more than it holds")
 
     def __repr__(self) -> str:
@@ -170,3 +230,76 @@ class Episode(msgspec.Struct):
             f"Episode(tokens={self.tokens}, generated={self.generated_tokens}, turns={len(self.completions)}, "
             f"open={self.turn_tokens}, version={self.version})"
         )
+
+    def _append(self, piece: _Piece) -> None:
+        self.pieces.append(piece)
+        self.tip = len(self.pieces) - 1
+
+    def _path(self, index: int) -> list[_Piece]:
+        """The pieces from the first to that one."""
+        path: list[_Piece] = []
+        while index >= 0:
+            path.append(self.pieces[index])
+            index = path[-1].after
+        return path[::-1]
+
+    def _begin_turn(self) -> None:
+        if len(self.turns) == len(self.completions):
+            self.turns.append(self.tip)
+
+    def _branches(self, starts: list[int], counts: list[int]) -> np.ndarray:
+        """int32[stretches, 3]: branch, first token, token after the last. Branches in the order of their ends."""
+        inner = {piece.after for piece in self.pieces}
+        stretches: list[list[int]] = []
+        for branch, leaf in enumerate(index for index in range(len(self.pieces)) if index not in inner):
+            path: list[int] = []
+            at = leaf
+            while at >= 0:
+                path.append(at)
+                at = self.pieces[at].after
+            for index in reversed(path):
+                start, end = starts[index], starts[index] + counts[index]
+                if start and stretches[-1][2] == start:
+                    stretches[-1][2] = end
+                else:
+                    stretches.append([branch, start, end])
+        return np.array(stretches, np.int32)
+
+    def _routing(self, counts: np.ndarray) -> list[np.ndarray]:
+        """One row per token. A request closes the gap its forerunner left; where the conversation was taken back, the
+        gap is an end, and the row brought by the next request is there already.
+        """
+        chunks: list[np.ndarray] = []
+        rows = read = 0
+        joined = True
+        for index, (piece, count) in enumerate(zip(self.pieces, counts.tolist(), strict=True)):
+            joined &= piece.after == index - 1
+            read += count
+            if piece.logprobs is None:
+                continue
+            routed, boundary = piece.routed_experts, piece.boundary_experts
+            if routed is None or len(routed) != read - rows - bool(rows) - 1 or (boundary is None) != (rows == 0):
+                raise LocalProtocolError(
+                    f"an episode's routing does not fit its tokens: a request that ended at token {read} brought "
+                    f"{'no rows' if routed is None else f'{len(routed)} rows'} and "
+                    f"{'none' if boundary is None else 'one'} for the token before; all requests must bring theirs"
+                )
+            if boundary is not None:
+                chunks.append(boundary if joined else np.zeros_like(boundary))
+            chunks.append(routed)
+            rows, joined = read - 1, True
+        chunks.append(np.zeros((1, *chunks[0].shape[1:]), chunks[0].dtype))
+        return chunks
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).data
+    raise NotImplementedError(f"a kept episode cannot hold a {type(value).__name__}")
+
+
+def _array(wanted: type, value: Any) -> np.ndarray:
+    if wanted is not np.ndarray:
+        raise NotImplementedError(f"a kept episode holds no {wanted.__name__}")
+    dtype, shape, body = value
+    return np.frombuffer(body, np.dtype(dtype)).reshape(shape)

@@ -6,12 +6,13 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from penstock.errors import LocalProtocolError
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -45,6 +46,10 @@ class Offload:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Awaits the result; cancelling the wait gives up a call that has not begun, and disowns one that has."""
         return await asyncio.wrap_future(self.submit(function, *arguments))
+
+    def map(self, function: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """The results in order; the caller waits, and must leave a thread free if it is one of these itself."""
+        return [future.result() for future in [self.submit(function, item) for item in items]]
 
     @property
     def queued(self) -> int:

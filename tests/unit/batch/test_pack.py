@@ -141,6 +141,24 @@ def test_threads_may_share_the_filling() -> None:
     assert unpack(spread) == unpack(pack_tokens(samples, np.zeros(len(samples)), settings))
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_memory_that_was_used_before_makes_no_difference(routed: bool) -> None:
+    samples = [sequence(tokens, tokens, routed) for tokens in (3, 9, 14, 5, 16)]
+    settings = PackSettings(micro_batch_tokens=40, row_tokens=20)
+    asked: list[int] = []
+
+    def dirty(size_bytes: int) -> np.ndarray:
+        asked.append(size_bytes)
+        return np.full(size_bytes + 100, 0xFF, np.uint8)
+
+    wanted = pack_tokens(samples, np.arange(5), settings)
+    found = pack_tokens(samples, np.arange(5), settings, allocate=dirty)
+    assert len(asked) == len(found) == len(wanted)
+    for mine, clean in zip(found, wanted, strict=True):
+        for name in TokenMicroBatch.__slots__:
+            assert np.array_equal(getattr(mine, name), getattr(clean, name)), name
+
+
 def episode(steps: int) -> dict[str, np.ndarray]:
     return {
         "observations": np.full((steps, 4), steps, np.float32),
