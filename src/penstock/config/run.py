@@ -176,6 +176,8 @@ Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
 class RolloutSection(Section):
     workers: Positive = 1
     """Processes that generate samples."""
+    ranks: Positive = 1
+    """Processes of one worker that generate in step, each with an engine of its own and its share of every batch."""
     devices_per_worker: Positive = 1
     """Devices of the pool that one worker occupies while it is awake."""
     workload: ImportPath | None = None
@@ -353,11 +355,26 @@ class PipelineSection(Section):
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
         if isinstance(self.engine, VllmEngineSection) and isinstance(self.model, MlpModel):
             raise ValueError("engine.kind = 'vllm' serves language models only; use 'torch' for gymnasium policies")
+        self._check_ranks()
         if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
             raise ValueError(
                 f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"
             )
         return self
+
+    def _check_ranks(self) -> None:
+        rollout = self.rollout
+        if rollout.ranks == 1:
+            return
+        if not isinstance(self.engine, TorchEngineSection) or self.engine.batching != "static":
+            raise ValueError("rollout.ranks above 1 needs an engine of kind 'torch' with batching = 'static'")
+        if rollout.concurrency > 1:
+            raise ValueError("rollout.ranks above 1 go batch by batch: rollout.concurrency must be 1")
+        if rollout.batch_samples < rollout.ranks * rollout.group_size:
+            raise ValueError(
+                f"rollout.batch_samples = {rollout.batch_samples} holds no group of {rollout.group_size} for each of "
+                f"{rollout.ranks} ranks; make it at least {rollout.ranks * rollout.group_size}"
+            )
 
 
 class Config(Section):
@@ -376,6 +393,12 @@ class Config(Section):
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"pipeline names must differ, found {', '.join(doubled)} more than once")
         for pipeline in self.pipeline:
+            ranks, occupied = pipeline.rollout.ranks, pipeline.rollout.devices_per_worker
+            if self.pool.devices and ranks > 1 and ranks != occupied:
+                raise ValueError(
+                    f"a worker of pipeline {pipeline.name!r} with {ranks} ranks occupies {ranks} devices of the pool, "
+                    f"but rollout.devices_per_worker is {occupied}"
+                )
             used = {*pipeline.train_devices, *pipeline.rollout_devices}
             if used and (beyond := sorted(device for device in used if not 0 <= device < self.pool.devices)):
                 raise ValueError(

@@ -18,7 +18,6 @@ from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
 from penstock.records.weights import Manifest
 from penstock.roles.worker_desk import WorkerDesk
-from penstock.rollout.io.runner import Runner
 from penstock.rollout.io.serving import ServingEngine
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ReplicaReport
@@ -88,6 +87,18 @@ class OwnEngine:
         getattr(self._engine, "resume", lambda: None)()
 
 
+class GenerationLoop(Protocol):
+    """What generates between a wake and a sleep: one process, or several ranks."""
+
+    async def run(self) -> str: ...
+
+    def stop(self, reason: str) -> None: ...
+
+    def abandon(self, reason: str) -> None: ...
+
+    def statistics(self) -> dict[str, float]: ...
+
+
 class Generation:
     """Obeys the order executor; says when generation is over for good."""
 
@@ -95,7 +106,7 @@ class Generation:
         self,
         engine: Resident,
         desk: WorkerDesk,
-        make_runner: Callable[[], Runner],
+        make_runner: Callable[[], GenerationLoop],
         tasks: Tasks,
         progressed: Callable[[str], None],
     ) -> None:
@@ -104,7 +115,7 @@ class Generation:
         self._make_runner = make_runner
         self._tasks = tasks
         self._progressed = progressed
-        self._runner: Runner | None = None
+        self._runner: GenerationLoop | None = None
         self._running: asyncio.Task[Any] | None = None
         self._stopping = False
         self._awake = asyncio.Event()
@@ -185,7 +196,7 @@ class Generation:
     async def verify_released(self) -> None:
         await asyncio.to_thread(self._engine.check_vacated, ENGINE_S)
 
-    async def _generate(self, runner: Runner) -> None:
+    async def _generate(self, runner: GenerationLoop) -> None:
         reason = await runner.run()
         self._runner = None
         log.info("generation ended: %s", reason)

@@ -89,3 +89,9 @@ def device_of(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r}: {error}") from error
+
+
+def device_of_rank(name: str, rank: int) -> str:
+    """Ranks that are not told otherwise take one GPU each, as far as there are any."""
+    count = torch.cuda.device_count()
+    return f"cuda:{rank % count}" if name in ("auto", "cuda") and count > 1 else name

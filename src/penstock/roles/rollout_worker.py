@@ -14,10 +14,11 @@ from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress
 from penstock.roles.carriers import served
 from penstock.roles.engines import engine_of, workload_of
-from penstock.roles.generation import Generation, OwnEngine, Resident
-from penstock.roles.models import environment_of, policy_of
+from penstock.roles.generation import Generation, GenerationLoop, OwnEngine, Resident
+from penstock.roles.models import device_of_rank, environment_of, policy_of
 from penstock.roles.movers import mover_of
 from penstock.roles.process import RoleProcess
+from penstock.roles.ranks import RankGroup
 from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.roles.vllm_engine import VllmService, started
 from penstock.roles.worker_desk import RingStore, WorkerDesk
@@ -36,35 +37,48 @@ async def main(process: RoleProcess) -> None:
     pipeline = process.pipeline
     rollout = pipeline.rollout
     torch.set_num_threads(rollout.threads)
+    ranks = RankGroup(process)
+    await ranks.start()
     building = Offload(1, "build")
     process.progress.moved("building the model")
-    environment, engine, workload = await building.run(_build, process)
+    environment, engine, workload = await building.run(build, process)
     building.close(timeout_s=1.0)
     ring = Ring.create(process.run.run_id, capacity_bytes=rollout.ring_mb << 20, slots=rollout.ring_slots)
     try:
         with served(ring, process.config.payload, process.run.token()) as address:
-            async with started(engine):
-                await _generate(process, environment, engine, workload, ring, address)
+            async with started(engine), ranks.joined():
+                await _generate(process, environment, engine, workload, ring, address, ranks)
     finally:
         # A dead worker's ring is still read by the trainer; the supervisor removes it at the end of the run.
         ring.close(unlink=False)
 
 
 async def _generate(
-    process: RoleProcess, environment: Any, engine: Any, workload: Any, ring: Ring, address: RingAddress
+    process: RoleProcess,
+    environment: Any,
+    engine: Any,
+    workload: Any,
+    ring: Ring,
+    address: RingAddress,
+    ranks: RankGroup,
 ) -> None:
     pipeline = process.pipeline
     lag = LagMonitor(process.name)
     settings = _settings(process)
+    details = {"ring": address, "more_rings": ranks.rings, "prompt_count": environment.count}
     async with (
-        connected(process, "rollout", ring=address, prompt_count=environment.count) as client,
+        connected(process, "rollout", **details) as client,
         Tasks() as tasks,
     ):
         resident: Resident = engine if isinstance(engine, VllmService) else OwnEngine(engine)
         desk = WorkerDesk(process, client, tasks, resident, ring)
         moved = process.progress.moved
 
-        def make_runner() -> Runner:
+        group = ranks.lead(tasks, workload, engine, ring, desk, settings) if ranks.others else None
+
+        def make_runner() -> GenerationLoop:
+            if group is not None:
+                return group
             interrupt = getattr(engine, "interrupt", lambda: None)
             return Runner(workload, desk, RingStore(ring), settings, progressed=moved, interrupt=interrupt)
 
@@ -76,7 +90,8 @@ async def _generate(
         else:
             way = pipeline.weights.way
             mover = mover_of(process)
-            updater = ReplicaUpdater(engine, generation, desk.report, mover, way=way, change_timeout_s=deadline_s)
+            source = ranks.announcing(generation)
+            updater = ReplicaUpdater(engine, source, desk.report, mover, way=way, change_timeout_s=deadline_s)
         generation.updating = lambda: updater.updating
         executor = OrderExecutor(generation, client.call, client.pipeline, client.member)
         tasks.spawn("watch the loop", lag.run())
@@ -88,11 +103,11 @@ async def _generate(
         tasks.cancel()
 
 
-def _build(process: RoleProcess) -> tuple[Any, Any, Any]:
+def build(process: RoleProcess, rank: int = 0) -> tuple[Any, Any, Any]:
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)
     vllm = isinstance(pipeline.engine, VllmEngineSection)
-    policy = policy_of(config, pipeline, environment, "cpu" if vllm else pipeline.rollout.device)
+    policy = policy_of(config, pipeline, environment, "cpu" if vllm else device_of_rank(pipeline.rollout.device, rank))
     # Every incarnation draws other samples: a restarted worker must not repeat what it drew before.
     seed = zlib.crc32(process.member.encode()) ^ config.run.seed
     kept = process.run.rollouts(pipeline.name) / "unfinished"

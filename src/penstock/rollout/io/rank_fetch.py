@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -164,11 +166,18 @@ class Fetch:
         return dead
 
 
+def file_store(path: Path, ranks: int) -> GroupStore:
+    """A store for ranks of one machine: nothing listens, and it outlives any of them."""
+    return dist.FileStore(str(path), ranks)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0, backend: str = "gloo") -> Fetch:
     """Builds the process group and its fetch; every rank calls it once.
 
     `timeout_s` must exceed the longest generation: a dead rank is noticed at once, it only bounds a wedged one.
     """
+    # The library takes this from nowhere else. The ranks of a worker share a machine: nothing listens beyond it.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
     assert dist.group.WORLD is not None
     return Fetch(dist.group.WORLD, store, rank=rank, ranks=ranks, timeout_s=timeout_s)

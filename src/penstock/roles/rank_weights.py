@@ -1,0 +1,110 @@
+"""The weights of a rank other than 0: announced by rank 0 with the fetch, loaded by the rank itself while awake."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from penstock.errors import PeerLost
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.weights.io.updater import ReplicaReport
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.01
+ENGINE_S = 60.0
+WEIGHTS_S = 600.0
+"""How long a rank may take to load weights that its leases ask for."""
+
+
+class Sleeper(Protocol):
+    """The engine, as far as it is put to sleep and woken here."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    def sleep(self, timeout_s: float) -> None: ...
+
+    def wake(self, timeout_s: float) -> None: ...
+
+
+class RankWeights:
+    """Between the loop in lockstep, which calls from its thread, and the updater, which runs on the event loop."""
+
+    def __init__(self, engine: Sleeper, progressed: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._progressed = progressed
+        self._loop = asyncio.get_running_loop()
+        self._newest: Manifest | None = None
+        self._resting = False
+        self._changed = asyncio.Event()
+        self.updating: Callable[[], bool] = lambda: False
+        """Whether the updater has the engine in its hands; set by whoever makes it."""
+
+    # -- to the updater ---------------------------------------------------------------------------------------------
+
+    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+        """See `ManifestSource.next_manifest`. A resting rank loads nothing."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while self._resting or self._newest is None or self._newest.digest == held_digest:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return self._newest
+
+    async def report(self, report: ReplicaReport) -> None:
+        """Rank 0 answers for the group: a rank that cannot load its weights fails the group instead."""
+        log.info("%s at version %d %s", report.state.value, report.version, report.error)
+
+    # -- to the loop in lockstep ------------------------------------------------------------------------------------
+
+    def announced(self, manifest: Manifest) -> None:
+        self._loop.call_soon_threadsafe(self._announce, manifest)
+
+    def rest(self) -> None:
+        """Returns when the engine is asleep."""
+        self._await(self._rest())
+
+    def wake(self) -> None:
+        self._await(self._wake())
+
+    def wait_for(self, version: Version) -> None:
+        """Returns once proven weights of at least this version serve."""
+        deadline = time.monotonic() + WEIGHTS_S
+        while not self._engine.digest or self._engine.version < version:
+            self._progressed(f"waiting for weights of version {version}")
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"weights of version {version} did not arrive within {WEIGHTS_S:.0f} s; version "
+                    f"{self._engine.version} is loaded"
+                )
+            time.sleep(LOOK_EVERY_S)
+
+    def _await(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * ENGINE_S)
+
+    def _announce(self, manifest: Manifest) -> None:
+        self._newest = manifest
+        self._changed.set()
+
+    async def _rest(self) -> None:
+        self._resting = True
+        while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each within its own deadline
+            await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.to_thread(self._engine.sleep, ENGINE_S)
+        self._progressed("resting")
+
+    async def _wake(self) -> None:
+        getattr(self._engine, "resume", lambda: None)()
+        await asyncio.to_thread(self._engine.wake, ENGINE_S)
+        self._resting = False
+        self._changed.set()

@@ -1,0 +1,238 @@
+"""A worker of several ranks, seen from rank 0, which is the worker process itself.
+
+The other ranks are child processes: they die with the worker however it ends, their logs lie beside its log, and none
+of them is known to the controller. They meet in a gloo group over loopback; what they need to find each other lies in a
+private file of the run directory. A rank that ends early ends the worker, with that rank's last words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from penstock.errors import PeerLost, PenstockError
+from penstock.payload.io.shm import Ring
+from penstock.records.payload import RingAddress
+from penstock.records.weights import Manifest
+from penstock.roles.process import RoleProcess
+from penstock.roles.worker_desk import RingStore, WorkerDesk
+from penstock.rollout.io.group import GroupRunner
+from penstock.rollout.io.lockstep import Lockstep, Surroundings
+from penstock.rollout.io.rank_fetch import Fetch, LastWords, file_store, join
+from penstock.rollout.io.runner import RunnerSettings
+from penstock.runtime.offload import Offload
+from penstock.runtime.progress import ProgressCell
+from penstock.runtime.tasks import Tasks
+from penstock.weights.io.updater import ManifestSource
+
+log = logging.getLogger(__name__)
+
+INTERRUPT = signal.SIGUSR1
+"""Tells a rank to end its generation early: leases were given back."""
+WATCH_EVERY_S = 0.5
+LEAVE_S = 3.0
+FETCH_S = 1800.0
+"""Longest wait of a rank for the slowest one. A dead rank is noticed at once, and a wedged one by the controller."""
+
+
+class RankSeat(msgspec.Struct):
+    """What rank 0 tells another rank, on standard input."""
+
+    rank: int
+    ranks: int
+    store: str
+    timeout_s: float
+    guardian_pid: int
+    """Whoever started the worker: the rank's ring is of use for as long as that lives."""
+    cell_fd: int
+
+
+def ring_key(rank: int) -> str:
+    """Where a rank says how its ring can be read."""
+    return f"penstock/ring/{rank}"
+
+
+class RankGroup:
+    """The other ranks of this worker. Start it from the main thread: children die with the thread that made them."""
+
+    def __init__(self, process: RoleProcess) -> None:
+        self.ranks = process.pipeline.rollout.ranks
+        self.rings: tuple[RingAddress, ...] = ()
+        self._process = process
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._cells: dict[int, ProgressCell] = {}
+        self._working = Offload(1, "ranks")
+        self._fetch: Fetch | None = None
+        self._runner: GroupRunner | None = None
+        self._stepping: asyncio.Future[None] | None = None
+        self._store = process.run.root / f".ranks-{process.member}"
+
+    @property
+    def others(self) -> bool:
+        """Whether there are ranks besides this process."""
+        return self.ranks > 1
+
+    # -- start and end ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts the other ranks, if there are any; they build their models while this process builds its own."""
+        if not self.others:
+            return
+        os.close(os.open(self._store, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        for rank in range(1, self.ranks):
+            self._cells[rank] = ProgressCell()
+            self._children[rank] = await self._start(rank)
+
+    async def _start(self, rank: int) -> asyncio.subprocess.Process:
+        process, name = self._process, self._name(rank)
+        process.run.failure_path(name).unlink(missing_ok=True)
+        fd = self._cells[rank].fileno()
+        seat = RankSeat(rank, self.ranks, str(self._store), FETCH_S, os.getppid(), fd)
+        with process.run.log_path(name).open("ab") as output:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "penstock.roles", "rollout_rank", str(process.run.root)),
+                *("--name", name, "--member", f"{process.member}.rank{rank}", "--session", process.session),
+                *("--parent", str(os.getpid()), "--pipeline", process.pipeline.name, "--index", str(process.index)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=(fd,),
+            )
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(seat) + b"\n")
+        log.info("started %s as process %d", name, child.pid)
+        return child
+
+    @asynccontextmanager
+    async def joined(self) -> AsyncIterator[RankGroup]:
+        """Waits until every rank is there; in the end they leave together, or are killed."""
+        if not self.others:
+            yield self
+            return
+        try:
+            meeting = asyncio.ensure_future(self._working.run(self._meet))
+            await self._first_of(meeting)
+            self._fetch, self.rings = meeting.result()
+            log.info("%d ranks are together", self.ranks)
+            yield self
+            await self._leave()
+        finally:
+            for rank, child in self._children.items():
+                if child.returncode is None:
+                    log.info("killing %s", self._name(rank))
+                    child.kill()
+                    await child.wait()
+            self._store.unlink(missing_ok=True)
+
+    def _meet(self) -> tuple[Fetch, tuple[RingAddress, ...]]:
+        store = file_store(self._store, self.ranks)
+        fetch = join(store, rank=0, ranks=self.ranks, timeout_s=FETCH_S)
+        said = [store.get(ring_key(rank)) for rank in range(1, self.ranks)]
+        return fetch, tuple(msgspec.json.decode(address, type=RingAddress) for address in said)
+
+    async def _leave(self) -> None:
+        assert self._runner is not None
+        assert self._stepping is not None
+        self._runner.end()
+        waits = [asyncio.ensure_future(child.wait()) for child in self._children.values()]
+        await asyncio.wait([self._stepping, *waits], timeout=LEAVE_S)
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def lead(
+        self, tasks: Tasks, workload: Any, engine: Any, ring: Ring, desk: WorkerDesk, settings: RunnerSettings
+    ) -> GroupRunner:
+        """Starts the loop of rank 0; it rests until the runner is run."""
+        assert self._fetch is not None
+        moved = self._process.progress.moved
+        own_interrupt = getattr(engine, "interrupt", lambda: None)
+
+        def interrupt() -> None:
+            own_interrupt()
+            for child in self._children.values():
+                with suppress(ProcessLookupError):
+                    child.send_signal(INTERRUPT)
+
+        self._runner = GroupRunner(desk, settings, progressed=moved, interrupt=interrupt)
+        lockstep = Lockstep(
+            workload,
+            RingStore(ring),
+            self._fetch,
+            leader=self._runner,
+            share=True,
+            preparations=settings.bounds.preparations,
+            surroundings=Surroundings(discard=ring.discard, progressed=moved),
+        )
+        self._stepping = asyncio.ensure_future(self._working.run(lockstep.run))
+        tasks.spawn("watch the ranks", self._watch(self._stepping))
+        return self._runner
+
+    def announcing(self, source: ManifestSource) -> ManifestSource:
+        """The same manifests; every rank hears of them too."""
+        return source if self._runner is None else _Announcing(source, self._runner)
+
+    async def _watch(self, stepping: asyncio.Future[None]) -> None:
+        """Raises with the cause as soon as any rank is lost."""
+        assert self._runner is not None
+        try:
+            await self._first_of(stepping)
+        except PenstockError as error:
+            self._runner.broke(error)
+            raise
+
+    async def _first_of(self, expected: asyncio.Future[Any]) -> None:
+        """Waits for it, and raises instead when a rank ends before. The ranks' progress counts as this process's."""
+        exits = {asyncio.ensure_future(child.wait()): rank for rank, child in self._children.items()}
+        try:
+            while True:
+                done, _ = await asyncio.wait(
+                    [expected, *exits], timeout=WATCH_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if expected in done:
+                    expected.result()
+                    return
+                for exited in exits.keys() & done:
+                    raise self._last_words(exits[exited])
+                self._pass_on_progress()
+        finally:
+            for exited in exits:
+                exited.cancel()
+
+    def _pass_on_progress(self) -> None:
+        """A rank that hangs holds up the others at the next fetch, so the group moves if any of its ranks does."""
+        for rank, cell in self._cells.items():
+            progress = cell.read()
+            if progress is not None and progress.ago_s < WATCH_EVERY_S:
+                self._process.progress.moved(f"rank {rank}: {progress.doing}")
+
+    def _last_words(self, rank: int) -> PenstockError:
+        code = self._children[rank].returncode
+        said = self._process.run.read_failure(self._name(rank))
+        if said is not None:
+            return LastWords(said["kind"], f"rank {rank}: {said['message'].removeprefix(f'rank {rank}: ')}").error()
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"
+        return PeerLost(f"rank {rank} {how}; the group cannot go on")
+
+    def _name(self, rank: int) -> str:
+        return f"{self._process.name}.rank{rank}"
+
+
+class _Announcing:
+    def __init__(self, source: ManifestSource, runner: GroupRunner) -> None:
+        self._source = source
+        self._runner = runner
+
+    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+        manifest = await self._source.next_manifest(held_digest, wait_s)
+        if manifest is not None:
+            self._runner.announce(manifest)
+        return manifest

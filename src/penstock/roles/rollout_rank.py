@@ -1,0 +1,100 @@
+"""A rank of a rollout worker, other than rank 0: an engine, the five hooks and a ring, in step with the others."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from penstock.errors import PenstockError
+from penstock.payload.io.shm import Ring
+from penstock.records.payload import RingAddress
+from penstock.roles.carriers import served
+from penstock.roles.movers import mover_of
+from penstock.roles.process import RoleProcess
+from penstock.roles.rank_weights import RankWeights
+from penstock.roles.ranks import INTERRUPT, RankSeat, ring_key
+from penstock.roles.rollout_worker import build
+from penstock.roles.worker_desk import RingStore
+from penstock.rollout.io.lockstep import Lockstep, Surroundings
+from penstock.rollout.io.rank_fetch import Fetch, file_store, join
+from penstock.runtime.offload import Offload
+from penstock.runtime.progress import ProgressCell
+from penstock.runtime.tasks import Tasks
+from penstock.weights.io.updater import ReplicaUpdater
+
+
+async def main(process: RoleProcess) -> None:
+    """Works in step until rank 0 ends the group. Rank 0 heeds the signals; this process dies with it."""
+    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSeat)
+    process.progress = ProgressCell(seat.cell_fd)
+    rollout = process.pipeline.rollout
+    torch.set_num_threads(rollout.threads)
+    working = Offload(1, "rank")
+    process.progress.moved("building the model")
+    _, engine, workload = await working.run(build, process, seat.rank)
+    ring = Ring.create(
+        process.run.run_id,
+        capacity_bytes=rollout.ring_mb << 20,
+        slots=rollout.ring_slots,
+        guardian_pid=seat.guardian_pid,
+    )
+    try:
+        with served(ring, process.config.payload, process.run.token()) as address:
+            fetch = await working.run(_meet, seat, address)
+            await _keep_step(process, engine, workload, ring, fetch, working)
+    finally:
+        # As with any worker's: the trainer may still read it, and the supervisor removes it at the end of the run.
+        ring.close(unlink=False)
+
+
+def _meet(seat: RankSeat, address: RingAddress) -> Fetch:
+    store = file_store(Path(seat.store), seat.ranks)
+    store.set(ring_key(seat.rank), msgspec.json.encode(address).decode())
+    return join(store, rank=seat.rank, ranks=seat.ranks, timeout_s=seat.timeout_s)
+
+
+async def _keep_step(
+    process: RoleProcess, engine: Any, workload: Any, ring: Ring, fetch: Fetch, working: Offload
+) -> None:
+    pipeline = process.pipeline
+    moved = process.progress.moved
+    weights = RankWeights(engine, moved)
+    surroundings = Surroundings(
+        wait_for_weights=weights.wait_for,
+        announced=weights.announced,
+        discard=ring.discard,
+        rest=weights.rest,
+        wake=weights.wake,
+        progressed=moved,
+    )
+    lockstep = Lockstep(
+        workload,
+        RingStore(ring),
+        fetch,
+        share=True,
+        preparations=pipeline.rollout.preparations,
+        surroundings=surroundings,
+    )
+    updater = ReplicaUpdater(
+        engine,
+        weights,
+        weights.report,
+        mover_of(process),
+        way=pipeline.weights.way,
+        change_timeout_s=pipeline.weights.deadline_s,
+    )
+    weights.updating = lambda: updater.updating
+    asyncio.get_running_loop().add_signal_handler(INTERRUPT, getattr(engine, "interrupt", lambda: None))
+    try:
+        async with Tasks() as tasks:
+            tasks.spawn("update weights", updater.run())
+            await working.run(lockstep.run)
+            tasks.cancel()
+    except PenstockError as error:
+        fetch.tell(error)  # the loop's own errors are told already, and the first word counts
+        raise
