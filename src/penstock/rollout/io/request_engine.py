@@ -30,6 +30,9 @@ class _Request(msgspec.Struct, eq=False):
     loop: asyncio.AbstractEventLoop
 
 
+Result = tuple[_Request, Completion | PeerLost]
+
+
 class ContinuousEngine(SamplingEngine):
     """Implements `RequestEngine`.
 
@@ -121,11 +124,9 @@ class ContinuousEngine(SamplingEngine):
         try:
             with torch.inference_mode():
                 while self._goes_on():
-                    if self._interrupted.is_set():
-                        self._interrupt_all()
-                    else:
-                        self._step()
+                    results = self._interrupt_all() if self._interrupted.is_set() else self._step()
                     self._progressed()
+                    _tell(results)
         except BaseException as error:  # noqa: BLE001 - raised by every request, now and later
             self._fail(error)
 
@@ -136,8 +137,8 @@ class ContinuousEngine(SamplingEngine):
                 self._thread = None
             return self._thread is not None
 
-    def _step(self) -> None:
-        finished: list[tuple[_Request, Completion]] = []
+    def _step(self) -> list[Result]:
+        finished: list[Result] = []
         with self.serving.step() as (version, digest):
             with self._news:
                 self._take_news()
@@ -145,7 +146,7 @@ class ContinuousEngine(SamplingEngine):
             for row in self._rows.step(version, digest):
                 finished.append((self._requests[row.request], self._rows.completion(row)))
                 self._end(row)
-        _tell(finished)
+        return finished
 
     def _take_news(self) -> None:
         """Tells the machine. A request may be given up before it was seen."""
@@ -188,11 +189,11 @@ class ContinuousEngine(SamplingEngine):
                 case seating.Evict(key):
                     self._saved.pop(key, None)
 
-    def _interrupt_all(self) -> None:
+    def _interrupt_all(self) -> list[Result]:
         """Everybody gets what there is."""
         with self._news:
             requests = self._all_leave()
-        _tell([(request, self._rows.completion(request.row)) for request in requests])
+        return [(request, self._rows.completion(request.row)) for request in requests]
 
     def _fail(self, error: BaseException) -> None:
         with self._news:
@@ -228,9 +229,9 @@ def _lost(error: BaseException) -> PeerLost:
     return lost
 
 
-def _tell(results: Sequence[tuple[_Request, Completion | PeerLost]]) -> None:
+def _tell(results: Sequence[Result]) -> None:
     """Wakes the callers, all of a loop at once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Request, Completion | PeerLost]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[Result]] = {}
     for request, result in results:
         by_loop.setdefault(request.loop, []).append((request, result))
     for loop, of_loop in by_loop.items():
@@ -238,7 +239,7 @@ def _tell(results: Sequence[tuple[_Request, Completion | PeerLost]]) -> None:
             loop.call_soon_threadsafe(_wake, of_loop)
 
 
-def _wake(results: Sequence[tuple[_Request, Completion | PeerLost]]) -> None:
+def _wake(results: Sequence[Result]) -> None:
     for request, result in results:
         if request.waiter.done():  # given up
             continue
