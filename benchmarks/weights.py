@@ -8,7 +8,8 @@ layers with one row: every step reads every weight once, as decoding does):
     pause        no decode step can run                        beside: a stop-the-world reload through the same engine
     backlog      versions waiting for a replica that is slower than the trainer
 
-Ratios are taken within one run. On a GPU (`--device cuda`) the copy beside is from device to device.
+Ratios are taken within one run. On a GPU (`--device cuda`) weights are bfloat16 and go from the trainer's device memory
+to the replica's, proved on the device; the copy beside is one within the device; the way by the host is shown too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.rollout.io.serving import Serving
 from penstock.runtime.tensors import module_tensors
+from penstock.weights.io.device import DeviceExport, DeviceMover
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import FileMover, Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
@@ -46,12 +48,23 @@ DEADLINE_S = 300.0
 
 
 def model(size_mb: int, seed: int, device: str) -> nn.Module:
-    """About `size_mb` megabytes of float32 in square layers of at most 16 MB."""
-    width = 256 if size_mb <= 4 else 1024 if size_mb <= 256 else 2048
-    layers = max(1, round(size_mb * 1e6 / (4 * width * width)))
+    """About `size_mb` megabytes in square layers of at most 16 MB: float32, or bfloat16 on a GPU."""
+    dtype, element_bytes = (torch.float32, 4) if device == "cpu" else (torch.bfloat16, 2)
+    width = 256 if size_mb <= 4 else 1024 if size_mb <= 300 else 2048
+    layers = max(1, round(size_mb * 1e6 / (element_bytes * width * width)))
     torch.manual_seed(seed)
-    stack = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(layers)))
+    stack = nn.Sequential(*(nn.Linear(width, width, bias=False, device=device, dtype=dtype) for _ in range(layers)))
     return stack.requires_grad_(False)
+
+
+def mover_for(run_dir: Path, device: str) -> FileMover | DeviceMover:
+    files = FileMover(run_dir)
+    return files if device == "cpu" else DeviceMover(run_dir, torch.device(device), files)
+
+
+def proof(mover: FileMover | DeviceMover, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
+    """As the updater proves delivery."""
+    return mover.delivered(manifest, staged) if isinstance(mover, DeviceMover) else digest_of(staged)
 
 
 def size_bytes(module: nn.Module) -> int:
@@ -73,7 +86,8 @@ class Decoding:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        row = torch.ones(1, next(self.engine.module.parameters()).shape[1], device=self.device)
+        weight = next(self.engine.module.parameters())
+        row = torch.ones(1, weight.shape[1], device=self.device, dtype=weight.dtype)
         with torch.inference_mode():
             while not self.stop.is_set():
                 with self.engine.step():
@@ -121,7 +135,7 @@ def replica(
     """One replica: measures in step with the others, and sends what it measured."""
     torch.set_num_threads(1)
     engine = Serving(model(size_mb, 99, device))
-    mover = FileMover(run_dir)
+    mover = mover_for(run_dir, device)
     barrier.wait(DEADLINE_S)
     memcpy_s = min(copy_pass_s(engine.module, device) for _ in range(2))
     for manifest in manifests:  # the second buffer is in use from the first update on
@@ -131,13 +145,20 @@ def replica(
     def staged(manifest: Manifest) -> tuple[float, float]:
         began = time.perf_counter()
         engine.stage(mover.bring(manifest, DEADLINE_S, verify=False))
-        assert digest_of(engine.staged_tensors()) == manifest.digest
+        assert proof(mover, manifest, engine.staged_tensors()) == manifest.digest
         synchronize(device)
         transferred = time.perf_counter() - began
         return transferred, engine.swap(manifest.version, manifest.digest, DEADLINE_S)
 
     barrier.wait(DEADLINE_S)
     transfers = [staged(manifests[turn % len(manifests)])[0] for turn in range(5)]
+    by_host: list[float] = []
+    files = FileMover(run_dir)
+    for turn in range(0 if device == "cpu" else 3):
+        began = time.perf_counter()
+        engine.stage(files.bring(manifests[turn % len(manifests)], DEADLINE_S, verify=False))
+        assert digest_of(engine.staged_tensors()) == manifests[turn % len(manifests)].digest
+        by_host.append(time.perf_counter() - began)
     barrier.wait(DEADLINE_S)
     pauses: list[float] = []
     decoding = Decoding(engine, device)
@@ -160,6 +181,8 @@ def replica(
         {
             "memcpy_s": memcpy_s,
             "transfer_s": statistics.median(transfers),
+            "by_host_s": statistics.median(by_host) if by_host else None,
+            "off_the_device": mover.fallbacks if isinstance(mover, DeviceMover) else 0,
             "pauses_s": pauses,
             "worlds_s": worlds,
             "step_s": decoding.step_s(),
@@ -193,7 +216,7 @@ class Announced:
 async def backlog(run_dir: Path, manifests: list[Manifest], size_mb: int, device: str) -> dict[str, float]:
     """A trainer that publishes about four times as fast as the replica can load."""
     engine = Serving(model(size_mb, 99, device))
-    mover = FileMover(run_dir)
+    mover = mover_for(run_dir, device)
     load_s = 0.0
     for _ in range(2):  # the second time in warm memory
         began = time.perf_counter()
@@ -225,15 +248,19 @@ async def backlog(run_dir: Path, manifests: list[Manifest], size_mb: int, device
     }
 
 
-def published(run_dir: Path, size_mb: int, versions: int) -> tuple[list[Manifest], float, float]:
+def published(
+    run_dir: Path, size_mb: int, versions: int, device: str, export: DeviceExport
+) -> tuple[list[Manifest], float, float]:
     """Prepared versions, and the seconds to publish one, by us and by the safetensors library."""
     publisher = Publisher(run_dir, "bench", keep=versions + 4)
-    models = [module_tensors(model(size_mb, seed, "cpu")) for seed in range(versions)]
+    models = [module_tensors(model(size_mb, seed, device)) for seed in range(versions)]
     manifests: list[Manifest] = []
     ours: list[float] = []
     for version, tensors in enumerate(models):
         began = time.perf_counter()
         manifests.append(publisher.publish(Version(version), tensors))
+        kept = export.offer(manifests[-1], tensors)
+        assert kept or device == "cpu", "the device's memory cannot be shared"
         ours.append(time.perf_counter() - began)
     theirs: list[float] = []
     for number, tensors in enumerate(models):
@@ -254,7 +281,8 @@ def measure(size_mb: int, replicas: int, device: str, updates: int, directory: P
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=directory) as text:
         run_dir = Path(text)
-        manifests, ours_s, theirs_s = published(run_dir, size_mb, 3)
+        export = DeviceExport(run_dir, slots=3)
+        manifests, ours_s, theirs_s = published(run_dir, size_mb, 3, device, export)
         barrier = context.Barrier(replicas)
         pipes, processes = [], []
         for _ in range(replicas):
@@ -268,8 +296,10 @@ def measure(size_mb: int, replicas: int, device: str, updates: int, directory: P
         found = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join(DEADLINE_S)
-        late = asyncio.run(backlog(run_dir, manifests, size_mb, device)) if replicas == 1 else None
-    size = size_bytes(model(size_mb, 0, "cpu"))
+        # A process cannot open its own device memory, so this would go through the host on a GPU.
+        alone = replicas == 1 and device == "cpu"
+        late = asyncio.run(backlog(run_dir, manifests, size_mb, device)) if alone else None
+    size = size_bytes(model(size_mb, 0, device))
     where = f"{size_mb} MB x{replicas}"
     memcpy_s = statistics.median(one["memcpy_s"] for one in found)
     transfer_s = statistics.median(one["transfer_s"] for one in found)
@@ -284,6 +314,10 @@ def measure(size_mb: int, replicas: int, device: str, updates: int, directory: P
         row(f"pause p50 {where}", "decode steps", quantile(pauses, 0.5) / step_s, 1.0, "one decode step"),
         row(f"pause p99 {where}", "decode steps", quantile(pauses, 0.99) / step_s, 1.0, "one decode step"),
     ]
+    if device != "cpu":
+        assert not any(one["off_the_device"] for one in found), "a transfer went through the host"
+        host_s = statistics.median(one["by_host_s"] for one in found)
+        rows.insert(1, row(f"through the host {where}", "GB/s", size / host_s / 1e9, size / memcpy_s / 1e9, copy))
     if replicas == 1:
         rows.insert(0, row(f"publish {where}", "ms", 1e3 * ours_s, 1e3 * theirs_s, "safetensors.save_file"))
     if late is not None:
@@ -313,8 +347,9 @@ def main(argv: list[str]) -> int:
         "--directory", type=Path, default=Path(tempfile.gettempdir()), help="where versions are written"
     )
     options = parser.parse_args(argv)
-    sizes = options.sizes_mb or ([1, 100] if options.quick else [1, 100, 1000])
-    counts = options.replicas or ([1] if options.quick else [1, 4])
+    full = [1, 100, 1000] if options.device == "cpu" else [270, 3000]  # 135 million and 1.5 billion parameters
+    sizes = options.sizes_mb or (full[:2] if options.quick else full)
+    counts = options.replicas or ([1] if options.quick or options.device != "cpu" else [1, 4])
     torch.set_num_threads(1)
     table = Table(title=f"weight updates on {options.device}")
     for heading in ("measure", "ours", "beside", "", "ratio"):

@@ -78,6 +78,8 @@ class Fleet:
             self._trainer = trainer
         elif self._trainer is not None and self._trainer in lost:
             self._tell(events.TrainerLost(lost[self._trainer], self._trainer), now)
+        elif self._trainer is not None:
+            self._tell(events.TrainerLeft(), now)
 
     def _tell(self, event: events.TransactionEvent, now: float) -> events.OfferVersion | None:
         offered: events.OfferVersion | None = None

@@ -27,6 +27,10 @@ class TrainerLost(msgspec.Struct, frozen=True):
     member: MemberId = MemberId("")
 
 
+class TrainerLeft(msgspec.Struct, frozen=True):
+    """There is no trainer, and none need be brought back: it left by itself."""
+
+
 class TrainerReturned(msgspec.Struct, frozen=True):
     lineage: str
 
@@ -77,6 +81,7 @@ TransactionEvent: TypeAlias = (
     VersionPublished
     | VersionMadeDurable
     | TrainerLost
+    | TrainerLeft
     | TrainerReturned
     | ReplicaJoined
     | ReplicaLost

@@ -36,6 +36,7 @@ from penstock.weights.events import (
     RestartTrainer,
     StopAdmission,
     Ticked,
+    TrainerLeft,
     TrainerLost,
     TrainerReturned,
     TransactionEffect,
@@ -109,6 +110,9 @@ class WeightTransaction:
                 effects = []
             case TrainerLost():
                 effects = self._trainer_lost(event)
+            case TrainerLeft():
+                self._source_lost = True
+                effects = []
             case TrainerReturned():
                 self.trainer_lost = False
                 effects = []

@@ -95,16 +95,16 @@ class BroadcastSender:
     def __init__(self, run_dir: Path, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
         self._run_dir = run_dir
         self._host = host
-        self._store = TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        self.store = TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
     def invitation(self, name: str, rank: int, size: int) -> Invitation:
-        return Invitation(name, self._host, self._store.port, rank, size)
+        return Invitation(name, self._host, self.store.port, rank, size)
 
     def send(
         self, name: str, manifest: Manifest, receivers: int, *, build_timeout_s: float, send_timeout_s: float
     ) -> None:
         """Builds the group and sends every bucket. `PeerLost` names who did not come; `Aborted` when it broke."""
-        group = Group(self.invitation(name, 0, receivers + 1), build_timeout_s, self._store)
+        group = Group(self.invitation(name, 0, receivers + 1), build_timeout_s, self.store)
         deadline = time.monotonic() + send_timeout_s
         try:
             with FileSource(self._run_dir, manifest) as source:

@@ -53,7 +53,10 @@ class Publisher:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         host_id: str = "",
         addresses: tuple[str, ...] = (),
+        ucxx_addresses: tuple[str, ...] = (),
+        meeting: str = "",
     ) -> None:
+        """Where versions can be had, besides from the run directory, is stated in every manifest."""
         if keep < 1 or keep_durable < 1:
             raise LocalProtocolError(f"keep and keep_durable must be at least 1, found {keep} and {keep_durable}")
         self._run_dir = run_dir
@@ -62,8 +65,12 @@ class Publisher:
         self._keep = keep
         self._keep_durable = keep_durable
         self._bucket_bytes = bucket_bytes
-        self._host_id = host_id
-        self._addresses = addresses
+        self._places = {
+            "host_id": host_id,
+            "addresses": addresses,
+            "ucxx_addresses": ucxx_addresses,
+            "meeting": meeting,
+        }
         self._root = (run_dir / directory_name(pipeline, lineage, Version(0))).parent.parent
         self._root.mkdir(parents=True, exist_ok=True)
         for leftover in self._root.glob("*/.writing-*"):
@@ -91,9 +98,7 @@ class Publisher:
                 size = layout(specs).size_bytes
                 buckets.append(BucketSpec(bucket_file(index), size, compose(found), specs))
                 digests.extend(found)
-            manifest = Manifest(
-                version, self._lineage, compose(digests), tuple(buckets), directory, self._host_id, self._addresses
-            )
+            manifest = Manifest(version, self._lineage, compose(digests), tuple(buckets), directory, **self._places)
             (writing / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
             if durable:
                 _make_durable(writing)
@@ -324,6 +329,11 @@ class FileMover:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+
+    def sees(self, manifest: Manifest) -> bool:
+        """Whether the version lies in the run directory as this host sees it."""
+        check_manifest(manifest)
+        return (_inside(self._run_dir, manifest) / MANIFEST_FILE).exists()
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
         """Tensors valid as long as they are held. Mapping a local file needs no deadline of its own."""

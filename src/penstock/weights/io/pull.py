@@ -292,7 +292,7 @@ class PullMover:
 
 
 class NearestMover:
-    """Maps the files of versions that lie on this host, and pulls the others."""
+    """Maps the files of versions that lie on this host and can be seen from here, and pulls the others."""
 
     def __init__(self, host_id: str, files: FileMover, pull: PullMover) -> None:
         self._host_id = host_id
@@ -300,5 +300,6 @@ class NearestMover:
         self._pull = pull
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
-        near = manifest.host_id in ("", self._host_id) or not manifest.addresses
+        here = manifest.host_id in ("", self._host_id) and self._files.sees(manifest)
+        near = here or not manifest.addresses
         return (self._files if near else self._pull).bring(manifest, timeout_s, verify=verify)

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import torch
@@ -109,6 +109,15 @@ class Mover(Protocol):
         `Stale` when the version is gone, `Transient` when it may be had later, `RemoteProtocolError` when its bytes
         are not what was published.
         """
+        ...
+
+
+@runtime_checkable
+class SelfProving(Protocol):
+    """A mover that can prove delivery where the memory lies, faster than by the manifest's own hash."""
+
+    def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
+        """The manifest's digest if and only if these tensors are that version. `Stale` when it made way meanwhile."""
         ...
 
 
@@ -241,7 +250,7 @@ class ReplicaUpdater:
             check_manifest(manifest)
             update = self._staged if self._way == "staged" else self._in_place
             await update(manifest, offload)
-        except Stale as error:  # only `bring` finds this, before anything was touched: a newer version exists
+        except Stale as error:  # found while bringing it, before anything that serves was touched: a newer one exists
             self.statistics.overtaken += 1
             logger.info("%s", error)
             await asyncio.sleep(self._backoff.next_s())
@@ -271,7 +280,7 @@ class ReplicaUpdater:
         tensors = await self._bring(manifest, offload, verify=False)
         await self._do("stage", offload, self._engine.stage, tensors)
         del tensors
-        found = await self._do("prove", offload, self._staged_digest)
+        found = await self._do("prove", offload, self._staged_digest, manifest)
         if found != manifest.digest:
             await self._bring(manifest, offload, verify=True)
             raise RemoteProtocolError(f"what was staged is not {describe(manifest)}: its memory has digest {found}")
@@ -340,8 +349,11 @@ class ReplicaUpdater:
         if found != self.replica.digest:
             await self._fence(self.replica.digest, found, offload)
 
-    def _staged_digest(self) -> str:
-        return digest_of(self._engine.staged_tensors())
+    def _staged_digest(self, manifest: Manifest) -> str:
+        staged = self._engine.staged_tensors()
+        if isinstance(self._mover, SelfProving):
+            return self._mover.delivered(manifest, staged)
+        return digest_of(staged)
 
     def _served_digest(self) -> str:
         return digest_of(self._engine.served_tensors()) if self._prover is None else self._prover()

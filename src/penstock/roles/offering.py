@@ -1,0 +1,72 @@
+"""Where a trainer's versions can be had: always in the run directory, and by what the workers are configured for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.roles.process import RoleProcess
+from penstock.runtime.process import host_id
+from penstock.weights.io.device import DeviceExport
+from penstock.weights.io.files import Publisher
+from penstock.weights.io.meeting import BroadcastHost
+from penstock.weights.io.pull import ArtifactServer
+
+CLOSE_S = 2.0
+
+
+class Server(Protocol):
+    """Gives versions to those who do not read the files."""
+
+    def offer(self, manifest: Manifest) -> None: ...
+
+
+class Offering:
+    """Publishes versions; each can be had everywhere before `publish` returns. Used by one thread at a time."""
+
+    def __init__(self, publisher: Publisher, servers: list[Server], device: DeviceExport | None) -> None:
+        self._publisher = publisher
+        self._servers = servers
+        self._device = device
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor], *, durable: bool = False) -> Manifest:
+        """See `Publisher.publish`."""
+        manifest = self._publisher.publish(version, tensors, durable=durable)
+        for server in self._servers:
+            server.offer(manifest)
+        if self._device is not None:
+            self._device.offer(manifest, tensors)
+        return manifest
+
+    def make_durable(self, version: Version) -> None:
+        """See `Publisher.make_durable`."""
+        self._publisher.make_durable(version)
+
+
+@contextmanager
+def offering(process: RoleProcess, lineage: str) -> Iterator[Offering]:
+    """Serves what is published for as long as the body runs."""
+    pipeline, host = process.pipeline, process.config.payload.host
+    weights = pipeline.weights
+    places: dict[str, object] = {}
+    servers: list[Server] = []
+    with ExitStack() as open_servers:
+        if weights.mover != "files":
+            pulled = ArtifactServer(process.run.root, process.run.token().encode(), host=host, keep=weights.keep)
+            open_servers.callback(pulled.close, CLOSE_S)
+            servers.append(pulled)
+            places |= {"host_id": host_id(), "addresses": (pulled.address,)}
+        if weights.mover == "broadcast":
+            meeting = BroadcastHost(
+                process.run.root, host=host, expected=pipeline.rollout.workers, send_timeout_s=weights.deadline_s
+            )
+            open_servers.callback(meeting.close, CLOSE_S)
+            servers.append(meeting)
+            places["meeting"] = meeting.address
+        publisher = Publisher(process.run.root, lineage, weights.keep, pipeline=pipeline.name, **places)  # type: ignore[arg-type]
+        yield Offering(publisher, servers, DeviceExport(process.run.root) if weights.mover == "auto" else None)

@@ -1,0 +1,132 @@
+"""The loop that trains: one step after the other, a checkpoint now and then, and one out of turn when asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from penstock.control.io.client import ControlClient
+from penstock.errors import PeerLost
+from penstock.records.ids import StepIndex, Version
+from penstock.roles.feed import Feed, PreparedBatch
+from penstock.roles.process import RoleProcess
+from penstock.roles.publishing import Publishing
+from penstock.roles.turns import TrainingTurns
+from penstock.runtime.offload import Offload
+from penstock.train import checkpoint
+from penstock.train.rollout_log import RolloutLog
+from penstock.train.step import Learner
+from penstock.wire.messages import AckCheckpoint, AckStep
+
+log = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """One step after the other.
+
+    Consumes: prepared batches. Produces: acknowledgements, weights, checkpoints. Waits for: the feed.
+    Unblocked by: a batch, completion, shutdown.
+    """
+
+    def __init__(
+        self,
+        process: RoleProcess,
+        client: ControlClient,
+        learner: Learner,
+        feed: Feed,
+        publishing: Publishing,
+        turns: TrainingTurns,
+        training: Offload,
+        rollouts: RolloutLog,
+    ) -> None:
+        self._process = process
+        self._client = client
+        self._learner = learner
+        self._feed = feed
+        self._publishing = publishing
+        self._turns = turns
+        self._training = training
+        self._rollouts = rollouts
+        self._saved_step = StepIndex(learner.steps)
+        self._between_steps = asyncio.Lock()
+        """Held while the learner and what the controller knows of it differ."""
+
+    async def run(self, step: StepIndex) -> None:
+        every = self._process.pipeline.checkpoint.every_steps
+        async with asyncio.TaskGroup() as group:
+            upcoming = group.create_task(self._feed.prepare(step))
+            while (batch := await upcoming) is not None:
+                upcoming = group.create_task(self._feed.prepare(StepIndex(step + 1)))
+                if not await self._turns.take():
+                    break
+                async with self._between_steps:
+                    await self._train(batch)
+                await self._turns.give_back()
+                step = StepIndex(step + 1)
+                if step % every == 0:
+                    async with self._between_steps:
+                        await self._save(step)
+        async with self._between_steps:
+            if step > self._saved_step or step == 0:
+                await self._save(step)
+
+    async def save_afresh(self) -> None:
+        """A checkpoint out of turn, and the weights published anew: whatever was wrong with their files is gone."""
+        async with self._between_steps:
+            step = StepIndex(self._learner.steps)
+            await self._publishing.flush()
+            await self._publishing.publish(Version(step), self._learner.policy.named_tensors(), durable=True)
+            await self._save(step)
+
+    async def _train(self, batch: PreparedBatch) -> None:
+        began = time.monotonic()
+        self._process.progress.moved(f"training step {batch.step}")
+        metrics = await self._training.run(self._learner.step, batch.micro_batches)
+        metrics |= {
+            "step_s": time.monotonic() - began,
+            "wait_s": batch.waited_s,
+            "fetch_s": batch.prepared_s,
+            "turn_s": self._turns.waited_s,
+        }
+        self._publishing.offer(Version(batch.step + 1), self._learner.policy.named_tensors())
+        await self._client.call(
+            AckStep(
+                pipeline=self._client.pipeline,
+                member=self._process.member,
+                step=batch.step,
+                metrics=metrics,
+                missing_prompts=batch.missing_prompts,
+                missing_reason=batch.missing_reason,
+            )
+        )
+        if self._rollouts.wants(batch.step):
+            self._rollouts.offer(batch.step, batch.trained())
+        batch.done()
+        self._process.progress.moved(f"trained step {batch.step}")
+
+    async def _save(self, step: StepIndex) -> None:
+        self._process.progress.moved(f"saving the checkpoint of step {step}")
+        await self._training.run(self._write_checkpoint)
+        self._saved_step = step
+        async with asyncio.timeout(self._process.pipeline.weights.deadline_s):
+            await self._publishing.make_durable(Version(step))
+        section = self._process.pipeline.checkpoint
+        directory = self._process.run.checkpoints(self._process.pipeline.name)
+        saved = AckCheckpoint(
+            pipeline=self._client.pipeline,
+            member=self._process.member,
+            step=step,
+            last_resort=StepIndex(checkpoint.last_resort(directory, keep=section.keep)),
+        )
+        try:
+            await self._client.call(saved)
+        except PeerLost as error:
+            if not self._process.stop.requested:
+                raise
+            log.info("the controller was gone before it heard of the checkpoint of step %d: %s", step, error)
+
+    def _write_checkpoint(self) -> None:
+        pipeline = self._process.pipeline
+        directory = self._process.run.checkpoints(pipeline.name)
+        checkpoint.save(directory, self._learner, keep=pipeline.checkpoint.keep)

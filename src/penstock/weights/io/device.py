@@ -1,0 +1,250 @@
+"""Versions in the memory of a GPU, for replicas on the trainer's own: copied from device to device, not by the host.
+
+The trainer keeps its newest versions in a few slots of device memory. A small file beside each version's files says
+which slot holds it and how another process opens that slot (CUDA IPC); the processes share the run directory, so
+nobody else can read it. A slot is used again for a later version: the file is removed before, so a replica that was
+too slow learns that its copy is a mixture, and asks for the newest version.
+
+Delivery is proved on the device (`device_digest`): what the replica will serve is compared with what the trainer
+published, without a detour over the host. Whatever stands in the way (another device, another host, a driver that
+refuses) makes the replica bring the version as it would without this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale
+from penstock.records.weights import Manifest, TensorSpec
+from penstock.weights.buckets import size_of
+from penstock.weights.io.device_digest import device_digest
+from penstock.weights.io.digest import digest_of, flat_bytes, torch_dtype
+from penstock.weights.manifest import check_manifest, describe, tensors_of
+
+logger = logging.getLogger(__name__)
+
+DEVICE_FILE = "device.json"
+_ALIGN_BYTES = 256
+
+
+class SlotHandle(msgspec.Struct, frozen=True):
+    """How another process opens a slot of device memory."""
+
+    device_uuid: str
+    size_bytes: int
+    handle: bytes
+    storage_bytes: int
+    storage_offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_wanted: bool
+
+
+class DeviceCopy(msgspec.Struct, frozen=True):
+    """The content of a version's device file."""
+
+    digest: str
+    """Of the version, as in its manifest."""
+    device_digest: str
+    slot: SlotHandle
+
+
+def placement(tensors: tuple[TensorSpec, ...]) -> tuple[dict[str, int], int]:
+    """Where each tensor begins in a slot, and how large the slot is: the same for both sides."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for tensor in tensors:
+        offsets[tensor.name] = end
+        end += -(-size_of(tensor) // _ALIGN_BYTES) * _ALIGN_BYTES
+    return offsets, end
+
+
+def views(slot: torch.Tensor, tensors: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
+    """The tensors of a version as they lie in a slot."""
+    offsets, _ = placement(tensors)
+    return {
+        spec.name: slot[offsets[spec.name] : offsets[spec.name] + size_of(spec)]
+        .view(torch_dtype(spec.dtype))
+        .view(spec.shape)
+        for spec in tensors
+    }
+
+
+def device_uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class DeviceExport:
+    """The trainer's side. Used by one thread at a time; lives as long as the trainer does."""
+
+    def __init__(self, run_dir: Path, *, slots: int = 2) -> None:
+        self._run_dir = run_dir
+        self._count = slots
+        self._slots: list[tuple[torch.Tensor, SlotHandle]] = []
+        self._described: dict[int, Path] = {}
+        self._turn = 0
+        self._refused = ""
+
+    def __repr__(self) -> str:
+        return f"DeviceExport({len(self._slots)} slots, {self._turn} versions{self._refused})"
+
+    def offer(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Keeps the version on the device it lies on; False where that is not possible."""
+        devices = {tensor.device for tensor in tensors.values()}
+        if self._refused or len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return False
+        specs = tensors_of(manifest)
+        try:
+            slot, handle = self._take_slot(next(iter(devices)), placement(specs)[1])
+        except RuntimeError as error:  # no memory left, or a driver that does not share
+            self._refused = f", refused: {error}"
+            logger.warning("versions are not kept on the device: %s", error)
+            return False
+        kept = views(slot, specs)
+        for spec in specs:
+            kept[spec.name].copy_(tensors[spec.name])
+        copy = DeviceCopy(manifest.digest, device_digest(kept), handle)  # reading it back waits for the copies
+        path = self._run_dir / manifest.directory / DEVICE_FILE
+        writing = path.with_suffix(".writing")
+        writing.write_bytes(msgspec.json.encode(copy))
+        os.replace(writing, path)
+        self._described[self._turn % self._count] = path
+        self._turn += 1
+        return True
+
+    def _take_slot(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, SlotHandle]:
+        """The slot of the oldest version, which nobody is told of any more."""
+        turn = self._turn % self._count
+        if turn in self._described:
+            self._described.pop(turn).unlink(missing_ok=True)
+        if turn < len(self._slots) and self._slots[turn][0].numel() == size_bytes:
+            return self._slots[turn]
+        slot = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._slots[turn : turn + 1] = [(slot, _handle_of(slot))]
+        return self._slots[turn]
+
+
+def _handle_of(slot: torch.Tensor) -> SlotHandle:
+    arguments: Any = reduce_tensor(slot)[1]
+    (handle, storage_bytes, storage_offset), (counter, counter_offset, event, wanted) = arguments[7:10], arguments[11:]
+    return SlotHandle(
+        device_uuid(slot.device),
+        slot.numel(),
+        bytes(handle),
+        int(storage_bytes),
+        int(storage_offset),
+        bytes(counter),
+        int(counter_offset),
+        bytes(event),
+        bool(wanted),
+    )
+
+
+class Mover(Protocol):
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]: ...
+
+
+class DeviceMover:
+    """A replica's side. Tensors are views of the trainer's memory, valid until the next `bring`."""
+
+    def __init__(self, run_dir: Path, device: torch.device, fallback: Mover) -> None:
+        if device.type != "cuda":
+            raise LocalProtocolError(f"versions can be shared on a CUDA device only, not on {device}")
+        self._run_dir = run_dir
+        self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self._uuid = device_uuid(self._device)
+        self._fallback = fallback
+        self._opened: dict[SlotHandle, torch.Tensor] = {}
+        self._brought: DeviceCopy | None = None
+        self._refused = ""
+        self.brought = 0
+        self.fallbacks = 0
+
+    def __repr__(self) -> str:
+        return f"DeviceMover({self._device}, {self.brought} on the device, {self.fallbacks} otherwise{self._refused})"
+
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+        check_manifest(manifest)
+        self._brought = None
+        copy = self._described(manifest)
+        slot = self._open(copy.slot) if copy is not None else None
+        if copy is None or slot is None:
+            self.fallbacks += 1
+            return self._fallback.bring(manifest, timeout_s, verify=verify)
+        specs = tensors_of(manifest)
+        if slot.numel() != placement(specs)[1]:
+            raise RemoteProtocolError(f"{describe(manifest)} does not fit the slot of {slot.numel()} bytes it is in")
+        self.brought += 1
+        self._brought = copy
+        tensors = views(slot, specs)
+        if verify and self.delivered(manifest, tensors) != manifest.digest:
+            raise RemoteProtocolError(f"what lies on the device is not {describe(manifest)}")
+        return tensors
+
+    def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
+        """The manifest's digest if these are, bit for bit, the weights that were published under it; else another."""
+        brought = self._brought
+        if brought is None or brought.digest != manifest.digest:
+            return digest_of(staged)
+        found = device_digest(staged)
+        if found == brought.device_digest:
+            return manifest.digest
+        if self._described(manifest) != brought:
+            raise Stale(f"{describe(manifest)} made way for a newer version while it was copied")
+        return found
+
+    def _described(self, manifest: Manifest) -> DeviceCopy | None:
+        """What the trainer says of the version, if it keeps it on this very device."""
+        try:
+            body = (self._run_dir / manifest.directory / DEVICE_FILE).read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            copy = msgspec.json.decode(body, type=DeviceCopy)
+        except msgspec.DecodeError as error:
+            raise RemoteProtocolError(f"{describe(manifest)}: {DEVICE_FILE} is damaged: {error}") from error
+        return copy if copy.slot.device_uuid == self._uuid and copy.digest == manifest.digest else None
+
+    def _open(self, handle: SlotHandle) -> torch.Tensor | None:
+        if self._refused:
+            return None
+        if handle not in self._opened:
+            if len(self._opened) >= 8:  # of trainers that are gone
+                self._opened.clear()
+            try:
+                self._opened[handle] = _rebuild(handle, self._device)
+            except RuntimeError as error:
+                self._refused = f", refused: {error}"
+                logger.warning("the trainer's device memory cannot be opened, versions come by the host: %s", error)
+                return None
+        return self._opened[handle]
+
+
+def _rebuild(handle: SlotHandle, device: torch.device) -> torch.Tensor:
+    arguments: Any = (
+        torch.Tensor,
+        (handle.size_bytes,),
+        (1,),
+        0,
+        torch.UntypedStorage,
+        torch.uint8,
+        device.index,
+        handle.handle,
+        handle.storage_bytes,
+        handle.storage_offset,
+        False,
+        handle.counter,
+        handle.counter_offset,
+        handle.event,
+        handle.event_wanted,
+    )
+    return flat_bytes(rebuild_cuda_tensor(*arguments))

@@ -1,0 +1,262 @@
+"""Where the trainer and its replicas meet for a broadcast: keys in the trainer's store that both look at.
+
+    replica   ask ─▶ wait to be invited ─▶ join the group ─▶ receive and verify ─▶ confirm
+    trainer   the first asks ─▶ a moment for others ─▶ invite all who asked ─▶ join ─▶ send ─▶ await confirmations
+
+A group consists of those who want the version at that moment, so membership is never stale. Whoever is not invited in
+time, or sees its group break, brings the version some other way: a death in the middle of a broadcast costs this
+one transfer. Nothing that serves is touched by any of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from penstock.errors import Aborted, PeerLost, PenstockError, RemoteProtocolError
+from penstock.records.ids import MemberId
+from penstock.records.weights import Manifest
+from penstock.weights.broadcast import (
+    AttemptFailed,
+    Broadcast,
+    BroadcastAsked,
+    BroadcastEvent,
+    BroadcastSettings,
+    FallBackToPull,
+    InviteMembers,
+    MemberGone,
+    MemberJoined,
+    MemberReceived,
+)
+from penstock.weights.io.collective import BroadcastReceiver, BroadcastSender, Invitation
+from penstock.weights.manifest import check_manifest, describe
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.005
+IDLE_LOOK_EVERY_S = 0.02
+GATHER_S = 0.5
+"""How long those who asked first wait for others."""
+CONFIRM_S = 10.0
+"""How long a replica may take to verify what has arrived."""
+
+DECLINED = "declined"
+
+
+def _asked(digest: str) -> str:
+    return f"{digest}/asked"
+
+
+def _answer(digest: str, number: int) -> str:
+    return f"{digest}/answer/{number}"
+
+
+def _confirmed(name: str, rank: int) -> str:
+    return f"{name}/confirmed/{rank}"
+
+
+class BroadcastHost:
+    """The trainer's side: a thread that invites those who ask, and sends. Only the newest version is broadcast."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        host: str = "127.0.0.1",
+        expected: int = 0,
+        build_timeout_s: float = 10.0,
+        send_timeout_s: float = 300.0,
+    ) -> None:
+        """`expected` replicas ask for every version: once all have, nobody waits for more."""
+        self._sender = BroadcastSender(run_dir, host)
+        self._expected = expected
+        self._machine = Broadcast(BroadcastSettings(build_timeout_s, send_timeout_s, max_attempts=1))
+        self._offered: list[Manifest] = []
+        self._answered: dict[str, int] = {}
+        self._closing = threading.Event()
+        self.sent = 0
+        """Broadcasts that everyone confirmed."""
+        self.broken = 0
+        first = self._sender.invitation("", 0, 1)
+        self.address = f"{first.host}:{first.port}"
+        self._thread = threading.Thread(target=self._run, name="weights-broadcast", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"BroadcastHost({self.address}, {self.sent} sent, {self.broken} broken, {self._machine})"
+
+    def offer(self, manifest: Manifest) -> None:
+        """Broadcasts this version from now on; those who still ask for the one before are sent elsewhere."""
+        self._offered = [*self._offered[-1:], manifest]
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread, or leaves it to the end of the process if it is inside a group at the deadline."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._closing.wait(IDLE_LOOK_EVERY_S):
+            offered = self._offered
+            for manifest in offered[:-1]:
+                for number in self._unanswered(manifest.digest):
+                    self._sender.store.set(_answer(manifest.digest, number), DECLINED)
+            if offered and self._unanswered(offered[-1].digest, take=False):
+                self._gather(offered[-1])
+
+    def _unanswered(self, digest: str, *, take: bool = True) -> list[int]:
+        """Numbers of those who asked and have no answer yet."""
+        done, count = self._answered.get(digest, 0), self._sender.store.add(_asked(digest), 0)
+        if take:
+            self._answered = {digest: count} | {d: n for d, n in list(self._answered.items())[-3:] if d != digest}
+        return list(range(done + 1, count + 1))
+
+    def _gather(self, manifest: Manifest) -> None:
+        until = time.monotonic() + GATHER_S
+        while time.monotonic() < until and not self._closing.is_set():
+            if len(self._unanswered(manifest.digest, take=False)) >= self._expected > 0:
+                break
+            time.sleep(LOOK_EVERY_S)
+        numbers = self._unanswered(manifest.digest)
+        self._tell(BroadcastAsked(manifest, tuple(MemberId(str(number)) for number in numbers)))
+
+    def _tell(self, event: BroadcastEvent) -> None:
+        for effect in self._machine.handle(event, time.monotonic()):
+            match effect:
+                case InviteMembers(name, manifest, members, timeout_s):
+                    self._attempt(name, manifest, members, timeout_s)
+                case FallBackToPull(manifest, members, reason):
+                    self.broken += 1
+                    logger.warning("%s was not broadcast to %d replicas: %s", describe(manifest), len(members), reason)
+
+    def _attempt(self, name: str, manifest: Manifest, members: tuple[MemberId, ...], timeout_s: float) -> None:
+        for rank, member in enumerate(members, 1):
+            invitation = self._sender.invitation(name, rank, len(members) + 1)
+            self._sender.store.set(_answer(manifest.digest, int(member)), msgspec.json.encode(invitation).decode())
+        settings = self._machine.settings
+        try:
+            self._sender.send(
+                name,
+                manifest,
+                len(members),
+                build_timeout_s=timeout_s,
+                send_timeout_s=settings.send_timeout_s,
+            )
+        except PenstockError as error:
+            self._tell(AttemptFailed(name, str(error)))
+            return
+        for member in (None, *members):
+            self._tell(MemberJoined(name, member))
+        self._await_confirmations(name, members)
+
+    def _await_confirmations(self, name: str, members: tuple[MemberId, ...]) -> None:
+        until = time.monotonic() + CONFIRM_S
+        missing = dict(enumerate(members, 1))
+        while missing and time.monotonic() < until and not self._closing.is_set():
+            for rank in [rank for rank in missing if self._sender.store.check([_confirmed(name, rank)])]:
+                self._tell(MemberReceived(name, missing.pop(rank)))
+            time.sleep(LOOK_EVERY_S)
+        for member in missing.values():
+            self._tell(MemberGone(member, f"did not confirm within {CONFIRM_S:.0f} s"))
+        self.sent += not missing
+
+
+class Fallback(Protocol):
+    """Another way to bring a version."""
+
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]: ...
+
+
+class BroadcastMover:
+    """A replica's side: takes part in broadcasts, and brings the version by `fallback` where that fails.
+
+    Tensors are valid until the next `bring`.
+    """
+
+    def __init__(self, member: str, fallback: Fallback, *, invite_timeout_s: float = 10.0) -> None:
+        self._member = member
+        self._fallback = fallback
+        self._invite_timeout_s = invite_timeout_s
+        self._receiver = BroadcastReceiver()
+        self._store: tuple[str, Store] | None = None
+        self.received = 0
+        self.fallbacks = 0
+
+    def __repr__(self) -> str:
+        return f"BroadcastMover({self._member}, {self.received} received, {self.fallbacks} brought another way)"
+
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+        """Always verified when it came by broadcast: hashing what has just arrived costs next to nothing."""
+        check_manifest(manifest)
+        began = time.monotonic()
+        if manifest.meeting:
+            try:
+                tensors = self._receive(manifest, timeout_s / 2)
+            except (Aborted, PeerLost, RemoteProtocolError) as error:
+                self._store = None
+                logger.warning("%s could not be broadcast to this replica: %s", describe(manifest), error)
+            else:
+                self.received += 1
+                return tensors
+        self.fallbacks += 1
+        left_s = max(1.0, timeout_s - (time.monotonic() - began))
+        return self._fallback.bring(manifest, left_s, verify=verify)
+
+    def _receive(self, manifest: Manifest, timeout_s: float) -> Mapping[str, torch.Tensor]:
+        until = time.monotonic() + timeout_s
+        with _as_aborted(manifest):
+            store = self._connect(manifest)
+            number = store.add(_asked(manifest.digest), 1)
+            invitation = self._invited(store, manifest, number)
+            tensors = self._receiver.receive(
+                invitation,
+                manifest,
+                build_timeout_s=min(self._invite_timeout_s, timeout_s),
+                receive_timeout_s=max(1.0, until - time.monotonic()),
+            )
+            store.set(_confirmed(invitation.name, invitation.rank), "")
+        return tensors
+
+    def _connect(self, manifest: Manifest) -> Store:
+        if self._store is not None and self._store[0] == manifest.meeting:
+            return self._store[1]
+        host, _, port = manifest.meeting.rpartition(":")
+        if not host or not port.isdigit():
+            raise RemoteProtocolError(f"{describe(manifest)} names meeting {manifest.meeting!r}, expected host:port")
+        # The store's client would go on knocking at a closed door until its timeout.
+        socket.create_connection((host, int(port)), self._invite_timeout_s).close()
+        timeout = timedelta(seconds=self._invite_timeout_s)
+        store = TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+        self._store = (manifest.meeting, store)
+        return store
+
+    def _invited(self, store: Store, manifest: Manifest, number: int) -> Invitation:
+        until = time.monotonic() + self._invite_timeout_s
+        key = _answer(manifest.digest, number)
+        while not store.check([key]):
+            if time.monotonic() > until:
+                raise Aborted(f"{manifest.meeting} did not invite this replica within {self._invite_timeout_s:.0f} s")
+            time.sleep(LOOK_EVERY_S)
+        answer = store.get(key)
+        if answer == DECLINED.encode():
+            raise Aborted("a newer version is being broadcast")
+        return msgspec.json.decode(answer, type=Invitation)
+
+
+@contextmanager
+def _as_aborted(manifest: Manifest) -> Iterator[None]:
+    """What the store's client and sockets raise when the trainer is gone."""
+    try:
+        yield
+    except (RuntimeError, OSError, msgspec.DecodeError) as error:
+        raise Aborted(f"the meeting at {manifest.meeting} broke up: {error}") from error

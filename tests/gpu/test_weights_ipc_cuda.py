@@ -1,0 +1,167 @@
+"""Weights from one process's device memory into another's, on one GPU: proved on the device, not on the host."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import Stale
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.rollout.io.serving import Serving
+from penstock.runtime.tensors import module_tensors
+from penstock.weights.io.device import DEVICE_FILE, DeviceExport, DeviceMover
+from penstock.weights.io.device_digest import device_digest
+from penstock.weights.io.digest import digest_of
+from penstock.weights.io.files import FileMover, Publisher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(180),
+]
+
+DEADLINE_S = 120.0
+ROW = torch.linspace(-1.0, 1.0, 256)
+
+
+def model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(256, 256) for _ in range(6)] + [nn.Linear(256, 3)]
+    return nn.Sequential(*layers).requires_grad_(False).to(torch.bfloat16)
+
+
+def output(module: nn.Module) -> bytes:
+    with torch.inference_mode():
+        row = ROW.to(torch.bfloat16).to(next(module.parameters()).device)
+        return module(row).float().cpu().numpy().tobytes()
+
+
+def train(run_dir: Path) -> None:
+    """Publishes the versions it is told to, from its device, until it is killed."""
+    publisher, export = Publisher(run_dir, "l1", keep=8), DeviceExport(run_dir)
+    for line in sys.stdin:
+        version = int(line)
+        module = model(version).to("cuda")
+        manifest = publisher.publish(Version(version), module_tensors(module))
+        kept = export.offer(manifest, module_tensors(module))
+        told = {"manifest": msgspec.to_builtins(manifest), "kept": kept, "made": output(module).hex()}
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+
+
+class Recorded(FileMover):
+    """Files, and how often they were used."""
+
+    used = 0
+
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
+        self.used += 1
+        return super().bring(manifest, timeout_s, verify=verify)
+
+
+class Trainer:
+    """The trainer process: this file, run as a script."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def publish(self, version: int) -> tuple[Manifest, bytes]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{version}\n")
+        self.process.stdin.flush()
+        told = json.loads(self.process.stdout.readline())
+        assert told["kept"], "the trainer could not share its device memory"
+        return msgspec.convert(told["manifest"], Manifest), bytes.fromhex(told["made"])
+
+    def kill(self) -> int:
+        self.process.kill()
+        code = self.process.wait(DEADLINE_S)
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+        return code
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path)
+    yield trainer
+    if trainer.process.returncode is None:
+        trainer.kill()
+
+
+def update(engine: Serving, mover: DeviceMover, manifest: Manifest) -> None:
+    """As the updater does it."""
+    tensors = mover.bring(manifest, DEADLINE_S, verify=False)
+    assert {tensor.device.type for tensor in tensors.values()} == {"cuda"}
+    engine.stage(tensors)
+    assert mover.delivered(manifest, engine.staged_tensors()) == manifest.digest
+    engine.swap(manifest.version, manifest.digest)
+
+
+def test_versions_go_from_device_to_device_and_serve_as_published(tmp_path: Path, trainer: Trainer) -> None:
+    files = Recorded(tmp_path)
+    mover = DeviceMover(tmp_path, torch.device("cuda"), files)
+    engine = Serving(model(99).to("cuda"))
+    for version in (1, 2, 3):
+        manifest, made = trainer.publish(version)
+        update(engine, mover, manifest)
+        assert output(engine.module) == made
+        assert digest_of(engine.served_tensors()) == manifest.digest, "the proof on the host says the same"
+    assert (files.used, mover.brought, mover.fallbacks) == (0, 3, 0)
+
+
+def test_a_slot_that_was_overwritten_is_stale_not_torn(tmp_path: Path, trainer: Trainer) -> None:
+    mover = DeviceMover(tmp_path, torch.device("cuda"), Recorded(tmp_path))
+    first, _ = trainer.publish(1)
+    tensors = mover.bring(first, DEADLINE_S, verify=False)
+    for version in (2, 3):
+        trainer.publish(version)
+    assert not (tmp_path / first.directory / DEVICE_FILE).exists()
+    with pytest.raises(Stale, match="made way"):
+        mover.delivered(first, tensors)
+    # Asked for again it comes from its files, which are still there.
+    assert digest_of(mover.bring(first, DEADLINE_S)) == first.digest
+    assert mover.fallbacks == 1
+
+
+def test_damage_on_the_device_is_noticed_there(tmp_path: Path, trainer: Trainer) -> None:
+    mover = DeviceMover(tmp_path, torch.device("cuda"), Recorded(tmp_path))
+    manifest, _ = trainer.publish(1)
+    staged: Mapping[str, torch.Tensor] = {
+        name: tensor.clone() for name, tensor in mover.bring(manifest, DEADLINE_S).items()
+    }
+    assert mover.delivered(manifest, staged) == manifest.digest
+    next(iter(staged.values())).view(torch.uint8).view(-1)[7] ^= 1
+    assert mover.delivered(manifest, staged) != manifest.digest
+
+
+def test_a_trainer_that_is_gone_does_not_hurt_what_was_copied(tmp_path: Path, trainer: Trainer) -> None:
+    mover = DeviceMover(tmp_path, torch.device("cuda"), Recorded(tmp_path))
+    engine = Serving(model(99).to("cuda"))
+    manifest, made = trainer.publish(1)
+    update(engine, mover, manifest)
+    assert trainer.kill() == -signal.SIGKILL
+    assert output(engine.module) == made
+
+
+def test_the_digest_is_the_same_on_both_kinds_of_memory() -> None:
+    tensors = module_tensors(model(5))
+    assert device_digest(tensors) == device_digest({name: tensor.cuda() for name, tensor in tensors.items()})
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))
