@@ -355,12 +355,25 @@ class PipelineSection(Section):
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
         if isinstance(self.engine, VllmEngineSection) and isinstance(self.model, MlpModel):
             raise ValueError("engine.kind = 'vllm' serves language models only; use 'torch' for gymnasium policies")
+        if isinstance(self.model, MlpModel) and getattr(self.engine, "batching", "static") != "static":
+            raise ValueError("engine.batching = 'continuous' is for language models; gymnasium policies act in batches")
+        self._check_truncation()
         self._check_ranks()
         if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
             raise ValueError(
                 f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"
             )
         return self
+
+    def _check_truncation(self) -> None:
+        """The importance weight of an up-to-date token is the share that truncation left of the distribution."""
+        rollout, loss = self.rollout, self.token_loss
+        unbounded = rollout.top_k is not None or rollout.min_p > 0
+        if loss.importance == "mask" and (unbounded or rollout.top_p < loss.mask_low):
+            raise ValueError(
+                "with rollout.top_k, top_p or min_p the importance weight of an up-to-date token can be below "
+                f"token_loss.mask_low = {loss.mask_low}; importance = 'mask' would drop it, use 'truncate' or 'none'"
+            )
 
     def _check_ranks(self) -> None:
         rollout = self.rollout

@@ -44,7 +44,7 @@ def engine_of(
     policy: LanguagePolicy | ControlPolicy,
     seed: int,
     progressed: Callable[[], None],
-    section: Engine = TorchEngineSection(),
+    section: Engine,
 ) -> ServingEngine:
     """The engine that serves a policy. It has no digest yet: it may not serve before published weights are in."""
     if not isinstance(policy, LanguagePolicy):

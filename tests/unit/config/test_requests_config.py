@@ -1,0 +1,72 @@
+"""What the configuration says about request engines and truncated sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.config.load import dump, validate
+from penstock.config.run import Config
+from penstock.errors import ConfigError
+
+
+def config(engine: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, **tables: Any) -> Config:
+    pipeline = {
+        "name": "letters",
+        "steps": 1,
+        "env": {"name": "copy"},
+        "model": {"kind": "tiny"},
+        "rollout": rollout or {},
+        **({"engine": engine} if engine is not None else {}),
+        **tables,
+    }
+    return validate({"pipeline": [pipeline]})
+
+
+def test_a_request_engine_is_kept_busy_unless_the_user_says_otherwise() -> None:
+    busy = config({"batching": "continuous", "rows": 30}, {"group_size": 4}).pipeline[0].rollout
+    assert (busy.batch_samples, busy.concurrency) == (4, 15)
+    assert (busy.batch_samples * busy.concurrency) >= 2 * 30
+    own = config({"batching": "continuous"}, {"concurrency": 3}).pipeline[0].rollout
+    assert (own.batch_samples, own.concurrency) == (64, 3)
+    for engine in (None, {}, {"batching": "static"}):
+        plain = config(engine).pipeline[0].rollout
+        assert (plain.batch_samples, plain.concurrency) == (64, 1)
+
+
+def test_what_was_filled_in_survives_a_round_trip() -> None:
+    import tomllib
+
+    filled = config({"batching": "continuous"}, {"top_k": 5, "top_p": 0.9})
+    assert validate(tomllib.loads(dump(filled))) == filled
+
+
+@pytest.mark.parametrize(
+    ("engine", "rollout", "message"),
+    [
+        ({"batching": "often"}, {}, "engine.batching"),
+        ({"batching": "continuous", "rows": 0}, {}, "engine.rows"),
+        ({"batching": "continuous", "rowz": 3}, {}, "did you mean 'rows'"),
+        ({"batching": "continuous"}, {"group_size": 0}, "rollout.group_size"),
+        ({}, {"top_p": 0.0}, "rollout.top_p"),
+        ({}, {"top_k": 0}, "rollout.top_k"),
+        ({}, {"min_p": 1.5}, "rollout.min_p"),
+    ],
+)
+def test_mistakes_are_named(engine: dict[str, Any], rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(engine, rollout)
+
+
+def test_continuous_batching_is_for_language_models() -> None:
+    with pytest.raises(ConfigError, match="gymnasium policies act in batches"):
+        config({"batching": "continuous"}, env={"name": "gymnasium"}, model={"kind": "mlp"})
+
+
+@pytest.mark.parametrize("rollout", [{"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.4}])
+def test_truncated_samples_are_not_masked_away(rollout: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="mask_low"):
+        config({}, rollout, token_loss={"importance": "mask"})
+    config({}, rollout, token_loss={"importance": "truncate"})
+    config({}, {"top_p": 0.6}, token_loss={"importance": "mask"})  # what is left is at least 0.6
