@@ -11,6 +11,8 @@ here exist, and the buffer must end exactly where the header says.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +49,7 @@ _PREAMBLE = struct.Struct("<4sHHIQI")
 _ENTRY = struct.Struct("<BBBB")
 _EXTENTS = tuple(struct.Struct(f"<{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1))
 
-STRIDE_BYTES = 1 << 20
+STRIDE_BYTES = 1 << 18
 """Written between two words of progress: what was just written is still in the cache for whoever digests it."""
 
 Chunks = Sequence[np.ndarray]
@@ -77,12 +79,9 @@ class Encoded:
             dtype = chunks[0].dtype
             end = start + math.prod(shape) * dtype.itemsize
             place = out[start:end].view(dtype).reshape(shape)
-            rows = 0
-            for pieces in _strides(chunks):
-                more = sum(map(len, pieces))
-                np.concatenate(pieces, out=place[rows : rows + more], casting="no")
-                rows += more
-                yield start + place.strides[0] * rows
+            for pieces, row, row_end in _strides(chunks):
+                np.concatenate(pieces, out=place[row:row_end], casting="no")
+                yield start + place.strides[0] * row_end
         out[end : self.size_bytes] = 0
         yield self.size_bytes
 
@@ -194,10 +193,8 @@ def decode(buffer: bytes | bytearray | memoryview) -> dict[str, np.ndarray]:
 
 def _joined_shape(name: str, chunks: Chunks) -> tuple[int, ...]:
     first = chunks[0] if chunks else np.zeros(())
-    row = first.shape[1:]
-    if not first.ndim or any(
-        chunk.dtype != first.dtype or chunk.shape[1:] != row or not chunk.ndim for chunk in chunks
-    ):
+    dtype, row = first.dtype, first.shape[1:]
+    if not first.ndim or any(c.dtype != dtype or c.shape[1:] != row or not c.ndim for c in chunks):
         raise LocalProtocolError(
             f"the chunks of array {name!r} cannot be joined: they need one dtype and one shape but for the first axis, "
             f"found {sorted({f'{chunk.dtype} {chunk.shape}' for chunk in chunks})}"
@@ -205,21 +202,18 @@ def _joined_shape(name: str, chunks: Chunks) -> tuple[int, ...]:
     return (sum(map(len, chunks)), *row)
 
 
-def _strides(chunks: Chunks) -> Iterator[Chunks]:
-    """The same rows in groups of about `STRIDE_BYTES`."""
+def _strides(chunks: Chunks) -> Iterator[tuple[Chunks, int, int]]:
+    """The same rows in groups of about `STRIDE_BYTES`, each with its first row and the one after its last."""
     limit = max(1, STRIDE_BYTES // (chunks[0].itemsize * math.prod(chunks[0].shape[1:])))
-    group: list[np.ndarray] = []
-    rows = 0
-    for chunk in chunks:
-        for start in range(0, len(chunk), limit):
-            piece = chunk if len(chunk) <= limit else chunk[start : start + limit]
-            group.append(piece)
-            rows += len(piece)
-            if rows >= limit:
-                yield group
-                group, rows = [], 0
-    if group:
-        yield group
+    if max(map(len, chunks)) > limit:
+        chunks = [chunk[start : start + limit] for chunk in chunks for start in range(0, len(chunk), limit)]
+    ends = list(itertools.accumulate(map(len, chunks)))
+    first = row = 0
+    while first < len(chunks):
+        last = bisect.bisect_left(ends, row + limit, first) + 1
+        end = ends[min(last, len(ends)) - 1]
+        yield chunks[first:last], row, end
+        first, row = last, end
 
 
 def _aligned(size_bytes: int) -> int:

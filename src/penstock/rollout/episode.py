@@ -16,6 +16,7 @@ last token of a branch is never read: its row is zero, and nothing is predicted 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,26 +173,25 @@ class Episode(msgspec.Struct):
         `branches`: which stretches of the tokens each of them is made of.
         """
         pieces = self.pieces
-        counts = np.fromiter((len(piece.token_ids) for piece in pieces), np.int64, len(pieces))
-        silence = np.zeros(counts.max(), np.float32)
-        spoken = [piece.logprobs is not None for piece in pieces]
-        starts = np.cumsum(counts) - counts
-        spans = np.concatenate([piece.versions for piece in pieces])
-        spans[:, 0] += np.repeat(starts, [len(piece.versions) for piece in pieces])
-        changed = np.ones(len(spans), bool)
-        changed[1:] = spans[1:, 1] != spans[:-1, 1]
+        token_ids = [piece.token_ids for piece in pieces]
+        counts = list(map(len, token_ids))
+        starts = list(itertools.accumulate(counts, initial=0))
+        silence = np.zeros(max(counts), np.float32)
         arrays: Arrays = {
-            "token_ids": np.concatenate([piece.token_ids for piece in pieces]),
-            "loss_mask": np.repeat(np.array(spoken, np.uint8), counts),
+            "token_ids": np.concatenate(token_ids),
+            "loss_mask": np.repeat(np.array([piece.logprobs is not None for piece in pieces], np.uint8), counts),
             "logprobs": np.concatenate(
-                [silence[: len(piece.token_ids)] if piece.logprobs is None else piece.logprobs for piece in pieces]
+                [
+                    silence[:count] if piece.logprobs is None else piece.logprobs
+                    for piece, count in zip(pieces, counts, strict=True)
+                ]
             ),
-            "versions": spans[changed],
+            "versions": self._spans(starts),
         }
         if any(piece.routed_experts is not None for piece in pieces):
-            arrays["routed_experts"] = self._routing(counts)
-        if any(piece.after != index - 1 for index, piece in enumerate(pieces)):
-            arrays["branches"] = self._branches(starts.tolist(), counts.tolist())
+            arrays["routed_experts"] = self._routing(starts)
+        if [piece.after for piece in pieces] != list(range(-1, len(pieces) - 1)):
+            arrays["branches"] = self._branches(starts)
         return arrays
 
     def to_bytes(self) -> bytes:
@@ -247,7 +247,20 @@ class Episode(msgspec.Struct):
         if len(self.turns) == len(self.completions):
             self.turns.append(self.tip)
 
-    def _branches(self, starts: list[int], counts: list[int]) -> np.ndarray:
+    def _spans(self, starts: list[int]) -> np.ndarray:
+        """int32[spans, 2]: from which token on, which version; one span for as long as the version stays the same."""
+        drawn = [
+            (start, piece.versions) for piece, start in zip(self.pieces, starts, strict=False) if len(piece.versions)
+        ]
+        if not drawn:
+            return NO_SPANS
+        spans = np.concatenate([versions for _, versions in drawn])
+        spans[:, 0] += np.repeat(np.array([start for start, _ in drawn], np.int32), [len(one) for _, one in drawn])
+        changed = np.ones(len(spans), bool)
+        np.not_equal(spans[1:, 1], spans[:-1, 1], out=changed[1:])
+        return spans[changed]
+
+    def _branches(self, starts: list[int]) -> np.ndarray:
         """int32[stretches, 3]: branch, first token, token after the last. Branches in the order of their ends."""
         inner = {piece.after for piece in self.pieces}
         stretches: list[list[int]] = []
@@ -258,25 +271,25 @@ class Episode(msgspec.Struct):
                 path.append(at)
                 at = self.pieces[at].after
             for index in reversed(path):
-                start, end = starts[index], starts[index] + counts[index]
+                start, end = starts[index], starts[index + 1]
                 if start and stretches[-1][2] == start:
                     stretches[-1][2] = end
                 else:
                     stretches.append([branch, start, end])
         return np.array(stretches, np.int32)
 
-    def _routing(self, counts: np.ndarray) -> list[np.ndarray]:
+    def _routing(self, starts: list[int]) -> list[np.ndarray]:
         """One row per token. A request closes the gap its forerunner left; where the conversation was taken back, the
         gap is an end, and the row brought by the next request is there already.
         """
         chunks: list[np.ndarray] = []
-        rows = read = 0
+        rows = 0
         joined = True
-        for index, (piece, count) in enumerate(zip(self.pieces, counts.tolist(), strict=True)):
+        for index, piece in enumerate(self.pieces):
             joined &= piece.after == index - 1
-            read += count
             if piece.logprobs is None:
                 continue
+            read = starts[index + 1]
             routed, boundary = piece.routed_experts, piece.boundary_experts
             if routed is None or len(routed) != read - rows - bool(rows) - 1 or (boundary is None) != (rows == 0):
                 raise LocalProtocolError(
