@@ -57,14 +57,12 @@ class RequestWorkload(LanguageHooks[RequestEngine]):
 
     async def _converse(self, prepared: PreparedPrompt, member: int, episode: Episode) -> Episode | Failed | None:
         """One episode to its end. None when it was interrupted: it is then kept already."""
-        key = object()
+        key = object() if self.max_turns > 1 else None
         try:
             # A kept episode may have been interrupted on either side of the environment's reply.
             going = episode.wants_completion or await self._goes_on(prepared, episode)
             while going:
-                last = len(episode.completions) + 1 >= self.max_turns
-                cache_key = None if last else key
-                drawn = await self.engine.complete(episode.context(), self.missing(episode), cache_key=cache_key)
+                drawn = await self.engine.complete(episode.context(), self.missing(episode), cache_key=key)
                 if not self.took(episode, drawn):
                     await asyncio.to_thread(self.keep, prepared, member, episode)
                     return None
@@ -74,7 +72,7 @@ class RequestWorkload(LanguageHooks[RequestEngine]):
         except Exception:  # noqa: BLE001 - costs this episode, recorded with its traceback
             return Failed(traceback.format_exc())
         finally:
-            if self.max_turns > 1:
+            if key is not None:
                 self.engine.forget(key)
         return episode
 
