@@ -135,7 +135,7 @@ class SimWorker:
         """The sidecar: a strand of its own, that works on while its parent is wedged."""
         if self.owner.alive and not self.muted:
             ago_s = self.engine.now - self.owner.progressed_at if self.owner.wedged else 0.0
-            _send_beat(self.engine, self.owner, self.member, ago_s)
+            send_beat(self.engine, self.owner, self.member, ago_s)
             self.engine.after(self.pace.heartbeat_s, self._beat)
 
 
@@ -252,13 +252,13 @@ class SimTrainer:
 
     def _beat(self) -> None:
         if self.owner.alive and not self.done:
-            _send_beat(self.engine, self.owner, self.member, 0.0)
+            send_beat(self.engine, self.owner, self.member, 0.0)
             self.engine.after(self.pace.heartbeat_s, self._beat)
 
 
-def _send_beat(engine: Engine, owner: Owner, member: MemberId, progressed_ago_s: float) -> None:
+def send_beat(engine: Engine, owner: Owner, member: MemberId, progressed_ago_s: float) -> None:
     """One heartbeat from a process of its own, so that a wedged parent does not silence it."""
-    sidecar = Owner(f"{owner.name}-sidecar")
+    sidecar = Owner(f"{owner.name}-sidecar", owner.pipeline)
 
     def beat() -> Body:
         yield Call(events.HeartbeatHeard(member, progressed_ago_s))

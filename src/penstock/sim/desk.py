@@ -17,6 +17,7 @@ from penstock.control.ledger import GroupFilter
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.errors import InvalidTransition
+from penstock.records.ids import MemberId
 from penstock.sim.engine import Call, Engine, Process
 from penstock.sim.faults import FaultLog
 
@@ -32,6 +33,7 @@ class AskWeights(msgspec.Struct, frozen=True):
     """Waits for weights other than the ones held; a question, not an event."""
 
     held_digest: str
+    member: MemberId = MemberId("")
 
 
 class Pending(msgspec.Struct, eq=False):
@@ -117,24 +119,25 @@ class SimDesk:
     # -- the controller -----------------------------------------------------------------------------------------
 
     def _answer(self, pending: Pending, deadline: float) -> None:
+        answer, topic = self._decide(pending)
+        if topic and self._hold(pending, topic, deadline):
+            return
+        self._reply(pending, answer)
+
+    def _decide(self, pending: Pending) -> tuple[Any, str]:
+        """The answer to a call, and what to hold the call for if that may bring a better one."""
         request = pending.call.request
         if isinstance(request, AskWeights):
             weights = self.control.weights
             fresh = weights if weights is not None and weights.digest != request.held_digest else None
-            if fresh is None and self._hold(pending, "weights", deadline):
-                return
-            self._reply(pending, fresh)
-            return
+            return fresh, "weights" if fresh is None else ""
         if isinstance(request, events.LeaseAsked):
             others = sum(held.process is not pending.process for held in self._held["leases"])
             request = msgspec.structs.replace(request, waiting=others)
         answer = self.happen(request)
         if isinstance(answer, effects.RefuseLease) and answer.verdict == "throttled":
-            if self._hold(pending, "leases", deadline):
-                return
-        elif isinstance(answer, effects.DeferBatch) and self._hold(pending, "batches", deadline):
-            return
-        self._reply(pending, answer)
+            return answer, "leases"
+        return answer, "batches" if isinstance(answer, effects.DeferBatch) else ""
 
     def _hold(self, pending: Pending, topic: str, deadline: float) -> bool:
         if self.engine.now >= deadline:
@@ -183,7 +186,6 @@ class SimDesk:
 
     def kill(self, down_s: float) -> None:
         """SIGKILL: everything in memory is gone; calls being held see their connection reset."""
-        self._faults.count("controller killed")
         self.up = False
         for topic, waiting in self._held.items():
             for pending in waiting:

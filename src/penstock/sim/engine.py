@@ -42,7 +42,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 Step = Sleep | Until | Call
-Body = Generator[Step, Any, None]
+Body = Generator[Step, Any, Any]
 
 
 class Process:
@@ -59,8 +59,9 @@ class Process:
 class Owner:
     """One incarnation of a simulated operating-system process."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pipeline: str = "") -> None:
         self.name = name
+        self.pipeline = pipeline
         self.alive = True
         self.wedged = False
         self.progressed_at = 0.0
