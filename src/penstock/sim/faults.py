@@ -66,17 +66,73 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
         return self.poison_prompt > 0 and Random(prompt * 7919 + 1).random() < self.poison_prompt
 
 
+class WholeFaults(Faults, frozen=True, kw_only=True):
+    """What else may go wrong where weights, payloads, hooks and devices are simulated too. Probabilities are per
+    update, transfer, lease or order."""
+
+    stop_worker_every_s: float = 0.0
+    """A worker is asked to end: it finishes or gives back what it holds, and another takes its place."""
+    flip_prefetch_every_s: float = 0.0
+    hook_fails: float = 0.0
+    """Chance that prepare, generate or postprocess raises."""
+    sick_port_every_s: float = 0.0
+    """A payload port refuses, resets or falls silent, and is well again after a while."""
+    port_sick_for_s: float = 15.0
+    slow_transfer: float = 0.0
+    corrupt_transfer: float = 0.0
+    lose_acknowledgement: float = 0.0
+    damage_artifact: float = 0.0
+    """Chance that a published version cannot be loaded by anybody."""
+    slow_bring: float = 0.0
+    """Chance that a version takes so long to bring that it may be removed meanwhile."""
+    bring_fails: float = 0.0
+    damage_memory: float = 0.0
+    """Chance that what was staged or written is not what was brought."""
+    write_fails: float = 0.0
+    resume_fails: float = 0.0
+    engine_hangs: float = 0.0
+    """Chance that a step of an update never ends."""
+    move_fails: float = 0.0
+    """Chance that an order of the pool cannot be carried out."""
+    move_hangs: float = 0.0
+
+    @classmethod
+    def everything(cls, intensity: float = 1.0) -> WholeFaults:
+        control = msgspec.structs.asdict(Faults.everything(intensity)) | {"wrong_weights": 0.0, "lose_payload": 0.0}
+        return cls(
+            **control,
+            stop_worker_every_s=120.0 / intensity,
+            flip_prefetch_every_s=30.0 / intensity,
+            hook_fails=min(0.1, 0.01 * intensity),
+            sick_port_every_s=30.0 / intensity,
+            slow_transfer=min(0.1, 0.01 * intensity),
+            corrupt_transfer=min(0.1, 0.01 * intensity),
+            lose_acknowledgement=min(0.1, 0.01 * intensity),
+            damage_artifact=min(0.1, 0.02 * intensity),
+            slow_bring=min(0.2, 0.05 * intensity),
+            bring_fails=min(0.2, 0.04 * intensity),
+            damage_memory=min(0.1, 0.03 * intensity),
+            write_fails=min(0.1, 0.03 * intensity),
+            resume_fails=min(0.1, 0.03 * intensity),
+            engine_hangs=min(0.05, 0.01 * intensity),
+            move_fails=min(0.2, 0.05 * intensity),
+            move_hangs=min(0.05, 0.01 * intensity),
+        )
+
+
 class FaultLog:
     """Counts the faults that really fired: a storm in which nothing happened proves nothing."""
 
     def __init__(self, faults: Faults, random: Random) -> None:
         self.faults = faults
         self.fired: dict[str, int] = {}
+        self.calm = False
+        """No further fault strikes."""
         self._random = random
 
     def strikes(self, what: str, probability: float, now: float) -> bool:
         """Draws whether a fault of this probability fires now, and counts it."""
-        if probability <= 0.0 or now > self.faults.until_s or self._random.random() >= probability:
+        if probability <= 0.0 or self.calm or now > self.faults.until_s or self._random.random() >= probability:
             return False
         self.count(what)
         return True
