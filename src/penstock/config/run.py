@@ -71,9 +71,26 @@ class ControlSection(Section):
     """How long workers and trainers look for a lost controller before they give up."""
 
 
+class LagSection(Section):
+    """How every process watches its own event loop."""
+
+    period_s: Seconds = 0.1
+    """Between two looks at how late the loop is."""
+    window: Positive = 600
+    """The percentiles are over so many looks."""
+    stall_s: Seconds = 0.5
+    """A loop blocked for so long is reported while it blocks, with the stack that blocks it."""
+    warn_p99_s: Seconds = 0.1
+    """One line of warning when one look in a hundred finds the loop so late."""
+    warn_every_s: Seconds = 60.0
+
+
 class PoolSection(Section):
     devices: NonNegative = 0
     """Devices shared by all pipelines: CPU slots, or GPUs where there are any. 0 gives every process its own."""
+    payback: NonNegativeFloat = 20.0
+    """A worker is woken beyond its pipeline's equal part only for so many times the work that is lost while it wakes.
+    Lower makes better use of the devices, higher moves less."""
 
 
 class PayloadSection(Section):
@@ -325,6 +342,10 @@ class PipelineSection(Section):
     """Stop after so many passes over a finite environment, if that comes before `steps`."""
     weight: PositiveFloat = 1.0
     """Share of the pool in proportion to other pipelines."""
+    min_workers: NonNegative = 0
+    """Workers that are kept for it on a shared pool whenever it has work for them."""
+    max_workers: Positive | None = None
+    """Workers it may have awake at once; all of `rollout.workers` by default."""
     train_devices: list[int] = []
     rollout_devices: list[int] = []
     env: EnvSection
@@ -395,6 +416,7 @@ class Config(Section):
 
     run: RunSection = RunSection()
     control: ControlSection = ControlSection()
+    lag: LagSection = LagSection()
     pool: PoolSection = PoolSection()
     payload: PayloadSection = PayloadSection()
     journal: JournalSection = JournalSection()

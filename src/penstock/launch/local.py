@@ -28,6 +28,7 @@ from penstock.launch.ending import judge, judge_last_words
 from penstock.launch.restarts import FailTheRun, Finished, RestartAfter, RestartPolicy, describe_exit
 from penstock.payload.io.leftovers import sweep, sweep_dead
 from penstock.records.ids import MemberId, PipelineName
+from penstock.runtime.lag import LagMonitor
 from penstock.runtime.process import kill_tree
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.shutdown import ShutdownSignal
@@ -119,6 +120,7 @@ class Supervisor:
         self._status: dict[str, Any] = {}
         self._failure: PenstockError | None = None
         self._session = secrets.token_hex(8)
+        self._lag = LagMonitor("supervisor", **config.lag.model_dump())
         self._over = asyncio.Event()
 
     async def run(self) -> Outcome:
@@ -135,6 +137,7 @@ class Supervisor:
                     tasks.spawn(f"keep {spec.name}", self._keep(spec))
                 tasks.spawn("watch the controller", self._watch())
                 tasks.spawn("wait for a signal", self._heed_signals())
+                tasks.spawn("watch the loop", self._lag.run())
                 await self._over.wait()
                 await self._end_all()
                 tasks.cancel()
@@ -222,7 +225,7 @@ class Supervisor:
                     try:
                         reply = await client.get(f"{endpoint.url}/v1/status")
                         reply.raise_for_status()
-                        self._status = reply.json()
+                        self._status = reply.json() | {"supervisor": self._lag.report().values()}
                         if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
                             sentences = (await client.get(f"{endpoint.url}/v1/diagnosis")).json()
                             for name, one in self._status["pipelines"].items():

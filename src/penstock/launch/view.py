@@ -151,8 +151,23 @@ class TerminalView(RunView):
 
 
 def lag_of(status: dict[str, Any]) -> str:
+    """The controller's loop in full, and the latest of all the others by its name."""
     lag = status.get("lag")
-    return f"  loop lag p99 {lag['p99_s'] * 1e3:.1f} ms max {lag['max_s'] * 1e3:.0f} ms" if lag else ""
+    if not lag:
+        return ""
+    p99_ms, wait_ms, max_ms = (lag[name] * 1e3 for name in ("p99_s", "wait_p99_s", "max_s"))
+    line = f"  loop lag p99 {p99_ms:.1f} ms wait-p99 {wait_ms:.1f} ms max {max_ms:.0f} ms"
+    others = loops_of(status)
+    if others:
+        name = max(others, key=lambda one: others[one]["loop_lag_wait_p99_s"])
+        line += f" ({name} wait-p99 {others[name]['loop_lag_wait_p99_s'] * 1e3:.1f} ms)"
+    return line
+
+
+def loops_of(status: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The figures of every process that watches a loop, but for the controller's."""
+    processes = status.get("members", {}) | {"supervisor": status.get("supervisor", {})}
+    return {name: values for name, values in processes.items() if "loop_lag_wait_p99_s" in values}
 
 
 def clock(seconds: float | None) -> str:

@@ -18,7 +18,6 @@ from penstock.records.ids import PipelineName
 from penstock.roles.front_desk import FrontDesk
 from penstock.roles.process import RoleProcess
 from penstock.runtime.clock import SystemClock
-from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines, Metrics
 from penstock.runtime.rundir import Endpoint, write_atomically
 from penstock.runtime.shutdown import teardown
@@ -36,7 +35,7 @@ async def main(process: RoleProcess) -> None:
     machines = {PipelineName(section.name): machine_of(section, config.control) for section in config.pipeline}
     journal = Journal(run.journal_path, run.run_id)
     lines = JsonLines(run.metrics_path)
-    lag = LagMonitor(process.name)
+    lag = process.lag_monitor()
     desk = FrontDesk(config, machines, journal, SystemClock(), lines, lag)
     server = ControlServer(ControlApp(desk, run.token(), Metrics()), host=config.control.host, port=config.control.port)
     try:

@@ -143,7 +143,7 @@ class FrontDesk(ControlDesk):
         for name, fleet in self._fleets.items():
             status["pipelines"][name] |= fleet.transaction.metrics()
         return status | {
-            "lag": self._lag.report().values(prefix="") | {"worst_s": self._lag.statistics.worst_s},
+            "lag": self._lag.report().values(prefix=""),
             "evicted": self._evicted | self._pool.fenced,
             "pool": msgspec.to_builtins(self._pool.pool.status(self._now())),
         }
@@ -154,6 +154,11 @@ class FrontDesk(ControlDesk):
         if machine is None or machine.members.get(request.member) is not None:
             return None
         return Refused("Stale", machine.members.why_unknown(request.member))
+
+    def diagnosis(self) -> dict[str, str]:
+        troubles = self._pool.troubles()
+        spoken = super().diagnosis()
+        return {name: f"{text} In the pool: {troubles[name]}." if name in troubles else text for name, text in spoken.items()}
 
     def _held_back(self, request: AskLease) -> Leased | None:
         """A replica that may not serve, or a fleet without weights, is given nothing."""

@@ -16,6 +16,7 @@ from penstock.config.load import load
 from penstock.config.run import Config, PipelineSection
 from penstock.errors import LocalProtocolError, PenstockError
 from penstock.records.ids import MemberId, PipelineName
+from penstock.runtime.lag import LagMonitor
 from penstock.runtime.logs import configure
 from penstock.runtime.progress import ProgressCell
 from penstock.runtime.rundir import NO_SPACE, RunDir
@@ -54,6 +55,10 @@ class RoleProcess:
         raise LocalProtocolError(
             f"{self.name} was started for pipeline {self.pipeline_name!r}, which is not configured"
         )
+
+    def lag_monitor(self) -> LagMonitor:
+        """Watches this process's loop as configured."""
+        return LagMonitor(self.name, **self.config.lag.model_dump())
 
 
 class RoleMain(Protocol):

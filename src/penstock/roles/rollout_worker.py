@@ -24,7 +24,6 @@ from penstock.roles.vllm_engine import VllmService, started
 from penstock.roles.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
-from penstock.runtime.lag import LagMonitor
 from penstock.runtime.offload import Offload
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ReplicaUpdater
@@ -63,7 +62,7 @@ async def _generate(
     ranks: RankGroup,
 ) -> None:
     pipeline = process.pipeline
-    lag = LagMonitor(process.name)
+    lag = process.lag_monitor()
     settings = _settings(process)
     details = {"ring": address, "more_rings": ranks.rings, "prompt_count": environment.count}
     async with (

@@ -23,7 +23,6 @@ from penstock.roles.publishing import Publishing
 from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.roles.training import TrainingLoop
 from penstock.roles.turns import TrainingTurns
-from penstock.runtime.lag import LagMonitor
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
@@ -70,7 +69,7 @@ async def _train(
 ) -> None:
     pipeline, step = process.pipeline, StepIndex(learner.steps)
     training, fetching, writing = offloads
-    lag = LagMonitor(process.name)
+    lag = process.lag_monitor()
     async with connected(process, "trainer", step=step, lineage=lineage) as client, Tasks() as tasks:
         publishing = Publishing(process, client, offered, writing)
         await publishing.publish(Version(step), learner.policy.named_tensors())

@@ -13,6 +13,7 @@ While the loop is blocked it cannot say where: a watchdog thread looks at its st
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import math
@@ -43,11 +44,14 @@ class LagReport:
     p99_s: float
     max_s: float
     wait_p99_s: float
+    worst_s: float
+    """Since the start, whatever the window has forgotten."""
 
     def values(self, prefix: str = "loop_lag_") -> dict[str, float]:
         """By metric name, for gauges and `ReportMetrics`."""
-        named = {"p50_s": self.p50_s, "p90_s": self.p90_s, "p99_s": self.p99_s, "max_s": self.max_s}
-        return {f"{prefix}{name}": value for name, value in (named | {"wait_p99_s": self.wait_p99_s}).items()}
+        named = dataclasses.asdict(self)
+        del named["samples"]
+        return {f"{prefix}{name}": value for name, value in named.items()}
 
 
 class LagStatistics:
@@ -57,13 +61,12 @@ class LagStatistics:
         self.period_s = period_s
         self._lags: deque[float] = deque(maxlen=window)
         self._waits: deque[float] = deque(maxlen=window)
-        self.worst_s = 0.0
-        """Since the start, whatever the window has forgotten."""
+        self._worst_s = 0.0
 
     def observe(self, late_s: float) -> None:
         """The loop woke up `late_s` after a probe was due."""
         late_s = max(0.0, late_s)
-        self.worst_s = max(self.worst_s, late_s)
+        self._worst_s = max(self._worst_s, late_s)
         self._lags.append(late_s)
         missed = min(int(late_s / self.period_s), (self._waits.maxlen or 1) - 1)
         self._waits.extend(late_s - number * self.period_s for number in range(missed + 1))
@@ -77,6 +80,7 @@ class LagStatistics:
             p99_s=quantile(lags, 0.99),
             max_s=lags[-1] if lags else 0.0,
             wait_p99_s=quantile(waits, 0.99),
+            worst_s=self._worst_s,
         )
 
 

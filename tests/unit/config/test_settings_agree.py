@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import msgspec
 import pytest
 
-from penstock.config.run import ControlLossSection, OptimizerSection, Section, TokenLossSection
+from penstock.config.run import ControlLossSection, LagSection, OptimizerSection, Section, TokenLossSection
+from penstock.runtime.lag import LagMonitor
 from penstock.train.loss import ControlLossSettings, TokenLossSettings
 from penstock.train.step import OptimSettings
 
@@ -22,3 +25,9 @@ def test_fields_and_defaults_agree(section: type[Section], settings: type[msgspe
     """`elsewhere` are settings that other parts of the configuration decide."""
     wanted = {field.name: field.default for field in msgspec.structs.fields(settings) if field.name not in elsewhere}
     assert {name: field.default for name, field in section.model_fields.items()} == wanted
+
+
+def test_the_lag_section_is_what_a_monitor_takes():
+    taken = {p.name: p.default for p in inspect.signature(LagMonitor).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    del taken["on_stall"]
+    assert {name: field.default for name, field in LagSection.model_fields.items()} == taken

@@ -35,8 +35,10 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
         "dropped_filtered": 0,
         "dropped_failed": 1,
     }
-    lag = {"p50_s": 0.001, "p99_s": 0.002, "max_s": 0.003, "worst_s": 0.012}
-    status = {"pipelines": {"letters": one, "pole": one}, "lag": lag}
+    lag = {"p50_s": 0.001, "p99_s": 0.002, "max_s": 0.003, "wait_p99_s": 0.0025, "worst_s": 0.012}
+    loops = {"letters/w": {"loop_lag_wait_p99_s": 0.001, "loop_lag_worst_s": 0.04}, "silent": {}}
+    supervisor = {"loop_lag_wait_p99_s": 0.002, "loop_lag_worst_s": 0.005}
+    status = {"pipelines": {"letters": one, "pole": one}, "lag": lag, "members": loops, "supervisor": supervisor}
     out = StringIO()
     print_summary(Console(file=out, width=200), run, status, wall_s=61.0, ended="complete")
     text = out.getvalue()
@@ -44,7 +46,8 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
     assert "0.045 → 0.945" in text
     assert "outdated 3, failed 1" in text
     assert "1.25 / 2" in text
-    assert "p99 2.0 ms, worst of the run 12 ms" in text
+    assert "p99 2.0 ms, wait-p99 2.5 ms, worst of the run 12 ms" in text
+    assert "worst of the other loops: letters/w 40 ms, supervisor 5 ms" in text
     assert str(run.root) in text
     assert (run.plots / "rewards.png").stat().st_size > 1000
     assert (run.plots / "rewards.svg").exists()

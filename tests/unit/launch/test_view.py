@@ -17,7 +17,12 @@ PIPELINE = {
     "samples_trained": 384,
     "diagnosis": "",
 }
-STATUS = {"pipelines": {"letters": PIPELINE}, "lag": {"p50_s": 0.0001, "p99_s": 0.0021, "max_s": 0.004}}
+STATUS = {
+    "pipelines": {"letters": PIPELINE},
+    "lag": {"p50_s": 0.0001, "p99_s": 0.0021, "max_s": 0.004, "wait_p99_s": 0.0034},
+    "members": {"letters/w-1": {"loop_lag_wait_p99_s": 0.0071}, "letters/t": {"other": 1.0}},
+    "supervisor": {"loop_lag_wait_p99_s": 0.0012},
+}
 
 
 def test_a_pace_foretells_the_end():
@@ -44,7 +49,8 @@ def test_plain_lines_carry_every_figure():
     view.note("letters.rollout.0 ended (killed by SIGKILL); starting it again in 0.5 s")
     text = out.getvalue()
     assert "letters: step 3/10 (running)  reward 0.25" in text
-    assert "loop lag p99 2.1 ms" in text
+    assert "loop lag p99 2.1 ms wait-p99 3.4 ms" in text
+    assert "(letters/w-1 wait-p99 7.1 ms)" in text
     assert "killed by SIGKILL" in text
 
 
