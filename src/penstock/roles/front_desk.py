@@ -155,11 +155,6 @@ class FrontDesk(ControlDesk):
             return None
         return Refused("Stale", machine.members.why_unknown(request.member))
 
-    def diagnosis(self) -> dict[str, str]:
-        troubles = self._pool.troubles()
-        spoken = super().diagnosis()
-        return {name: f"{text} In the pool: {troubles[name]}." if name in troubles else text for name, text in spoken.items()}
-
     def _held_back(self, request: AskLease) -> Leased | None:
         """A replica that may not serve, or a fleet without weights, is given nothing."""
         fleet, machine = self._fleets.get(request.pipeline), self._machines.get(request.pipeline)
