@@ -53,7 +53,9 @@ class FakeRank:
                 case flow.Postprocess(tickets):
                     assert not self.slow, "one batch at a time"
                     self.slow += tickets
-                case cadence.Settle():
+                case cadence.Settle(tickets):
+                    waited_for = self.machine.held.at(Stage.POSTPROCESSING) if tickets is None else tickets
+                    assert set(waited_for) <= set(self.slow), "nobody waits for what was not begun"
                     self.settle()
                 case cadence.Drop():
                     dropped = effect

@@ -71,7 +71,9 @@ class AwaitPrepared(msgspec.Struct, frozen=True):
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """Wait until nothing is being post-processed."""
+    """Wait for the end of post-processing: of these leases, or of all there are when it comes to this."""
+
+    tickets: tuple[Ticket, ...] | None = None
 
 
 class Drop(msgspec.Struct, frozen=True):
@@ -251,7 +253,8 @@ class Cadence:
         if not self.reports:
             self._settle_unreported()
             return []
-        effects: list[Effect] = [Settle()] if self.held.at(Stage.POSTPROCESSING) else []
+        before = tuple(self.held.at(Stage.POSTPROCESSING))
+        effects: list[Effect] = [Settle(before)] if before else []
         for ticket in tickets:
             self.held.move(self.held[ticket], Stage.POSTPROCESSING, now)
         return [*effects, Postprocess(tickets)]

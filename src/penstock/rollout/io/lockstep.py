@@ -202,8 +202,9 @@ class Lockstep:
                 return self._read_inbox()
             case flow.Postprocess(tickets):
                 postprocessing.submit(self._hooks.postprocess, tickets)
-            case cadence.Settle():
-                self._wait_until(lambda: not self.cadence.held.at(flow.Stage.POSTPROCESSING), "post-processing")
+            case cadence.Settle(tickets):
+                settling = tuple(self.cadence.held.at(flow.Stage.POSTPROCESSING)) if tickets is None else tickets
+                self._wait_until(lambda: not self._any(flow.Stage.POSTPROCESSING, settling), "post-processing")
             case cadence.Drop():
                 if self._leader is not None:
                     self._leader.dropped(effect)
