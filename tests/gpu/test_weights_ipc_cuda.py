@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,10 +19,11 @@ from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.rollout.io.serving import Serving
 from penstock.runtime.tensors import module_tensors
-from penstock.weights.io.device import DEVICE_FILE, DeviceExport, DeviceMover
+from penstock.weights.io.device import DEVICE_FILE, DeviceExport, DeviceMover, views
 from penstock.weights.io.device_digest import device_digest
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import FileMover, Publisher
+from penstock.weights.manifest import tensors_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,9 +128,15 @@ def test_versions_go_from_device_to_device_and_serve_as_published(tmp_path: Path
 def test_a_slot_that_was_overwritten_is_stale_not_torn(tmp_path: Path, trainer: Trainer) -> None:
     mover = DeviceMover(tmp_path, torch.device("cuda"), Recorded(tmp_path))
     first, _ = trainer.publish(1)
-    tensors = mover.bring(first, DEADLINE_S, verify=False)
+    described = mover._described(first)
+    assert described is not None
     for version in (2, 3):
         trainer.publish(version)
+    # A copy that began before and ended after the slot was used again: what it holds is another version.
+    slot = mover._open(described.slot)
+    assert slot is not None
+    mover._brought = (described, slot.clone())
+    tensors = views(mover._brought[1], tensors_of(first))
     assert not (tmp_path / first.directory / DEVICE_FILE).exists()
     with pytest.raises(Stale, match="made way"):
         mover.delivered(first, tensors)
@@ -141,12 +148,14 @@ def test_a_slot_that_was_overwritten_is_stale_not_torn(tmp_path: Path, trainer: 
 def test_damage_on_the_device_is_noticed_there(tmp_path: Path, trainer: Trainer) -> None:
     mover = DeviceMover(tmp_path, torch.device("cuda"), Recorded(tmp_path))
     manifest, _ = trainer.publish(1)
-    staged: Mapping[str, torch.Tensor] = {
-        name: tensor.clone() for name, tensor in mover.bring(manifest, DEADLINE_S).items()
-    }
-    assert mover.delivered(manifest, staged) == manifest.digest
-    next(iter(staged.values())).view(torch.uint8).view(-1)[7] ^= 1
-    assert mover.delivered(manifest, staged) != manifest.digest
+    for damaged in (False, True):
+        staged = mover.bring(manifest, DEADLINE_S, verify=False)
+        if damaged:
+            next(iter(staged.values())).view(torch.uint8).view(-1)[7] ^= 1
+        assert (mover.delivered(manifest, staged) == manifest.digest) is not damaged
+    copied = {name: tensor.clone() for name, tensor in mover.bring(manifest, DEADLINE_S, verify=False).items()}
+    assert mover.delivered(manifest, copied) == manifest.digest, "copies are proved on the host"
+    assert mover.bring(manifest, DEADLINE_S), "and what is brought to be written in place is verified beforehand"
 
 
 def test_a_trainer_that_is_gone_does_not_hurt_what_was_copied(tmp_path: Path, trainer: Trainer) -> None:
@@ -159,8 +168,8 @@ def test_a_trainer_that_is_gone_does_not_hurt_what_was_copied(tmp_path: Path, tr
 
 
 def test_the_digest_is_the_same_on_both_kinds_of_memory() -> None:
-    tensors = module_tensors(model(5))
-    assert device_digest(tensors) == device_digest({name: tensor.cuda() for name, tensor in tensors.items()})
+    memory = torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)
+    assert device_digest(memory, ()) == device_digest(memory.cuda(), ())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import msgspec
 import xxhash
@@ -90,7 +91,12 @@ def plan(tensors: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
 
 def layout(tensors: Sequence[TensorSpec]) -> Layout:
-    """Where the tensors of one bucket lie in its file."""
+    """Where the tensors of one bucket lie in its file. The same from version to version, so it is remembered."""
+    return _layout(tuple(tensors))
+
+
+@lru_cache(maxsize=256)
+def _layout(tensors: tuple[TensorSpec, ...]) -> Layout:
     entries: dict[str, object] = {}
     offset = 0
     for tensor in tensors:

@@ -7,62 +7,78 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import LocalProtocolError
+from penstock.records.weights import TensorSpec
 from penstock.weights.io import device_digest as module
+from penstock.weights.io.device import placement, views
 from penstock.weights.io.device_digest import device_digest
 
+SPECS = (
+    TensorSpec("a.odd", "uint8", (13,)),
+    TensorSpec("b.big", "float32", (700, 211)),
+    TensorSpec("c.half", "bfloat16", (333,)),
+    TensorSpec("d.none", "float32", (0,)),
+    TensorSpec("e.scalar", "float32", ()),
+)
 
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+
+def flat(seed: int = 0) -> torch.Tensor:
+    """A slot with a version in it."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        "a.odd": torch.randint(0, 255, (13,), dtype=torch.uint8, generator=generator),
-        "b.big": torch.randn(700, 211, generator=generator),
-        "c.half": torch.randn(333, generator=generator).to(torch.bfloat16),
-        "d.none": torch.zeros(0),
-        "e.scalar": torch.tensor(3.0),
-    }
+    slot = torch.zeros(placement(SPECS)[1], dtype=torch.uint8)
+    for tensor in views(slot, SPECS).values():
+        tensor.copy_(torch.randint(0, 100, tensor.shape, generator=generator))
+    return slot
+
+
+def test_a_slot_holds_every_tensor_where_it_belongs() -> None:
+    slot = flat()
+    found = views(slot, SPECS)
+    offsets, size = placement(SPECS)
+    assert size == slot.numel()
+    for spec in SPECS:
+        assert tuple(found[spec.name].shape) == spec.shape
+        assert str(found[spec.name].dtype) == f"torch.{spec.dtype}"
+        if found[spec.name].numel():
+            assert found[spec.name].data_ptr() == slot.data_ptr() + offsets[spec.name]
 
 
 def test_equal_weights_have_equal_digests_and_others_have_others() -> None:
-    assert device_digest(tensors()) == device_digest(tensors())
-    assert device_digest(tensors()) != device_digest(tensors(1))
-    assert device_digest({}) == device_digest({})
-
-
-@pytest.mark.parametrize("block_words", [1 << 10, 1 << 12, 1 << 23])
-def test_how_the_work_is_cut_does_not_matter(monkeypatch: pytest.MonkeyPatch, block_words: int) -> None:
-    monkeypatch.setattr(module, "ROW_WORDS", 1 << 10)
-    module._constants.cache_clear()
-    whole = device_digest(tensors())
-    monkeypatch.setattr(module, "BLOCK_WORDS", block_words)
-    assert device_digest(tensors()) == whole
-    module._constants.cache_clear()
+    assert device_digest(flat(), SPECS) == device_digest(flat(), SPECS)
+    assert device_digest(flat(), SPECS) != device_digest(flat(1), SPECS)
+    assert device_digest(torch.zeros(0, dtype=torch.uint8), ()) == device_digest(torch.zeros(0, dtype=torch.uint8), ())
 
 
 def test_names_dtypes_and_shapes_count() -> None:
-    base = {"a": torch.zeros(4, 6)}
-    others = [{"b": torch.zeros(4, 6)}, {"a": torch.zeros(6, 4)}, {"a": torch.zeros(4, 6, dtype=torch.int32)}]
-    assert len({device_digest(one) for one in [base, *others]}) == 4
+    slot = torch.zeros(256, dtype=torch.uint8)
+    kinds = [("a", "float32", (4, 6)), ("b", "float32", (4, 6)), ("a", "float32", (6, 4)), ("a", "int32", (4, 6))]
+    assert len({device_digest(slot, (TensorSpec(*kind),)) for kind in kinds}) == 4
 
 
-def test_a_tensor_that_does_not_begin_on_a_word_is_read_all_the_same() -> None:
-    memory = torch.arange(65, dtype=torch.uint8)
-    assert device_digest({"a": memory[1:]}) == device_digest({"a": memory[1:].clone()})
+def test_how_much_is_summed_at_once_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = device_digest(flat(), SPECS)
+    monkeypatch.setattr(module, "BLOCK_ROWS", 1)
+    assert device_digest(flat(), SPECS) == whole
+
+
+def test_memory_that_is_not_whole_words_is_refused() -> None:
+    for memory in (torch.zeros(13, dtype=torch.uint8), torch.zeros(64), torch.zeros(72, dtype=torch.uint8)[3:67]):
+        with pytest.raises(LocalProtocolError, match="whole words"):
+            device_digest(memory, ())
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    name=st.sampled_from(["a.odd", "b.big", "c.half", "e.scalar"]), where=st.integers(0, 10**6), bit=st.integers(0, 7)
-)
-def test_every_flipped_bit_is_noticed(name: str, where: int, bit: int) -> None:
-    damaged = tensors()
-    flat = damaged[name].view(-1).view(torch.uint8)
-    flat[where % flat.numel()] ^= 1 << bit
-    assert device_digest(damaged) != device_digest(tensors())
+@given(where=st.integers(0, 10**7), bit=st.integers(0, 7))
+def test_every_flipped_bit_is_noticed(where: int, bit: int) -> None:
+    damaged = flat()
+    damaged[where % damaged.numel()] ^= 1 << bit
+    assert device_digest(damaged, SPECS) != device_digest(flat(), SPECS)
 
 
-def test_exchanged_words_and_exchanged_tensors_are_noticed() -> None:
-    base = {"a": torch.arange(5000.0), "b": torch.arange(5000.0) + 1}
-    exchanged = base["a"].clone()
-    exchanged[:2], exchanged[2:4] = base["a"][2:4], base["a"][:2]
-    assert device_digest({**base, "a": exchanged}) != device_digest(base)
-    assert device_digest({"a": base["b"], "b": base["a"]}) != device_digest(base)
+@settings(max_examples=60, deadline=None)
+@given(first=st.integers(0, 18_000), second=st.integers(0, 18_000))
+def test_exchanged_words_are_noticed(first: int, second: int) -> None:
+    slot = torch.arange(18_001, dtype=torch.int64).view(torch.uint8)
+    words = slot.clone().view(torch.int64)
+    words[first], words[second] = second, first
+    assert (device_digest(words.view(torch.uint8), ()) == device_digest(slot, ())) == (first == second)

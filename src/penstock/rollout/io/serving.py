@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import LocalProtocolError, PeerLost
-from penstock.runtime.tensors import module_tensors
+from penstock.runtime.tensors import OwnedTensors, module_tensors
 
 
 class Serving:
@@ -80,9 +80,15 @@ class Serving:
                 del self._droppable[id(drop_cache)]
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies a complete version beside the live one; a second call replaces the first. Disturbs no step."""
+        """Copies a complete version beside the live one; a second call replaces the first. Disturbs no step.
+
+        Tensors that are given away, on the right device, are taken as they are.
+        """
         live = self.served_tensors()
         self._check(tensors, live)
+        if isinstance(tensors, OwnedTensors) and all(tensors[name].device == live[name].device for name in live):
+            self._staged, self._spare = {name: tensors[name] for name in live}, {}
+            return
         spare, self._spare, self._staged = self._spare, {}, None
         staged: dict[str, Tensor] = {}
         for name, tensor in live.items():

@@ -24,7 +24,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale
 from penstock.records.weights import Manifest, TensorSpec
-from penstock.weights.buckets import size_of
+from penstock.runtime.tensors import OwnedTensors
+from penstock.weights.buckets import DTYPES, size_of
 from penstock.weights.io.device_digest import device_digest
 from penstock.weights.io.digest import digest_of, flat_bytes, torch_dtype
 from penstock.weights.manifest import check_manifest, describe, tensors_of
@@ -68,15 +69,19 @@ def placement(tensors: tuple[TensorSpec, ...]) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def views(slot: torch.Tensor, tensors: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
-    """The tensors of a version as they lie in a slot."""
-    offsets, _ = placement(tensors)
-    return {
-        spec.name: slot[offsets[spec.name] : offsets[spec.name] + size_of(spec)]
-        .view(torch_dtype(spec.dtype))
-        .view(spec.shape)
-        for spec in tensors
-    }
+def views(flat: torch.Tensor, tensors: tuple[TensorSpec, ...]) -> OwnedTensors:
+    """The tensors of a version as they lie in a slot, or in a copy of one."""
+    typed: dict[str, torch.Tensor] = {}
+    found = OwnedTensors()
+    start = 0
+    for tensor in tensors:
+        if tensor.dtype not in typed:
+            typed[tensor.dtype] = flat.view(torch_dtype(tensor.dtype))
+        element_bytes, size = DTYPES[tensor.dtype][1], size_of(tensor)
+        first = start // element_bytes
+        found[tensor.name] = typed[tensor.dtype][first : first + size // element_bytes].view(tensor.shape)
+        start += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+    return found
 
 
 def device_uuid(device: torch.device) -> str:
@@ -110,9 +115,9 @@ class DeviceExport:
             logger.warning("versions are not kept on the device: %s", error)
             return False
         kept = views(slot, specs)
-        for spec in specs:
-            kept[spec.name].copy_(tensors[spec.name])
-        copy = DeviceCopy(manifest.digest, device_digest(kept), handle)  # reading it back waits for the copies
+        targets, sources = [kept[spec.name] for spec in specs], [tensors[spec.name] for spec in specs]
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        copy = DeviceCopy(manifest.digest, device_digest(slot, specs), handle)  # which waits for the copies
         path = self._run_dir / manifest.directory / DEVICE_FILE
         writing = path.with_suffix(".writing")
         writing.write_bytes(msgspec.json.encode(copy))
@@ -128,7 +133,7 @@ class DeviceExport:
             self._described.pop(turn).unlink(missing_ok=True)
         if turn < len(self._slots) and self._slots[turn][0].numel() == size_bytes:
             return self._slots[turn]
-        slot = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        slot = torch.zeros(size_bytes, dtype=torch.uint8, device=device)  # what lies between tensors counts too
         self._slots[turn : turn + 1] = [(slot, _handle_of(slot))]
         return self._slots[turn]
 
@@ -154,7 +159,7 @@ class Mover(Protocol):
 
 
 class DeviceMover:
-    """A replica's side. Tensors are views of the trainer's memory, valid until the next `bring`."""
+    """A replica's side: one copy, into fresh memory that the engine may serve from as it is."""
 
     def __init__(self, run_dir: Path, device: torch.device, fallback: Mover) -> None:
         if device.type != "cuda":
@@ -164,7 +169,8 @@ class DeviceMover:
         self._uuid = device_uuid(self._device)
         self._fallback = fallback
         self._opened: dict[SlotHandle, torch.Tensor] = {}
-        self._brought: DeviceCopy | None = None
+        self._brought: tuple[DeviceCopy, torch.Tensor] | None = None
+        """What the trainer said of the version that was brought last, and the copy of it."""
         self._refused = ""
         self.brought = 0
         self.fallbacks = 0
@@ -184,21 +190,25 @@ class DeviceMover:
         if slot.numel() != placement(specs)[1]:
             raise RemoteProtocolError(f"{describe(manifest)} does not fit the slot of {slot.numel()} bytes it is in")
         self.brought += 1
-        self._brought = copy
-        tensors = views(slot, specs)
+        if self.brought == 1:
+            logger.info("versions come from the trainer's memory on this device")
+        flat = torch.empty_like(slot).copy_(slot)
+        self._brought = (copy, flat)
+        tensors = views(flat, specs)
         if verify and self.delivered(manifest, tensors) != manifest.digest:
             raise RemoteProtocolError(f"what lies on the device is not {describe(manifest)}")
         return tensors
 
     def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
         """The manifest's digest if these are, bit for bit, the weights that were published under it; else another."""
-        brought = self._brought
-        if brought is None or brought.digest != manifest.digest:
+        brought, self._brought = self._brought, None
+        if brought is None or brought[0].digest != manifest.digest or not _lie_in(brought[1], staged, manifest):
             return digest_of(staged)
-        found = device_digest(staged)
-        if found == brought.device_digest:
+        copy, flat = brought
+        found = device_digest(flat, tensors_of(manifest))
+        if found == copy.device_digest:
             return manifest.digest
-        if self._described(manifest) != brought:
+        if self._described(manifest) != copy:
             raise Stale(f"{describe(manifest)} made way for a newer version while it was copied")
         return found
 
@@ -227,6 +237,15 @@ class DeviceMover:
                 logger.warning("the trainer's device memory cannot be opened, versions come by the host: %s", error)
                 return None
         return self._opened[handle]
+
+
+def _lie_in(flat: torch.Tensor, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> bool:
+    """Whether the tensors are this very memory, and not copies of it."""
+    offsets, _ = placement(tensors_of(manifest))
+    base = flat.data_ptr()
+    return tensors.keys() == offsets.keys() and all(
+        tensor.data_ptr() == base + offsets[name] for name, tensor in tensors.items() if tensor.numel()
+    )
 
 
 def _rebuild(handle: SlotHandle, device: torch.device) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""A digest that is computed where the tensors lie, in a few passes over memory: for weights that never leave a GPU.
+"""A digest that is computed where the weights lie, at the speed of their memory: for versions that never leave a GPU.
 
-The bytes of all tensors, in the order of their names and each filled up to whole 64-bit words, are cut into rows; a
-row's sum is that of its words times odd constants, modulo 2**64. Changing one word always changes the sum of its row;
-any other damage goes unnoticed with a probability of about 2**-64. The digest is the hash of all rows' sums behind the
-names, dtypes and shapes. It says the same as the digest of a manifest but is another number: both are never compared.
+The memory, in 64-bit words, is cut into rows; a row's sum is that of its words times odd constants, modulo 2**64.
+Changing one word always changes the sum of its row; any other damage goes unnoticed with a probability of about 2**-64.
+The digest is the hash of all rows' sums behind the names, dtypes and shapes. It says the same as the digest of a
+manifest but is another number: the two are never compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 
 import msgspec
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 import xxhash
 
-from penstock.weights.io.digest import flat_bytes, specs_of
+from penstock.errors import LocalProtocolError
+from penstock.records.weights import TensorSpec
 
 ROW_WORDS = 1 << 16
-BLOCK_WORDS = 1 << 23
-"""Words hashed at once: bounds the memory this takes to a few times 64 MB."""
+BLOCK_ROWS = 128
+"""Rows that are summed at once: the memory this takes beside the weights is 64 MB."""
 
 
 @cache
@@ -34,47 +35,26 @@ def _constants(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(mixed.view(np.int64)).to(device)
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    flat = flat_bytes(tensor)
-    if flat.numel() % 8:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
-    elif flat.storage_offset() % 8:
-        flat = flat.clone()  # words must lie on their boundaries
-    return flat.view(torch.int64)
-
-
-def _blocks(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """All words in order, in blocks of `BLOCK_WORDS`: small tensors are joined, large ones cut."""
-    joined: list[torch.Tensor] = []
-    filled = 0
-    for name in sorted(tensors):
-        words = _words(tensors[name])
-        while words.numel():
-            part = words[: BLOCK_WORDS - filled]
-            words = words[part.numel() :]
-            joined.append(part)
-            filled += part.numel()
-            if filled == BLOCK_WORDS:
-                yield joined[0] if len(joined) == 1 else torch.cat(joined)
-                joined, filled = [], 0
-    if joined:
-        yield torch.cat(joined)
-
-
 def _sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
     constants = _constants(words.device)
-    whole = words.numel() // ROW_WORDS * ROW_WORDS
-    if whole:
-        yield (words[:whole].view(-1, ROW_WORDS) * constants).sum(1)
-    rest = words[whole:]
+    whole = words.numel() // ROW_WORDS
+    rows = words[: whole * ROW_WORDS].view(whole, ROW_WORDS)
+    for first in range(0, whole, BLOCK_ROWS):
+        yield (rows[first : first + BLOCK_ROWS] * constants).sum(1)
+    rest = words[whole * ROW_WORDS :]
     if rest.numel():
         yield (rest * constants[: rest.numel()]).sum().view(1)
 
 
-def device_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The digest of tensors that all lie on one device. Waits for what was queued for them there."""
-    hashed = xxhash.xxh3_128(msgspec.msgpack.encode(specs_of(tensors)))
-    sums = [part for block in _blocks(tensors) for part in _sums(block)]
+def device_digest(flat: torch.Tensor, tensors: tuple[TensorSpec, ...]) -> str:
+    """The digest of weights that lie in `flat` (bytes, a whole number of words) on any device.
+
+    Waits for whatever was queued on the device before.
+    """
+    if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() % 8 or flat.storage_offset() % 8:
+        raise LocalProtocolError(f"expected whole words as a flat uint8 tensor, found {flat.dtype}{list(flat.shape)}")
+    hashed = xxhash.xxh3_128(msgspec.msgpack.encode(tensors))
+    sums = list(_sums(flat.view(torch.int64)))
     if sums:
         hashed.update(torch.cat(sums).cpu().numpy().tobytes())
     return hashed.hexdigest()

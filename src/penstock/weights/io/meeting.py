@@ -207,6 +207,8 @@ class BroadcastMover:
                 logger.warning("%s could not be broadcast to this replica: %s", describe(manifest), error)
             else:
                 self.received += 1
+                if self.received == 1:
+                    logger.info("versions come by broadcast from %s", manifest.meeting)
                 return tensors
         self.fallbacks += 1
         left_s = max(1.0, timeout_s - (time.monotonic() - began))
