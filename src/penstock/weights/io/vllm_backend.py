@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from penstock.errors import LocalProtocolError
+from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.records.weights import Manifest
 from penstock.runtime.process import die_with_parent
 from penstock.weights.io.files import map_version
@@ -68,11 +68,15 @@ def build() -> type[Any]:
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo
         run_dir: Path | None = None
+        wanted: frozenset[str] = frozenset()
+        """Names of the parameters; one that is tied to another has no name of its own."""
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
             self.run_dir = Path(init_info.run_dir)
 
         def start_weight_update(self) -> None:
+            if not self.wanted:
+                self.wanted = frozenset(name for name, _ in self.model.named_parameters())
             initialize_layerwise_reload(self.model)
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -87,11 +91,33 @@ def build() -> type[Any]:
             # Complete and verified before the first tensor is touched: a layer that got only some of its tensors
             # counts the next attempt's on top and cannot be loaded any more.
             tensors = map_version(self.run_dir, manifest)
-            self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in tensors.items()])
+            loaded = self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in tensors.items()])
+            # Others would keep what they had before: made-up numbers, or those of an older version.
+            if loaded is not None and (missing := self.wanted - loaded):
+                raise RemoteProtocolError(
+                    f"{len(missing)} of the server's {len(self.wanted)} parameters are not in the published version, "
+                    f"the first is {min(missing)!r}: the server has another model than the trainer"
+                )
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
+            refresh_tied_layers(self.model)
 
         def shutdown(self) -> None: ...
 
     return FileTransferEngine
+
+
+def refresh_tied_layers(model: torch.nn.Module) -> None:
+    """Repacks layers whose weight belongs to another one.
+
+    On CPU a linear layer computes with a packed copy of its weight. One that is tied to the embedding is loaded with
+    that and not by itself, so its copy would stay as it was; and no checksum of parameters could see it.
+    """
+    owners: dict[int, torch.nn.Module] = {}
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.device.type != "cpu" or not weight.numel():
+            continue
+        if owners.setdefault(weight.data_ptr(), layer) is not layer and hasattr(layer, "quant_method"):
+            layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr,operator]
