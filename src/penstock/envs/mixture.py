@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.envs.cursor import draw
-from penstock.envs.protocol import Prompt, TextEnvironment
+from penstock.envs.protocol import GoBack, Prompt, TextEnvironment
 from penstock.errors import ConfigError, LocalProtocolError
 
 PART_COLUMN = "environment"
@@ -72,7 +72,7 @@ class Mixture:
                 rewards[row] = reward
         return rewards
 
-    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | GoBack | None:
         environment = self.environments[prompt.columns[PART_COLUMN]]
         reply = getattr(environment, "reply", None)
         return None if reply is None else reply(prompt, completions)

@@ -53,11 +53,22 @@ class TextEnvironment(Protocol):
         ...
 
 
+class GoBack(msgspec.Struct, frozen=True):
+    """A reply that takes the conversation back: the policy is shown `text` where completion number `to` began.
+
+    What came since is no longer in its context (a failed attempt, a history that grew too long), but is still trained:
+    the sample has a branch for every end, all with its one reward, and what they share is trained once.
+    """
+
+    to: int
+    text: str
+
+
 @runtime_checkable
 class ConversingEnvironment(TextEnvironment, Protocol):
     """A text environment that may answer a completion and ask for another turn."""
 
-    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | GoBack | None:
         """What the policy is shown after its last completion; None ends the episode.
 
         A pure function of the conversation so far, so that an interrupted episode can go on anywhere.

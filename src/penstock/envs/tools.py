@@ -3,7 +3,8 @@
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
 The policy sees `<tool_result>3</tool_result>` and takes another turn. A call that cannot be made is answered with a
-sentence that says why: mistakes are the policy's to learn from, not failures of the run.
+sentence that says why: mistakes are the policy's to learn from, not failures of the run. With `forget_mistakes` they do
+not stay in its context: the policy is told why where the mistaken completion began, and tries again from there.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.envs.protocol import Message, Prompt, TextEnvironment
+from penstock.envs.protocol import GoBack, Message, Prompt, TextEnvironment
 from penstock.errors import ConfigError
+
+MISTAKE = "error: "
+"""How an answer begins that is none."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -29,12 +33,20 @@ class ToolCall(msgspec.Struct, frozen=True):
 class WithTools:
     """Any text environment, with functions its policy may call. A completion without a call ends the episode."""
 
-    def __init__(self, environment: TextEnvironment, tools: Sequence[Callable[..., Any]], *, introduce: bool = True):
+    def __init__(
+        self,
+        environment: TextEnvironment,
+        tools: Sequence[Callable[..., Any]],
+        *,
+        introduce: bool = True,
+        forget_mistakes: bool = False,
+    ):
         self.environment = environment
         self.tools: Mapping[str, Callable[..., Any]] = {tool.__name__: tool for tool in tools}
         if len(self.tools) != len(tools):
             raise ConfigError(f"two tools share a name: {sorted(tool.__name__ for tool in tools)}")
         self.introduce = introduce
+        self.forget_mistakes = forget_mistakes
 
     @property
     def count(self) -> int | None:
@@ -51,25 +63,27 @@ class WithTools:
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         return self.environment.score(prompts, completions, **columns)
 
-    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
-        calls = _CALL.findall(completions[-1])
-        if not calls:
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | GoBack | None:
+        answers = [self.answer(call) for call in _CALL.findall(completions[-1])]
+        if not answers:
             return None
-        return "".join(f"<tool_result>{self.answer(call)}</tool_result>" for call in calls)
+        text = "".join(f"<tool_result>{answer}</tool_result>" for answer in answers)
+        mistaken = all(answer.startswith(MISTAKE) for answer in answers)
+        return GoBack(len(completions) - 1, text) if mistaken and self.forget_mistakes else text
 
     def answer(self, body: str) -> str:
         """What one call returned, or why it could not be made."""
         try:
             call = msgspec.json.decode(body, type=ToolCall)
         except msgspec.DecodeError as error:
-            return f"error: a call must be JSON with 'name' and 'arguments': {error}"
+            return f"{MISTAKE}a call must be JSON with 'name' and 'arguments': {error}"
         tool = self.tools.get(call.name)
         if tool is None:
-            return f"error: there is no tool {call.name!r}; there are {', '.join(self.tools)}"
+            return f"{MISTAKE}there is no tool {call.name!r}; there are {', '.join(self.tools)}"
         try:
             return str(tool(**call.arguments))
         except Exception as error:  # noqa: BLE001 - told to the policy
-            return f"error: {type(error).__name__}: {error}"
+            return f"{MISTAKE}{type(error).__name__}: {error}"
 
     def description(self) -> str:
         """The tools as the policy is told about them: signatures and first lines of documentation."""

@@ -72,8 +72,8 @@ class Episode(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """In the context."""
-        return sum(len(piece.token_ids) for piece in self._path(self.tip))
+        """Of all branches."""
+        return sum(len(piece.token_ids) for piece in self.pieces)
 
     @property
     def generated_tokens(self) -> int:
@@ -90,6 +90,10 @@ class Episode(msgspec.Struct):
             8 * len(piece.token_ids) + (0 if piece.routed_experts is None else piece.routed_experts.nbytes)
             for piece in self.pieces
         )
+
+    def context_tokens(self, back_to: int | None = None) -> int:
+        """How many tokens the engine would read to go on: from here, or from where that completion began."""
+        return sum(len(piece.token_ids) for piece in self._path(self._start_of(back_to)))
 
     def context(self) -> list[int]:
         """Every token up to here: what the engine reads to go on."""
@@ -156,12 +160,7 @@ class Episode(msgspec.Struct):
         """
         if self.turn_tokens:
             raise LocalProtocolError("the environment replied before the completion was finished")
-        if back_to is not None:
-            if not 0 <= back_to < len(self.turns):
-                raise LocalProtocolError(
-                    f"the environment took the conversation back to completion {back_to} of {len(self.turns)}"
-                )
-            self.tip = self.turns[back_to]
+        self.tip = self._start_of(back_to)
         self.replies.append(text)
         if len(token_ids):
             self._append(_Piece(np.asarray(token_ids, dtype=np.int32), self.tip))
@@ -230,6 +229,15 @@ class Episode(msgspec.Struct):
             f"Episode(tokens={self.tokens}, generated={self.generated_tokens}, turns={len(self.completions)}, "
             f"open={self.turn_tokens}, version={self.version})"
         )
+
+    def _start_of(self, completion: int | None) -> int:
+        if completion is None:
+            return self.tip
+        if not 0 <= completion < len(self.turns):
+            raise LocalProtocolError(
+                f"the environment took the conversation back to completion {completion} of {len(self.turns)}"
+            )
+        return self.turns[completion]
 
     def _append(self, piece: _Piece) -> None:
         self.pieces.append(piece)

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.envs.cursor import Cursor, digits, draw
 from penstock.envs.mixture import PART_COLUMN, Mixture
-from penstock.envs.protocol import ConversingEnvironment, Message, Prompt, TextEnvironment, columns_of
+from penstock.envs.protocol import ConversingEnvironment, GoBack, Message, Prompt, TextEnvironment, columns_of
 from penstock.envs.tasks import Arithmetic, Copy, Reverse, Sort
 from penstock.envs.tools import WithTools
 from penstock.errors import ConfigError, LocalProtocolError
@@ -157,6 +157,19 @@ def test_tools_are_plain_functions() -> None:
     assert environment.reply(prompt, ["42"]) is None
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     assert environment.reply(prompt, [f"let me see {call}"]) == "<tool_result>3</tool_result>"
+
+
+def test_a_mistaken_call_may_be_forgotten() -> None:
+    environment = WithTools(Arithmetic(), [add], forget_mistakes=True)
+    prompt = environment.prompt(0)
+    wrong, right = (
+        '<tool_call>{"name": "sub"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
+    )
+    text = "<tool_result>error: there is no tool 'sub'; there are add</tool_result>"
+    assert environment.reply(prompt, ["first", wrong]) == GoBack(1, text)
+    assert environment.reply(prompt, [wrong + right]) == f"{text}<tool_result>3</tool_result>", "not all of it is wrong"
+    assert environment.reply(prompt, [wrong, "42"]) is None
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ class PromptLike(Protocol):
 
 
 class Environment(Protocol):
-    """What is needed of an environment. One with a method `reply(prompt, completions) -> str | None` converses."""
+    """What is needed of an environment. One with a method `reply(prompt, completions)` converses: it returns a
+    text, or None at the end, or something with `text` and `to`: to be shown where that completion began.
+    """
 
     def prompt(self, position: int) -> PromptLike: ...
 
@@ -205,10 +207,11 @@ class LanguageHooks(Generic[AnyEngine]):
         reply = environment.reply(prepared.prompt, episode.completions)
         if reply is None:
             return False
-        token_ids = self.tokenizer.encode(reply)
-        if not self._fits(episode.tokens + len(token_ids)):
+        text, back_to = (reply, None) if isinstance(reply, str) else (reply.text, reply.to)
+        token_ids = self.tokenizer.encode(text)
+        if not self._fits(episode.context_tokens(back_to) + len(token_ids)):
             return False
-        episode.replied(reply, token_ids)
+        episode.replied(text, token_ids, back_to)
         return True
 
     def _score(self, prompt: PromptLike, episodes: Sequence[Episode]) -> list[float | None]:
