@@ -1,8 +1,9 @@
 """Overlapped rollout generation against a plain loop and against the slowest stage alone.
 
 Stage mixes are prepare : generate : postprocess. "limit" is the slowest stage run by itself in the same process; "plain
-loop" is the three stages one after the other with no runner at all. Rates are taken between the first and the last
-delivery, so filling the pipeline does not count.
+loop" is what one would write by hand: lease, prepare, generate, postprocess, deliver, one after the other, at the same
+desk and with no runner at all. Rates are taken between the first and the last delivery: filling the pipeline does not
+count.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.table import Table
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
+from penstock.records.rollout import Rollout
 from penstock.rollout.hooks import Finished, Outcome
 from penstock.rollout.io.preparation_pool import PreparationPool
 from penstock.rollout.io.runner import Runner, RunnerSettings
@@ -130,18 +132,28 @@ def runner_rate(workload: Any, batches: int, *, prefetch: bool, preparations: in
     return desk.rate()
 
 
-def plain_rate(workload: Any, batches: int, group: int = GROUP, leases: int = LEASES_PER_BATCH) -> float:
+def plain_rate(workload: Any, desk: CountingDesk, size: int) -> float:
     """The loop one would write by hand."""
-    begin = 0.0
-    for batch in range(batches + 1):
-        if batch == 1:
-            begin = time.perf_counter()
-        taken = [one_lease(batch * leases + number, group) for number in range(leases)]
-        prepared = [workload.prepare(lease) for lease in taken]
-        generated = workload.generate(workload.collate(prepared))
-        for one, result in zip(prepared, generated, strict=True):
-            workload.postprocess(one, result)
-    return batches * leases * group / (time.perf_counter() - begin)
+    store = NoStore()
+
+    async def loop() -> None:
+        while leases := (await desk.lease(size, 0.0)).leases:
+            prepared = [workload.prepare(lease) for lease in leases]
+            generated = workload.generate(workload.collate(prepared))
+            rollouts: list[Rollout] = []
+            for lease, one, result in zip(leases, prepared, generated, strict=True):
+                outcomes = workload.postprocess(one, result)
+                for sample, outcome in zip(lease.samples, outcomes, strict=True):
+                    payload = store.write(outcome.arrays)
+                    rollouts.append(
+                        Rollout(
+                            sample, outcome.version, outcome.weights_digest, outcome.reward, outcome.length, payload
+                        )
+                    )
+            await desk.deliver(rollouts, (), ())
+
+    asyncio.run(loop())
+    return desk.rate()
 
 
 def limit_rate(workload: StageWorkload, mix: Mix, batches: int) -> float:
@@ -194,7 +206,7 @@ def measure(
         (
             limit_rate(workload, mix, batches),
             runner_rate(workload, batches, prefetch=True),
-            plain_rate(workload, batches),
+            plain_rate(workload, CountingDesk(batches * LEASES_PER_BATCH), LEASES_PER_BATCH * GROUP),
             runner_rate(workload, batches, prefetch=False),
         )
         for _ in range(rounds)
@@ -243,29 +255,41 @@ def cartpole() -> tuple[Any, int, int]:
 
 
 def real_workloads(results: list[dict[str, Any]], batches: int, rounds: int) -> Table:
-    """Alternating rounds, so that a noisy machine hits both; medians."""
+    """Rounds of all three, one after the other; the median of the ratios within a round, so that drift cancels."""
     import torch
 
     torch.set_num_threads(1)
     table = Table(
-        "workload", "plain loop", "prefetch off", "prefetch on", "on / off", title="Real workloads, samples/s"
+        "workload",
+        "plain loop",
+        "prefetch off",
+        "of the plain loop",
+        "prefetch on",
+        "of the plain loop",
+        "on / off",
+        title=f"Real workloads, samples/s, {ROUND_TRIP_S * 1e3:g} ms to the desk and back",
     )
     for name, build in (("language model, 0.3M", language), ("CartPole-v1", cartpole)):
         workload, size, group = build()
-        rates: dict[bool, list[float]] = {False: [], True: []}
-        plain: list[float] = []
+        taken: list[tuple[float, float, float]] = []
         for _ in range(rounds):
-            plain.append(plain_rate(workload, batches, group, size // group))
+            rates = [plain_rate(workload, CountingDesk(batches * size // group, group, ROUND_TRIP_S), size)]
             for prefetch in (False, True):
                 desk = CountingDesk(batches * size // group, group, ROUND_TRIP_S)
-                bounds = Bounds(batch_samples=size, queue_samples=2 * size)
-                settings = RunnerSettings(bounds=bounds, prefetch=prefetch)
+                settings = RunnerSettings(bounds=Bounds(batch_samples=size, queue_samples=2 * size), prefetch=prefetch)
                 asyncio.run(Runner(workload, desk, NoStore(), settings).run())
-                rates[prefetch].append(desk.rate())
-        off, on, bare = (statistics.median(rate) for rate in (rates[False], rates[True], plain))
-        ratio = statistics.median(with_it / without for without, with_it in zip(*rates.values(), strict=True))
-        table.add_row(name, f"{bare:.0f}", f"{off:.0f}", f"{on:.0f}", f"{ratio:.1%}")
-        results.append(entry(f"{name}, prefetch on", on, off, "prefetch off", ratio))
+                rates.append(desk.rate())
+            taken.append((rates[0], rates[1], rates[2]))
+        plain, off, on = (statistics.median(column) for column in zip(*taken, strict=True))
+        off_plain, on_plain, on_off = (
+            statistics.median(one[ours] / one[peer] for one in taken) for ours, peer in ((1, 0), (2, 0), (2, 1))
+        )
+        table.add_row(
+            name, f"{plain:.0f}", f"{off:.0f}", f"{off_plain:.1%}", f"{on:.0f}", f"{on_plain:.1%}", f"{on_off:.1%}"
+        )
+        results.append(entry(f"{name}, prefetch off", off, plain, "plain loop", off_plain))
+        results.append(entry(f"{name}, prefetch on", on, plain, "plain loop", on_plain))
+        results.append(entry(f"{name}, prefetch on / off", on, off, "prefetch off", on_off))
     return table
 
 

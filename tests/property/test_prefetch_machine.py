@@ -23,8 +23,9 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
         concurrency=st.integers(1, 3),
         preparations=st.integers(1, 3),
         prefetch=st.booleans(),
+        events_before_the_end=st.integers(0, 30),
     )
-    def begin(self, batch, queue, output, queue_bytes, concurrency, preparations, prefetch):
+    def begin(self, batch, queue, output, queue_bytes, concurrency, preparations, prefetch, events_before_the_end):
         self.bounds = Bounds(
             batch_samples=batch,
             queue_samples=queue,
@@ -35,6 +36,9 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
         )
         self.machine = Prefetch(self.bounds, prefetch=prefetch)
         self.now = 0.0
+        self.events = 0
+        self.events_before_the_end = events_before_the_end
+        """A stop may come at any instant, but if it always came soon, no other rule would have the time to matter."""
         self.asked: flow.AskLease | None = None
         self.preparing: list[int] = []
         self.batches: dict[int, tuple[int, ...]] = {}
@@ -54,6 +58,7 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
 
     def tell(self, event: flow.Event) -> None:
         self.now += 0.01
+        self.events += 1
         assert self.finish is None
         for effect in self.machine.handle(event, self.now):
             self.do(effect)
@@ -68,7 +73,8 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
                 if self.machine.prefetch:
                     assert self.machine.line_samples + samples <= self.bounds.queue_samples
                 else:
-                    assert self.machine.held_samples <= (self.bounds.concurrency - 1) * self.bounds.batch_samples
+                    made = self.machine.held_samples - self.machine.held.samples(flow.Stage.DELIVERING)
+                    assert made <= (self.bounds.concurrency - 1) * self.bounds.batch_samples
                 self.asked = effect
             case flow.Prepare(tickets):
                 self.preparing.extend(tickets)
@@ -158,14 +164,14 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
     def prefetch_is_flipped(self, on):
         self.tell(flow.PrefetchSet(on))
 
-    @precondition(lambda self: self.finish is None)
+    @precondition(lambda self: self.finish is None and self.events > self.events_before_the_end)
     @rule()
     def stop_is_asked(self):
         self.stopping = True
         self.tell(flow.StopAsked("told to"))
         assert self.machine.line_samples == 0
 
-    @precondition(lambda self: self.finish is None)
+    @precondition(lambda self: self.finish is None and self.events > self.events_before_the_end)
     @rule()
     def abandoned(self):
         self.stopping = self.abandoning = True

@@ -5,7 +5,8 @@ Invariants, checked by `check()`:
 - leases are generated in the order they were granted (one tried again alone keeps its place);
 - with prefetch on, an ask never brings the waiting line above `queue_samples`; samples on the output side never exceed
   `output_samples` (or one batch, if that is larger); preparation does not start while `queue_bytes` are held;
-- with prefetch off nothing is leased while as many batches as there are engine slots are held: a plain loop.
+- with prefetch off nothing is leased while as many batches as there are engine slots are being made: a plain loop. Only
+  the call that delivers a batch and the one that asks for the next go out together.
 
 A slow consumer fills the output side, then the line, then stops the asking: nothing piles up.
 """
@@ -320,7 +321,8 @@ class Prefetch:
                 self.branches["ask_held_bytes"] += 1
                 return
         else:
-            if self.line_samples or self.held_samples > (bounds.concurrency - 1) * bounds.batch_samples:
+            made = self.held_samples - self.held.samples(Stage.DELIVERING)
+            if self.line_samples or made > (bounds.concurrency - 1) * bounds.batch_samples:
                 self.branches["ask_held_plain"] += 1
                 return
             room = bounds.batch_samples

@@ -47,13 +47,13 @@ def test_a_full_batch_starts_while_later_leases_are_still_prepared() -> None:
     machine.check()
 
 
-def test_without_prefetch_the_next_ask_waits_for_the_delivery() -> None:
+def test_without_prefetch_the_next_ask_goes_out_with_the_delivery() -> None:
     machine = started(prefetch=False)
     machine.handle(granted(0), 0.1)
     assert machine.handle(flow.PrepareEnded(0), 0.2) == [flow.Generate(0, (0,))]
     assert machine.handle(flow.GenerateEnded(0), 0.3) == [flow.Postprocess((0,))]
-    assert machine.handle(flow.PostprocessEnded(0), 0.4) == [flow.Deliver((0,))]
-    assert machine.handle(flow.DeliverEnded(), 0.5) == [flow.AskLease(4)]
+    assert machine.handle(flow.PostprocessEnded(0), 0.4) == [flow.Deliver((0,)), flow.AskLease(4)]
+    assert machine.handle(flow.DeliverEnded(), 0.5) == []
 
 
 def test_flipping_prefetch_on_asks_at_once() -> None:
