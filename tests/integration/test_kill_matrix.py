@@ -19,12 +19,12 @@ PROMPTS = 240
 GROUPS_PER_STEP = 4
 SEED = 20261115
 
-FINITE = f"""
+FINITE = """
 import time
 from penstock.envs.tasks import Copy
 
 class Mine(Copy):
-    count = {PROMPTS}
+    count = PROMPTS
 
     def __init__(self, seed=0):
         super().__init__(seed=seed)
@@ -35,13 +35,14 @@ class Mine(Copy):
 """
 
 
-def finite(folder: Path) -> Path:
-    (folder / "mine.py").write_text(FINITE)
+def finite(folder: Path, *, prompts: int = PROMPTS, rollout: str = "") -> Path:
+    (folder / "mine.py").write_text(f"PROMPTS = {prompts}\n{FINITE}")
     config = letters(
         folder,
         steps=1000,
         run=f'extra_path = ["{folder}"]\nmax_restarts = 1000',
         pipeline="epochs = 1",
+        rollout=rollout,
         checkpoint_every=5,
     )
     config.write_text(config.read_text().replace('name = "copy"', 'name = "mine:Mine"'))
@@ -68,12 +69,12 @@ def trained_prompts(directory: Path) -> Counter[int]:
     )
 
 
-def assert_exact(run: Running, code: int, output: str) -> None:
+def assert_exact(run: Running, code: int, output: str, *, prompts: int = PROMPTS) -> None:
     assert code == 0, output + run.logs()
     counts = trained_prompts(run.directory)
-    assert sorted(counts) == list(range(PROMPTS)), f"never trained: {sorted(set(range(PROMPTS)) - set(counts))}"
+    assert sorted(counts) == list(range(prompts)), f"never trained: {sorted(set(range(prompts)) - set(counts))}"
     assert set(counts.values()) == {1}, f"trained twice: {[prompt for prompt, count in counts.items() if count > 1]}"
-    assert trained_steps(run.directory) >= PROMPTS / GROUPS_PER_STEP
+    assert trained_steps(run.directory) >= prompts / GROUPS_PER_STEP
 
 
 def kill_children(folder: Path, victim: str, kills: int) -> None:
