@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.run import VllmEngineSection
-from penstock.errors import ConfigError
+from penstock.errors import Aborted, ConfigError
 from penstock.roles.models import device_of
 from penstock.roles.process import RoleProcess
 from penstock.rollout.io.vllm_requests import VllmRequests, label
@@ -37,7 +37,7 @@ class VllmService:
         if not isinstance(policy, LanguagePolicy):
             raise ConfigError(f"pipeline {process.pipeline.name!r}: vLLM serves language models only")
         self._section = section
-        self._progress = process.progress
+        self._process = process
         python = section.python or sys.executable
         check_interpreter(python)
         settings = server_settings(process, section, policy, seed, python)
@@ -63,7 +63,12 @@ class VllmService:
     async def start(self) -> None:
         """Returns when the server answers; it holds no weights of anybody yet."""
         self.server.launch()
-        await self.server.ready(self._section.start_s, self._progress.moved)
+        await self.server.ready(self._section.start_s, self._starting)
+
+    def _starting(self, doing: str) -> None:
+        if self._process.stop.requested:
+            raise Aborted(f"{self._process.name} was asked to stop before its vLLM server was ready")
+        self._process.progress.moved(doing)
 
     def watch(self, tasks: Tasks) -> None:
         """Spawns what runs beside the requests. A server that cannot be saved ends the worker, which is replaced."""
