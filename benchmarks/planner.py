@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.pool.places import places
-from penstock.pool.plan import PipelineView, Rules, SeatView, Snapshot
+from penstock.pool.plan import PipelineView, SeatView, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.validate import validate
 from penstock.records.ids import PipelineName
@@ -57,8 +57,8 @@ def make_snapshot(pipelines: int, devices: int, bundle: int, case: str) -> Snaps
         SeatView(SeatId(number), owner, row, "serving", 0.0)
         for number, (owner, row) in enumerate(zip(owners, rows, strict=False))
     )
-    # No band: every difference is to be acted on, which is the most work a plan can be.
-    return Snapshot(NOW, topology, views, seats, rules=Rules(band=0.0))
+    # Everybody is overdue, and every move pays: the most work a plan can be.
+    return Snapshot(NOW, topology, views, seats)
 
 
 def plain_loop(snapshot: Snapshot, cap_s: float) -> tuple[int, bool]:

@@ -1,8 +1,9 @@
 """Pipelines of real processes on four slots: a device is a file lock, so using one twice cannot go unnoticed.
 
-Every process is this file, run as a script: one host with the pool (journalled, so it can be killed), and per pipeline
-a driver (declares demand, reports progress, trains) and workers (the real order executor with a stand-in engine). A
-sample is a file that is claimed by renaming it; what an aborted sample has done so far is kept in it.
+Every process is this file, run as a script: one host with the pool (journalled, so it can be killed; it counts each
+pipeline's demand from its files, as the controller does from its ledger), and per pipeline a driver (lays out work,
+trains) and workers (the real order executor with a stand-in engine). A sample is a file that is claimed by renaming it;
+what an aborted sample has done so far is kept in it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -37,6 +39,11 @@ TICK_S = 0.05
 SAMPLE_TICKS = 6
 requests: Codec[m.Request] = Codec(m.Request)
 replies: Codec[m.Reply] = Codec(m.Reply)
+T = TypeVar("T")
+SETTINGS = PoolSettings(
+    Topology((DEVICES,)), turn_s=0.5, payback=2.0, wake_s=10.0, drain_s=0.5, sleep_s=10.0, report_s=5.0, lease_s=20.0,
+    fence_s=1.0, bench_s=0.2,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- the host
@@ -47,12 +54,7 @@ class Host:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.pool = Pool(
-            PoolSettings(
-                Topology((DEVICES,)), turn_s=0.5, linger_s=0.2, wake_s=10.0, drain_s=0.5, sleep_s=10.0, report_s=5.0,
-                lease_s=20.0, fence_s=1.0, bench_s=0.2,
-            )
-        )  # fmt: skip
+        self.pool = Pool(SETTINGS)
         self.changed = asyncio.Condition()
         self.file = (folder / "journal").open("ab+")
         self.longest_wait_s: dict[str, float] = {}
@@ -89,6 +91,7 @@ class Host:
         async with server:
             while True:
                 await asyncio.sleep(0.1)
+                self.count_demand()
                 self.tell(ev.TimePassed())
                 await self.notify()
                 for share in self.pool.status(time.time()).shares:
@@ -96,6 +99,14 @@ class Host:
                     self.longest_wait_s[share.pipeline] = longest
                 (self.folder / "waits.tmp").write_text(json.dumps(self.longest_wait_s))
                 (self.folder / "waits.tmp").rename(self.folder / "waits")
+
+    def count_demand(self) -> None:
+        for share in self.pool.status(time.time()).shares:
+            work = self.folder / "work" / share.pipeline
+            # Finished before remaining: a sample that ends in between is counted in neither, and in both the next time.
+            finished = len(list((self.folder / "finished" / share.pipeline).iterdir()))
+            remaining = sum(path.suffix != ".done" for path in work.iterdir())
+            self.tell(ev.DemandCounted(share.pipeline, remaining, finished))
 
     async def notify(self) -> None:
         async with self.changed:
@@ -136,13 +147,6 @@ class Host:
         match request:
             case m.Register(role="rollout"):
                 self.tell(ev.WorkerJoined(name, member))
-            case m.DeclareDemand():
-                self.tell(ev.DemandDeclared(name, request.round, request.target))
-                if not await self.until(lambda: self.pool.awake(name) > 0, request.wait_s):
-                    return m.NotYet("a worker to wake", "running")
-                return m.Served(self.pool.awake(name))
-            case m.ReportProgress():
-                self.tell(ev.ProgressReported(name, request.round, request.completed))
             case m.AskDevices():
                 self.tell(
                     ev.DevicesRequested(
@@ -234,6 +238,7 @@ class StandIn:
         self.locks = Locks(folder)
         self.moving = folder / f"moving-{name}-{os.getpid()}"
         self.work = folder / "work" / name
+        self.finished = folder / "finished" / name
         self.open = asyncio.Event()
         self.aborted = False
         self.idle = asyncio.Event()
@@ -253,6 +258,8 @@ class StandIn:
                 ticks += 1
             claim.write_text(str(ticks))
             number = claim.name.split(".")[0]
+            if ticks >= SAMPLE_TICKS:
+                (self.finished / f"{time.time_ns()}-{os.getpid()}").touch()
             claim.rename(self.work / (f"{number}.done" if ticks >= SAMPLE_TICKS else f"{number}.todo"))
             self.idle.set()
 
@@ -333,14 +340,10 @@ async def run_driver(folder: Path, name: PipelineName, rounds: int, samples: int
         if not list(work.iterdir()):
             for sample in range(samples):
                 (work / f"{sample:04d}.todo").write_text("0")
-        served = await line.call(m.DeclareDemand(name, member, number, samples, wait_s=30.0))
-        assert isinstance(served, m.Served), served
-        while (done := len(list(work.glob("*.done")))) < samples:
-            await line.call(m.ReportProgress(name, member, number, done))
+        while len(list(work.glob("*.done"))) < samples:
             for claim in work.glob("*.claim.*"):
                 give_back_if_orphaned(claim)
             await asyncio.sleep(TICK_S)
-        await line.call(m.ReportProgress(name, member, number, samples))
         while True:
             ask = m.AskDevices(name, member, number, Priority.TRAINING, train, len(train), 60.0, wait_s=5.0)
             granted = await line.call(ask)
@@ -385,6 +388,7 @@ class Town:
         for name in names:
             (folder / "work" / name).mkdir(parents=True)
             (folder / "rounds" / name).mkdir(parents=True)
+            (folder / "finished" / name).mkdir(parents=True)
         (folder / "closed").mkdir()
         self.start("host", "host", *names)
 
@@ -407,12 +411,13 @@ class Town:
     def rounds(self, name: str) -> int:
         return len(list((self.folder / "rounds" / name).iterdir()))
 
-    def wait(self, holds: Callable[[], bool], what: str, within_s: float = 90.0) -> None:
+    def wait(self, holds: Callable[[], T], what: str, within_s: float = 90.0) -> T:
         deadline = time.monotonic() + within_s
-        while not holds():
+        while not (found := holds()):
             assert not list(self.folder.glob("CONFLICT-*")), "two processes were on one device"
             assert time.monotonic() < deadline, f"waited {within_s} s for {what}\n{self.story()}"
             time.sleep(0.02)
+        return found
 
     def finish(self, *names: str, within_s: float = 90.0) -> None:
         """Waits until the drivers have ended in good order, and nobody was ever on a device twice."""
@@ -455,7 +460,7 @@ def test_two_pipelines_fully_overlapping_run_ten_rollouts_each(found):
     town.pipeline("p2", workers=4, rounds=10, samples=8, train=(2, 3))
     town.finish("p1", "p2")
     assert (town.rounds("p1"), town.rounds("p2")) == (10, 10)
-    assert max(town.waits().values()) < 30.0, town.waits()
+    assert max(town.waits().values()) < SETTINGS.longest_wait_s(pipelines_ahead=1), town.waits()
 
 
 @pytest.mark.slow
@@ -466,17 +471,18 @@ def test_five_pipelines_on_four_slots(found):
         town.pipeline(name, workers=2, rounds=4, samples=6, train=(number % 4,))
     town.finish(*names)
     assert [town.rounds(name) for name in names] == [4] * 5
+    assert max(town.waits().values()) < SETTINGS.longest_wait_s(pipelines_ahead=4), town.waits()
 
 
-def stopped_in_mid_move(folder: Path, name: str) -> bool:
-    """Halts a worker that is waking; True if it was still at it when it came to stand."""
+def stopped_in_mid_move(folder: Path, name: str) -> int | None:
+    """Halts a worker that is waking; its pid if it was still at it when it came to stand."""
     for marker in folder.glob(f"moving-{name}-*"):
         pid = int(marker.name.rsplit("-", 1)[1])
         os.kill(pid, signal.SIGSTOP)
         if marker.exists():
-            return True
+            return pid
         os.kill(pid, signal.SIGCONT)
-    return False
+    return None
 
 
 @pytest.mark.slow
@@ -495,14 +501,16 @@ def test_a_pipeline_killed_in_mid_resize_costs_only_itself(found):
 
 
 @pytest.mark.slow
-def test_the_host_is_killed_and_comes_back_from_its_journal(found):
+def test_the_host_is_killed_in_mid_resize_and_comes_back_from_its_journal(found):
     town = found(["p1", "p2"])
     town.pipeline("p1", workers=3, rounds=6, samples=8, train=(0, 1))
     town.pipeline("p2", workers=3, rounds=6, samples=8, train=(2, 3))
     for kills in (1, 2):
         town.wait(lambda kills=kills: min(town.rounds("p1"), town.rounds("p2")) >= kills, "rounds before the kill")
+        moving = town.wait(lambda: stopped_in_mid_move(town.folder, "p*"), "a worker in the middle of waking")
         town.kill("host")
         town.start("host", "host", "p1", "p2")
+        os.kill(moving, signal.SIGCONT)
     town.finish("p1", "p2")
     assert (town.rounds("p1"), town.rounds("p2")) == (6, 6)
     assert len(list(town.folder.glob("recovered-*"))) == 3, "the host was there three times"

@@ -24,7 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.settings = PoolSettings(
-            Topology((4, 2)), turn_s=3.0, linger_s=2.0, wake_s=4.0, drain_s=2.0, sleep_s=2.0, report_s=1.0,
+            Topology((4, 2)), turn_s=3.0, payback=3.0, wake_s=4.0, drain_s=2.0, sleep_s=2.0, report_s=1.0,
             lease_s=20.0, fence_s=3.0, demand_lease_s=15.0, bench_s=2.0,
         )  # fmt: skip
         self.pool = Pool(self.settings)
@@ -32,7 +32,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.journal: list[tuple[ev.Event, float]] = []
         self.orders: dict[MemberId, list[OrderNumber]] = {}
         self.holders: dict[tuple[MemberId, int], tuple[DeviceId, ...]] = {}
-        self.rounds = dict.fromkeys(NAMES, 0)
+        self.completed = dict.fromkeys(NAMES, 0)
         self.requests = 0
 
     def tell(self, event: ev.Event) -> None:
@@ -76,18 +76,10 @@ class PoolMachine(RuleBasedStateMachine):
     def renew(self, name: PipelineName, number: int) -> None:
         self.tell(ev.LeaseRenewed(name, MemberId(f"{name}{number}")))
 
-    @rule(name=pipelines, samples=st.integers(0, 50), again=st.booleans())
-    def declare(self, name: PipelineName, samples: int, again: bool) -> None:
-        self.rounds[name] += 0 if again else 1
-        self.tell(ev.DemandDeclared(name, self.rounds[name], samples))
-
-    @rule(name=pipelines, completed=st.integers(0, 60))
-    def progress(self, name: PipelineName, completed: int) -> None:
-        self.tell(ev.ProgressReported(name, self.rounds[name], completed))
-
-    @rule(name=pipelines)
-    def withdraw(self, name: PipelineName) -> None:
-        self.tell(ev.DemandWithdrawn(name))
+    @rule(name=pipelines, remaining=st.integers(-1, 50), more=st.integers(-1, 20))
+    def count(self, name: PipelineName, remaining: int, more: int) -> None:
+        self.completed[name] = max(0, self.completed[name] + more)
+        self.tell(ev.DemandCounted(name, remaining, self.completed[name]))
 
     @rule(
         name=pipelines,

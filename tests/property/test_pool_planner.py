@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidTransition
 from penstock.pool.places import places
-from penstock.pool.plan import Expand, PipelineView, Plan, RequestView, Rules, SeatPhase, SeatView, Shrink, Snapshot
+from penstock.pool.plan import Expand, PipelineView, Plan, RequestView, SeatPhase, SeatView, Shrink, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.validate import validate
 from penstock.records.ids import PipelineName
@@ -43,7 +43,8 @@ def snapshots(draw: st.DrawFn, *, requests: bool = True) -> Snapshot:
                 weight=draw(st.sampled_from([0.5, 1.0, 4.0])),
                 min_bundles=draw(st.integers(0, 2)),
                 waiting_since=draw(st.sampled_from([None, 900.0, 990.0])),
-                lingers=draw(st.booleans()),
+                worth=draw(st.sampled_from([1, 3, 32])),
+                overdue=draw(st.booleans()),
                 may_wake=draw(st.integers(0, 4)) > 0,
             )
         )
@@ -69,8 +70,7 @@ def snapshots(draw: st.DrawFn, *, requests: bool = True) -> Snapshot:
         priority = draw(st.sampled_from([Priority.INITIALISATION, Priority.TRAINING, Priority.SCORING]))
         since = draw(st.sampled_from([900.0, 999.0]))
         waiting.append(RequestView(number, priority, among, len(among), since))
-    rules = Rules(band=draw(st.sampled_from([0.0, 0.75])))
-    return Snapshot(NOW, topology, tuple(views), tuple(seats), tuple(held), tuple(waiting), rules)
+    return Snapshot(NOW, topology, tuple(views), tuple(seats), tuple(held), tuple(waiting))
 
 
 def carried_out(snapshot: Snapshot, plan: Plan) -> Snapshot:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from penstock.pool import events as ev
 from penstock.pool.places import places
-from penstock.pool.plan import Rules
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
@@ -18,7 +17,6 @@ from penstock.records.pool import DeviceId, Topology
 
 SETTINGS = {
     "turn_s": 5.0,
-    "linger_s": 2.0,
     "wake_s": 4.0,
     "drain_s": 3.0,
     "sleep_s": 3.0,
@@ -80,13 +78,13 @@ class Crowd:
     nodes=st.sampled_from([(2,), (4,), (8,), (4, 4)]),
     shapes=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([0.5, 1.0, 3.0])), min_size=2, max_size=7),
     faulty=st.sets(st.integers(1, 6), max_size=3),
-    band=st.sampled_from([0.0, 0.75]),
+    payback=st.sampled_from([0.0, 30.0]),
     seed=st.integers(0, 2**16),
 )
-def test_every_healthy_pipeline_is_served_within_the_bound(nodes, shapes, faulty, band, seed):
+def test_every_healthy_pipeline_is_served_within_the_bound(nodes, shapes, faulty, payback, seed):
     topology = Topology(nodes)
     inference = tuple(DeviceId(device) for device in range(topology.device_count))
-    pool = Pool(PoolSettings(topology, rules=Rules(band=band), **SETTINGS))
+    pool = Pool(PoolSettings(topology, payback=payback, **SETTINGS))
     random = Random(seed)
     names = [PipelineName(f"p{number}") for number in range(len(shapes))]
     crowd = Crowd(pool, random, {names[number] for number in faulty if number < len(names)})
@@ -95,7 +93,7 @@ def test_every_healthy_pipeline_is_served_within_the_bound(nodes, shapes, faulty
         crowd.tell(ev.PipelineOpened(name, inference, bundle=bundle, weight=weight))
         for number in range(topology.device_count // bundle + 1):
             crowd.tell(ev.WorkerJoined(name, MemberId(f"{name}-{number}")))
-        crowd.tell(ev.DemandDeclared(name, 0, random.choice([3, 100, 10_000])))
+        crowd.tell(ev.DemandCounted(name, random.choice([3, 100, 10_000]), 0))
     bound_s = pool.settings.longest_wait_s(pipelines_ahead=len(names) - 1, heaviest=max(weight for _, weight in shapes))
     served: set[str] = set()
     for _ in range(int(2 * bound_s)):

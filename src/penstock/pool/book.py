@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from penstock.errors import InvalidTransition
@@ -19,12 +21,14 @@ class Entry(msgspec.Struct):
     demand: Demand
     waiting_since: float | None = None
     """Since when it has had work and no worker: what ageing goes by."""
-    over_since: float | None = None
-    """Since when it has had more workers than its work can use."""
-    slack_since: float | None = None
-    """When that began in this round; unlike `over_since` it stays when the workers were taken away."""
-    last_slack_s: float = 0.0
-    """How long it took, the last time, until a new round had work for them."""
+    missed: bool = False
+    """It was said that this wait is longer than it should be."""
+    short_since: float | None = None
+    """Since when plans have left it below its share."""
+    wake_s: float = 0.0
+    """What waking one of its workers takes, as measured."""
+    alone: bool = True
+    """No other pipeline generates on any of its devices."""
     benched_until: float = 0.0
     failures: int = 0
     """Failed moves in a row."""
@@ -45,13 +49,21 @@ class State(msgspec.Struct):
     refused_plans: int = 0
 
 
-def share_device_lists(state: State) -> None:
-    """Let pipelines with equal inference devices hold the same tuple: the planner tells kinds apart by identity."""
+def compare_shapes(state: State) -> None:
+    """Note who competes with whom, and let pipelines with equal inference devices hold the same tuple.
+
+    The planner tells kinds apart by the identity of that tuple.
+    """
     known: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
     for entry in state.pipelines.values():
         inference = known.setdefault(entry.shape.inference, entry.shape.inference)
         if inference is not entry.shape.inference:
             entry.shape = msgspec.structs.replace(entry.shape, inference=inference)
+    users = Counter(id(entry.shape.inference) for entry in state.pipelines.values())
+    crowd = Counter(device for inference in known for device in inference)
+    for entry in state.pipelines.values():
+        inference = entry.shape.inference
+        entry.alone = users[id(inference)] == 1 and all(crowd[device] == 1 for device in inference)
 
 
 class Book:
@@ -62,6 +74,7 @@ class Book:
         self.occupant: dict[DeviceId, Seat | Hold] = {}
         self.promised: dict[DeviceId, Seat | Hold] = {}
         self.seat_of: dict[MemberId, Seat] = {}
+        self._serving = Counter(seat.pipeline for seat in state.seats.values() if seat.state == "serving")
         for claim in (*state.seats.values(), *state.holds.values()):
             self._index(claim)
 
@@ -80,7 +93,9 @@ class Book:
     def step_seat(self, seat: Seat, what: SeatInput) -> list[Seat | Hold]:
         """Apply one input; returns the claims that can go on because devices became free."""
         before = seat.state
-        if seat.step(what) == "gone":
+        after = seat.step(what)
+        self._serving[seat.pipeline] += (after == "serving") - (before == "serving")
+        if after == "gone":
             del self.state.seats[seat.seat]
         elif before == "planned":
             self._unindex(seat, self.promised)
@@ -103,6 +118,10 @@ class Book:
         if before == "waiting":
             return []
         return self._unindex(hold, self.promised if before == "assigned" else self.occupant)
+
+    def serving(self, pipeline: PipelineName) -> int:
+        """Workers of the pipeline that serve now."""
+        return self._serving[pipeline]
 
     def is_clear(self, claim: Seat | Hold) -> bool:
         """Whether nobody stands on the promised devices any more."""
@@ -135,6 +154,8 @@ class Book:
             raise InvalidTransition("the pool's device index disagrees with its seats and holds")
         if fresh.seat_of != self.seat_of:
             raise InvalidTransition("the pool's index of workers disagrees with its seats")
+        if fresh._serving != self._serving:
+            raise InvalidTransition("the pool's count of serving workers disagrees with its seats")
         if len(self.seat_of) != len(self.state.seats):
             raise InvalidTransition("a worker sits in two seats")
         for seat in self.state.seats.values():

@@ -1,4 +1,8 @@
-"""Demand is state: declared before work, kept until the work is done, derived from what was completed."""
+"""Demand is state: what a pipeline's ledger still wants generated, and how fast its workers have been generating.
+
+Nobody reports progress to the pool. Whoever keeps the ledger counts what remains and what was completed, so demand is
+there before the first sample is dispatched, cannot be lost with a message, and cannot be left unwired.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +11,56 @@ import msgspec
 from penstock.errors import LocalProtocolError
 
 _COARSE = 50
-"""Reports are taken in at 2 % steps of the round, finer towards its end."""
+"""Counts are taken in at 2 % steps of what remained at most, finer towards the end."""
+_KEPT = 0.95
+"""Weight of the past in the measured pace, per count taken in: about the last twenty matter."""
 
 
 class Demand(msgspec.Struct):
     """What one pipeline still wants generated. Counts are samples, everywhere."""
 
-    round: int = -1
-    target: int = 0
+    remaining: int = 0
     completed: int = 0
+    """Since the pipeline began; it never falls."""
+    most: int = 0
+    """What remained when it last grew: the size of the present round."""
+    counted_at: float = 0.0
     heard_at: float = 0.0
     """The last sign of progress, or the moment service began."""
     lapsed: bool = False
     """Served but silent for a whole demand lease: it keeps its place in the queue, but is worth one worker only."""
+    pace_samples: float = 0.0
+    pace_worker_s: float = 0.0
 
     @property
-    def remaining(self) -> int:
-        return max(0, self.target - self.completed)
+    def pace(self) -> float:
+        """Samples per second of one worker with work, as measured lately; 0 while unknown."""
+        return self.pace_samples / self.pace_worker_s if self.pace_worker_s else 0.0
 
-    def declare(self, round: int, target: int, now: float) -> bool:
-        """Open a round. The same round again is a no-op; False if nothing changed."""
-        if target <= 0:
+    def count(self, remaining: int, completed: int, workers: int, now: float) -> bool:
+        """Take in a count, made while so many workers served; False if it changes too little to matter."""
+        if remaining < 0 or completed < self.completed:
             raise LocalProtocolError(
-                f"demand for round {round} has no estimate (target {target}): declare how many samples it will need"
+                f"a count of {remaining} samples to generate and {completed} completed after {self.completed}: the "
+                f"first cannot be negative, the second cannot fall; count both from the same ledger"
             )
-        if round < self.round:
-            raise LocalProtocolError(f"demand for round {round} declared after round {self.round}")
-        if (round, target) == (self.round, self.target):
+        done = completed - self.completed
+        fewer = self.remaining - remaining
+        if fewer == done == 0:
             return False
-        if round > self.round:
-            self.completed = 0
-        self.round, self.target, self.heard_at, self.lapsed = round, target, now, False
+        step = min(self.most // _COARSE, self.remaining // 10)
+        if 0 <= fewer < step and done < max(1, step) and remaining and not self.lapsed:
+            return False
+        if self.remaining and workers:
+            self.pace_samples = self.pace_samples * _KEPT + done
+            self.pace_worker_s = self.pace_worker_s * _KEPT + workers * (now - max(self.counted_at, self.heard_at))
+        if fewer < 0:
+            self.most = remaining
+        if done or not self.remaining:
+            self.heard_at, self.lapsed = now, False
+        self.remaining, self.completed, self.counted_at = remaining, completed, now
         return True
 
-    def report(self, round: int, completed: int, now: float) -> bool:
-        """Take in a completed count; False if it is old or changes too little to matter."""
-        if round > self.round:
-            raise LocalProtocolError(
-                f"progress of round {round} reported, but only round {self.round} was declared: declare demand first"
-            )
-        if round < self.round or completed == self.completed:
-            return False
-        completed = min(completed, self.target)
-        step = min(self.target // _COARSE, self.remaining // 10)
-        if abs(completed - self.completed) < step and completed < self.target and not self.lapsed:
-            return False
-        self.completed, self.heard_at, self.lapsed = completed, now, False
-        return True
-
-    def useful_bundles(self, *, concurrency: int, move_cost: int) -> int:
-        """The most workers worth having: each should be busy at once, and repay its waking."""
-        if self.remaining == 0:
-            return 0
-        if self.lapsed:
-            return 1
-        busy = -(-self.remaining // concurrency)
-        paying = self.remaining // move_cost if move_cost else busy
-        return max(1, min(busy, paying))
+    def useful_bundles(self, concurrency: int) -> int:
+        """The most workers that would all be busy."""
+        return min(1, self.remaining) if self.lapsed else -(-self.remaining // concurrency)

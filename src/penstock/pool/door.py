@@ -17,7 +17,7 @@ def check_shape(event: PipelineOpened, topology: Topology) -> None:
             f"pipeline {event.pipeline!r}: inference devices must be distinct and within 0 to {count - 1}, "
             f"found {list(event.inference)}"
         )
-    if event.bundle < 1 or event.concurrency < 1 or event.weight <= 0 or event.move_cost < 0:
+    if event.bundle < 1 or event.concurrency < 1 or event.weight <= 0:
         raise ConfigError(
             f"pipeline {event.pipeline!r}: bundle and concurrency must be at least 1, weight positive, "
             f"found {event.bundle}, {event.concurrency}, {event.weight}"

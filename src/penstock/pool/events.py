@@ -30,15 +30,13 @@ class PipelineOpened(msgspec.Struct, tag="pool_pipeline_opened", frozen=True):
     min_bundles: int = 0
     """Kept for it whenever it has work for them."""
     max_bundles: int | None = None
-    move_cost: int = 0
-    """What waking one worker costs, in samples it could have generated meanwhile."""
 
 
 class PipelineClosed(msgspec.Struct, tag="pool_pipeline_closed", frozen=True):
     """The pipeline wants nothing more: its workers sleep, its requests end, its devices return."""
 
     pipeline: PipelineName
-    reason: str = ""
+    reason: str = "closed"
 
 
 class WorkerJoined(msgspec.Struct, tag="pool_worker_joined", frozen=True):
@@ -65,26 +63,12 @@ class LeaseRenewed(msgspec.Struct, tag="pool_lease_renewed", frozen=True):
     member: MemberId
 
 
-class DemandDeclared(msgspec.Struct, tag="pool_demand_declared", frozen=True):
-    """A round of `target` samples is about to begin. Declared before the first of them is dispatched."""
+class DemandCounted(msgspec.Struct, tag="pool_demand_counted", frozen=True):
+    """The pipeline's ledger was looked at: samples that can be generated or are being generated, and all completed."""
 
     pipeline: PipelineName
-    round: int
-    target: int
-
-
-class ProgressReported(msgspec.Struct, tag="pool_progress_reported", frozen=True):
-    """How many samples of the round are complete. What remains is derived, never reported."""
-
-    pipeline: PipelineName
-    round: int
+    remaining: int
     completed: int
-
-
-class DemandWithdrawn(msgspec.Struct, tag="pool_demand_withdrawn", frozen=True):
-    """The round ended before its target."""
-
-    pipeline: PipelineName
 
 
 class DevicesRequested(msgspec.Struct, tag="pool_devices_requested", frozen=True):
@@ -148,9 +132,7 @@ Event = (
     | WorkerJoined
     | MemberLost
     | LeaseRenewed
-    | DemandDeclared
-    | ProgressReported
-    | DemandWithdrawn
+    | DemandCounted
     | DevicesRequested
     | RequestCancelled
     | DevicesReleased
@@ -196,12 +178,6 @@ class SleepWorker(msgspec.Struct, tag="sleep_worker", frozen=True):
     order: Order
 
 
-class AnswerDemand(msgspec.Struct, tag="answer_demand", frozen=True):
-    """At least one worker of the pipeline is awake: whoever waits for that may go on."""
-
-    pipeline: PipelineName
-
-
 class FenceMember(msgspec.Struct, tag="fence_member", frozen=True):
     """End this process for certain, then report `MemberLost`: its devices are wanted and it does not answer."""
 
@@ -215,4 +191,4 @@ class Log(msgspec.Struct, tag="log", frozen=True):
     message: str
 
 
-Effect = GrantDevices | RejectRequest | WakeWorker | SleepWorker | AnswerDemand | FenceMember | Log
+Effect = GrantDevices | RejectRequest | WakeWorker | SleepWorker | FenceMember | Log

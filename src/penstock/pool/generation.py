@@ -4,12 +4,13 @@
    turns: the place whose workers have all had their turn, else keep the place where that happens first.
 2. Pipelines a whole bundle short of their ideal share, from those that have a whole bundle too many.
 3. Idle devices, and those of workers that have nothing to do, to whoever can use them.
+
+In the last two a worker is woken only if that pays: see `PipelineView.overdue` and `worth`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -44,13 +45,11 @@ class Generation:
         self._kinds = _kinds(snapshot)
         self._shares = _shares(snapshot, ground)
         self._short = [share.short for share in self._shares]
-        self._surplus = [
-            0 if view.lingers else share.surplus for view, share in zip(self._pipelines, self._shares, strict=True)
-        ]
+        self._surplus = [share.surplus for share in self._shares]
         self._spare = [share.spare for share in self._shares]
         self._block = max((view.bundle for view in snapshot.pipelines), default=1)
         self._asleep = [view.asleep for view in snapshot.pipelines]
-        self._searches: dict[int, Iterator[list[int]]] = {}
+        self._searches: dict[int, list[list[int]]] = {}
         self._turns: _Turns | None = None
 
     def share_out(self) -> None:
@@ -60,8 +59,9 @@ class Generation:
         for index in sorted(starving, key=self._queue_order):
             if not self._take(index):
                 self._take_turn(index)
-        self._grow([i for i in waking if shares[i].held > 0 and self._short[i] > 0])
+        self._grow([i for i in waking if shares[i].held > 0 and self._short[i] > 0 and self._pipelines[i].overdue])
         self._fill([i for i in waking if shares[i].held > 0])
+        self._ground.short += [self._pipelines[i].name for i in waking if shares[i].held > 0 and self._short[i] > 0]
 
     # ---------------------------------------------------------------------------------------------- the stages
 
@@ -87,7 +87,7 @@ class Generation:
         heapq.heapify(heap)
         while heap:
             size, _, name, index = heapq.heappop(heap)
-            if self._take(index) and self._short[index] > 0:
+            if self._take(index, overdue=True) and self._short[index] > 0:
                 heapq.heappush(heap, (size, -self._shares[index].gap_ratio, name, index))
 
     def _fill(self, waking: list[int]) -> None:
@@ -96,7 +96,7 @@ class Generation:
         while heap:
             _, name, index = heapq.heappop(heap)
             share = self._shares[index]
-            if share.held < share.useful and self._take(index, unused_only=True):
+            if share.held < share.useful and self._take(index):
                 heapq.heappush(heap, (-share.gap_ratio, name, index))
 
     def _queue_order(self, index: int) -> tuple[float, str]:
@@ -108,28 +108,35 @@ class Generation:
 
     # --------------------------------------------------------------------------------------------- the places
 
-    def _take(self, index: int, *, unused_only: bool = False) -> bool:
-        """Give the pipeline the cheapest place that is open or that others should give up; False if there is none."""
-        if not self._asleep[index]:
+    def _take(self, index: int, *, overdue: bool = False) -> bool:
+        """Give the pipeline the cheapest place that is open or that others should give up; False if there is none.
+
+        One that has no worker, or is overdue, may have workers that are in use; the others only while it pays.
+        """
+        view, held = self._pipelines[index], self._shares[index].held
+        enough = max(view.worth, self._shares[index].part)
+        if not self._asleep[index] or (held >= enough and held and not overdue):
             return False
         kind = self._kinds[index]
-        search = self._searches.get(kind.number)
-        if search is None:
-            search = self._searches[kind.number] = self._search(kind)
-        for place in search:
-            standing = self._standing(place)
+        places = self._searches.get(kind.number)
+        if places is None:
+            places = self._searches[kind.number] = self._places_by_cost(kind)
+        while places:
+            standing = self._standing(places[-1])
             if standing is None:
+                places.pop()
                 continue
-            if unused_only and any(self._surplus[self._ground.seats[seat].pipeline] <= 0 for seat in standing):
-                self._searches[kind.number] = _put_back(place, search)
+            in_use = any(self._surplus[self._ground.seats[seat].pipeline] <= 0 for seat in standing)
+            if in_use and held and not overdue:
                 return False
+            place = places.pop()
             if not standing or self._may_all_give(standing):
                 self._seize(index, place, "devices follow the remaining work")
                 return True
         return False
 
-    def _search(self, kind: _Kind) -> Iterator[list[int]]:
-        """Places in the order of what taking them costs. What has become impossible since then the caller skips."""
+    def _places_by_cost(self, kind: _Kind) -> list[list[int]]:
+        """Places with the cheapest to take at the end. What has become impossible since then the caller drops."""
         ground = self._ground
         open_D = ground.open_D()
         occupied_D = np.array(ground.occupant) != NOBODY
@@ -146,7 +153,7 @@ class Generation:
         cost_D[np.array(ground.taken) | np.array(ground.calm)] = np.inf
         cost_K = cost_D[kind.places_K].sum(axis=1)
         order = np.argsort(cost_K, kind="stable")
-        yield from kind.places_K[order[: int(np.isfinite(cost_K).sum())]].tolist()
+        return kind.places_K[order[: int(np.isfinite(cost_K).sum())][::-1]].tolist()
 
     def _standing(self, place: list[int]) -> set[int] | None:
         """Seats that would have to leave the place; None if it is out of reach."""
@@ -223,7 +230,11 @@ def _shares(snapshot: Snapshot, ground: Ground) -> list[Share]:
     # What a worker of ours is promised is still generation's to share.
     free_D = ~np.array(ground.taken) | (np.array(ground.planned) != NOBODY)
     ideal = [0.0] * len(pipelines)
-    for neighbours in _neighbourhoods(pipelines):
+    part = [0] * len(pipelines)
+    for devices, neighbours in _neighbourhoods(pipelines):
+        weight = sum(pipelines[i].weight for i in neighbours)
+        for i in neighbours:
+            part[i] = int(len(devices) * pipelines[i].weight / weight / pipelines[i].bundle)
         asking = [i for i in neighbours if pipelines[i].useful > 0]
         if not asking:
             continue
@@ -238,11 +249,11 @@ def _shares(snapshot: Snapshot, ground: Ground) -> list[Share]:
         ideal_P = ideal_devices(int((reach_D & free_D).sum()), weight_P, floor_P, cap_P) / bundle_P
         for index, share in zip(asking, ideal_P.tolist(), strict=True):
             ideal[index] = share
-    return [Share(held[i], ideal[i], view.useful, snapshot.rules) for i, view in enumerate(pipelines)]
+    return [Share(held[i], ideal[i], view.useful, part[i]) for i, view in enumerate(pipelines)]
 
 
-def _neighbourhoods(pipelines: tuple[PipelineView, ...]) -> list[list[int]]:
-    """Pipelines that can compete for a device, directly or through others, are shared out together."""
+def _neighbourhoods(pipelines: tuple[PipelineView, ...]) -> list[tuple[set[DeviceId], list[int]]]:
+    """Pipelines that can compete for a device, directly or through others, and all their devices."""
     by_devices: dict[tuple[DeviceId, ...], list[int]] = {}
     known: dict[int, list[int]] = {}
     for index, view in enumerate(pipelines):
@@ -260,7 +271,7 @@ def _neighbourhoods(pipelines: tuple[PipelineView, ...]) -> list[list[int]]:
             else:
                 reach, joined = reach | other[0], other[1] + joined
         groups = [*apart, (reach, joined)]
-    return [joined for _, joined in groups]
+    return groups
 
 
 def _kinds(snapshot: Snapshot) -> list[_Kind]:
@@ -277,8 +288,3 @@ def _kinds(snapshot: Snapshot) -> list[_Kind]:
             kinds[key] = _Kind(len(kinds), view.bundle, places_K)
         found.append(kinds[key])
     return found
-
-
-def _put_back(place: list[int], rest: Iterator[list[int]]) -> Iterator[list[int]]:
-    yield place
-    yield from rest

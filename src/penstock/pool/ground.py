@@ -31,6 +31,8 @@ class Ground:
         self.calm = [False] * count
         """A request waits for it: workers may stay, but none is woken there."""
         self.leaving = [seat.phase in ("leaving", "fenced") for seat in snapshot.seats]
+        self.short: list[PipelineName] = []
+        """Pipelines the plan leaves below their share."""
         self._shrinks: list[Shrink] = []
         self._expands: list[Expand] = []
         self._grants: list[Grant] = []
@@ -75,7 +77,7 @@ class Ground:
         self.take(devices)
 
     def plan(self) -> Plan:
-        return Plan(tuple(self._shrinks), tuple(self._expands), tuple(self._grants))
+        return Plan(tuple(self._shrinks), tuple(self._expands), tuple(self._grants), tuple(self.short))
 
     def _leavers(self, devices: tuple[DeviceId, ...]) -> tuple[SeatId, ...]:
         occupants = {self.occupant[device] for device in devices} - {NOBODY}

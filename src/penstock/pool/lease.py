@@ -75,7 +75,7 @@ class Seat(msgspec.Struct):
     devices: tuple[DeviceId, ...]
     state: SeatState
     since: float
-    """When it was planned, ordered to wake, or began to serve: a worker's turn runs from the last of these."""
+    """When it came into its present state: a worker's turn runs from when it began to serve."""
     order: OrderNumber = OrderNumber(0)
     deadline: float | None = None
     abort: bool = False
@@ -106,6 +106,7 @@ class Hold(msgspec.Struct):
     among: tuple[DeviceId, ...]
     count: int
     since: float
+    """When it was asked for, and from then on when it was granted."""
     deadline: float | None
     devices: tuple[DeviceId, ...] = ()
     state: HoldState = "waiting"

@@ -50,16 +50,16 @@ class Moves:
         seat = self._answered(event.pipeline, event.member, event.order)
         if seat is None:
             return False
-        first = seat.state == "waking" and not any(
-            other.pipeline == seat.pipeline and other.state == "serving" for other in self._state.seats.values()
-        )
+        took_s = now - seat.since
         self._step(seat, "finished", now)
         entry = self._state.pipelines.get(seat.pipeline)
         if entry is not None:
             entry.failures = 0
-            if first:
-                entry.demand.heard_at = now
-                self._effects.append(ev.AnswerDemand(seat.pipeline))
+            if seat.state == "serving":
+                # A wake that was held up (by the first weights, by a busy machine) says little: the next corrects it.
+                entry.wake_s = (entry.wake_s + took_s) / 2 if 0 < entry.wake_s < took_s else took_s
+                if self._book.serving(seat.pipeline) == 1:
+                    entry.demand.heard_at = now
         return True
 
     def failed(self, event: ev.MoveFailed, now: float) -> bool:
@@ -132,12 +132,12 @@ class Moves:
             self._step(claim, "cleared", now)
         else:
             self._book.step_hold(claim, "cleared")
-            claim.deadline = None
+            claim.deadline, claim.since = None, now
             self._effects.append(ev.GrantDevices(claim.pipeline, claim.member, claim.request, claim.devices))
 
     def _step(self, seat: Seat, what: SeatInput, now: float, *, abort: bool = False, reason: str = "") -> None:
         cleared = self._book.step_seat(seat, what)
-        seat.deadline = None
+        seat.deadline, seat.since = None, now
         if seat.state in ("waking", "leaving"):
             seat.order = OrderNumber(self._state.next_order)
             self._state.next_order += 1
@@ -146,12 +146,9 @@ class Moves:
             order = self.order(seat)
             seat.deadline = now + order.within_s + self._settings.report_s
             if seat.state == "waking":
-                seat.since = now
                 self._effects.append(ev.WakeWorker(seat.pipeline, seat.member, order))
             else:
                 self._effects.append(ev.SleepWorker(seat.pipeline, seat.member, order))
-        elif seat.state == "serving":
-            seat.since = now
         elif seat.state == "fenced":
             seat.deadline = now + self._settings.fence_s
             self._effects.append(ev.FenceMember(seat.pipeline, seat.member, reason))

@@ -22,6 +22,11 @@ class PipelineView(msgspec.Struct, frozen=True):
     """Samples still to be generated; 0 means it needs no worker (and may keep those nobody else wants)."""
     useful: int
     """The most bundles it can put to use: by remaining work, by quota, by processes that exist."""
+    worth: int = 1_000_000
+    """Beyond its equal part, devices that nobody uses are worth taking until it has so many bundles: one more would not
+    repay its waking."""
+    overdue: bool = True
+    """It has been below its share for as long as a move takes to repay: it may have workers that others are using."""
     asleep: int = 1_000_000
     """Worker processes that could be woken now: no plan wakes more."""
     weight: float = 1.0
@@ -30,8 +35,6 @@ class PipelineView(msgspec.Struct, frozen=True):
     """When it began to have work and no worker."""
     turn_s: float = 10.0
     """A woken worker of it is not taken for another pipeline's generation before this has passed."""
-    lingers: bool = False
-    """It has had more workers than work for a moment only: they are not given away just to be useful elsewhere."""
     may_wake: bool = True
     """False after failed moves, until the bench time is over."""
     places: tuple[tuple[DeviceId, ...], ...] | None = None
@@ -62,17 +65,6 @@ class RequestView(msgspec.Struct, frozen=True):
     """Devices already promised to it, on which a worker is still leaving."""
 
 
-class Rules(msgspec.Struct, frozen=True):
-    """The planner's settings."""
-
-    prompt_bundles: int = 2
-    """A share of up to this many bundles is made good at once, by moving workers if need be."""
-    band: float = 0.75
-    """Of the share above that, this fraction may be lacking without a move: it is inherited when others finish."""
-    patience_s: float = 30.0
-    """A request that waited this long is no longer overtaken by later ones of its class."""
-
-
 class Snapshot(msgspec.Struct, frozen=True):
     """Everything a plan depends on."""
 
@@ -85,7 +77,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """By initialisation, training or scoring: never taken away."""
     requests: tuple[RequestView, ...] = ()
     """In order of arrival."""
-    rules: Rules = Rules()
+    patience_s: float = 30.0
+    """A request that waited this long is no longer overtaken by later ones of its class."""
 
 
 class Shrink(msgspec.Struct, frozen=True):
@@ -118,6 +111,8 @@ class Plan(msgspec.Struct, frozen=True):
     shrinks: tuple[Shrink, ...] = ()
     expands: tuple[Expand, ...] = ()
     grants: tuple[Grant, ...] = ()
+    short: tuple[PipelineName, ...] = ()
+    """Served pipelines that are left below their share, because making it good would not repay the move yet."""
 
     def __bool__(self) -> bool:
         return bool(self.shrinks or self.expands or self.grants)

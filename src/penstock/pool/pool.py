@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.pool import events as ev
-from penstock.pool.book import Book, Entry, State, share_device_lists
+from penstock.pool.book import Book, Entry, State, compare_shapes
 from penstock.pool.demand import Demand
 from penstock.pool.door import check_request, check_shape
 from penstock.pool.lease import Hold, Member
@@ -28,7 +28,7 @@ from penstock.pool.planner import make_plan
 from penstock.pool.settings import PoolSettings
 from penstock.pool.status import describe
 from penstock.pool.validate import validate
-from penstock.pool.view import useful_bundles, view_of, workers_by_pipeline
+from penstock.pool.view import view_of, workers_by_pipeline
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import GrantedDevices, Order, PoolStatus
 
@@ -46,7 +46,7 @@ class Pool:
         self._take_on(State())
 
     def _take_on(self, state: State) -> None:
-        share_device_lists(state)
+        compare_shapes(state)
         self._state = state
         self._book = Book(state)
         self._moves = Moves(self._book, self.settings, self._effects)
@@ -67,7 +67,9 @@ class Pool:
         """Whether a plan can wait for the next tick: nobody is blocked by what happened."""
         if isinstance(event, ev.WorkerJoined):
             return self._entry(event.pipeline).demand.remaining == 0
-        return isinstance(event, ev.ProgressReported | ev.LeaseRenewed | ev.MoveDone)
+        if isinstance(event, ev.DemandCounted):
+            return self._entry(event.pipeline).waiting_since is not None or self._book.serving(event.pipeline) > 0
+        return isinstance(event, ev.LeaseRenewed | ev.MoveDone)
 
     def _apply(self, event: ev.Event, now: float) -> bool:
         match event:
@@ -75,12 +77,8 @@ class Pool:
                 return self._expire(now)
             case ev.LeaseRenewed(member=member):
                 return self._renew(member, now)
-            case ev.ProgressReported():
-                return self._entry(event.pipeline).demand.report(event.round, event.completed, now)
-            case ev.DemandDeclared():
-                return self._declare(event, now)
-            case ev.DemandWithdrawn():
-                return self._withdraw(event)
+            case ev.DemandCounted():
+                return self._count(event, now)
             case ev.DevicesRequested():
                 return self._request(event, now)
             case ev.DevicesReleased():
@@ -125,13 +123,12 @@ class Pool:
         known = self._state.members.get(member)
         return None if known is None else known.pipeline
 
-    def demand(self, pipeline: PipelineName) -> Demand:
-        """What the pipeline last declared and completed; not to be changed."""
-        return self._entry(pipeline).demand
+    def is_open(self, pipeline: PipelineName) -> bool:
+        return pipeline in self._state.pipelines
 
     def awake(self, pipeline: PipelineName) -> int:
         """Workers of the pipeline that serve now."""
-        return sum(seat.pipeline == pipeline and seat.state == "serving" for seat in self._state.seats.values())
+        return self._book.serving(pipeline)
 
     def status(self, now: float) -> PoolStatus:
         return describe(self._state, self.settings.topology, now)
@@ -177,34 +174,23 @@ class Pool:
             return False
         check_shape(event, self.settings.topology)
         self._state.pipelines[event.pipeline] = Entry(event, Demand())
-        share_device_lists(self._state)
+        compare_shapes(self._state)
         return True
 
     def _close(self, event: ev.PipelineClosed, now: float) -> bool:
         if self._state.pipelines.pop(event.pipeline, None) is None:
             return False
+        compare_shapes(self._state)
         for seat in [seat for seat in self._state.seats.values() if seat.pipeline == event.pipeline and seat.stays]:
-            self._moves.recall(seat, now, abort=True, reason=f"{event.pipeline} closed {event.reason}".strip())
+            self._moves.recall(seat, now, abort=True, reason=event.reason)
         for hold in [hold for hold in self._state.holds.values() if hold.pipeline == event.pipeline]:
             if hold.state in ("waiting", "assigned"):
                 self._moves.reject(hold, "closed", f"pipeline {event.pipeline} closed", now)
         return True
 
-    def _declare(self, event: ev.DemandDeclared, now: float) -> bool:
-        entry = self._entry(event.pipeline)
-        begun = event.round > entry.demand.round
-        if not entry.demand.declare(event.round, event.target, now):
-            return False
-        if begun and entry.slack_since is not None:
-            entry.last_slack_s, entry.slack_since = now - entry.slack_since, None
-        return True
-
-    def _withdraw(self, event: ev.DemandWithdrawn) -> bool:
+    def _count(self, event: ev.DemandCounted, now: float) -> bool:
         demand = self._entry(event.pipeline).demand
-        if demand.remaining == 0:
-            return False
-        demand.completed = demand.target
-        return True
+        return demand.count(event.remaining, event.completed, self._book.serving(event.pipeline), now)
 
     def _join(self, event: ev.WorkerJoined, now: float) -> bool:
         shape = self._entry(event.pipeline).shape
@@ -312,6 +298,7 @@ class Pool:
 
     def _expire(self, now: float) -> bool:
         changed = self._moves.expire(now)
+        changed = self._watch_waits(now) or changed
         serving = {seat.pipeline for seat in self._state.seats.values() if seat.state == "serving"}
         for name in serving & self._state.pipelines.keys():
             demand = self._state.pipelines[name].demand
@@ -322,10 +309,26 @@ class Pool:
                     ev.Log(
                         "warning",
                         f"pipeline {name} has workers but completed no sample for {silent_s:.0f} s: it is worth one "
-                        f"worker until it reports progress. Is its progress wired to the pool?",
+                        f"worker until it completes one",
                     )
                 )
         return changed
+
+    def _watch_waits(self, now: float) -> bool:
+        """Say it, once, when a pipeline has had no worker for longer than it ever should."""
+        entries = self._state.pipelines.values()
+        heaviest = max((entry.shape.weight for entry in entries), default=1.0)
+        bound_s = self.settings.longest_wait_s(pipelines_ahead=len(entries) - 1, heaviest=heaviest)
+        late = {
+            name
+            for name, entry in self._state.pipelines.items()
+            if not entry.missed and entry.waiting_since is not None and now > entry.waiting_since + bound_s
+        }
+        for share in self.status(now).shares if late else ():
+            if share.pipeline in late:
+                self._state.pipelines[share.pipeline].missed = True
+                self._effects.append(ev.Log("warning", f"{share.trouble}; it should have had one within {bound_s:g} s"))
+        return bool(late)
 
     def _start_deadlines_afresh(self, now: float) -> bool:
         for member in self._state.members.values():
@@ -345,9 +348,10 @@ class Pool:
     def _replan(self, now: float) -> bool:
         """Plan, validate, carry out. True if anything changed."""
         workers = workers_by_pipeline(self._state)
-        changed = self._mark(workers, now)
+        changed = self._mark_waiting(now)
         view = view_of(self._state, self.settings, workers, now)
         plan = self._planner(view)
+        changed = self._mark_short(plan, now) or changed
         if not plan:
             return changed
         try:
@@ -358,21 +362,26 @@ class Pool:
             self._effects.append(ev.Log("error", f"refused a wrong plan, nothing was moved: {refusal}"))
             return True
         self._moves.carry_out(plan, now)
-        self._mark(workers, now)
+        self._mark_waiting(now)
         return True
 
-    def _mark(self, workers: dict[PipelineName, int], now: float) -> bool:
-        """Note since when each pipeline has lacked a worker, or has had too many."""
+    def _mark_waiting(self, now: float) -> bool:
+        """Note since when each pipeline has had work and no worker."""
         held = Counter(seat.pipeline for seat in self._state.seats.values() if seat.stays)
         changed = False
         for name, entry in self._state.pipelines.items():
             waits = entry.demand.remaining > 0 and not held[name]
             if waits != (entry.waiting_since is not None):
-                entry.waiting_since = now if waits else None
+                entry.waiting_since, entry.missed = (now if waits else None), False
                 changed = True
-            over = held[name] > useful_bundles(entry, workers[name])
-            if over != (entry.over_since is not None):
-                entry.over_since = now if over else None
-                entry.slack_since = entry.over_since if entry.slack_since is None else entry.slack_since
+        return changed
+
+    def _mark_short(self, plan: Plan, now: float) -> bool:
+        """Note since when plans have left each pipeline below its share."""
+        short = set(plan.short)
+        changed = False
+        for name, entry in self._state.pipelines.items():
+            if (name in short) != (entry.short_since is not None):
+                entry.short_since = now if name in short else None
                 changed = True
         return changed

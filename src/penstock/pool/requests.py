@@ -32,7 +32,7 @@ def serve_requests(snapshot: Snapshot, ground: Ground) -> None:
             continue
         for device in _awaited(request, snapshot, ground):
             ground.calm[device] = True
-        if snapshot.now - request.since >= snapshot.rules.patience_s:
+        if snapshot.now - request.since >= snapshot.patience_s:
             kept_D[list(request.among)] = True
         else:
             overtakeable.append(request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.pool.plan import Rules
 from penstock.records.pool import Topology
 
 
@@ -14,10 +13,12 @@ class PoolSettings(msgspec.Struct, frozen=True):
     topology: Topology
     turn_s: float = 10.0
     """How long a woken worker is safe from other pipelines' generation (times its pipeline's weight)."""
-    linger_s: float = 20.0
-    """Workers without work wait this long for the next round before others' generation may have their devices, unless
-    somebody is short of its due, or the last time they would have waited in vain. Best set to the straggler time of a
-    round."""
+    payback: float = 28.0
+    """Beyond its equal part a pipeline is given a worker only for this many times the work that is lost while it wakes,
+    and busy workers change hands only when somebody was below its share for this many times as long as waking takes.
+    Lower makes better use of the devices, higher moves less."""
+    patience_s: float = 30.0
+    """A request that waited this long is no longer overtaken by later ones of its class."""
     wake_s: float = 60.0
     drain_s: float = 30.0
     """What a worker gets to finish running samples when devices move between generators."""
@@ -34,7 +35,6 @@ class PoolSettings(msgspec.Struct, frozen=True):
     bench_s: float = 5.0
     """Pause after a failed move; doubles with every failure in a row."""
     bench_max_s: float = 300.0
-    rules: Rules = Rules()
 
     def longest_wait_s(self, *, pipelines_ahead: int, heaviest: float = 1.0) -> float:
         """The bound on starvation: an open pipeline with work and a live worker is ordered to wake within this time.

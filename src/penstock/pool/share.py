@@ -1,8 +1,8 @@
 """How many bundles each pipeline should have: devices follow remaining work x bundle size x weight.
 
 Shares are proportional, but nobody gets more than its remaining work can use, and everybody with work gets its floor
-first. What the caps leave over goes to the others. The ideal is a real number; `Share` turns it into moves only when
-a pipeline is short by a whole bundle and by more than the band, so that small drifts of demand move nothing.
+first. What the caps leave over goes to the others. The ideal is a real number; only whole bundles count as a reason to
+give or to take, so that nothing moves to and fro over a fraction.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-
-from penstock.pool.plan import Rules
 
 _EPSILON = 1e-6
 _HALVINGS = 60
@@ -40,12 +38,13 @@ def ideal_devices(budget: int, weight_P: np.ndarray, floor_P: np.ndarray, cap_P:
 
 @dataclass(slots=True)
 class Share:
-    """What one pipeline holds, should have, and may give or take, in bundles."""
+    """What one pipeline holds and should have, in bundles."""
 
     held: int
     ideal: float
     useful: int
-    rules: Rules
+    part: int
+    """Its equal part of the devices it competes for: up to this, whatever nobody uses is its own to use."""
 
     @property
     def surplus(self) -> int:
@@ -59,12 +58,10 @@ class Share:
 
     @property
     def short(self) -> int:
-        """Bundles it should be given now, if need be by taking them from others."""
+        """Whole bundles below its ideal; with work and nothing held, always at least one."""
         if self.useful == 0:
             return 0
-        tolerated = max(0.0, self.rules.band * (self.ideal - self.rules.prompt_bundles))
-        due = min(self.useful, math.floor(self.ideal - tolerated + _EPSILON))
-        return max(1 if self.held == 0 else 0, due - self.held)
+        return max(1 if self.held == 0 else 0, min(self.useful, math.floor(self.ideal + _EPSILON)) - self.held)
 
     @property
     def gap_ratio(self) -> float:

@@ -1,71 +1,94 @@
-"""A picture of the pool for people: who is served, who waits, for what and since when."""
+"""A picture of the pool for people: who is on which device, who waits, for what, since when, and who is in the way."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from penstock.pool.book import Entry, State
-from penstock.pool.lease import Hold
+from penstock.pool.lease import Hold, Seat
 from penstock.pool.view import useful_bundles, workers_by_pipeline
 from penstock.records.ids import PipelineName
-from penstock.records.pool import PipelineShare, PoolStatus, SeatStatus, Topology
+from penstock.records.pool import DeviceId, DeviceUse, PipelineShare, PoolStatus, Topology
+
+_DOING = {"waking": "waking", "serving": "generating", "leaving": "leaving", "fenced": "fenced"}
 
 
 def describe(state: State, topology: Topology, now: float) -> PoolStatus:
     """The pool at this moment."""
-    seats = list(state.seats.values())
-    holds = list(state.holds.values())
+    seats = [seat for seat in state.seats.values() if seat.state in _DOING]
+    holds = [hold for hold in state.holds.values() if hold.state in ("held", "fenced")]
     generating = sum(len(seat.devices) for seat in seats if seat.state == "serving")
-    moving = sum(len(seat.devices) for seat in seats if seat.state in ("waking", "leaving", "fenced"))
-    held = sum(len(hold.devices) for hold in holds if hold.state in ("held", "fenced"))
+    moving = sum(len(seat.devices) for seat in seats if seat.state != "serving")
+    held = sum(len(hold.devices) for hold in holds)
+    uses = sorted((_use(claim, now) for claim in (*seats, *holds)), key=lambda use: use.devices)
     workers = workers_by_pipeline(state)
-    states: dict[PipelineName, list[str]] = {name: [] for name in state.pipelines}
-    for seat in seats:
-        states.get(seat.pipeline, []).append(seat.state)
+    counts = Counter((seat.pipeline, seat.state == "serving") for seat in state.seats.values())
+    shares = [
+        PipelineShare(
+            pipeline=name,
+            remaining=entry.demand.remaining,
+            awake=counts[name, True],
+            moving=counts[name, False],
+            useful=useful_bundles(entry, workers[name]),
+            waited_s=0.0 if entry.waiting_since is None else now - entry.waiting_since,
+            trouble=_trouble(name, entry, workers[name], uses, now),
+        )
+        for name, entry in sorted(state.pipelines.items())
+    ]
     return PoolStatus(
         devices=topology.device_count,
         idle=topology.device_count - generating - moving - held,
         generating=generating,
         held=held,
         moving=moving,
-        shares=tuple(
-            _share(name, state.pipelines[name], workers[name], states[name], now) for name in sorted(state.pipelines)
+        shares=tuple(shares),
+        uses=tuple(uses),
+        waiting=tuple(
+            _request(hold, uses, now) for hold in state.holds.values() if hold.state in ("waiting", "assigned")
         ),
-        seats=tuple(
-            SeatStatus(seat.seat, seat.pipeline, seat.member, seat.devices, seat.state, now - seat.since)
-            for seat in seats
-        ),
-        waiting=tuple(_sentence(state, hold, now) for hold in holds if hold.state in ("waiting", "assigned")),
         moves=state.moves,
         failed_moves=state.failed_moves,
         refused_plans=state.refused_plans,
     )
 
 
-def _share(name: PipelineName, entry: Entry, workers: int, seats: list[str], now: float) -> PipelineShare:
-    note = ""
-    if entry.demand.remaining and not workers:
-        note = "has work but no worker process"
-    elif entry.demand.lapsed:
-        note = "reports no progress"
-    elif entry.benched_until > now:
-        note = f"benched after {entry.failures} failed moves"
-    return PipelineShare(
-        pipeline=name,
-        remaining=entry.demand.remaining,
-        awake=seats.count("serving"),
-        moving=len(seats) - seats.count("serving"),
-        useful=useful_bundles(entry, workers),
-        waited_s=0.0 if entry.waiting_since is None else now - entry.waiting_since,
-        benched_s=max(0.0, entry.benched_until - now),
-        note=note,
-    )
-
-
-def _sentence(state: State, hold: Hold, now: float) -> str:
-    wanted = set(hold.devices or hold.among)
-    holders = sorted({other.member for other in state.holds.values() if wanted & set(other.devices)} - {hold.member})
-    leavers = sorted({seat.member for seat in state.seats.values() if wanted & set(seat.devices)})
-    behind = f"held by {', '.join(holders)}" if holders else f"being left by {', '.join(leavers)}"
+def _trouble(name: PipelineName, entry: Entry, workers: int, uses: Iterable[DeviceUse], now: float) -> str:
+    demand = entry.demand
+    if demand.remaining and not workers:
+        return f"{name} has {demand.remaining} samples to generate, but no live worker process to wake"
+    if entry.benched_until > now:
+        pause_s = entry.benched_until - now
+        return f"{name} wakes no worker for {pause_s:.0f} s, after {entry.failures} failed moves: see its workers' logs"
+    if demand.lapsed:
+        return f"{name} has completed no sample for {now - demand.heard_at:.0f} s, and keeps one worker until it does"
+    if entry.waiting_since is None:
+        return ""
+    in_the_way = _users(uses, set(entry.shape.inference))
     return (
-        f"{hold.member} ({hold.pipeline}, {hold.priority.name.lower()}) waits {now - hold.since:.1f} s for "
-        f"{hold.count} of devices {list(hold.among)}, {behind if holders or leavers else 'kept for an earlier request'}"
+        f"{name} has {demand.remaining} samples to generate and no worker since {now - entry.waiting_since:.0f} s: "
+        f"{in_the_way or 'its devices are free, a plan is due'}"
     )
+
+
+def _request(hold: Hold, uses: Iterable[DeviceUse], now: float) -> str:
+    in_the_way = _users(uses, set(hold.devices or hold.among)) or "kept for an earlier request"
+    return (
+        f"{hold.member} ({hold.priority.name.lower()}) waits for {hold.count} of devices {list(hold.among)} since "
+        f"{now - hold.since:.0f} s: {in_the_way}"
+    )
+
+
+def _use(claim: Seat | Hold, now: float) -> DeviceUse:
+    if isinstance(claim, Seat):
+        doing = _DOING[claim.state]
+    else:
+        doing = claim.priority.name.lower() if claim.state == "held" else "fenced"
+    return DeviceUse(claim.devices, claim.pipeline, claim.member, doing, now - claim.since)
+
+
+def _users(uses: Iterable[DeviceUse], devices: set[DeviceId]) -> str:
+    """Whoever is on any of these devices, the longest there first; at most four, since a sentence is to be read."""
+    there = sorted((use for use in uses if not devices.isdisjoint(use.devices)), key=lambda use: -use.since_s)
+    words = [f"{use.member} is {use.doing} on {list(use.devices)} since {use.since_s:.0f} s" for use in there[:4]]
+    return ", ".join(words) + (f", and {len(there) - 4} more" if len(there) > 4 else "")

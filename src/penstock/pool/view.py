@@ -12,7 +12,7 @@ from penstock.records.pool import DeviceId
 def useful_bundles(entry: Entry, workers: int) -> int:
     """The most workers a pipeline can use: by its work, its quota, and the processes that exist."""
     shape = entry.shape
-    useful = entry.demand.useful_bundles(concurrency=shape.concurrency, move_cost=shape.move_cost)
+    useful = entry.demand.useful_bundles(shape.concurrency)
     most = len(shape.inference) // shape.bundle
     return min(useful, most, workers, most if shape.max_bundles is None else shape.max_bundles)
 
@@ -27,11 +27,11 @@ def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
     return counts
 
 
-def _lingers(entry: Entry, settings: PoolSettings, now: float) -> bool:
-    """Waiting pays if the next round comes soon; whether it will is judged by the last one."""
-    if entry.over_since is None or entry.last_slack_s > settings.linger_s:
-        return False
-    return now < entry.over_since + settings.linger_s
+def _worth(entry: Entry, useful: int, repay_s: float) -> int:
+    """How many workers the work at hand pays for. What waking costs is not known before the first one wakes, and is
+    taken for nothing."""
+    samples_to_repay = entry.demand.pace * repay_s
+    return min(useful, max(1, int(entry.demand.remaining / samples_to_repay))) if samples_to_repay else useful
 
 
 def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, int], now: float) -> Snapshot:
@@ -51,19 +51,22 @@ def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, in
     for name in names:
         entry = state.pipelines[name]
         shape = entry.shape
+        useful = useful_bundles(entry, workers[name])
+        repay_s = settings.payback * entry.wake_s
         pipelines.append(
             PipelineView(
                 name=name,
                 bundle=shape.bundle,
                 inference=shape.inference,
                 remaining=entry.demand.remaining if not entry.demand.lapsed else 1,
-                useful=useful_bundles(entry, workers[name]),
+                useful=useful,
+                worth=useful if entry.alone else _worth(entry, useful, repay_s),
+                overdue=entry.short_since is not None and now >= entry.short_since + repay_s,
                 asleep=asleep[name],
                 weight=shape.weight,
                 min_bundles=shape.min_bundles,
                 waiting_since=entry.waiting_since,
                 turn_s=settings.turn_s * shape.weight,
-                lingers=_lingers(entry, settings, now),
                 may_wake=now >= entry.benched_until,
                 places=tuple(sorted(bound[name])) if name in bound else None,
             )
@@ -84,5 +87,5 @@ def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, in
             for hold in holds
             if hold.state in ("waiting", "assigned")
         ),
-        rules=settings.rules,
+        patience_s=settings.patience_s,
     )

@@ -63,14 +63,14 @@ class GrantedDevices(msgspec.Struct, frozen=True):
     devices: tuple[DeviceId, ...]
 
 
-class SeatStatus(msgspec.Struct, frozen=True):
-    """One line of the pool's live view."""
+class DeviceUse(msgspec.Struct, frozen=True):
+    """Who is on some devices, and what it does there."""
 
-    seat: SeatId
+    devices: tuple[DeviceId, ...]
     pipeline: PipelineName
     member: MemberId
-    devices: tuple[DeviceId, ...]
-    state: str
+    doing: str
+    """`training` and the like, or the state of a generation worker: `waking`, `generating`, `leaving`, `fenced`."""
     since_s: float
 
 
@@ -85,9 +85,8 @@ class PipelineShare(msgspec.Struct, frozen=True):
     """The most bundles its remaining work can use."""
     waited_s: float
     """How long it has had work and no worker; 0 while it is served."""
-    benched_s: float
-    """For how long no worker of it will be woken, after failed moves."""
-    note: str = ""
+    trouble: str = ""
+    """Why it is not served, in a sentence: who is in its way, what failed. Empty when all is well."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
@@ -100,7 +99,8 @@ class PoolStatus(msgspec.Struct, frozen=True):
     """By initialisation, training and scoring."""
     moving: int
     shares: tuple[PipelineShare, ...]
-    seats: tuple[SeatStatus, ...]
+    uses: tuple[DeviceUse, ...]
+    """By device."""
     waiting: tuple[str, ...]
     """One sentence per request that waits: who, for what, since when, behind whom."""
     moves: int

@@ -155,6 +155,12 @@ class FrontDesk(ControlDesk):
             return None
         return Refused("Stale", machine.members.why_unknown(request.member))
 
+    def diagnosis(self) -> dict[str, str]:
+        sentences = super().diagnosis()
+        for name, trouble in self._pool.troubles().items():
+            sentences[name] += f" In the pool: {trouble}."
+        return sentences
+
     def _held_back(self, request: AskLease) -> Leased | None:
         """A replica that may not serve, or a fleet without weights, is given nothing."""
         fleet, machine = self._fleets.get(request.pipeline), self._machines.get(request.pipeline)

@@ -12,7 +12,7 @@ from penstock.config.devices import Devices
 from penstock.config.run import Config
 from penstock.control.io.waiting import WaitingRoom, deadline
 from penstock.control.pipeline import PipelineControl
-from penstock.errors import LocalProtocolError, PenstockError, Stale
+from penstock.errors import ConfigError, LocalProtocolError, PenstockError, Stale
 from penstock.journal.writer import Journal
 from penstock.pool import events as pool
 from penstock.pool.pool import Pool
@@ -43,7 +43,10 @@ class PoolHost:
         journal: Journal,
         now: Callable[[], float],
     ) -> None:
-        self.pool = Pool(PoolSettings(Topology((devices.count,))))
+        unwired = [section.name for section in config.pipeline if PipelineName(section.name) not in machines]
+        if unwired:
+            raise ConfigError(f"the pool cannot count what {', '.join(unwired)} still needs: there is no ledger for it")
+        self.pool = Pool(PoolSettings(Topology((devices.count,)), payback=config.pool.payback))
         self.waiting = WaitingRoom()
         self.fenced: dict[MemberId, str] = {}
         """Members that must be ended for certain: their devices are wanted and they do not answer."""
@@ -96,8 +99,6 @@ class PoolHost:
                     self.fenced[member] = reason
                 case pool.Log(level=level, message=line):
                     log.log(_LEVELS[level], "%s", line)
-                case pool.AnswerDemand():
-                    pass  # demand is derived here, so nobody waits for it
 
     # -- what the controller learns otherwise ---------------------------------------------------------------------
 
@@ -115,13 +116,15 @@ class PoolHost:
                     bundle=section.rollout.devices_per_worker,
                     concurrency=section.rollout.batch_samples,
                     weight=section.weight,
+                    min_bundles=section.min_workers,
+                    max_bundles=section.max_workers,
                 )
             )
         if restarted:
             self.happen(pool.ControllerRestarted())
 
     def registered(self, request: messages.Register) -> None:
-        if request.role == "rollout":
+        if request.role == "rollout" and self.pool.is_open(request.pipeline):
             self.happen(pool.WorkerJoined(request.pipeline, request.member))
 
     def beaten(self, request: messages.Heartbeat) -> None:
@@ -136,16 +139,18 @@ class PoolHost:
     def tick(self) -> None:
         """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
         for name, machine in self._machines.items():
-            self._declare(name, machine)
+            if machine.phase in ("running", "draining"):
+                books = machine.ledger.state
+                returned = books.next_sample - books.counts["leased"]
+                self.happen(pool.DemandCounted(name, machine.admission.wanted(), returned))
+            else:
+                self.happen(pool.PipelineClosed(name, f"its training is {machine.phase}"))
         self.happen(pool.TimePassed())
 
-    def _declare(self, name: PipelineName, machine: PipelineControl) -> None:
-        demand = self.pool.demand(name)
-        remaining = machine.admission.wanted() if machine.phase in ("running", "draining") else 0
-        if remaining > demand.remaining:
-            self.happen(pool.DemandDeclared(name, demand.round + 1, remaining))
-        elif remaining < demand.remaining:
-            self.happen(pool.ProgressReported(name, demand.round, demand.target - remaining))
+    def troubles(self) -> dict[PipelineName, str]:
+        """Per pipeline, why the pool does not serve it; only those with something to say."""
+        status = self.pool.status(self._now())
+        return {share.pipeline: share.trouble for share in status.shares if share.trouble}
 
     # -- calls ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import msgspec
 from penstock.pool import events as ev
 from penstock.pool.ground import NOBODY, Ground, as_devices
 from penstock.pool.places import places
-from penstock.pool.plan import Plan, Rules, Snapshot
+from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.pool import Pool
 from penstock.pool.requests import serve_requests
@@ -57,12 +57,13 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     wake_s: float = 5.0
     sleep_s: float = 1.0
     turn_s: float = 20.0
-    linger_s: float = 20.0
-    """About as long as the last straggler of a round takes."""
+    warm_up_s: float = 600.0
+    """Time before the counting begins: everybody has started, and nothing of the cold start is left."""
     horizon_s: float = 2400.0
+    """Time that counts."""
     workers_factor: int = 4
     """Worker processes per pipeline, as a multiple of its equal part."""
-    rules: Rules = Rules()
+    payback: float = 28.0
     seed: int = 0
 
     @property
@@ -101,11 +102,10 @@ class PoolWorld:
         settings = PoolSettings(
             Topology(nodes),
             turn_s=mix.turn_s,
-            linger_s=mix.linger_s,
+            payback=mix.payback,
             drain_s=mix.sample_s,
             lease_s=math.inf,
             demand_lease_s=math.inf,
-            rules=mix.rules,
         )
         self.pool = Pool(settings, plain_plan if regime == "plain" else make_plan)
         self.replans_at_reports = regime == "plain" and mix.pipelines <= 64  # beyond it would take hours
@@ -113,6 +113,7 @@ class PoolWorld:
         self.samples = 0
         self.busy_device_s = self.trained_device_s = self.moved_device_s = 0.0
         self.longest_wait_s = 0.0
+        self._moves_before = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
         self.pipelines = [_Pipeline(self, number) for number in range(mix.pipelines)]
@@ -122,7 +123,8 @@ class PoolWorld:
         self.at(0.0, self._tick)
         for pipeline in self.pipelines:
             self.at(pipeline.number * self.mix.stagger_s % (4 * self.mix.stagger_s), pipeline.begin_round)
-        while self._heap and self._heap[0][0] <= self.mix.horizon_s:
+        self.at(self.mix.warm_up_s, self._begin_to_count)
+        while self._heap and self._heap[0][0] <= self.mix.warm_up_s + self.mix.horizon_s:
             self.now, _, act = heapq.heappop(self._heap)
             act()
         for worker in (worker for pipeline in self.pipelines for worker in pipeline.workers.values()):
@@ -151,11 +153,20 @@ class PoolWorld:
         self.longest_wait_s = max(self.longest_wait_s, *waits)
         self.at(1.0, self._tick)
 
+    def _begin_to_count(self) -> None:
+        self.samples, self.longest_wait_s = 0, 0.0
+        self.busy_device_s = self.trained_device_s = self.moved_device_s = 0.0
+        self._moves_before = self.pool.status(self.now).moves
+        for pipeline in self.pipelines:
+            pipeline.rounds, pipeline.round_time_s, pipeline.finished_before = 0, 0.0, pipeline.finished
+            for worker in pipeline.workers.values():
+                worker.busy_since = self.now
+
     def _outcome(self) -> Outcome:
         total_s = self.mix.devices * self.mix.horizon_s
-        finished = [pipeline.finished for pipeline in self.pipelines]
+        finished = [pipeline.finished - pipeline.finished_before for pipeline in self.pipelines]
         rounds = sum(pipeline.rounds for pipeline in self.pipelines)
-        moves = self.pool.status(self.now).moves
+        moves = self.pool.status(self.now).moves - self._moves_before
         used = (self.busy_device_s, self.trained_device_s, self.moved_device_s)
         generating, training, moving = (device_s / total_s for device_s in used)
         return Outcome(
@@ -191,7 +202,7 @@ class _Pipeline:
         self.round = -1
         self.rounds = 0
         self.round_time_s = 0.0
-        self.finished = 0
+        self.finished = self.finished_before = 0
         self.completed = 0
         self.began = 0.0
         self.queue: deque[float] = deque()
@@ -204,7 +215,6 @@ class _Pipeline:
                 inference,
                 bundle=mix.bundle,
                 concurrency=mix.concurrency if frugal else 1,
-                move_cost=round((mix.wake_s + mix.sleep_s) / mix.sample_s * mix.concurrency) if frugal else 0,
             )
         )
         self.workers: dict[MemberId, _Worker] = {}
@@ -221,7 +231,7 @@ class _Pipeline:
         self.began = self.world.now
         scale = mix.sample_s / math.exp(mix.spread**2 / 2)
         self.queue.extend(scale * self.random.lognormvariate(0.0, mix.spread) for _ in range(self.target))
-        self.world.tell(ev.DemandDeclared(self.name, self.round, self.target))
+        self.world.tell(ev.DemandCounted(self.name, self.target, self.finished))
         for worker in self.workers.values():
             worker.fill()
 
@@ -230,7 +240,7 @@ class _Pipeline:
         self.finished += 1
         self.world.samples += 1
         revision = self.world.pool.revision
-        self.world.tell(ev.ProgressReported(self.name, self.round, self.completed))
+        self.world.tell(ev.DemandCounted(self.name, self.target - self.completed, self.finished))
         if self.world.replans_at_reports and self.world.pool.revision != revision:
             self.world.tell(ev.TimePassed())
         if self.completed < self.target:
@@ -271,7 +281,7 @@ class _Worker:
         self.running: dict[int, float] = {}
         """When each running sample will be finished."""
         self._order: Order | None = None
-        self._next, self._busy_since = 0, 0.0
+        self._next, self.busy_since = 0, 0.0
 
     def obey(self, order: Order) -> None:
         mix = self.world.mix
@@ -289,7 +299,7 @@ class _Worker:
     def fill(self) -> None:
         while self.serving and self.pipeline.queue and len(self.running) < self.world.mix.concurrency:
             if not self.running:
-                self._busy_since = self.world.now
+                self.busy_since = self.world.now
             left_s = self.pipeline.queue.popleft()
             key, self._next = self._next, self._next + 1
             self.running[key] = self.world.now + left_s
@@ -329,7 +339,7 @@ class _Worker:
             self.fill()
 
     def account(self) -> None:
-        self.world.busy_device_s += (self.world.now - self._busy_since) * self.world.mix.bundle
+        self.world.busy_device_s += (self.world.now - self.busy_since) * self.world.mix.bundle
 
 
 def simulate(mix: Mix, regime: Regime) -> Outcome:

@@ -141,21 +141,6 @@ class ReportMetrics(Call, tag="report_metrics", frozen=True):
     values: dict[str, float]
 
 
-class DeclareDemand(Call, tag="declare_demand", frozen=True):
-    """A round of `target` samples is about to begin; waits until at least one worker is awake."""
-
-    round: int
-    target: int
-    wait_s: float = 0.0
-
-
-class ReportProgress(Call, tag="report_progress", frozen=True):
-    """How many samples of the round are complete."""
-
-    round: int
-    completed: int
-
-
 class AskDevices(Call, tag="ask_devices", frozen=True):
     """Asks for `count` devices among `among`, and gives back the grant `release` in the same breath."""
 
@@ -198,7 +183,7 @@ class ReportOrder(Call, tag="report_order", frozen=True):
     error: str = ""
 
 
-PoolRequest = DeclareDemand | ReportProgress | AskDevices | CancelDevices | ReleaseDevices | AskOrders | ReportOrder
+PoolRequest = AskDevices | CancelDevices | ReleaseDevices | AskOrders | ReportOrder
 """Calls that the shared device pool answers, not the pipeline's own control."""
 
 
@@ -293,12 +278,6 @@ class CheckpointWanted(msgspec.Struct, tag="checkpoint_wanted", frozen=True):
     reason: str
 
 
-class Served(msgspec.Struct, tag="served", frozen=True):
-    """Workers of the pipeline that are awake now: at least one."""
-
-    awake: int
-
-
 class DevicesGranted(msgspec.Struct, tag="devices_granted", frozen=True):
     grant: GrantedDevices
 
@@ -309,7 +288,7 @@ class Orders(msgspec.Struct, tag="orders", frozen=True):
     orders: tuple[Order, ...]
 
 
-PoolReply = Served | DevicesGranted | Orders
+PoolReply = DevicesGranted | Orders
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -17,12 +17,14 @@ class Town:
     """A pool, its time, and workers that carry out orders at once unless they are named in `deaf`."""
 
     def __init__(self, nodes: tuple[int, ...] = (4,), **settings) -> None:
-        settings = {"turn_s": 10.0, "linger_s": 0.0, "lease_s": 1e9, **settings}
+        settings = {"turn_s": 10.0, "lease_s": 1e9, **settings}
         self.pool = Pool(PoolSettings(Topology(nodes), **settings))
         self.now = 0.0
         self.deaf: set[str] = set()
         self.journal: list[tuple[ev.Event, float]] = []
         self.effects: list[ev.Effect] = []
+        self.rounds: dict[str, tuple[int, int]] = {}
+        """Per pipeline, the size of its round and what was completed before it."""
 
     def tell(self, event: ev.Event) -> list[ev.Effect]:
         before = self.pool.revision
@@ -42,11 +44,16 @@ class Town:
         for number in range(len(inference) // shape.get("bundle", 1) if workers is None else workers):
             self.tell(ev.WorkerJoined(PipelineName(name), MemberId(f"{name}-{number}")))
 
-    def demand(self, name: str, target: int, round: int = 0) -> None:
-        self.tell(ev.DemandDeclared(PipelineName(name), round, target))
+    def demand(self, name: str, target: int) -> None:
+        """A new round of so many samples; whatever the last one lacked is not wanted any more."""
+        before = sum(self.rounds.get(name, (0, 0)))
+        self.rounds[name] = (target, before)
+        self.tell(ev.DemandCounted(PipelineName(name), target, before))
 
-    def progress(self, name: str, completed: int, round: int = 0) -> None:
-        self.tell(ev.ProgressReported(PipelineName(name), round, completed))
+    def progress(self, name: str, completed: int) -> None:
+        """So many of the round are complete."""
+        target, before = self.rounds[name]
+        self.tell(ev.DemandCounted(PipelineName(name), max(0, target - completed), before + completed))
 
     def ask(
         self,

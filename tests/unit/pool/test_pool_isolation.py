@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from penstock.pool import events as ev
 from penstock.pool.pool import Pool
 from penstock.records.ids import MemberId, PipelineName
@@ -63,7 +65,7 @@ def test_a_dead_worker_frees_its_devices_at_once(town):
     town.tell(ev.MemberLost(A, A0, "SIGKILL"))
     town.demand("b", 100)
     assert town.awake("b") == 4
-    assert town.pool.status(0.0).shares[0].note == "has work but no worker process"
+    assert town.pool.status(0.0).shares[0].trouble.endswith("no live worker process to wake")
 
 
 def test_a_worker_killed_in_mid_resize_frees_the_way(make_town):
@@ -74,6 +76,7 @@ def test_a_worker_killed_in_mid_resize_frees_the_way(make_town):
     town.after(11)
     town.deaf = {f"a-{number}" for number in range(4)}
     town.demand("b", 100)
+    town.after(2)
     going = town.told(ev.SleepWorker)
     assert len(going) == 2
     assert town.awake("b") == 0
@@ -102,9 +105,10 @@ def test_failures_in_a_row_wait_longer_and_success_forgets_them(make_town):
     for _ in range(4):
         order = town.pool.orders(A0)[0]
         town.tell(ev.MoveFailed(A, A0, order.number, released=True, error="no memory"))
-        bench_s = town.pool.status(town.now).shares[0].benched_s
-        benches.append(bench_s)
-        town.after(bench_s)
+        found = re.search(r"wakes no worker for (\d+) s", town.pool.status(town.now).shares[0].trouble)
+        assert found is not None
+        benches.append(float(found[1]))
+        town.after(benches[-1])
     assert benches == [5.0, 10.0, 20.0, 40.0]
     town.tell(ev.MoveDone(A, A0, town.pool.orders(A0)[0].number))
     town.tell(ev.MemberLost(A, A0))
@@ -201,7 +205,7 @@ def test_a_worker_that_was_silent_and_is_heard_again_can_be_used_again(make_town
     town.after(40)
     town.demand("a", 100)
     assert not town.told(ev.WakeWorker), "nothing is given to a worker nobody hears of"
-    assert town.pool.status(town.now).shares[0].note == "has work but no worker process"
+    assert town.pool.status(town.now).shares[0].trouble.endswith("no live worker process to wake")
     town.tell(ev.LeaseRenewed(A, A0))
     town.after(1)
     assert town.awake("a") == 1

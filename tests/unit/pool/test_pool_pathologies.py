@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.pool import events as ev
-from penstock.pool.plan import PipelineView, Rules, Snapshot
+from penstock.pool.plan import PipelineView, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.validate import validate
 from penstock.records.ids import MemberId, PipelineName
@@ -35,7 +35,7 @@ def test_a_holder_that_finished_gives_way_at_once(town):
 
 
 def test_a_served_pipeline_that_reports_nothing_keeps_one_worker_and_is_named(make_town):
-    town = make_town(demand_lease_s=60.0, rules=Rules(band=0.0))
+    town = make_town(demand_lease_s=60.0)
     town.open("mute")
     town.open("other")
     town.demand("mute", 1000)
@@ -91,13 +91,13 @@ def test_both_pipelines_lost_their_workers_to_training_and_both_come_back(town):
     town.open("p1")
     town.open("p2")
     for round in range(10):
-        town.demand("p1", 8, round)
-        town.demand("p2", 8, round)
+        town.demand("p1", 8)
+        town.demand("p2", 8)
         town.after(11)
         assert town.awake("p1") >= 1
         assert town.awake("p2") >= 1
-        town.progress("p1", 8, round)
-        town.progress("p2", 8, round)
+        town.progress("p1", 8)
+        town.progress("p2", 8)
         assert town.ask("p1", round, (0, 1)) == (0, 1)
         assert town.ask("p2", round, (2, 3)) == (2, 3)
         assert (town.awake("p1"), town.awake("p2")) == (0, 0)
@@ -151,7 +151,7 @@ def test_a_failed_wake_costs_its_own_pipeline_only(town):
         town.tell(ev.MoveFailed(PipelineName("bad"), worker, order.number, released=True, error="out of memory"))
     town.demand("good", 100)
     assert town.awake("good") == 4
-    assert town.pool.status(town.now).shares[0].note.startswith("benched")
+    assert town.pool.status(town.now).shares[0].trouble.startswith("bad wakes no worker for")
     town.deaf = set()
     town.after(60)
     assert town.awake("bad") == 2, "and it is tried again"
@@ -191,7 +191,7 @@ def test_a_pipeline_closed_in_mid_move_leaves_no_debris(make_town):
     for effect in leaving:
         town.tell(ev.MoveDone(effect.pipeline, effect.member, effect.order.number))
     town.after(1)
-    assert {seat.pipeline for seat in town.pool.status(town.now).seats} == {"a"}
+    assert {use.pipeline for use in town.pool.status(town.now).uses} == {"a"}
 
 
 def test_an_answer_to_an_old_order_is_ignored(town):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from penstock.pool.places import places
-from penstock.pool.plan import Rules
 from penstock.pool.share import Share, ideal_devices
 from penstock.records.pool import DeviceId, Topology
 
@@ -64,8 +63,9 @@ def test_ideal_shares_follow_weight_between_floor_and_cap(budget, weights, floor
         (0, 2.0, 4, 2, 0, 0),
         (1, 2.0, 4, 1, 0, 0),
         (2, 2.9, 4, 0, 0, 0),
-        (0, 10.0, 16, 4, 0, 0),  # two at once, and a quarter of the other eight
-        (4, 10.0, 16, 0, 0, 0),
+        (0, 10.0, 16, 10, 0, 0),
+        (4, 10.9, 16, 6, 0, 0),
+        (4, 10.0, 6, 2, 0, 0),
         (13, 10.0, 16, 0, 3, 0),
         (4, 0.0, 0, 0, 4, 4),
         (6, 1.0, 1, 0, 5, 5),
@@ -73,5 +73,5 @@ def test_ideal_shares_follow_weight_between_floor_and_cap(budget, weights, floor
     ],
 )
 def test_what_a_share_says_about_moves(held, share, useful, short, spare, surplus):
-    it = Share(held, share, useful, Rules())
+    it = Share(held, share, useful, part=4)
     assert (it.short, it.spare, it.surplus) == (short, spare, surplus)

@@ -72,7 +72,7 @@ def test_within_a_class_one_may_overtake_until_patience_ends(make_town):
     assert town.ask("b", 1, (0, 1)) is None
     assert town.ask("c", 1, (0,)) == (0,), "device 0 would only have stood idle"
     town.release("c", 1)
-    town.after(town.pool.settings.rules.patience_s)
+    town.after(town.pool.settings.patience_s)
     assert town.ask("d", 1, (0,)) is None, "now the first in line keeps what it needs"
     town.release("a", 1)
     assert town.held("b", 1) == (0, 1)
@@ -93,7 +93,7 @@ def test_a_steady_stream_of_small_requests_does_not_starve_a_large_one(make_town
         if town.held("large", 1):
             break
     assert town.held("large", 1) == (0, 1, 2, 3)
-    assert town.now <= town.pool.settings.rules.patience_s + 2
+    assert town.now <= town.pool.settings.patience_s + 2
 
 
 def test_the_pool_chooses_when_the_request_leaves_a_choice(town):
