@@ -17,6 +17,8 @@ def test_a_run_trains_and_ends_with_a_summary(folder: Path):
     assert code == 0, output
     assert "complete after" in output
     assert "6/6" in output
+    (loops,) = [line for line in output.splitlines() if line.startswith("worst of the other loops: ")]
+    assert "supervisor " in loops
     directory = run.directory
     assert sorted(entry["step"] for entry in step_lines(directory)) == list(range(6))
     for name in ("config.toml", "journal.sqlite", "plots/rewards.png", "logs/controller.log"):

@@ -26,6 +26,7 @@ from penstock.control.io.client import ControlClient
 from penstock.errors import ConfigError, PenstockError, RunFailed
 from penstock.launch.ending import judge, judge_last_words
 from penstock.launch.restarts import FailTheRun, Finished, RestartAfter, RestartPolicy, describe_exit
+from penstock.launch.view import loops_of
 from penstock.payload.io.leftovers import sweep, sweep_dead
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.lag import LagMonitor
@@ -121,6 +122,8 @@ class Supervisor:
         self._failure: PenstockError | None = None
         self._session = secrets.token_hex(8)
         self._lag = LagMonitor("supervisor", **config.lag.model_dump())
+        self._loops: dict[str, dict[str, float]] = {}
+        """The last figures of every loop: a process that leaves takes its own along."""
         self._over = asyncio.Event()
 
     async def run(self) -> Outcome:
@@ -147,7 +150,8 @@ class Supervisor:
             self._view.close()
         if self._failure is not None:
             raise self._failure
-        return Outcome(self._status, self._stop.requested, time.monotonic() - started)
+        status = self._status | {"loops": self._loops}
+        return Outcome(status, self._stop.requested, time.monotonic() - started)
 
     async def _keep(self, spec: ProcessSpec) -> None:
         """Keeps one process running until it ends well or its policy gives up."""
@@ -226,6 +230,7 @@ class Supervisor:
                         reply = await client.get(f"{endpoint.url}/v1/status")
                         reply.raise_for_status()
                         self._status = reply.json() | {"supervisor": self._lag.report().values()}
+                        self._loops |= loops_of(self._status)
                         if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
                             sentences = (await client.get(f"{endpoint.url}/v1/diagnosis")).json()
                             for name, one in self._status["pipelines"].items():

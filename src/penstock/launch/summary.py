@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from penstock.launch.view import loops_of
 from penstock.runtime.rundir import RunDir
 
 SMOOTHING_STEPS = 10
@@ -115,7 +114,7 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
             f"wait-p99 {lag['wait_p99_s'] * 1e3:.1f} ms, worst of the run {lag['worst_s'] * 1e3:.0f} ms",
             highlight=False,
         )
-        worst = {name: values["loop_lag_worst_s"] for name, values in loops_of(status).items()}
+        worst = {name: values["loop_lag_worst_s"] for name, values in status.get("loops", {}).items()}
         others = ", ".join(f"{name} {late_s * 1e3:.0f} ms" for name, late_s in worst.items())
         if others:
             console.print(f"worst of the other loops: {others}", highlight=False, soft_wrap=True)

@@ -36,9 +36,8 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
         "dropped_failed": 1,
     }
     lag = {"p50_s": 0.001, "p99_s": 0.002, "max_s": 0.003, "wait_p99_s": 0.0025, "worst_s": 0.012}
-    loops = {"letters/w": {"loop_lag_wait_p99_s": 0.001, "loop_lag_worst_s": 0.04}, "silent": {}}
-    supervisor = {"loop_lag_wait_p99_s": 0.002, "loop_lag_worst_s": 0.005}
-    status = {"pipelines": {"letters": one, "pole": one}, "lag": lag, "members": loops, "supervisor": supervisor}
+    loops = {"letters/w": {"loop_lag_worst_s": 0.04}, "supervisor": {"loop_lag_worst_s": 0.005}}
+    status = {"pipelines": {"letters": one, "pole": one}, "lag": lag, "loops": loops}
     out = StringIO()
     print_summary(Console(file=out, width=200), run, status, wall_s=61.0, ended="complete")
     text = out.getvalue()
