@@ -44,6 +44,7 @@ from penstock.weights.io.files import FileMover, Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 
 UPDATES = 24
+TRANSFERS = 9
 DEADLINE_S = 300.0
 
 
@@ -114,19 +115,21 @@ class Decoding:
         return statistics.median(gaps)
 
 
-def copy_pass_s(module: nn.Module, device: str) -> float:
-    """Seconds to copy all weights once, within the memory they are served from, into warm memory."""
-    source = list(module_tensors(module).values())
-    target = [torch.empty_like(tensor) for tensor in source]
-    taken: list[float] = []
-    for _ in range(4):
-        synchronize(device)
+class CopyPass:
+    """Copies all weights once, within the memory they are served from, into warm memory."""
+
+    def __init__(self, module: nn.Module, device: str) -> None:
+        self.device = device
+        self.source = [tensor.clone() for tensor in module_tensors(module).values()]
+        self.target = [tensor.clone() for tensor in self.source]
+
+    def seconds(self) -> float:
+        synchronize(self.device)
         began = time.perf_counter()
-        for to, tensor in zip(target, source, strict=True):
+        for to, tensor in zip(self.target, self.source, strict=True):
             to.copy_(tensor)
-        synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+        synchronize(self.device)
+        return time.perf_counter() - began
 
 
 def replica(
@@ -136,8 +139,7 @@ def replica(
     torch.set_num_threads(1)
     engine = Serving(model(size_mb, 99, device))
     mover = mover_for(run_dir, device)
-    barrier.wait(DEADLINE_S)
-    memcpy_s = min(copy_pass_s(engine.module, device) for _ in range(2))
+    copying = CopyPass(engine.module, device)
     for manifest in manifests:  # the second buffer is in use from the first update on
         engine.stage(mover.bring(manifest, DEADLINE_S))
         engine.swap(manifest.version, manifest.digest, DEADLINE_S)
@@ -151,7 +153,12 @@ def replica(
         return transferred, engine.swap(manifest.version, manifest.digest, DEADLINE_S)
 
     barrier.wait(DEADLINE_S)
-    transfers = [staged(manifests[turn % len(manifests)])[0] for turn in range(5)]
+    transfers: list[float] = []
+    copies: list[float] = []
+    for turn in range(TRANSFERS):  # by turns, so that whatever else the machine does hits both
+        copies.append(copying.seconds())
+        transfers.append(staged(manifests[turn % len(manifests)])[0])
+    del copying
     by_host: list[float] = []
     files = FileMover(run_dir)
     for turn in range(0 if device == "cpu" else 3):
@@ -179,7 +186,7 @@ def replica(
             decoding.wait_steps(3)
     pipe.send(
         {
-            "memcpy_s": memcpy_s,
+            "memcpy_s": statistics.median(copies),
             "transfer_s": statistics.median(transfers),
             "by_host_s": statistics.median(by_host) if by_host else None,
             "off_the_device": mover.fallbacks if isinstance(mover, DeviceMover) else 0,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
+from penstock.config.run import PayloadSection
+from penstock.errors import ConfigError
 from penstock.roles.models import device_of
 from penstock.roles.process import RoleProcess
 from penstock.runtime.process import host_id
@@ -11,14 +15,28 @@ from penstock.weights.io.device import DeviceMover
 from penstock.weights.io.files import FileMover
 from penstock.weights.io.meeting import BroadcastMover
 from penstock.weights.io.pull import NearestMover, PullMover
+from penstock.weights.io.pull_ucxx import Ucx, UcxxCarrier
 from penstock.weights.io.updater import Mover
+
+
+def ucx_for(section: PayloadSection) -> Ucx | None:
+    """The binding to UCX that the payloads use, if they are carried by it: then weights are pulled by it too."""
+    if section.carrier != "ucxx":
+        return None
+    try:
+        from penstock.payload.io import ucxx_core
+    except ImportError as error:
+        raise ConfigError(f"payload.carrier is 'ucxx', which needs the extra penstock[ucxx]: {error}") from error
+    return cast("Ucx", ucxx_core)
 
 
 def mover_of(process: RoleProcess) -> Mover:
     """The configured way; `roles.offering` is its other end, in the trainer."""
     weights = process.pipeline.weights
     files = FileMover(process.run.root)
-    pull = PullMover(process.run.token().encode(), streams=weights.streams)
+    token = process.run.token().encode()
+    ucx = ucx_for(process.config.payload)
+    pull = PullMover(token, streams=weights.streams, ucxx=UcxxCarrier(token, ucx) if ucx is not None else None)
     nearest = NearestMover(host_id(), files, pull)
     match weights.mover:
         case "files":

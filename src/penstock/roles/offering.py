@@ -10,12 +10,14 @@ from torch import Tensor
 
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
+from penstock.roles.movers import ucx_for
 from penstock.roles.process import RoleProcess
 from penstock.runtime.process import host_id
 from penstock.weights.io.device import DeviceExport
 from penstock.weights.io.files import Publisher
 from penstock.weights.io.meeting import BroadcastHost
 from penstock.weights.io.pull import ArtifactServer
+from penstock.weights.io.pull_ucxx import UcxxArtifactServer
 
 CLOSE_S = 2.0
 
@@ -61,6 +63,14 @@ def offering(process: RoleProcess, lineage: str) -> Iterator[Offering]:
             open_servers.callback(pulled.close, CLOSE_S)
             servers.append(pulled)
             places |= {"host_id": host_id(), "addresses": (pulled.address,)}
+        ucx = ucx_for(process.config.payload)
+        if weights.mover != "files" and ucx is not None:
+            by_ucxx = UcxxArtifactServer(
+                process.run.root, process.run.token().encode(), ucx, host=host, keep=weights.keep
+            )
+            open_servers.callback(by_ucxx.close, CLOSE_S)
+            servers.append(by_ucxx)
+            places["ucxx_addresses"] = (by_ucxx.address,)
         if weights.mover == "broadcast":
             meeting = BroadcastHost(
                 process.run.root, host=host, expected=pipeline.rollout.workers, send_timeout_s=weights.deadline_s

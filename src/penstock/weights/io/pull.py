@@ -18,13 +18,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.records.weights import Manifest
 from penstock.weights.io.digest import PIECE_BYTES, torch_dtype
-from penstock.weights.io.fetch import fetch, fits
+from penstock.weights.io.fetch import BucketSource, fetch, fits
 from penstock.weights.io.files import FileMover, FileSource
 from penstock.weights.manifest import check_manifest, describe, tensors_of
 
@@ -38,7 +39,7 @@ MAGIC = b"PSW1"
 OK, GONE, REFUSED = 0, 1, 2
 
 
-class _Offered:
+class Offered:
     """One version on offer, and how many transfers read it; closed when it is retired and the last one has ended."""
 
     def __init__(self, run_dir: Path, manifest: Manifest) -> None:
@@ -47,9 +48,58 @@ class _Offered:
         self.users = 0
         self.retired = False
 
+    def has(self, bucket: int, offset: int, length: int) -> bool:
+        return bucket < len(self.sizes) and length > 0 and offset + length <= self.sizes[bucket]
+
     def close_if_unused(self) -> None:
         if self.retired and self.users == 0:
             self.source.close()
+
+
+class Shelf:
+    """The newest versions of a run directory, held open: removing one does not disturb who reads it. Thread-safe."""
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self._run_dir = run_dir
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._offered: OrderedDict[str, Offered] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._offered)
+
+    def offer(self, manifest: Manifest) -> None:
+        """Offers this version from now on, and only the newest `keep` of those offered."""
+        offered = Offered(self._run_dir, manifest)
+        with self._lock:
+            if manifest.digest in self._offered:
+                self._retire(manifest.digest)
+            self._offered[manifest.digest] = offered
+            while len(self._offered) > self._keep:
+                self._retire(next(iter(self._offered)))
+
+    def take(self, digest: bytes) -> Offered | None:
+        """The version, to be given back after use; None when it is not on offer."""
+        with self._lock:
+            offered = self._offered.get(digest.decode("ascii", "replace"))
+            if offered is not None:
+                offered.users += 1
+            return offered
+
+    def give_back(self, offered: Offered) -> None:
+        with self._lock:
+            offered.users -= 1
+            offered.close_if_unused()
+
+    def clear(self) -> None:
+        with self._lock:
+            for digest in list(self._offered):
+                self._retire(digest)
+
+    def _retire(self, digest: str) -> None:
+        offered = self._offered.pop(digest)
+        offered.retired = True
+        offered.close_if_unused()
 
 
 class ArtifactServer:
@@ -66,12 +116,10 @@ class ArtifactServer:
         max_connections: int = 64,
         idle_timeout_s: float = 60.0,
     ) -> None:
-        self._run_dir = run_dir
+        self._shelf = Shelf(run_dir, keep)
         self._token = token_digest(token)
-        self._keep = keep
         self._idle_timeout_s = idle_timeout_s
         self._lock = threading.Lock()
-        self._offered: OrderedDict[str, _Offered] = OrderedDict()
         self._connections: set[socket.socket] = set()
         self._places = threading.BoundedSemaphore(max_connections)
         self._closing = False
@@ -83,30 +131,18 @@ class ArtifactServer:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"ArtifactServer({self.address}, {len(self._offered)} versions, {len(self._connections)} connections)"
+        return f"ArtifactServer({self.address}, {len(self._shelf)} versions, {len(self._connections)} connections)"
 
     def offer(self, manifest: Manifest) -> None:
         """Serves this version from now on, and only the newest `keep` of those offered."""
-        offered = _Offered(self._run_dir, manifest)
-        with self._lock:
-            if manifest.digest in self._offered:
-                self._retire(manifest.digest)
-            self._offered[manifest.digest] = offered
-            while len(self._offered) > self._keep:
-                self._retire(next(iter(self._offered)))
-
-    def _retire(self, digest: str) -> None:
-        offered = self._offered.pop(digest)
-        offered.retired = True
-        offered.close_if_unused()
+        self._shelf.offer(manifest)
 
     def close(self, timeout_s: float) -> None:
         """Ends every connection; returns when the threads have, or at the deadline."""
         self._closing = True
         with self._lock:
             connections = list(self._connections)
-            for digest in list(self._offered):
-                self._retire(digest)
+        self._shelf.clear()
         for connection in [self._listener, *connections]:
             with contextlib.suppress(OSError):  # the peer may have closed it
                 connection.shutdown(socket.SHUT_RDWR)
@@ -149,22 +185,17 @@ class ArtifactServer:
             self.refusals += 1
             connection.sendall(REPLY.pack(REFUSED, 0))
             return False
-        with self._lock:
-            offered = self._offered.get(digest.decode("ascii", "replace"))
-            if offered is not None:
-                offered.users += 1
+        offered = self._shelf.take(digest)
         if offered is None:
             connection.sendall(REPLY.pack(GONE, 0))
             return True
         try:
             return self._send(connection, offered, bucket, offset, length)
         finally:
-            with self._lock:
-                offered.users -= 1
-                offered.close_if_unused()
+            self._shelf.give_back(offered)
 
-    def _send(self, connection: socket.socket, offered: _Offered, bucket: int, offset: int, length: int) -> bool:
-        if bucket >= len(offered.sizes) or length == 0 or offset + length > offered.sizes[bucket]:
+    def _send(self, connection: socket.socket, offered: Offered, bucket: int, offset: int, length: int) -> bool:
+        if not offered.has(bucket, offset, length):
             self.refusals += 1
             connection.sendall(REPLY.pack(REFUSED, 0))
             return False
@@ -193,15 +224,29 @@ def _receive(connection: socket.socket, target: memoryview) -> bool:
     return True
 
 
+def peer_of(manifest: Manifest, address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise RemoteProtocolError(f"{describe(manifest)} names address {address!r}, expected host:port")
+    return host, int(port)
+
+
+def check_reply(manifest: Manifest, peer: tuple[str, int], status: int, length: int, expected: int) -> None:
+    """Raises unless the server is about to send exactly what was asked for."""
+    if status == GONE:
+        raise Stale(f"{describe(manifest)} is no longer offered by {peer}; ask for the newest version")
+    if status != OK:
+        raise RemoteProtocolError(f"{peer} refused to serve {describe(manifest)}: wrong token or range")
+    if length != expected:
+        raise RemoteProtocolError(f"{peer} announced {length} bytes where {expected} were asked for")
+
+
 class PullSource:
     """A version's bytes at an `ArtifactServer`: each thread that reads has its own connection."""
 
     def __init__(self, manifest: Manifest, address: str, token: bytes, deadline: float) -> None:
         self._manifest = manifest
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise RemoteProtocolError(f"{describe(manifest)} names address {address!r}, expected host:port")
-        self._peer = (host, int(port))
+        self._peer = peer_of(manifest, address)
         self._token = token_digest(token)
         self._deadline = deadline
         self._own = threading.local()
@@ -236,7 +281,7 @@ class PullSource:
             if not _receive(connection, memoryview(reply)):
                 raise ConnectionResetError("closed without an answer")
             status, length = REPLY.unpack(reply)
-            self._check(status, length, len(target))
+            check_reply(self._manifest, self._peer, status, length, len(target))
             while target:
                 piece = target[:PIECE_BYTES]
                 connection.settimeout(self._left_s())
@@ -247,14 +292,6 @@ class PullSource:
         except OSError as error:
             raise Transient(f"pulling {describe(self._manifest)} from {self._peer} failed: {error}") from error
 
-    def _check(self, status: int, length: int, expected: int) -> None:
-        if status == GONE:
-            raise Stale(f"{describe(self._manifest)} is no longer offered by {self._peer}; ask for the newest version")
-        if status != OK:
-            raise RemoteProtocolError(f"{self._peer} refused to serve {describe(self._manifest)}: wrong token or range")
-        if length != expected:
-            raise RemoteProtocolError(f"{self._peer} announced {length} bytes where {expected} were asked for")
-
     def close(self) -> None:
         with self._lock:
             for connection in self._all:
@@ -262,29 +299,44 @@ class PullSource:
             self._all.clear()
 
 
+class OtherCarrier(Protocol):
+    """Reads versions at another kind of address, from one thread."""
+
+    def open(self, manifest: Manifest, address: str, deadline: float) -> BucketSource: ...
+
+
 class PullMover:
     """Brings versions over the network, into memory it uses again: tensors are valid until the next `bring`."""
 
-    def __init__(self, token: bytes, *, streams: int = 4) -> None:
+    def __init__(self, token: bytes, *, streams: int = 4, ucxx: OtherCarrier | None = None) -> None:
+        """`ucxx` carries versions that name an address for it; over TCP, `streams` connections are used at once."""
         if streams < 1:
             raise LocalProtocolError(f"streams must be at least 1, found {streams}")
         self._token = token
         self._streams = streams
+        self._ucxx = ucxx
         self._buffers: dict[str, torch.Tensor] = {}
         self._turn = 0
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         """Always verified: hashing what has just arrived costs next to nothing."""
         check_manifest(manifest)
-        if not manifest.addresses:
+        by_ucxx = self._ucxx is not None and bool(manifest.ucxx_addresses)
+        addresses = manifest.ucxx_addresses if by_ucxx else manifest.addresses
+        if not addresses:
             raise RemoteProtocolError(f"{describe(manifest)} names no address to pull it from")
         if not fits(self._buffers, manifest):
             self._buffers = {
                 spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in tensors_of(manifest)
             }
-        address = manifest.addresses[self._turn % len(manifest.addresses)]
+        address = addresses[self._turn % len(addresses)]
         self._turn += 1  # the next attempt asks another address
-        source = PullSource(manifest, address, self._token, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if self._ucxx is not None and by_ucxx:
+            buffers, self._buffers = self._buffers, {}  # after a failure it may still be written to: not used again
+            self._buffers = fetch(self._ucxx.open(manifest, address, deadline), manifest, buffers)
+            return self._buffers
+        source = PullSource(manifest, address, self._token, deadline)
         try:
             return fetch(source, manifest, self._buffers, threads=self._streams)
         finally:

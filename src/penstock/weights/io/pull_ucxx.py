@@ -1,0 +1,269 @@
+"""Versions over UCX (extra `ucxx`): requests and answers on an endpoint's stream, bodies as tagged messages.
+
+The requests are those of the TCP carrier. The server's one thread drives all its connections and sends out of the page
+cache; UCX itself uses as many lanes as there are. UCX buffers what arrives unasked, without a bound that we could set:
+offer these ports on trusted networks only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import mmap
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.errors import PenstockError, RunFailed, Transient
+from penstock.records.weights import Manifest
+from penstock.weights.io.fetch import BucketSource
+from penstock.weights.io.pull import GONE, MAGIC, OK, REFUSED, REPLY, REQUEST, Offered, Shelf, check_reply, peer_of
+from penstock.weights.io.pull import token_digest as digest_of_token
+from penstock.weights.manifest import describe
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 * 1024 * 1024
+"""One message: large enough for the wire, small enough to be hashed out of the cache."""
+LOOK_EVERY_S = 0.05
+MAX_CONNECTIONS = 64
+
+
+class Transfer(Protocol):
+    memory: tuple[Any, ...]
+
+    @property
+    def done(self) -> bool: ...
+    def check(self) -> None: ...
+
+
+class Ucx(Protocol):
+    """What this carrier needs of UCX: the payloads' own binding to it, passed in by the role."""
+
+    TAG: Any
+    UCXError: type[Exception]
+    core: Any
+
+    @property
+    def Worker(self) -> Any: ...
+    @staticmethod
+    def stream_send(endpoint: Any, data: bytes) -> Any: ...
+    @staticmethod
+    def stream_receive(endpoint: Any, count: int) -> Any: ...
+    @staticmethod
+    def body_send(endpoint: Any, view: memoryview, tag: int) -> Any: ...
+    @staticmethod
+    def body_receive(endpoint: Any, view: memoryview, tag: int) -> Any: ...
+    @staticmethod
+    def close(endpoint: Any, transfers: Any) -> bool: ...
+
+
+class UcxxArtifactServer:
+    """Serves the newest versions of a run directory by UCX, from one thread. Bound when the constructor returns."""
+
+    def __init__(self, run_dir: Path, token: bytes, ucx: Ucx, *, host: str = "127.0.0.1", keep: int = 2) -> None:
+        """UCX listens on all interfaces; `host` is the name under which this one is found."""
+        self.ucx = ucx
+        self.token = digest_of_token(token)
+        self.shelf = Shelf(run_dir, keep)
+        self.served_bytes = 0
+        self.refusals = 0
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stopping = False
+        self._connections: list[_Connection] = []
+        bound: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(bound,), name="weights-ucxx", daemon=True)
+        self._thread.start()
+        port = bound.get(timeout=30.0)
+        if isinstance(port, BaseException):
+            raise RunFailed(f"cannot serve weights by UCXX: {port}") from port
+        self.address = f"{host}:{port}"
+
+    def __repr__(self) -> str:
+        return f"UcxxArtifactServer({self.address}, {len(self.shelf)} versions, {len(self._connections)} connections)"
+
+    def offer(self, manifest: Manifest) -> None:
+        self.shelf.offer(manifest)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread and every connection; returns at the deadline if it must."""
+        self._stopping = True
+        os.write(self._wake_write, b"!")
+        self._thread.join(timeout_s)
+        self.shelf.clear()
+
+    def _run(self, bound: queue.SimpleQueue[int | BaseException]) -> None:
+        try:
+            worker = self.ucx.Worker()
+            worker.also_wake_on(self._wake_read)
+            arrived: list[Any] = []
+            listener = self.ucx.core.UCXListener.create(worker.ucx, 0, arrived.append, deliver_endpoint=True)
+            bound.put(listener.port)
+            while not self._stopping:
+                worker.wait(1.0)
+                while arrived:
+                    self._connections = [*self._connections[1 - MAX_CONNECTIONS :], _Connection(self, arrived.pop(0))]
+                self._connections = [one for one in self._connections if one.advance()]
+        except Exception as error:
+            bound.put(error)
+            logger.exception("the UCXX port for weights stopped")
+        finally:
+            for connection in self._connections:
+                connection.close()
+
+
+class _Connection:
+    """One replica: reads requests and answers them, one at a time."""
+
+    def __init__(self, server: UcxxArtifactServer, endpoint: Any) -> None:
+        self._server, self._ucx, self._endpoint = server, server.ucx, endpoint
+        self._tag = 0
+        self._receiving: Transfer = self._ucx.stream_receive(endpoint, self._ucx.TAG.size + REQUEST.size)
+        self._sending: list[Transfer] = []
+        self._sent: Offered | None = None
+
+    def advance(self) -> bool:
+        """Does what can be done now; False once the connection is over."""
+        try:
+            while self._step():
+                pass
+        except (self._ucx.UCXError, PenstockError, OSError) as error:
+            logger.debug("a weights connection ended: %s", error)
+            self.close()
+            return False
+        return True
+
+    def _step(self) -> bool:
+        if self._sending:
+            if not all(transfer.done for transfer in self._sending):
+                return False
+            finished, self._sending = self._sending, []
+            self._release()
+            for transfer in finished:
+                transfer.check()
+            return True
+        if not self._receiving.done:
+            return False
+        self._receiving.check()
+        data = bytes(self._receiving.memory[0])
+        if not self._tag:
+            (self._tag,) = self._ucx.TAG.unpack_from(data)
+            data = data[self._ucx.TAG.size :]
+        self._answer(*REQUEST.unpack(data))
+        self._receiving = self._ucx.stream_receive(self._endpoint, REQUEST.size)
+        return True
+
+    def _answer(self, magic: bytes, token: bytes, digest: bytes, bucket: int, offset: int, length: int) -> None:
+        allowed = magic == MAGIC and hmac.compare_digest(token, self._server.token)
+        offered = self._server.shelf.take(digest) if allowed else None
+        status = OK if offered is not None else GONE if allowed else REFUSED
+        if offered is not None and not offered.has(bucket, offset, length):
+            self._server.shelf.give_back(offered)
+            offered, status = None, REFUSED
+        self._server.refusals += status == REFUSED
+        self._sending = [self._ucx.stream_send(self._endpoint, REPLY.pack(status, length if status == OK else 0))]
+        if offered is None:
+            return
+        self._sent = offered
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            offered.source.fileno(bucket), offset - start + length, access=mmap.ACCESS_COPY, offset=start
+        )
+        body = memoryview(mapped)[offset - start :]
+        self._sending.append(self._ucx.body_send(self._endpoint, body, self._tag))
+        self._server.served_bytes += length
+
+    def _release(self) -> None:
+        if self._sent is not None:
+            self._server.shelf.give_back(self._sent)
+            self._sent = None
+
+    def close(self) -> None:
+        self._ucx.close(self._endpoint, [self._receiving, *self._sending])
+        self._release()
+
+
+class UcxxCarrier:
+    """Reads versions by UCX, from one thread, over a connection that it keeps from version to version."""
+
+    def __init__(self, token: bytes, ucx: Ucx) -> None:
+        self._token = digest_of_token(token)
+        self._ucx = ucx
+        self._worker: Any = None
+        self._link: tuple[tuple[str, int], Any, int] | None = None
+
+    def open(self, manifest: Manifest, address: str, deadline: float) -> BucketSource:
+        return _UcxxSource(self, manifest, peer_of(manifest, address), deadline)
+
+    def read(
+        self, manifest: Manifest, peer: tuple[str, int], bucket: int, offset: int, piece: memoryview, deadline: float
+    ) -> None:
+        """Fills the piece, or raises and gives up the connection."""
+        ucx, in_flight = self._ucx, list[Any]()
+        endpoint = None
+        try:
+            endpoint, tag, hello = self._connect(peer)
+            asked = REQUEST.pack(MAGIC, self._token, manifest.digest.encode(), bucket, offset, len(piece))
+            in_flight.append(ucx.stream_send(endpoint, hello + asked))
+            answer = ucx.stream_receive(endpoint, REPLY.size)
+            in_flight.append(answer)
+            self._finish(answer, manifest, peer, deadline)
+            status, length = REPLY.unpack(bytes(answer.memory[0]))
+            check_reply(manifest, peer, status, length, len(piece))
+            body = ucx.body_receive(endpoint, piece, tag)
+            in_flight.append(body)
+            self._finish(body, manifest, peer, deadline)
+            self._finish(in_flight[0], manifest, peer, deadline)
+        except BaseException as error:
+            self._link = None
+            if endpoint is not None:
+                ucx.close(endpoint, in_flight)
+            if isinstance(error, ucx.UCXError):
+                raise Transient(f"pulling {describe(manifest)} from {peer} by UCXX failed: {error}") from error
+            raise
+
+    def _connect(self, peer: tuple[str, int]) -> tuple[Any, int, bytes]:
+        """An endpoint, the tag of its bodies, and what a new connection must begin with."""
+        if self._link is not None and self._link[0] == peer and self._link[1].alive:
+            return self._link[1], self._link[2], b""
+        if self._worker is None:
+            self._worker = self._ucx.Worker()
+        if self._link is not None:
+            self._ucx.close(self._link[1], [])
+        tag = secrets.randbits(62) + 1
+        endpoint = self._ucx.core.UCXEndpoint.create(self._worker.ucx, *peer, True)
+        self._link = (peer, endpoint, tag)
+        return endpoint, tag, self._ucx.TAG.pack(tag)
+
+    def _finish(self, transfer: Transfer, manifest: Manifest, peer: tuple[str, int], deadline: float) -> None:
+        while not transfer.done:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise Transient(f"{describe(manifest)} did not arrive from {peer} before the deadline")
+            self._worker.wait(min(left_s, LOOK_EVERY_S))
+        transfer.check()
+
+
+class _UcxxSource:
+    """One version at one server."""
+
+    def __init__(self, carrier: UcxxCarrier, manifest: Manifest, peer: tuple[str, int], deadline: float) -> None:
+        self._carrier = carrier
+        self._manifest = manifest
+        self._peer = peer
+        self._deadline = deadline
+
+    def pieces(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
+        while target:
+            piece = target[:PIECE_BYTES]
+            self._carrier.read(self._manifest, self._peer, bucket, offset, piece, self._deadline)
+            yield piece
+            target, offset = target[len(piece) :], offset + len(piece)
+
+    def close(self) -> None:
+        """The connection is the carrier's, and is kept."""

@@ -1,0 +1,115 @@
+"""Versions over UCX: verified, refused to strangers, undisturbed by removal, bounded when the trainer is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("ucxx")
+
+from penstock.errors import RemoteProtocolError, Stale, Transient
+from penstock.payload.io import ucxx_core
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.weights.io.digest import digest_of
+from penstock.weights.io.files import Publisher
+from penstock.weights.io.pull import PullMover
+from penstock.weights.io.pull_ucxx import UcxxArtifactServer, UcxxCarrier
+
+TOKEN = b"secret"
+DEADLINE_S = 60.0
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "big": torch.randn(1500, 1500, generator=generator),  # more than one message
+        **{f"layer.{i}": torch.randn(257, 30 + i, generator=generator) for i in range(6)},
+        "empty": torch.zeros(0),
+        "scalar": torch.tensor(float(seed)),
+    }
+
+
+def mover(token: bytes = TOKEN) -> PullMover:
+    return PullMover(token, ucxx=UcxxCarrier(token, ucxx_core))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[UcxxArtifactServer]:
+    server = UcxxArtifactServer(tmp_path, TOKEN, ucxx_core)
+    yield server
+    server.close(10.0)
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "weights-ucxx"]
+
+
+def published(run_dir: Path, server: UcxxArtifactServer, version: int) -> Manifest:
+    publisher = Publisher(run_dir, "l1", keep=1, bucket_bytes=900_000, ucxx_addresses=(server.address,))
+    manifest = publisher.publish(Version(version), tensors(version))
+    server.offer(manifest)
+    return manifest
+
+
+def test_versions_arrive_one_after_the_other_and_removed_ones_while_they_are_offered(
+    tmp_path: Path, server: UcxxArtifactServer
+) -> None:
+    pulling = mover()
+    first = published(tmp_path, server, 1)
+    assert digest_of(pulling.bring(first, DEADLINE_S)) == first.digest
+    second = published(tmp_path, server, 2)
+    assert digest_of(pulling.bring(second, DEADLINE_S)) == second.digest
+    assert not (tmp_path / first.directory).exists()
+    assert digest_of(pulling.bring(first, DEADLINE_S)) == first.digest
+    published(tmp_path, server, 3)
+    with pytest.raises(Stale, match="newest"):
+        pulling.bring(first, DEADLINE_S)
+    assert server.served_bytes == 3 * sum(tensor.nbytes for tensor in tensors(1).values())
+
+
+def test_strangers_are_refused_and_others_still_served(tmp_path: Path, server: UcxxArtifactServer) -> None:
+    manifest = published(tmp_path, server, 1)
+    with pytest.raises(RemoteProtocolError, match="wrong token"):
+        mover(b"guess").bring(manifest, DEADLINE_S)
+    assert server.refusals == 1
+    assert digest_of(mover().bring(manifest, DEADLINE_S)) == manifest.digest
+
+
+SERVE = """
+import sys, msgspec, torch
+from pathlib import Path
+sys.path.insert(0, str(Path(sys.argv[2]).parent))
+from {module} import TOKEN, UcxxArtifactServer, published, ucxx_core
+server = UcxxArtifactServer(Path(sys.argv[1]), TOKEN, ucxx_core)
+print(msgspec.json.encode(published(Path(sys.argv[1]), server, 1)).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_trainer_that_is_killed_ends_the_transfer_and_not_the_replica(
+    tmp_path: Path, server: UcxxArtifactServer
+) -> None:
+    script = SERVE.format(module=Path(__file__).stem)
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "other"), __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        manifest = msgspec.json.decode(process.stdout.readline(), type=Manifest)
+        pulling = mover()
+        assert digest_of(pulling.bring(manifest, DEADLINE_S)) == manifest.digest
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    with pytest.raises(Transient):
+        pulling.bring(manifest, 5.0)
+    successor = published(tmp_path, server, 2)
+    assert digest_of(pulling.bring(successor, DEADLINE_S)) == successor.digest
