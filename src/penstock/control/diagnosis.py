@@ -61,6 +61,7 @@ class Observer:
         }
         numbers |= {f"samples_{name}": count for name, count in books.counts.items()}
         numbers |= {f"dropped_{name}": count for name, count in books.dropped.items()}
+        numbers |= {f"filtered_groups_{_word(kind)}": count for kind, count in books.filtered_by.items()}
         return numbers
 
     def stalled_s(self, now: float) -> float:
@@ -148,3 +149,8 @@ def _pulse(member: Member, now: float) -> str:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def _word(reason: str) -> str:
+    """A reason as part of a metric's name."""
+    return "".join(letter if letter.isalnum() else "_" for letter in reason.lower())

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from penstock.records.batch import Batch
-from penstock.records.ids import MemberId, SampleId, StepIndex, Version
+from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef, RingAddress
 from penstock.records.prompt import PromptLease
 from penstock.records.weights import Manifest
@@ -98,6 +98,12 @@ class ReleasePayloads(msgspec.Struct, frozen=True):
     payloads: tuple[PayloadRef, ...]
 
 
+class NoteFiltered(msgspec.Struct, frozen=True):
+    """The filter took these groups: prompts with the reasons. For the story and the metrics; nothing else follows."""
+
+    groups: tuple[tuple[PromptIndex, str], ...]
+
+
 class Log(msgspec.Struct, frozen=True):
     level: Level
     line: str
@@ -127,5 +133,5 @@ Answer = (
     | DeferBatch
     | ConfirmComplete
 )
-Instruction = OfferWeights | EvictMember | ReleasePayloads | Log | Announce | FailRun
+Instruction = OfferWeights | EvictMember | ReleasePayloads | NoteFiltered | Log | Announce | FailRun
 Effect = Answer | Instruction

@@ -25,6 +25,8 @@ from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 
+FILTER_KINDS = 16
+"""Reasons of the filter that are counted apart; a filter of the user's own may invent ever new ones."""
 NOT_LEASED_TO_YOU = "is not leased to this worker (any more)"
 
 
@@ -54,6 +56,7 @@ class Ledger:
         self.max_failures = max_failures
         self.max_losses = max_losses
         self.group_filter = group_filter
+        self._filtered: list[tuple[PromptIndex, str]] = []
         self.max_filtered_per_step = max_filtered_per_step
         self.state = state if state is not None else LedgerState(prompt_limit=prompt_limit)
         self._books = Books(self.state, group_size)
@@ -100,6 +103,11 @@ class Ledger:
     def state_of(self, sample: SampleId) -> State | None:
         """Where a sample is; None once it is dropped, or trained and durable (the journal knows the rest)."""
         return self._books.state_of(sample)
+
+    def take_filtered(self) -> tuple[tuple[PromptIndex, str], ...]:
+        """Groups that the filter took since this was last asked, and why."""
+        filtered, self._filtered = tuple(self._filtered), []
+        return filtered
 
     def take_released(self) -> tuple[PayloadRef, ...]:
         """Payloads that nobody will read, each named once."""
@@ -175,9 +183,15 @@ class Ledger:
     def _complete(self, group: Group) -> None:
         state = self.state
         judge = self.group_filter if state.filtered_since_step < self.max_filtered_per_step else None
-        if judge is not None and judge(group.rewards, group.lengths) is not None:
+        reason = judge(group.rewards, group.lengths) if judge is not None else None
+        if reason is not None:
             state.filtered_since_step += 1
             state.filtered_prompts += 1
+            self._filtered.append((group.prompt, reason))
+            kind = reason.partition(":")[0]
+            if kind not in state.filtered_by and len(state.filtered_by) >= FILTER_KINDS:
+                kind = "other"
+            state.filtered_by[kind] = state.filtered_by.get(kind, 0) + 1
             self._books.drop_group(group, "filtered", redo=False)
         else:
             self._books.buffer(group)

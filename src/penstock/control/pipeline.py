@@ -22,6 +22,7 @@ from penstock.control.effects import (
     EvictMember,
     FailRun,
     Log,
+    NoteFiltered,
     RefuseCall,
     ReleasePayloads,
 )
@@ -201,6 +202,9 @@ class PipelineControl:
     def _watch(self, effects: list[Effect], now: float) -> None:
         """Draws what follows from any change: payloads nobody will read, a ready batch, the phase, the throttle."""
         state, admission = self.state, self.admission
+        filtered = self.ledger.take_filtered()
+        if filtered:
+            effects.append(NoteFiltered(filtered))
         released = self.ledger.take_released()
         if released:
             effects.append(ReleasePayloads(released))

@@ -121,4 +121,6 @@ class LedgerState(msgspec.Struct):
     settled_prompts: int = 0
     filtered_prompts: int = 0
     filtered_since_step: int = 0
+    filtered_by: dict[str, int] = msgspec.field(default_factory=dict)
+    """Groups the filter took, by the first words of its reason."""
     set_aside: dict[PromptIndex, SetAside] = msgspec.field(default_factory=dict)

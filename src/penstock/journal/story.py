@@ -196,7 +196,10 @@ class _GroupTale(_Tale):
         dropped = [self.payloads.pop(tuple(ref), None) for ref in notes.get("released", ())]
         told = [sample for sample in dropped if sample is not None and self._told(sample)]
         if told:
-            yield f"{_several('sample', told)} dropped: {_DROPPED_BY.get(event['type'], 'nobody will read it')}"
+            why = _DROPPED_BY.get(event["type"], "nobody will read it")
+            if self.prompt in (filtered := dict(notes.get("filtered", ()))):
+                why = f"the filter took its group: {filtered[self.prompt]}"
+            yield f"{_several('sample', told)} dropped: {why}"
 
 
 class _SampleTale(_GroupTale):
@@ -282,7 +285,7 @@ _TALES: dict[Kind, type[_Tale]] = {
 }
 
 _DROPPED_BY = {
-    "delivered": "when its group was complete it was filtered, too old, or its prompt had failed too often",
+    "delivered": "when its group was complete it was too old, or its prompt had failed too often",
     "batch_asked": "it had become too old for every step to come",
     "step_acked": "it had become too old for every step to come, or could not be fetched",
     "member_registered": "the trainer started again before the version it was made with",

@@ -4,7 +4,7 @@
     B  QueueSampled     how much is held where
     C  GenerateEntered, GenerateLeft    one batch in the engine
     D  LeaseAnswered    what the desk granted, or why not
-    E  filter decisions are taken, and reported, by the controller
+    E  which groups the filter took, and why: decided, journalled and counted by the controller
 
 A and B are sampled; C and D are complete. The newest ones are kept in memory for a diagnosis, all of them are counted
 in `Runner.statistics()`, and each is one DEBUG line in the log.

@@ -237,14 +237,16 @@ def test_a_reward_that_is_not_a_number_counts_as_a_failure(drive):
 
 
 def dull(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
-    return "zero signal" if len(set(rewards)) == 1 else None
+    return f"zero signal: all are {rewards[0]:g}" if len(set(rewards)) == 1 else None
 
 
 def test_a_filtered_group_is_dropped_and_its_prompt_counts_as_done(drive):
     d = drive(dull)
     d.join("w")
-    d.deliver(d.lease(2), rewards=(1.0, 1.0))
+    lease = d.lease(2)
+    d.deliver(lease, rewards=(1.0, 1.0))
     assert d.books.dropped["filtered"] == 2
+    assert d.control.status(d.now)["filtered_groups_zero_signal"] == 1
     assert d.control.ledger.in_flight == 0
     d.deliver(d.lease(2), rewards=(1.0, 0.0))
     assert d.counts == {"buffered": 2, "dropped": 2}

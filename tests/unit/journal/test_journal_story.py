@@ -164,15 +164,14 @@ def test_a_payload_that_could_not_be_fetched(run: Run) -> None:
 
 
 def test_filtered_when_its_group_was_complete(run: Run) -> None:
-    run.machine = PipelineControl(run.machine.settings, lambda rewards, lengths: "no signal")
+    run.machine = PipelineControl(run.machine.settings, lambda rewards, lengths: "zero signal: all are 0.5")
     run.register(W)
     samples = run.lease(W)
     run.deliver(W, samples[:1])
     run.deliver(W, samples[1:])
-    dropped = run.told("prompt", 0)[-1]
-    assert dropped.startswith(
-        f"samples {samples[0]}, {samples[1]} dropped: when its group was complete it was filtered"
-    )
+    why = "dropped: the filter took its group: zero signal: all are 0.5"
+    assert run.told("prompt", 0)[-1] == f"samples {samples[0]}, {samples[1]} {why}"
+    assert run.told("sample", samples[1])[-1] == f"sample {samples[1]} {why}"
 
 
 def test_a_version(run: Run) -> None:

@@ -28,6 +28,8 @@ def noteworthy(decided: list[Effect]) -> bytes:
                 notes["refused"] = (refused, reason)
             case effects.ReleasePayloads(payloads=payloads):
                 notes["released"] = payloads
+            case effects.NoteFiltered(groups=groups):
+                notes["filtered"] = groups
             case effects.EvictMember(member=member, reason=reason):
                 notes.setdefault("evicted", []).append((member, reason))
             case effects.Log(level=level, line=line) if level != "debug":
