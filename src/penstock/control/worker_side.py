@@ -59,7 +59,7 @@ class WorkerSide:
         ledger = self.ledger
         moves, aside = ledger.state.moves, len(ledger.state.set_aside)
         verdicts = [(rollout.sample, self._take(event.member, rollout)) for rollout in event.rollouts]
-        if any(not why for _, why in verdicts):
+        if ledger.state.moves > moves and any(not why for _, why in verdicts):  # not if it was only repeated
             self.state.set_aside_in_a_row = 0
         verdicts += [(failure.sample, ledger.fail(event.member, failure)) for failure in event.failures]
         verdicts += [(sample, ledger.give_back(event.member, sample)) for sample in event.returned]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from penstock.control import effects, events
+from penstock.records.rollout import FailedRollout
 
 
 def test_discarded_samples_do_not_stay_in_flight_and_throttle_the_rest(drive):
@@ -156,3 +157,19 @@ def test_a_repeated_failure_report_frees_its_place_once(drive):
     assert d.fail(lease.samples[0]).refused == lease.samples[:1]
     assert d.books.dropped["failed"] == 1
     assert d.books.awaiting_count == 1
+
+
+def test_a_repeated_delivery_does_not_forgive_failures_unrecorded(drive):
+    """A lost reply made a worker deliver again; that changed a count that the journal never heard of."""
+    d = drive(groups_per_step=8, steps=100, max_staleness=1, max_failures=1)
+    d.join("w", "sick")
+    delivered = d.lease(2)
+    d.deliver(delivered)
+    d.send(
+        events.Delivered("sick", failures=(FailedRollout(d.lease(2, member="sick")[0].samples[0], "generate", "x"),))
+    )
+    assert d.control.state.set_aside_in_a_row == 1
+    d.deliver(delivered)
+    assert d.control.state.set_aside_in_a_row == 1
+    d.deliver(d.lease(2))
+    assert d.control.state.set_aside_in_a_row == 0
