@@ -34,6 +34,8 @@ class ReplicaRecord(msgspec.Struct):
     version: Version = Version(-1)
     digest: str = ""
     admitted: bool = False
+    asked: bool = False
+    """Has asked for weights: one that never did may be asleep by order of the pool, and owes nothing."""
     waiting: bool = False
     """Asks for weights right now and has no answer yet."""
     offered: str = ""
@@ -57,6 +59,7 @@ class TransactionStatistics(msgspec.Struct):
     skipped_versions: int = 0
     failures: int = 0
     evictions: int = 0
+    fleet_restarts: int = 0
     mismatches: int = 0
 
 
@@ -71,6 +74,8 @@ def metrics_of(
         "weights_update_failures_total": statistics.failures,
         "weights_skipped_versions_total": statistics.skipped_versions,
         "weights_evictions_total": statistics.evictions,
+        "weights_fleet_restarts_total": statistics.fleet_restarts,
+        "weights_mismatches_total": statistics.mismatches,
         "weights_versions_behind_max": max(behind, default=0),
         "weights_versions_behind_mean": sum(behind) / len(behind) if behind else 0.0,
         "weights_offers_open": sum(bool(replica.offered) for replica in replicas),

@@ -96,7 +96,11 @@ class WeightTransaction:
         return {member: max(0, newest - max(0, r.version)) for member, r in self.replicas.items()}
 
     def metrics(self) -> dict[str, float]:
-        return metrics_of(self.replicas.values(), list(self.behind().values()), self.statistics)
+        return metrics_of(self.replicas.values(), list(self.behind().values()), self.statistics) | {
+            "weights_admission_stopped": int(self.admission_stopped),
+            "weights_checkpoint_wanted": int(bool(self.checkpoint_wanted)),
+            "weights_trainer_lost": int(self.trainer_lost),
+        }
 
     # What happens
 
@@ -159,7 +163,7 @@ class WeightTransaction:
 
     def _asked(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
         replica = self.replicas.setdefault(event.member, ReplicaRecord(since=now))
-        replica.waiting = True
+        replica.asked = replica.waiting = True
         # Asking again ends an offer: either it was taken, and a report has said so, or the answer was lost.
         replica.offered = ""
         return [*self._believe(event, now), *self._offer(event.member, now, event.held_digest)]
@@ -237,8 +241,9 @@ class WeightTransaction:
             return []  # it keeps what it has, or stays fenced, until the trainer's successor publishes
         replica.failures += 1
         fault, times = Fault.LOAD_FAILED, replica.failures
-        everyone = min(r.failures for r in self.replicas.values())
-        if everyone > self.fleet_failures and len(self.replicas) >= self._restarted:
+        awake = [r.failures for r in self.replicas.values() if r.asked] or [replica.failures]
+        everyone = min(awake)
+        if everyone > self.fleet_failures and len(awake) >= self._restarted:
             # Everyone failed since the last success: probably nothing to do with any one of them.
             self.fleet_failures = everyone
             fault, times = Fault.ALL_FAILED, everyone
@@ -261,8 +266,9 @@ class WeightTransaction:
             fault = decide(Fault.FLEET_FAILED_AGAIN, ReplicaState.DEAD, self.settings.policy)
             return self._fail(sentence) if Action.FAIL in fault else []
         self.fleet_restarts += 1
+        self.statistics.fleet_restarts += 1
         self.fleet_failures = 0
-        self._restarted = len(self.replicas)
+        self._restarted = sum(replica.asked for replica in self.replicas.values())
         stands_in = self.newest is not None and manifest.digest != self.newest.digest
         self._stand_in = manifest.digest if stands_in else ""
         self.newest = manifest
@@ -317,12 +323,14 @@ class WeightTransaction:
         return effects + self._watch_health(now)
 
     def _fenced_too_long(self, replica: ReplicaRecord, now: float) -> bool:
-        idle = not replica.admitted and not replica.offered and self.newest is not None
+        idle = replica.asked and not replica.admitted and not replica.offered and self.newest is not None
         return idle and now - replica.since > self.settings.fenced_timeout_s
 
     def _watch_health(self, now: float) -> list[TransactionEffect]:
-        """Too few serving replicas for too long end the run; before the first version nobody can serve."""
-        if self.newest is None or self.healthy >= self.settings.min_healthy:
+        """Too few serving replicas for too long end the run; before the first version nobody can serve, and while all
+        of them sleep nobody is meant to."""
+        asleep = self.replicas and not any(replica.asked for replica in self.replicas.values())
+        if self.newest is None or asleep or self.healthy >= self.settings.min_healthy:
             self._unhealthy_since = None
             return []
         if self._unhealthy_since is None:

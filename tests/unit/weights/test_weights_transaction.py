@@ -319,7 +319,32 @@ def test_a_new_controller_learns_from_questions_what_is_served_already() -> None
     assert fleet.ask(B, "f" * 32) == [OfferVersion(B, version(1))]  # unknown here: not admitted, but helped
     fleet.later(10.1)
     assert fleet.transaction.replicas[A].admitted
-    assert fleet.transaction.replicas[C].evicting
+    assert fleet.transaction.replicas[B].evicting or fleet.transaction.replicas[B].offered
+    assert not fleet.transaction.replicas[C].evicting  # it may be asleep by order of the pool
+
+
+def test_a_replica_that_sleeps_by_order_and_never_asked_is_left_alone() -> None:
+    """One woken later, or never, holds no version and is not at fault; nor does the fleet wait for it."""
+    fleet = Fleet(fenced_timeout_s=10.0, unhealthy_timeout_s=30.0)
+    fleet(VersionPublished(version(0)))
+    fleet(ReplicaJoined(A))
+    fleet(ReplicaReported(A, S.STALE, Version(-1), ""))
+    assert fleet.later(1000.0) == []
+    assert not fleet.transaction.failed
+    fleet.ask(A)
+    fleet.fail(A, S.STALE)
+    assert [type(e) for e in fleet.later(10.1)] == [EvictReplica]
+
+
+def test_those_who_sleep_do_not_speak_for_those_who_fail() -> None:
+    fleet = Fleet()
+    fleet(VersionPublished(version(0), durable=True))
+    for member in (A, B):
+        fleet(ReplicaJoined(member))
+    fleet.ask(A)
+    fleet.fail(A, S.STALE)
+    fleet.ask(A)
+    assert of(fleet.fail(A, S.STALE), CheckpointTrainer), "everybody who is awake failed twice"
 
 
 def test_a_replica_that_holds_nothing_complete_is_fenced_even_if_its_report_was_lost(fleet: Fleet) -> None:
