@@ -91,12 +91,16 @@ async def _generate(
             mover = mover_of(process)
             source = ranks.announcing(generation)
             updater = ReplicaUpdater(engine, source, desk.report, mover, way=way, change_timeout_s=deadline_s)
+
+        def figures() -> dict[str, float]:
+            return generation.statistics() | updater.statistics.values()
+
         generation.updating = lambda: updater.updating
         executor = OrderExecutor(generation, client.call, client.pipeline, client.member)
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("update weights", updater.run())
         tasks.spawn("obey the pool", executor.run())
-        tasks.spawn("report gauges", report_gauges(process, client, lag, generation.statistics))
+        tasks.spawn("report gauges", report_gauges(process, client, lag, figures))
         tasks.spawn("heed the stop", heed_stop(process, client, generation.stop))
         await generation.over()
         tasks.cancel()

@@ -148,6 +148,10 @@ class UpdaterStatistics(msgspec.Struct):
     last_bring_s: float = 0.0
     last_update_s: float = 0.0
 
+    def values(self) -> dict[str, float]:
+        """By metric name, as one replica's figures."""
+        return {f"weights_{name}": float(value) for name, value in msgspec.structs.asdict(self).items()}
+
 
 class ReplicaUpdater:
     """The one task of a worker that changes its engine's weights."""

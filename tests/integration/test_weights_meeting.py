@@ -1,0 +1,125 @@
+"""Meeting for a broadcast: who asks is invited, who does not come is left behind, and everyone gets the version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.weights.io import meeting as module
+from penstock.weights.io.digest import digest_of
+from penstock.weights.io.files import FileMover, Publisher
+from penstock.weights.io.meeting import BroadcastHost, BroadcastMover
+
+DEADLINE_S = 120.0
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(100, 100 + i, generator=generator) for i in range(5)}
+
+
+class Stage:
+    """A trainer that broadcasts to two replicas."""
+
+    def __init__(self, run_dir: Path, build_timeout_s: float) -> None:
+        self.host = BroadcastHost(run_dir, expected=2, build_timeout_s=build_timeout_s, send_timeout_s=60.0)
+        self.publisher = Publisher(run_dir, "l1", keep=8, bucket_bytes=50_000, meeting=self.host.address)
+        self.movers = [BroadcastMover(name, FileMover(run_dir), invite_timeout_s=20.0) for name in ("a", "b")]
+
+    def publish(self, version: int) -> Manifest:
+        manifest = self.publisher.publish(Version(version), tensors(version))
+        self.host.offer(manifest)
+        return manifest
+
+    def bring(self, *movers: BroadcastMover, manifest: Manifest) -> list[str]:
+        """Digests of what each of them got, all at the same time."""
+        with ThreadPoolExecutor(len(movers)) as pool:
+            found = [pool.submit(mover.bring, manifest, DEADLINE_S) for mover in movers]
+            return [digest_of(one.result()) for one in found]
+
+
+@pytest.fixture
+def stage_for(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    stages: list[Stage] = []
+
+    def make(build_timeout_s: float = 60.0) -> Stage:
+        stages.append(Stage(tmp_path, build_timeout_s))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.host.close(10.0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "weights-broadcast"]
+
+
+def test_all_who_ask_get_each_version_in_one_group(stage_for: Callable[..., Stage]) -> None:
+    stage = stage_for()
+    for version in (1, 2, 3):
+        manifest = stage.publish(version)
+        assert stage.bring(*stage.movers, manifest=manifest) == [manifest.digest] * 2
+    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(3, 0)] * 2
+
+
+def test_whoever_asks_alone_is_not_kept_waiting_for_others(stage_for: Callable[..., Stage]) -> None:
+    stage = stage_for()
+    manifest = stage.publish(1)
+    assert stage.bring(stage.movers[0], manifest=manifest) == [manifest.digest]
+    assert stage.bring(stage.movers[1], manifest=manifest) == [manifest.digest]
+    assert [mover.received for mover in stage.movers] == [1, 1]
+
+
+def test_one_that_asks_and_does_not_come_costs_this_broadcast_only(
+    stage_for: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stage_for(build_timeout_s=1.0)
+    absent, present = stage.movers
+    came: list[Any] = []
+
+    def stay_away(*arguments: Any, **_: Any) -> Mapping[str, torch.Tensor]:
+        came.append(arguments)
+        raise module.Aborted("stays away")
+
+    plain = absent._receiver.receive
+    monkeypatch.setattr(absent._receiver, "receive", stay_away)
+    first = stage.publish(1)
+    present._invite_timeout_s = 1.0  # which bounds the building of its group too
+    assert stage.bring(absent, present, manifest=first) == [first.digest] * 2
+    assert came, "the fault did not strike"
+    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(0, 1), (0, 1)]
+    monkeypatch.setattr(absent._receiver, "receive", plain)
+    present._invite_timeout_s = 20.0
+    second = stage.publish(2)
+    assert stage.bring(absent, present, manifest=second) == [second.digest] * 2
+    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(1, 1), (1, 1)]
+    assert stage.host.broken == 1
+
+
+def test_an_overtaken_version_comes_another_way(stage_for: Callable[..., Stage]) -> None:
+    stage = stage_for()
+    first, second = stage.publish(1), stage.publish(2)
+    assert stage.bring(stage.movers[0], manifest=first) == [first.digest]
+    assert stage.movers[0].fallbacks == 1
+    assert stage.bring(stage.movers[0], manifest=second) == [second.digest]
+    assert stage.movers[0].received == 1
+
+
+def test_a_trainer_that_is_gone_is_noticed_at_once(tmp_path: Path) -> None:
+    manifest = Publisher(tmp_path, "l1", meeting="127.0.0.1:1").publish(Version(1), tensors(1))
+    mover = BroadcastMover("a", FileMover(tmp_path))
+    assert digest_of(mover.bring(manifest, DEADLINE_S)) == manifest.digest
+    assert (mover.received, mover.fallbacks) == (0, 1)
+
+
+def test_versions_without_a_meeting_come_another_way(tmp_path: Path) -> None:
+    manifest = Publisher(tmp_path, "l1").publish(Version(1), tensors(1))
+    mover = BroadcastMover("a", FileMover(tmp_path))
+    assert digest_of(mover.bring(manifest, DEADLINE_S)) == manifest.digest
+    assert mover.fallbacks == 1
