@@ -39,12 +39,14 @@ from penstock.weights.events import (
     ReplicaReported,
     RestartFleet,
     Ticked,
+    TrainerLost,
     TransactionEvent,
     VersionPublished,
     WeightsAsked,
 )
 from penstock.weights.fleet import TransactionSettings
 from penstock.weights.io.files import Publisher, read_manifest
+from penstock.weights.io.pull import ArtifactServer
 from penstock.weights.replica import ReplicaState
 from penstock.weights.transaction import WeightTransaction
 
@@ -132,13 +134,17 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 40.
 class Stage:
     """Trainer, controller and supervisor of one case, in this process; the replicas are real ones."""
 
-    def __init__(self, run_dir: Path, nursery: Nursery, processes: ModuleType, engine: str, way: str) -> None:
+    def __init__(
+        self, run_dir: Path, nursery: Nursery, processes: ModuleType, engine: str, way: str, mover: str
+    ) -> None:
         self.run_dir, self.nursery, self.processes = run_dir, nursery, processes
-        self.engine, self.way = engine, way
+        self.engine, self.way, self.mover = engine, way, mover
         self.settings = TransactionSettings(
             min_healthy=1, update_timeout_s=10.0, fenced_timeout_s=15.0, unhealthy_timeout_s=40.0
         )
-        self.publisher = Publisher(run_dir, "lineage1", keep=2, bucket_bytes=256)
+        self.pulled = ArtifactServer(run_dir, processes.TOKEN) if mover == "pull" else None
+        addresses = (self.pulled.address,) if self.pulled is not None else ()
+        self.publisher = Publisher(run_dir, "lineage1", keep=2, bucket_bytes=256, addresses=addresses)
         self.published: list[Manifest] = []
         self.seeds: dict[str, int] = {}
         self.cases: dict[MemberId, Any] = {}
@@ -247,6 +253,7 @@ class Stage:
             socket=self.socket,
             engine=self.engine,
             way=self.way,
+            mover=self.mover,
             **fault,
         )
         self.cases[member] = case
@@ -277,6 +284,8 @@ class Stage:
         return self.announce(self.publisher.publish(version, tensors, durable=version == 0), seed)
 
     def announce(self, manifest: Manifest, seed: int) -> Manifest:
+        if self.pulled is not None:
+            self.pulled.offer(manifest)
         self.seeds[manifest.digest] = seed
         self.published.append(manifest)
         self.tell(VersionPublished(manifest, durable=manifest.version == 0))
@@ -320,8 +329,8 @@ class Stage:
 @pytest.fixture
 def stage_for(tmp_path: Path, nursery: Nursery, processes: ModuleType) -> Callable[..., Any]:
     @asynccontextmanager
-    async def opened(engine: str, way: str, **fault: Any) -> AsyncIterator[Stage]:
-        stage = Stage(tmp_path, nursery, processes, engine, way)
+    async def opened(engine: str, way: str, mover: str = "files", **fault: Any) -> AsyncIterator[Stage]:
+        stage = Stage(tmp_path, nursery, processes, engine, way, mover)
         await stage.listen()
         try:
             async with asyncio.TaskGroup() as group:
@@ -339,6 +348,8 @@ def stage_for(tmp_path: Path, nursery: Nursery, processes: ModuleType) -> Callab
             await until(lambda: not stage.alive(), "all replicas are gone")
             if stage.server is not None:
                 stage.server.close()
+            if stage.pulled is not None:
+                stage.pulled.close(5.0)
 
     return opened
 
@@ -406,6 +417,37 @@ async def test_a_fault_at_any_step(stage_for: Callable[..., Any], engine: str, w
             assert len(stage.cases) == 2, "a passing fault must not cost a process"
         if kind in ("raise", "damage") and step != "resume":
             assert any(report.error for report in stage.reports), "the controller was not told"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["transient", "damage", "kill"])
+async def test_a_fault_while_a_version_is_pulled(stage_for: Callable[..., Any], way: str, kind: str) -> None:
+    async with stage_for("policy", way, mover="pull", step="bring", kind=kind) as stage:
+        one = stage.publish(seed=11)
+        await until(lambda: bool(witness(stage)), f"the fault strikes: {stage.transaction}")
+        await until(lambda: stage.everyone_serves(one), f"version 1 is served: {stage.transaction}")
+        assert stage.pulled.served_bytes > 0
+        assert stage.assert_nothing_torn_was_served() > 10
+
+
+async def test_a_source_that_goes_away_and_comes_back_tears_nobody(stage_for: Callable[..., Any]) -> None:
+    """The trainer is killed with versions that replicas were about to pull; its successor serves them elsewhere."""
+    async with stage_for("policy", "staged", mover="pull") as stage:
+        stage.pulled.close(5.0)
+        stage.pulled = None
+        stage.publish(seed=11)
+        stage.tell(TrainerLost("killed"))
+        failures = stage.transaction.statistics.failures
+        await until(lambda: stage.transaction.statistics.failures > failures, "the replicas say that they fail")
+        seen = {member: len(stage.samples(member)) for member in stage.alive()}
+        await until(lambda: all(len(stage.samples(member)) > seen[member] for member in seen), "they go on meanwhile")
+        stage.pulled = ArtifactServer(stage.run_dir, stage.processes.TOKEN)
+        stage.publisher = Publisher(stage.run_dir, "lineage2", bucket_bytes=256, addresses=(stage.pulled.address,))
+        two = stage.publish(seed=12)
+        await until(lambda: stage.everyone_serves(two), f"the successor's version is served: {stage.transaction}")
+        assert len(stage.cases) == 2, "nobody was replaced for it"
+        assert not stage.checkpoints
+        stage.assert_nothing_torn_was_served()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -36,10 +36,12 @@ from penstock.rollout.io.torch_engine import TorchEngine
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io import files
 from penstock.weights.io.files import FileMover, Publisher
+from penstock.weights.io.pull import PullMover
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 
 OBSERVATION = np.linspace(-1.0, 1.0, 4, dtype=np.float32)[None]
 PROMPT = [3, 1, 4]
+TOKEN = b"of the test"
 
 
 class Case(msgspec.Struct):
@@ -50,6 +52,7 @@ class Case(msgspec.Struct):
     socket: str
     engine: str = "policy"
     way: str = "staged"
+    mover: str = "files"
     step: str = ""
     """Where the fault strikes; empty: nowhere."""
     kind: str = "raise"
@@ -216,8 +219,9 @@ class FaultyEngine:
 
 
 class FaultyMover:
-    def __init__(self, run_dir: Path, fault: Fault) -> None:
-        self.inner, self.fault = FileMover(run_dir), fault
+    def __init__(self, case: Case, fault: Fault) -> None:
+        self.inner: Any = PullMover(TOKEN) if case.mover == "pull" else FileMover(Path(case.run_dir))
+        self.fault = fault
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, Tensor]:
         self.fault.version = manifest.version
@@ -272,7 +276,7 @@ def replica(case: Case) -> int:
         FaultyEngine(engine, fault),
         controller,
         controller.report,
-        FaultyMover(Path(case.run_dir), fault),
+        FaultyMover(case, fault),
         way=case.way,  # type: ignore[arg-type]
         poll_s=0.5,
         bring_timeout_s=0.5,
