@@ -39,3 +39,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """The machine whose files these are: equal means they can be mapped directly. Empty: any machine of the run."""
     addresses: tuple[str, ...] = ()
     """Where the bytes can be pulled from elsewhere, each `host:port`."""
+    ucxx_addresses: tuple[str, ...] = ()
+    """The same by UCX."""
+    meeting: str = ""
+    """Where replicas that want it broadcast meet the trainer, `host:port`."""
