@@ -26,10 +26,10 @@ import numpy as np
 from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.rollout.hooks import Arrays
 
-NO_SPANS = np.zeros((0, 2), np.int32)
+NOTHING = np.zeros(0, np.float32)
 
 
-class _Piece(msgspec.Struct, array_like=True):
+class _Piece(msgspec.Struct, array_like=True, gc=False):
     """Consecutive tokens of one origin."""
 
     token_ids: np.ndarray
@@ -37,8 +37,6 @@ class _Piece(msgspec.Struct, array_like=True):
     """The piece whose last token stands before these; -1 for the first."""
     logprobs: np.ndarray | None = None
     """None for tokens that were not generated."""
-    versions: np.ndarray = NO_SPANS
-    """From which token of the piece on, which version."""
     routed_experts: np.ndarray | None = None
     """Of the tokens read since the last piece that was generated, and of these but for the last."""
     boundary_experts: np.ndarray | None = None
@@ -49,6 +47,10 @@ class Episode(msgspec.Struct):
     """Prompt, completions and replies of one sample, in order."""
 
     pieces: list[_Piece]
+    tokens: int
+    """In all pieces."""
+    spans: list[tuple[int, int]] = []
+    """From which of the tokens on, which version; one span for as long as the version stays the same."""
     completions: list[str] = []
     """The text of every finished completion, for rewards and replies only."""
     replies: list[str] = []
@@ -68,12 +70,7 @@ class Episode(msgspec.Struct):
         """An episode that has seen its prompt and nothing else."""
         if not len(prompt_ids):
             raise LocalProtocolError("an episode needs a prompt of at least one token")
-        return cls(pieces=[_Piece(np.asarray(prompt_ids, dtype=np.int32), -1)])
-
-    @property
-    def tokens(self) -> int:
-        """Of all branches."""
-        return sum(len(piece.token_ids) for piece in self.pieces)
+        return cls([_Piece(np.asarray(prompt_ids, dtype=np.int32), -1)], len(prompt_ids))
 
     @property
     def generated_tokens(self) -> int:
@@ -121,16 +118,12 @@ class Episode(msgspec.Struct):
         if not len(token_ids):
             return
         self._begin_turn()
-        self._append(
-            _Piece(
-                np.asarray(token_ids, dtype=np.int32),
-                self.tip,
-                np.asarray(logprobs, dtype=np.float32),
-                np.asarray(versions, dtype=np.int32),
-                routed_experts,
-                boundary_experts,
-            )
-        )
+        for start, of in versions.tolist():
+            if not self.spans or self.spans[-1][1] != of:
+                self.spans.append((self.tokens + start, of))
+        token_ids = np.asarray(token_ids, dtype=np.int32)
+        logprobs = np.asarray(logprobs, dtype=np.float32)
+        self._append(_Piece(token_ids, self.tip, logprobs, routed_experts, boundary_experts))
         self.turn_tokens += len(token_ids)
         if self.version is None or version < self.version:
             self.version, self.digest = version, digest
@@ -175,17 +168,14 @@ class Episode(msgspec.Struct):
         token_ids = [piece.token_ids for piece in pieces]
         counts = list(map(len, token_ids))
         starts = list(itertools.accumulate(counts, initial=0))
-        silence = np.zeros(max(counts), np.float32)
+        drawn = np.repeat([piece.logprobs is not None for piece in pieces], counts)
+        logprobs = np.zeros(self.tokens, np.float32)
+        logprobs[drawn] = np.concatenate([NOTHING, *(p.logprobs for p in pieces if p.logprobs is not None)])
         arrays: Arrays = {
             "token_ids": np.concatenate(token_ids),
-            "loss_mask": np.repeat(np.array([piece.logprobs is not None for piece in pieces], np.uint8), counts),
-            "logprobs": np.concatenate(
-                [
-                    silence[:count] if piece.logprobs is None else piece.logprobs
-                    for piece, count in zip(pieces, counts, strict=True)
-                ]
-            ),
-            "versions": self._spans(starts),
+            "loss_mask": drawn.view(np.uint8),
+            "logprobs": logprobs,
+            "versions": np.array(self.spans, np.int32).reshape(-1, 2),
         }
         if any(piece.routed_experts is not None for piece in pieces):
             arrays["routed_experts"] = self._routing(starts)
@@ -217,7 +207,8 @@ class Episode(msgspec.Struct):
         if not self.pieces or self.pieces[0].logprobs is not None:
             raise RemoteProtocolError("a kept episode does not begin with a prompt")
         if (
-            self.turn_tokens > self.generated_tokens
+            self.tokens != sum(len(piece.token_ids) for piece in self.pieces)
+            or self.turn_tokens > self.generated_tokens
             or len(self.replies) > len(self.completions)
             or len(self.turns) != len(self.completions) + bool(self.turn_tokens)
             or not all(0 <= index < len(self.pieces) for index in (self.tip, *self.turns))
@@ -241,6 +232,7 @@ class Episode(msgspec.Struct):
 
     def _append(self, piece: _Piece) -> None:
         self.pieces.append(piece)
+        self.tokens += len(piece.token_ids)
         self.tip = len(self.pieces) - 1
 
     def _path(self, index: int) -> list[_Piece]:
@@ -254,19 +246,6 @@ class Episode(msgspec.Struct):
     def _begin_turn(self) -> None:
         if len(self.turns) == len(self.completions):
             self.turns.append(self.tip)
-
-    def _spans(self, starts: list[int]) -> np.ndarray:
-        """int32[spans, 2]: from which token on, which version; one span for as long as the version stays the same."""
-        drawn = [
-            (start, piece.versions) for piece, start in zip(self.pieces, starts, strict=False) if len(piece.versions)
-        ]
-        if not drawn:
-            return NO_SPANS
-        spans = np.concatenate([versions for _, versions in drawn])
-        spans[:, 0] += np.repeat(np.array([start for start, _ in drawn], np.int32), [len(one) for _, one in drawn])
-        changed = np.ones(len(spans), bool)
-        np.not_equal(spans[1:, 1], spans[:-1, 1], out=changed[1:])
-        return spans[changed]
 
     def _branches(self, starts: list[int]) -> np.ndarray:
         """int32[stretches, 3]: branch, first token, token after the last. Branches in the order of their ends."""
