@@ -99,6 +99,8 @@ class RanksMachine(RuleBasedStateMachine):
                 case lead.Deliver(samples):
                     self.delivered.update(samples)
                     self.answers += 1
+                case lead.Discard(samples):
+                    assert not samples & set(self.lead.outstanding)
                 case lead.GiveBack(samples):
                     self.given_back.update(samples)
                     self.answers += 1

@@ -143,8 +143,8 @@ class Cadence:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do now, in this order; late news about dropped leases is counted and changes nothing."""
-        if self.left:
-            raise InvalidTransition(f"{type(event).__name__} after the end")
+        if self.left and isinstance(event, Heard):
+            raise InvalidTransition("something was heard after the end")
         match event:
             case Heard():
                 return self._on_heard(event, now)

@@ -84,7 +84,13 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Report the outcomes of these samples; what else was brought is late, and its payloads are nobody's."""
+    """Report the outcomes of these samples."""
+
+    samples: frozenset[SampleId]
+
+
+class Discard(msgspec.Struct, frozen=True):
+    """The outcomes of these samples come too late: their payloads are nobody's."""
 
     samples: frozenset[SampleId]
 
@@ -95,7 +101,7 @@ class GiveBack(msgspec.Struct, frozen=True):
     samples: tuple[SampleId, ...]
 
 
-Effect = AskLease | Command | Deliver | GiveBack | Finish
+Effect = AskLease | Command | Deliver | Discard | GiveBack | Finish
 
 
 class Lead:
@@ -187,10 +193,12 @@ class Lead:
         for sample in known:
             del self.outstanding[sample]
         self.reported += len(known)
-        self.branches["late_news"] += len(samples) - len(known)
-        if samples:
+        if known:
             self._answers_due += 1
             effects.append(Deliver(known))
+        if late := frozenset(samples) - known:
+            self.branches["late_news"] += len(late)
+            effects.append(Discard(late))
 
     def _on_rested(self) -> None:
         # It was said before this fetch's command was heard, so it holds if that did not call them to work.

@@ -28,6 +28,7 @@ from penstock.rollout.lead import Lead
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Brought = dict[SampleId, Rollout | FailedRollout]
 
 WORKING_TICK_S = 0.02
 """How long ranks that have nothing to do wait for leases before they tell each other their news."""
@@ -66,7 +67,7 @@ class GroupRunner:
         self._spawned: set[asyncio.Task[Any]] = set()
         self._asking: asyncio.Task[Any] | None = None
         self._changed = asyncio.Event()
-        self._brought: dict[SampleId, Rollout | FailedRollout] = {}
+        self._brought: Brought = {}
         self._discards: list[PayloadRef] = []
         self._manifest: Manifest | None = None
         self._counts: dict[int, dict[str, float]] = {}
@@ -190,7 +191,7 @@ class GroupRunner:
     def _decide(self, event: lead.Event) -> None:
         for effect in self.machine.handle(event, time.monotonic()):
             self._act(effect)
-        if self.machine.ending is not None and self._asking is not None:
+        if self.machine.ending is not None and self.machine.asking and self._asking is not None:
             self._asking.cancel()
         if not isinstance(event, lead.FetchDue | lead.OrdersTaken | flow.PrefetchSet):
             self._changed.set()
@@ -217,6 +218,8 @@ class GroupRunner:
                 self._asking.add_done_callback(self._calls.ask_ended)
             case lead.Deliver(samples):
                 self._spawn(self._deliver(samples, self._brought), "deliver")
+            case lead.Discard(samples):
+                self._discard(samples, self._brought)
             case lead.GiveBack(samples):
                 self._spawn(self._give_back(samples), "return leases")
             case flow.Finish(reason):
@@ -231,17 +234,19 @@ class GroupRunner:
         task.add_done_callback(self._spawned.discard)
         return task
 
-    async def _deliver(self, samples: frozenset[SampleId], brought: dict[SampleId, Rollout | FailedRollout]) -> None:
+    async def _deliver(self, samples: frozenset[SampleId], brought: Brought) -> None:
         rollouts = [one for one in brought.values() if one.sample in samples and isinstance(one, Rollout)]
         failures = [one for one in brought.values() if one.sample in samples and isinstance(one, FailedRollout)]
-        refused = set(brought) - samples
-        if rollouts or failures:
-            answer = await self._calls.deliver(rollouts, failures)
-            refused.update(answer.refused if answer is not None else ())
-        self._discards += [
-            one.payload for one in brought.values() if one.sample in refused and isinstance(one, Rollout)
-        ]
+        answer = await self._calls.deliver(rollouts, failures)
+        if answer is not None:
+            self._discard(frozenset(answer.refused), brought)
         self._decide(lead.DeskAnswered())
+
+    def _discard(self, samples: frozenset[SampleId], brought: Brought) -> None:
+        """The rank in whose ring it lies hears of it with the next fetch."""
+        self._discards += [
+            one.payload for one in brought.values() if one.sample in samples and isinstance(one, Rollout)
+        ]
 
     async def _give_back(self, samples: tuple[SampleId, ...]) -> None:
         await self._calls.give_back(samples)

@@ -1,0 +1,313 @@
+"""A group of ranks as threads of one process, with a scripted desk: failures, flips, stops and abandonment, quickly."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from test_rollout_runner import NumberedStore, ScriptedDesk, ToyWorkload, settings, until
+
+from penstock.errors import PeerLost, PenstockError, RunFailed
+from penstock.records.ids import Version
+from penstock.records.payload import PayloadRef
+from penstock.records.weights import Manifest
+from penstock.rollout import trace
+from penstock.rollout.io.group import GroupRunner
+from penstock.rollout.io.lockstep import Lockstep, Surroundings
+from penstock.rollout.io.rank_fetch import LastWords, News
+from penstock.runtime.offload import Offload
+
+RANKS = 2
+
+
+class Room:
+    """Where the ranks meet: what a process group and its store are to real ones."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(RANKS)
+        self.news: list[News] = [News()] * RANKS
+        self.words: LastWords | None = None
+
+
+class RoomFetch:
+    """The fetch of ranks that are threads."""
+
+    ranks = RANKS
+    timeout_s = 20.0
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self.rank = rank
+        self._room = room
+
+    def all_news(self, news: News) -> list[News]:
+        self._room.news[self.rank] = news
+        try:
+            self._room.barrier.wait(20)
+            everybody = list(self._room.news)
+            self._room.barrier.wait(20)
+        except threading.BrokenBarrierError:
+            raise self.blame() or PeerLost("nobody said why") from None
+        return everybody
+
+    def fail(self, error: PenstockError) -> None:
+        self._room.words = self._room.words or LastWords.of(error, self.rank)
+        self.leave()
+
+    def leave(self) -> None:
+        if self._room.words is not None:
+            self._room.barrier.abort()
+
+    def blame(self) -> PenstockError | None:
+        return self._room.words.error() if self._room.words is not None else None
+
+
+class Group:
+    """Two ranks at work."""
+
+    def __init__(self, desk: ScriptedDesk, workloads: list[Any], prefetch: bool, share: bool, **bounds: Any) -> None:
+        room = Room()
+        self.workloads = workloads
+        self.happened: list[tuple[int, str, Any]] = []
+        self.traces: list[trace.Trace] = []
+        self.runner = GroupRunner(desk, settings(prefetch, **bounds), interrupt=self.interrupt)
+        self.ranks = [
+            Lockstep(
+                workload,
+                NumberedStore(),
+                RoomFetch(room, rank),  # type: ignore[arg-type]
+                leader=self.runner if rank == 0 else None,
+                share=share,
+                surroundings=self.around(rank),
+            )
+            for rank, workload in enumerate(workloads)
+        ]
+        self.threads = Offload(RANKS, "ranks")
+        self.stepping: list[Future[None]] = [self.threads.submit(rank.run) for rank in self.ranks]
+        loop = asyncio.get_running_loop()
+        self.stepping[0].add_done_callback(lambda done: loop.call_soon_threadsafe(self.left, done))
+
+    def left(self, done: Future[None]) -> None:
+        if (error := done.exception()) is not None:
+            self.runner.broke(error)
+
+    def around(self, rank: int) -> Surroundings:
+        def note(what: str) -> Callable[..., None]:
+            return lambda said=None: self.happened.append((rank, what, said))
+
+        return Surroundings(
+            wait_for_weights=note("weights"),
+            announced=note("announced"),
+            discard=note("discard"),
+            rest=note("rest"),
+            wake=note("wake"),
+            traced=self.traces.append,
+        )
+
+    def interrupt(self) -> None:
+        for workload in self.workloads:
+            workload.gate.set()
+
+    def did(self, what: str) -> list[tuple[int, Any]]:
+        return [(rank, said) for rank, happened, said in self.happened if happened == what]
+
+
+@asynccontextmanager
+async def group(
+    desk: ScriptedDesk, *workloads: Any, prefetch: bool = True, share: bool = True, **bounds: Any
+) -> AsyncIterator[Group]:
+    made = Group(desk, list(workloads) or [ToyWorkload(), ToyWorkload()], prefetch, share, **bounds)
+    try:
+        yield made
+        made.runner.end()
+        for stepping in made.stepping:
+            await asyncio.wait_for(asyncio.wrap_future(stepping), 20)
+    finally:
+        made.interrupt()
+        made.threads.close(5.0)
+        made.runner.machine.check()
+        for rank in made.ranks:
+            rank.cadence.check()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("share", [False, True])
+async def test_every_sample_is_delivered_once_in_order(prefetch: bool, share: bool) -> None:
+    desk = ScriptedDesk(20)
+    async with group(desk, prefetch=prefetch, share=share) as made:
+        assert await made.runner.run() == "the prompts are exhausted"
+        assert [rollout.sample for rollout in desk.rollouts] == sorted(desk.settled()) or share
+        assert desk.settled() == list(range(40))
+        generated = [[prompt for batch in workload.generated for prompt in batch] for workload in made.workloads]
+        everything = list(range(20))
+        assert generated == ([everything[0::2], everything[1::2]] if share else [everything, everything])
+        assert made.did("weights"), "nothing is generated before its weights are there"
+        assert all(rollout.times.generate_s >= 0 and rollout.times.waited_s >= 0 for rollout in desk.rollouts)
+
+
+@pytest.mark.parametrize("hook", ["prepare", "collate", "generate", "postprocess"])
+async def test_a_raising_hook_costs_that_prompt_alone_when_work_is_shared(hook: str) -> None:
+    desk = ScriptedDesk(12)
+    async with group(desk, ToyWorkload(), ToyWorkload(hook, frozenset({5, 6}))) as made:
+        await made.runner.run()
+    assert [failure.sample for failure in desk.failures] == [10, 11], "prompt 6 belongs to the rank that is sound"
+    assert all(f"{hook} broke on purpose" in failure.error for failure in desk.failures)
+    assert desk.settled() == list(range(24))
+
+
+async def test_prefetch_flips_on_all_ranks_at_once_while_running() -> None:
+    desk = ScriptedDesk(40)
+    async with group(desk, prefetch=False) as made:
+        desk.prefetch = None
+
+        async def delivering() -> None:
+            desk.prefetch = None if len(desk.rollouts) < 16 else len(desk.rollouts) < 40
+
+        desk.delivering = delivering
+        await made.runner.run()
+        assert desk.settled() == list(range(80))
+        for rank in made.ranks:
+            branches = rank.cadence.branches
+            assert branches["prefetch_on"] == 1
+            assert branches["prefetch_off"] == 1
+            assert branches["fetch_plain"]
+            assert branches["fetch_ahead"]
+
+
+async def test_a_stop_while_the_line_is_full_returns_it_and_finishes_the_engines() -> None:
+    desk = ScriptedDesk(1000)
+    slow = [ToyWorkload(), ToyWorkload()]
+    for workload in slow:
+        workload.gate.clear()
+    async with group(desk, *slow) as made:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(made.runner.run())
+            await until(lambda: all(workload.entered.is_set() for workload in slow) and not made.runner.machine.asking)
+            made.runner.stop("told to")
+            await until(lambda: desk.returned)  # what waits for the next fetch goes back at once
+            made.interrupt()
+        assert running.result() == "told to"
+        assert desk.settled() == list(range(2 * desk.issued))
+        assert len(desk.rollouts) == 4, "the batch in the engines was finished"
+        assert {rank for rank, _ in made.did("rest")} == {0, 1}
+
+
+async def test_abandoning_gives_everything_back_at_once_and_drops_what_comes_late() -> None:
+    desk = ScriptedDesk(1000)
+    stuck = [ToyWorkload(), ToyWorkload()]
+    for workload in stuck:
+        workload.gate.clear()
+    async with group(desk, *stuck) as made:
+        made.runner._interrupt = lambda: None
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(made.runner.run())
+            await until(lambda: all(workload.entered.is_set() for workload in stuck))
+            made.runner.abandon("no time")
+            await until(lambda: desk.returned and len(desk.returned) == 2 * desk.issued)
+            made.interrupt()  # and the engines come back only now
+        assert running.result() == "no time"
+        assert not desk.rollouts
+        assert made.runner.statistics()["branch_late_news"] == 4
+        for rank in range(RANKS):  # their payloads are nobody's
+            await until(lambda rank=rank: sum(len(refs) for one, refs in made.did("discard") if one == rank) == 4)
+
+
+async def test_ranks_that_do_not_come_to_rest_are_given_up() -> None:
+    desk = ScriptedDesk(1000)
+    stuck = [ToyWorkload(), ToyWorkload()]
+    stuck[1].gate.clear()
+    async with group(desk, *stuck) as made:
+        made.runner._interrupt = lambda: None
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(raised(made.runner.run()))
+            await until(stuck[1].entered.is_set)
+            made.runner.abandon("no time")
+        error = running.result()
+        assert isinstance(error, PeerLost)
+        assert "did not come to rest" in str(error)
+        assert len(desk.returned) == 2 * desk.issued
+        made.interrupt()
+
+
+async def raised(work: Any) -> BaseException | None:
+    try:
+        await work
+    except PenstockError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("share", [False, True])
+async def test_an_error_that_is_no_prompts_fault_fails_every_rank_with_it(share: bool) -> None:
+    desk = ScriptedDesk(1000)
+    made = Group(desk, [ToyWorkload(), ToyWorkload("generate", frozenset({5}), RunFailed)], True, share)
+    error = await raised(made.runner.run())
+    assert isinstance(error, RunFailed)
+    assert "rank 1: generate broke on purpose" in str(error)
+    for stepping in made.stepping:
+        assert isinstance(await raised(asyncio.wait_for(asyncio.wrap_future(stepping), 20)), RunFailed)
+    assert desk.settled() == list(range(2 * desk.issued)), "every lease went back"
+    made.threads.close(5.0)
+
+
+async def test_a_desk_that_is_lost_ends_the_group() -> None:
+    desk = ScriptedDesk(1000)
+
+    async def lost() -> None:
+        raise PeerLost("the controller is gone")
+
+    desk.delivering = lost
+    async with group(desk) as made:
+        error = await raised(made.runner.run())
+        assert isinstance(error, PeerLost)
+        assert "the controller is gone" in str(error)
+
+
+async def test_ranks_rest_between_two_runs_and_hear_of_weights_and_payloads_meanwhile() -> None:
+    desk = ScriptedDesk(8)
+    manifest = Manifest(Version(3), "lineage", "digest", (), "weights/3")
+    async with group(desk) as made:
+        await made.runner.run()
+        made.runner.announce(manifest)
+        await until(lambda: len(made.did("announced")) == RANKS)
+        assert {said for _, said in made.did("announced")} == {manifest}
+        rested = len(made.did("rest"))
+        desk.prompts = 16
+        await made.runner.run()
+        assert len(made.did("wake")) >= RANKS
+        assert len(made.did("rest")) == rested + RANKS
+        assert desk.settled() == list(range(32))
+
+
+async def test_what_the_desk_refuses_is_discarded_in_the_ring_it_lies_in() -> None:
+    desk = ScriptedDesk(4)
+    deliver = desk.deliver
+
+    async def refusing(rollouts: Any, failures: Any, returned: Any) -> Any:
+        answer = await deliver(rollouts, failures, returned)
+        return type(answer)(refused=tuple(rollout.sample for rollout in rollouts))
+
+    desk.deliver = refusing  # type: ignore[method-assign]
+    async with group(desk) as made:
+        await made.runner.run()
+        await until(lambda: sum(len(refs) for rank, refs in made.did("discard") if rank == 1) == 8)
+        assert all(isinstance(ref, PayloadRef) for _, refs in made.did("discard") for ref in refs)
+
+
+async def test_traces_of_every_rank_tell_what_happened() -> None:
+    desk = ScriptedDesk(12)
+    async with group(desk) as made:
+        await made.runner.run()
+        kinds = {type(told) for told in made.traces}
+        assert kinds >= {trace.BranchesTaken, trace.QueueSampled, trace.GenerateEntered, trace.GenerateLeft}
+        asked = [told for told in made.runner._tracing.traces if isinstance(told, trace.LeaseAnswered)]
+        assert sum(told.granted_samples for told in asked) == 24
+        assert asked[-1].verdict == "exhausted"
+        await until(lambda: made.runner.statistics().get("batches", 0) >= 6)
+        told = made.runner.statistics()
+        assert told["delivered_samples"] == 24
+        assert told["branch_lease_exhausted"] == 1
