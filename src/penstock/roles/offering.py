@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.config.devices import devices_of
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.roles.movers import ucx_for
@@ -79,4 +80,6 @@ def offering(process: RoleProcess, lineage: str) -> Iterator[Offering]:
             servers.append(meeting)
             places["meeting"] = meeting.address
         publisher = Publisher(process.run.root, lineage, weights.keep, pipeline=pipeline.name, **places)  # type: ignore[arg-type]
-        yield Offering(publisher, servers, DeviceExport(process.run.root) if weights.mover == "auto" else None)
+        # A device that is shared must be given back empty after each step: no version may stay on it.
+        stays = weights.mover == "auto" and not devices_of(process.config).placements[pipeline.name].train_is_shared
+        yield Offering(publisher, servers, DeviceExport(process.run.root) if stays else None)
