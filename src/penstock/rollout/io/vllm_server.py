@@ -94,6 +94,8 @@ def environment(settings: ServerSettings) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(settings.cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        # Clients drop an idle connection long before: the server must not, just as a request is sent over it.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(settings.threads),
         "PENSTOCK_OWNS_VLLM": "1",  # for the plugin, which is loaded by every vLLM of that environment
