@@ -1,15 +1,18 @@
 """Payloads between two processes, by every carrier, beside what the machine itself can do.
 
-A producer process writes into its ring and serves it; this process reads. Ours and its peer take turns, payload by
-payload, so that both meet the same noise. What is timed:
+A producer process writes into its ring and serves it; this process reads. Ours and its peers take turns, payload by
+payload and each first as often as the others, so that all meet the same noise and the same caches. What is timed:
 
     shm       write into the ring + take + finalise          beside one memcpy of the same bytes by the producer, into
                                                              private memory (huge pages) and into /dev/shm (4 KB pages)
-    tcp       request to acknowledged, digest-checked body   beside a blocking socket that sends on request, and ZeroMQ
+    tcp       request to complete, digest-checked body,      beside a blocking socket that sends on request, and ZeroMQ
+              and the word that it was used
     ucxx      the same                                       beside bare UCX with one request and one tagged message
 
-Shared memory is timed eight payloads in a row (of 128 MB: one), the wires one by one and eight at a time, all from
-memory that is in no cache. Ratios are ours to the peer in bytes per second (of the medians): 1 is as fast as the peer.
+As a trainer does, this process ends payloads eight at a time (of 128 MB: one), and takes them so from shared memory: an
+eighth of what that costs is part of every payload's time. The memory that is read is in no cache, ours and the peers';
+all memory that is written was written before.
+Ratios are ours to the peer in bytes per second (of the medians): 1 is as fast as the peer.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from penstock.payload.io.reader import RingReader
+from penstock.payload.io.reader import Lease, RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
-from penstock.payload.io.tcp_client import TcpClient
+from penstock.payload.io.tcp_client import TcpWire
+from penstock.payload.io.wire_client import WireClient
 from penstock.records.payload import PayloadRef, RingAddress
 
 KB, MB = 1 << 10, 1 << 20
@@ -56,12 +60,12 @@ ASK = struct.Struct("<Q")
 
 
 class Written(NamedTuple):
-    """Payloads in the ring, how long writing took, and how long memcpys of as many bytes took right afterwards."""
+    """Payloads in the ring, how long writing each took, and how long memcpys of as many bytes took in between."""
 
     refs: list[PayloadRef]
-    seconds: float
-    private_s: float
-    shared_s: float
+    seconds: list[float]
+    private_s: list[float]
+    shared_s: list[float]
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -86,6 +90,18 @@ def shared_array(size: int) -> np.ndarray:
 # The producer's process
 
 
+class Source:
+    """Bytes to send. Walks through more memory than caches hold: nobody is to find what the one before left there."""
+
+    def __init__(self, largest: int) -> None:
+        self._bytes = np.tile(np.frombuffer(os.urandom(16 * MB), np.uint8), max(8, 2 * largest // (16 * MB)))
+        self._at = 0
+
+    def next(self, size: int) -> np.ndarray:
+        self._at = self._at + size if self._at + 2 * size <= len(self._bytes) else 0
+        return self._bytes[self._at : self._at + size]
+
+
 class Producer:
     """Answers orders on a pipe; everything it serves is also served by the peers, from the same kind of memory."""
 
@@ -93,8 +109,7 @@ class Producer:
         capacity = max(64 * MB, (CONCURRENCY + 1) * min(largest, 16 * MB), 2 * largest)
         self.ring = Ring.create("benchmark", capacity_bytes=capacity, slots=256)
         self.bare_ring = Ring.create("benchmark", capacity_bytes=capacity, slots=256, digests=False)
-        self.source = np.tile(np.frombuffer(os.urandom(16 * MB), np.uint8), max(8, largest // (16 * MB)))
-        self.at = 0
+        self.source = Source(largest)
         self.private = np.ones(capacity, np.uint8)
         self.shared = shared_array(capacity)
         self.tcp = TcpServer(self.ring.name, TOKEN, ports=(0, 0))
@@ -119,24 +134,18 @@ class Producer:
 
     def write(self, size: int, count: int, digests: bool) -> Written:
         ring = self.ring if digests else self.bare_ring
-        refs: list[PayloadRef] = []
-        seconds = timed(
-            lambda: refs.extend(ring.write([body.data], timeout_s=DEADLINE_S) for body in self.bodies(size, count))
-        )
-        return Written(refs, seconds, self.memcpy(self.private, size, count), self.memcpy(self.shared, size, count))
-
-    def memcpy(self, target: np.ndarray, size: int, count: int) -> float:
-        """The same bytes to as many places."""
-        places = [target[number * size : (number + 1) * size] for number in range(count)]
-        return timed(lambda: [copy(place, body) for place, body in zip(places, self.bodies(size, count), strict=True)])
-
-    def bodies(self, size: int, count: int) -> list[np.ndarray]:
-        return [self.next_body(size) for _ in range(count)]
-
-    def next_body(self, size: int) -> np.ndarray:
-        """Walks through more memory than the caches hold: nobody is to copy what the one before left there."""
-        self.at = self.at + size if self.at + 2 * size <= len(self.source) else 0
-        return self.source[self.at : self.at + size]
+        written = Written([], [], [], [])
+        for number in range(count):
+            place = slice(number * size, (number + 1) * size)
+            turns: list[tuple[list[float], Callable[[np.ndarray], object]]] = [
+                (written.seconds, lambda body: written.refs.append(ring.write([body.data], timeout_s=DEADLINE_S))),
+                (written.private_s, lambda body, place=place: copy(self.private[place], body)),
+                (written.shared_s, lambda body, place=place: copy(self.shared[place], body)),
+            ]
+            for seconds, action in turns[number % 3 :] + turns[: number % 3]:
+                body = self.source.next(size)
+                seconds.append(timed(lambda action=action, body=body: action(body)))
+        return written
 
     def close(self) -> None:
         self.tcp.close()
@@ -162,7 +171,7 @@ def produce(pipe: Connection, largest: int) -> None:
         producer.close()
 
 
-def serve_plain(source: np.ndarray) -> int:
+def serve_plain(source: Source) -> int:
     """The peer of TCP: a blocking socket that sends as many bytes as it is asked for."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -170,7 +179,7 @@ def serve_plain(source: np.ndarray) -> int:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connection:
             while ask := connection.recv(ASK.size):
-                connection.sendall(source[: ASK.unpack(ask)[0]].data)
+                connection.sendall(source.next(ASK.unpack(ask)[0]).data)
 
     def accept() -> None:
         while True:
@@ -181,7 +190,7 @@ def serve_plain(source: np.ndarray) -> int:
     return listener.getsockname()[1]
 
 
-def serve_zmq(source: np.ndarray) -> int:
+def serve_zmq(source: Source) -> int:
     import zmq  # pyright: ignore[reportMissingImports]
 
     replier = zmq.Context.instance().socket(zmq.REP)
@@ -190,13 +199,13 @@ def serve_zmq(source: np.ndarray) -> int:
     def serve() -> None:
         while True:
             (size,) = ASK.unpack(replier.recv())
-            replier.send(source[:size].data, copy=False)
+            replier.send(source.next(size).data, copy=False)
 
     threading.Thread(target=serve, daemon=True).start()
     return port
 
 
-def serve_raw_ucxx(source: np.ndarray) -> int:
+def serve_raw_ucxx(source: Source) -> int:
     """The peer of our UCX carrier: one request on the stream, one tagged message back, no checks of anything."""
     from penstock.payload.io.ucxx_core import Transfer, Worker, body_send, core, stream_receive
 
@@ -206,22 +215,22 @@ def serve_raw_ucxx(source: np.ndarray) -> int:
     def serve() -> None:
         worker = Worker()
         endpoints: list[Any] = []
+        asked: list[tuple[Any, Transfer]] = []
+        sending: list[Transfer] = []
         listener = core.UCXListener.create(worker.ucx, 0, endpoints.append, deliver_endpoint=True)
         ports.append(listener.port)
         bound.set()
-        while not endpoints:
-            worker.wait(1.0)
-
-        def finish(transfer: Transfer) -> Transfer:
-            while not transfer.done:
-                worker.wait(1.0)
-            transfer.check()
-            return transfer
-
         while True:
-            ask = finish(stream_receive(endpoints[0], ASK.size)).memory[0]
-            assert isinstance(ask, bytearray)
-            finish(body_send(endpoints[0], source[: ASK.unpack(ask)[0]].data, 1))
+            worker.wait(1.0)
+            while endpoints:
+                asked.append((endpoints[0], stream_receive(endpoints.pop(0), ASK.size)))
+            sending = [transfer for transfer in sending if not transfer.done]
+            for number, (endpoint, transfer) in enumerate(asked):
+                if transfer.done:
+                    ask = transfer.memory[0]
+                    assert isinstance(ask, bytearray)
+                    sending.append(body_send(endpoint, source.next(ASK.unpack(ask)[0]).data, 1))
+                    asked[number] = (endpoint, stream_receive(endpoint, ASK.size))
 
     threading.Thread(target=serve, daemon=True).start()
     bound.wait(10)
@@ -286,7 +295,7 @@ class RawUcxx:
     def close(self) -> None:
         from penstock.payload.io.ucxx_core import close
 
-        close(self._endpoint, [])
+        close(self._worker, self._endpoint, [])
 
 
 class Rows:
@@ -350,19 +359,19 @@ class Bench:
         described = self.pipe.recv()
         self.address: RingAddress = described["address"]
         self.buffers = Buffers()
-        self.tcp = TcpClient(TOKEN, self.buffers)
+        self.tcp = WireClient(TcpWire(), TOKEN, self.buffers)
         self.readers = {
             True: RingReader.attach(self.address.ring, label="benchmark"),
             False: RingReader.attach(described["bare"], label="benchmark", verify=False),
         }
         self.plain = [PlainSocket(described["plain"], max(sizes)) for _ in range(CONCURRENCY)]
         self.zmq = ZeroMq(described["zmq"]) if HAS_ZMQ else None
-        self.raw_ucxx = RawUcxx(described["raw_ucxx"], max(sizes)) if HAS_UCXX else None
+        self.raw_ucxx = [RawUcxx(described["raw_ucxx"], max(sizes)) for _ in range(CONCURRENCY)] if HAS_UCXX else []
         self.ucxx: Any = None
         if HAS_UCXX:
-            from penstock.payload.io.ucxx_client import UcxxClient
+            from penstock.payload.io.ucxx_client import UcxxWire
 
-            self.ucxx = UcxxClient(TOKEN, self.buffers)
+            self.ucxx = WireClient(UcxxWire(), TOKEN, self.buffers)
 
     def close(self) -> None:
         self.pipe.send(("stop",))
@@ -371,7 +380,7 @@ class Bench:
         self.tcp.close()
         if self.ucxx:
             self.ucxx.close()
-        for peer in [*self.plain, self.zmq, self.raw_ucxx]:
+        for peer in [*self.plain, self.zmq, *self.raw_ucxx]:
             if peer is not None:
                 peer.close()
         for reader in self.readers.values():
@@ -385,10 +394,14 @@ class Bench:
         self.pipe.send(("cpu",))
         return self.pipe.recv() + time.process_time()
 
-    def read_wire(self, client: Any, ref: PayloadRef) -> None:
+    def read(self, client: WireClient, ref: PayloadRef) -> None:
         answer = client.read(self.address, ref, time.monotonic() + DEADLINE_S, set(), Cancellation())
         assert isinstance(answer, Received), answer
         self.buffers.give_back(answer.memory)
+
+    def consume(self, client: WireClient, refs: list[PayloadRef]) -> None:
+        failure = client.consume(self.address, refs, time.monotonic() + DEADLINE_S, set(), Cancellation())
+        assert failure is None, failure
 
     def rounds(self, size: int) -> int:
         """As many as the budget allows at one gigabyte per second, within reason."""
@@ -397,58 +410,78 @@ class Bench:
     def shared_memory(self, digests: bool) -> None:
         name = f"shm, digests {'on' if digests else 'off'}"
         for size in self.sizes:
-            count = 1 if size > 16 * MB else CONCURRENCY
+            count = at_once(size)
             ours: list[float] = []
-            peers: list[Written] = []
-            for _ in range(max(5, self.rounds(size) // count) + 2):
+            private: list[float] = []
+            shared: list[float] = []
+            for number in range(max(6, self.rounds(size) // count) + 1):
                 written = self.write(size, count, digests)
                 read_s = timed(lambda refs=written.refs: self.take_all(digests, refs))
-                ours.append((written.seconds + read_s) / count)
-                peers.append(written)
-            timing = Timing.of(size, ours[2:])
-            private = Timing.of(size, [peer.private_s / count for peer in peers[2:]])
-            shared = Timing.of(size, [peer.shared_s / count for peer in peers[2:]])
-            self.rows.add(name, size, timing, "memcpy", private)
-            self.rows.add(name, size, timing, "memcpy to shm", shared)
+                if number:  # the first one touches the memory
+                    ours += [write_s + read_s / count for write_s in written.seconds]
+                    private += written.private_s
+                    shared += written.shared_s
+            self.rows.add(name, size, Timing.of(size, ours), "memcpy", Timing.of(size, private))
+            self.rows.add(name, size, Timing.of(size, ours), "memcpy to shm", Timing.of(size, shared))
 
     def take_all(self, digests: bool, refs: list[PayloadRef]) -> None:
-        for ref in refs:
-            assert self.readers[digests].take(ref).consumed()
+        reader = self.readers[digests]
+        leases = [lease for lease in reader.take_all(refs) if isinstance(lease, Lease)]
+        assert len(leases) == len(refs)
+        assert reader.finalise(leases, "consume") == 0
 
-    def wire(self, name: str, client: Any, peers: dict[str, Callable[[int], None]]) -> None:
+    def wire(self, name: str, client: WireClient, peers: dict[str, Callable[[int], None]]) -> None:
         for size in self.sizes:
+            count = at_once(size)
             ours: list[float] = []
             theirs: dict[str, list[float]] = {peer: [] for peer in peers}
-            cpu_s = 0.0
-            rounds = self.rounds(size) + 2
-            for _ in range(rounds):
-                (ref,) = self.write(size).refs
-                busy = self.cpu_s()
-                ours.append(timed(lambda ref=ref: self.read_wire(client, ref)))
-                cpu_s += self.cpu_s() - busy
-                for peer, read in peers.items():
-                    theirs[peer].append(timed(lambda read=read, size=size: read(size)))
-            cpu_per_gb = cpu_s / (rounds * size / 1e9)
+            cpu_s: list[float] = []
+            for number in range(max(4, self.rounds(size) // count) + 1):
+                refs = self.write(size, count).refs
+                mine: list[float] = []
+                if number % 4 == 1:  # by ourselves, for the sake of the processor's time
+                    busy = self.cpu_s()
+                    mine += [timed(lambda ref=ref: self.read(client, ref)) for ref in refs]
+                    cpu_s.append((self.cpu_s() - busy) / count)
+                else:
+                    for turn, ref in enumerate(refs):
+                        turns = [(mine, lambda ref=ref: self.read(client, ref))]
+                        turns += [
+                            (theirs[peer], lambda read=read, size=size: read(size)) for peer, read in peers.items()
+                        ]
+                        first = (turn + number) % len(turns)
+                        for seconds, action in turns[first:] + turns[:first]:
+                            seconds.append(timed(action))
+                told_s = timed(lambda refs=refs: self.consume(client, refs))
+                if number % 4 != 1:
+                    ours += [read_s + told_s / count for read_s in mine]
             for peer, seconds in theirs.items():
-                self.rows.add(name, size, Timing.of(size, ours[2:]), peer, Timing.of(size, seconds[2:]), cpu_per_gb)
+                timing = Timing.of(size, ours[count:])
+                cpu_per_gb = statistics.median(cpu_s) / (size / 1e9)
+                self.rows.add(name, size, timing, peer, Timing.of(size, seconds[count:]), cpu_per_gb)
 
-    def concurrent_tcp(self) -> None:
+    def concurrent(self, name: str, client: WireClient, peer_name: str, peers: list[Any]) -> None:
         """Eight payloads at a time over eight connections."""
         with ThreadPoolExecutor(CONCURRENCY) as threads:
             for size in [size for size in self.sizes if size <= 16 * MB]:
-                ours, peer = [], []
-                for _ in range(max(5, self.rounds(size) // CONCURRENCY)):
+                ours: list[float] = []
+                theirs: list[float] = []
+                for number in range(max(6, self.rounds(size) // CONCURRENCY) + 1):
                     refs = self.write(size, CONCURRENCY).refs
-                    began = time.perf_counter()
-                    list(threads.map(lambda ref: self.read_wire(self.tcp, ref), refs))
-                    ours.append(time.perf_counter() - began)
-                    began = time.perf_counter()
-                    list(threads.map(lambda plain, size=size: plain.read(size), self.plain))
-                    peer.append(time.perf_counter() - began)
+
+                    def read_all(refs: list[PayloadRef] = refs) -> None:
+                        list(threads.map(lambda ref: self.read(client, ref), refs))
+                        self.consume(client, refs)
+
+                    def read_peers(size: int = size) -> None:
+                        list(threads.map(lambda one: one.read(size), peers))
+
+                    turns = [(ours, read_all), (theirs, read_peers)]
+                    for seconds, action in turns if number % 2 else reversed(turns):
+                        seconds.append(timed(action))
                 total = size * CONCURRENCY
-                self.rows.add(
-                    f"tcp x{CONCURRENCY}", size, Timing.of(total, ours[1:]), "plain sockets", Timing.of(total, peer[1:])
-                )
+                timing, peer = Timing.of(total, ours[1:]), Timing.of(total, theirs[1:])
+                self.rows.add(f"{name} x{CONCURRENCY}", size, timing, peer_name, peer)
 
     def idle_cpu(self, seconds: float) -> float:
         """Share of a core that the producer's idle servers use."""
@@ -468,7 +501,7 @@ class Bench:
                 ours, peer = [], []
                 for _ in range(min(20, self.rounds(size))):
                     written = self.write(size)
-                    ours.append(written.seconds + timed(lambda refs=written.refs: self.take_all(True, refs)))
+                    ours.append(written.seconds[0] + timed(lambda refs=written.refs: self.take_all(True, refs)))
                     peer.append(timed(lambda body=body: ray.get(ray.put(body))))
                 self.rows.add("shm, digests on", size, Timing.of(size, ours), "ray put+get", Timing.of(size, peer))
         finally:
@@ -481,11 +514,16 @@ class Bench:
         if self.zmq is not None:
             peers["ZeroMQ"] = self.zmq.read
         self.wire("tcp", self.tcp, peers)
-        self.concurrent_tcp()
-        if self.raw_ucxx is not None:
-            self.wire("ucxx", self.ucxx, {"raw UCX": self.raw_ucxx.read})
+        self.concurrent("tcp", self.tcp, "plain sockets", self.plain)
+        if self.raw_ucxx:
+            self.wire("ucxx", self.ucxx, {"raw UCX": self.raw_ucxx[0].read})
+            self.concurrent("ucxx", self.ucxx, "raw UCX", self.raw_ucxx)
         if HAS_RAY:
             self.ray_store()
+
+
+def at_once(size: int) -> int:
+    return 1 if size > 16 * MB else CONCURRENCY
 
 
 def size_text(size: int) -> str:

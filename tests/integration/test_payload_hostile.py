@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import socket
@@ -17,19 +18,22 @@ import psutil
 import pytest
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale
-from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, hello, request
+from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, consume, hello, read
 from penstock.payload.io.fetch import BatchFetcher
+from penstock.payload.io.mapping import Mapping
 from penstock.payload.io.prefetch import Prefetcher
 from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
-from penstock.payload.io.tcp_client import TcpClient
+from penstock.payload.io.tcp_client import TcpWire
+from penstock.payload.io.wire_client import WireClient
 from penstock.payload.retry import Failure, RetryPolicy
 from penstock.records.payload import PayloadRef
 
-LIMITS = ExchangeLimits(hello_s=0.3, idle_s=0.5, send_s=0.3, send_bytes_per_s=1e9, ack_s=0.3)
-PATIENT = ExchangeLimits(hello_s=60, idle_s=60, send_s=60, ack_s=60)
+needs_ucxx = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="the extra `ucxx` is not installed")
+LIMITS = ExchangeLimits(hello_s=0.3, idle_s=0.5, send_s=0.3, send_bytes_per_s=1e9)
+PATIENT = ExchangeLimits(hello_s=60, idle_s=60, send_s=60)
 
 
 class World:
@@ -53,7 +57,7 @@ class World:
         return server
 
     def read(self, server: TcpServer, ref: PayloadRef, timeout_s: float = 10.0) -> Received | Failure:
-        client = TcpClient("secret", Buffers())
+        client = WireClient(TcpWire(), "secret", Buffers())
         try:
             address = self.ring.address(host_id="elsewhere", tcp_ports=server.ports)
             return client.read(address, ref, time.monotonic() + timeout_s, set(), Cancellation())
@@ -153,33 +157,54 @@ def test_dribbling_extends_no_deadline(world: World) -> None:
 def test_a_client_that_does_not_read_is_cut_off_and_the_payload_stays(world: World) -> None:
     server = world.serve()
     ref = world.ring.write([bytes(12 << 20)], timeout_s=5)
-    with connected(server, hello("secret") + request(ref)):
+    with connected(server, hello("secret") + read(ref)):
         eventually(lambda: world.ring.statistics().reading == 1)
         eventually(lambda: world.ring.statistics().ready == 1)
-        assert server.statistics().released == 1
+        assert server.statistics().broken_off == 1
     assert isinstance(world.read(server, ref), Received)
 
 
-def test_without_an_acknowledgement_nothing_is_consumed(world: World) -> None:
+def test_sent_is_not_consumed_and_saying_so_twice_does_no_harm(world: World) -> None:
     server = world.serve()
     ref = world.ring.write([b"unacknowledged"], timeout_s=5)
-    with connected(server, hello("secret") + request(ref)) as connection:
-        assert receive(connection, STATUS.size + 14).endswith(b"unacknowledged")
-    eventually(lambda: world.ring.statistics().ready == 1)
-    answer = world.read(server, ref)
-    assert isinstance(answer, Received)
-    eventually(lambda: world.ring.statistics().free == 32)
+    for _ in range(2):
+        with connected(server, hello("secret") + read(ref)) as connection:
+            assert receive(connection, STATUS.size + 14).endswith(b"unacknowledged")
+        eventually(lambda: world.ring.statistics().ready == 1)
+    with connected(server, hello("secret") + consume([ref, ref]) + consume([ref])) as connection:
+        assert receive(connection, 2 * STATUS.size) == 2 * STATUS.pack(Code.OK, 0)
+    assert world.ring.statistics().free == 32
+    assert server.statistics().consumed == 1
+
+
+def test_a_consumption_that_cannot_be_done_is_not_confirmed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.payload.io.mapping.SLOT_LOCK_TIMEOUT_S", 0.01)
+    server = world.serve(PATIENT)
+    ref = world.ring.write([b"x"], timeout_s=5)
+    stopped = Mapping.open(world.ring.name, world.directory)
+    stopped.lock(ref.slot)
+    with connected(server, hello("secret") + consume([ref])) as connection:
+        assert is_ended(connection)
+    stopped.unlock(ref.slot)
+    stopped.close()
+    assert world.ring.statistics().ready == 1
 
 
 def test_a_fresh_connection_is_served_while_the_first_is_still_sending(world: World) -> None:
     server = world.serve(PATIENT)
     ref = world.ring.write([os.urandom(12 << 20)], timeout_s=5)
-    with connected(server, hello("secret") + request(ref)):
+    with connected(server, hello("secret") + read(ref)):
         eventually(lambda: world.ring.statistics().reading == 1)
         assert isinstance(world.read(server, ref), Received)
-        eventually(lambda: world.ring.statistics().free == 32)
+        with connected(server, hello("secret") + consume([ref])) as other:
+            assert receive(other, STATUS.size) == STATUS.pack(Code.OK, 0)
+        assert world.ring.statistics().free == 32
+        successor = world.ring.write([b"next"], timeout_s=5)
     eventually(lambda: server.statistics().orphans == 1)  # the first one's release came too late
-    assert world.ring.statistics().free == 32
+    assert world.ring.statistics().ready == 1
+    answer = world.read(server, successor)
+    assert isinstance(answer, Received)
+    assert bytes(answer.view) == b"next"
 
 
 def test_a_flood_of_strangers_keeps_no_client_out(world: World) -> None:
@@ -198,9 +223,8 @@ def test_known_clients_are_not_thrown_out_for_strangers(world: World) -> None:
     with connected(server, hello("secret")) as first, connected(server, hello("secret")) as second:
         refs = [world.ring.write([bytes([number])], timeout_s=5) for number in range(2)]
         for connection, ref in ((first, refs[0]), (second, refs[1])):
-            connection.sendall(request(ref))
+            connection.sendall(read(ref))
             assert len(receive(connection, STATUS.size + 1)) == STATUS.size + 1
-            connection.sendall(b"\x01")
         with connected(server) as stranger:
             assert is_ended(stranger)
         assert server.statistics().connections == 2
@@ -261,6 +285,32 @@ def test_a_lying_server_is_an_exact_failure(world: World, answer: bytes) -> None
         assert report.missing[ref].kind in ("protocol", "corrupt", "truncated", "reset")
         fetcher.close()
     assert world.ring.statistics().ready == 1
+
+
+@needs_ucxx
+def test_a_ucxx_server_on_loopback_is_out_of_reach_from_elsewhere(world: World) -> None:
+    addresses = [
+        one.address for group in psutil.net_if_addrs().values() for one in group if one.family == socket.AF_INET
+    ]
+    outside = next((address for address in addresses if not address.startswith("127.")), None)
+    if outside is None:
+        pytest.skip("this machine has no other address than loopback")
+    from penstock.payload.io.ucxx import UcxxServer
+
+    ref = world.ring.write([b"private"], timeout_s=5)
+    server = UcxxServer(world.ring.name, "secret", host="127.0.0.1", directory=world.directory)
+    policy = RetryPolicy(call_s=2, slot_s=5, batch_s=6, rounds=1)
+    fetcher = BatchFetcher(
+        host_id="elsewhere", token="secret", carrier="ucxx", directory=world.directory, policy=policy
+    )
+    report = fetcher.fetch([ref], [world.ring.address(host_id="here", host=outside, ucxx_ports=server.ports)])
+    assert report.missing[ref].kind in ("refused", "reset", "timed_out")
+    assert server.statistics().accepted == 0
+    report = fetcher.fetch([ref], [world.ring.address(host_id="here", host="127.0.0.1", ucxx_ports=server.ports)])
+    assert bytes(report.views[ref]) == b"private"
+    report.consumed()
+    fetcher.close()
+    server.close()
 
 
 # Defects other transports had
@@ -408,7 +458,7 @@ def test_an_idle_server_uses_no_cpu(tmp_path: Path, carrier: str) -> None:
 def test_a_server_closes_in_the_middle_of_everything(world: World) -> None:
     server = world.serve(PATIENT)
     ref = world.ring.write([bytes(12 << 20)], timeout_s=5)
-    with connected(server), connected(server, hello("secret")), connected(server, hello("secret") + request(ref)):
+    with connected(server), connected(server, hello("secret")), connected(server, hello("secret") + read(ref)):
         eventually(lambda: world.ring.statistics().reading == 1)
         server.close(timeout_s=10)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("payload")]

@@ -8,23 +8,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.errors import InvalidTransition, RemoteProtocolError
 from penstock.payload.exchange import (
+    REQUEST,
     STATUS,
     BodySent,
     Code,
     ConnectionFailed,
+    ConsumeSlots,
     Effect,
     Event,
     ExchangeState,
-    FinaliseSlot,
     Received,
+    ReleaseSlot,
     SendBody,
     ServerExchange,
     SlotRefused,
+    SlotsConsumed,
     SlotTaken,
     TakeSlot,
+    consume,
     hello,
     parse_status,
-    request,
+    read,
 )
 from penstock.payload.ports import CallFailed as PortFailed
 from penstock.payload.ports import CallSucceeded as PortSucceeded
@@ -182,21 +186,25 @@ TestRetry = RetryMachine.TestCase
 TestRetry.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 REF = PayloadRef("ring", 77, 3, 9, 1000, 5)
+CONSUME = consume([REF])[: REQUEST.size]
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.binary(max_size=60).map(Received),
-    st.sampled_from([hello("secret"), request(REF), b"\x01", b"\x02", b"\x00"]).map(Received),
+    st.sampled_from([hello("secret"), read(REF), consume([]), CONSUME]).map(Received),
+    st.binary(min_size=REQUEST.size, max_size=REQUEST.size).map(Received),
     st.just(SlotTaken(1000)),
     st.just(SlotRefused(Code.STALE, "gone")),
     st.just(BodySent()),
+    st.just(SlotsConsumed()),
     st.just(ConnectionFailed("reset")),
 )
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(EVENTS, max_size=30))
-def test_a_slot_taken_is_finalised_exactly_once_whatever_comes(events: list[Event]) -> None:
+def test_a_slot_taken_is_released_exactly_once_and_consumed_only_on_demand(events: list[Event]) -> None:
     exchange = ServerExchange("secret", "ring", 77, 0.0)
     held = False
+    said: set[PayloadRef] = set()
     for event in events:
         if isinstance(event, Received) and len(event.data) != exchange.expects_bytes:
             continue  # the carrier hands over exactly what was asked for
@@ -206,11 +214,16 @@ def test_a_slot_taken_is_finalised_exactly_once_whatever_comes(events: list[Even
             continue
         if isinstance(event, SlotTaken):
             held = True
+        if isinstance(event, Received) and event.data[:1] == CONSUME[:1] and len(event.data) == REQUEST.size:
+            said.add(PayloadRef("ring", *REQUEST.unpack(event.data)[1:]))
         for effect in effects:
-            if isinstance(effect, FinaliseSlot):
+            if isinstance(effect, ReleaseSlot):
                 assert held
-                assert effect.consumed == (isinstance(event, Received) and event.data == b"\x01")
                 held = False
+            if isinstance(effect, ConsumeSlots):
+                assert not held
+                assert set(effect.refs) <= said
+                said.clear()
             if isinstance(effect, TakeSlot):
                 assert not held
             if isinstance(effect, SendBody):
@@ -218,14 +231,14 @@ def test_a_slot_taken_is_finalised_exactly_once_whatever_comes(events: list[Even
         exchange.check()
     if exchange.state is not ExchangeState.CLOSED:
         effects = exchange.handle(ConnectionFailed("end"), 0.0)
-        assert (FinaliseSlot(consumed=False) in effects) == held
+        assert (ReleaseSlot() in effects) == held
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(min_size=STATUS.size, max_size=STATUS.size))
 def test_no_status_makes_a_client_allocate_more_than_it_asked_for(raw: bytes) -> None:
     try:
-        status = parse_status(raw, REF)
+        status = parse_status(raw, REF.size_bytes)
     except RemoteProtocolError:
         return
     assert status.length <= max(REF.size_bytes, 1024)

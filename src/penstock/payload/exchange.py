@@ -1,14 +1,18 @@
-"""One exchange: one request, one status, one body, one acknowledgement. The same on every carrier with a wire.
+"""One exchange: one request, one status, one body. The same on every carrier with a wire.
 
-    client  ──hello──▶            once per connection: magic, version, digest of the run's token
-            ──request──▶          which payload, named as exactly as a reference names it
-            ◀──status──           here it comes, or why not
-            ◀──body──
-            ──acknowledgement──▶  complete and digest-checked: consumed; or not: released
+    client  ──hello──▶     once per connection: magic, version, digest of the run's token
+            ──read──▶      which payload, named as exactly as a reference names it
+            ◀──status──    here it comes, or why not
+            ◀──body──      the client checks its digest
+            ──consume──▶   when it has used the payload, on any connection: many of these, and after them
+            ──confirm──▶
+            ◀──status──    all of them were freed
 
-The server's half is `ServerExchange`. It takes a slot per request and finalises it exactly once: consumed only on the
-client's acknowledgement, released on everything else that can happen, so that a lost reply loses no sample. It also
-sets the deadline of whatever it waits for, so that a client that stalls costs its own connection only.
+The server's half is `ServerExchange`. It takes a slot per read and ends that attempt exactly once, by releasing it:
+sent is not received, so only the client's word that it is done with a payload consumes it, and until then the payload
+can be read again, by whoever lost a reply or has to repeat a training step. Saying it twice does no harm.
+
+The machine also sets the deadline of whatever it waits for, so that a client that stalls costs its own connection only.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -23,12 +28,14 @@ from penstock.errors import InvalidTransition, RemoteProtocolError
 from penstock.records.payload import PayloadRef
 
 MAGIC = b"PSTK"
-VERSION = 1
+VERSION = 2
 HELLO = struct.Struct("<4sB3x32s")
 REQUEST = struct.Struct("<B7xQQQQQ")
 STATUS = struct.Struct("<B7xQ")
-READ = 1
+READ, CONSUME, CONFIRM = 1, 2, 3
 MAX_TEXT_BYTES = 1024
+MAX_CONSUMED = 1024
+"""Between two confirmations."""
 
 
 class Code(IntEnum):
@@ -41,17 +48,12 @@ class Code(IntEnum):
     """The hello was not accepted."""
 
 
-class Ack(IntEnum):
-    CONSUMED = 1
-    RELEASED = 2
-
-
 class ExchangeState(IntEnum):
     AWAITING_HELLO = 0
     AWAITING_REQUEST = 1
     TAKING = 2
     SENDING = 3
-    AWAITING_ACK = 4
+    CONSUMING = 4
     CLOSED = 5
 
 
@@ -77,13 +79,17 @@ class BodySent(NamedTuple):
     pass
 
 
+class SlotsConsumed(NamedTuple):
+    """All of them, or they were gone already."""
+
+
 class ConnectionFailed(NamedTuple):
     """Closed, reset, or past the deadline."""
 
     reason: str
 
 
-Event = Received | SlotTaken | SlotRefused | BodySent | ConnectionFailed
+Event = Received | SlotTaken | SlotRefused | BodySent | SlotsConsumed | ConnectionFailed
 
 # Effects
 
@@ -92,33 +98,42 @@ class TakeSlot(NamedTuple):
     ref: PayloadRef
 
 
-class SendRefusal(NamedTuple):
-    data: bytes
-
-
 class SendBody(NamedTuple):
     """The status, and the whole body of the slot that was taken right after it."""
 
     header: bytes
 
 
-class FinaliseSlot(NamedTuple):
-    consumed: bool
+class ReleaseSlot(NamedTuple):
+    """The attempt has ended, well or not."""
+
+
+class ConsumeSlots(NamedTuple):
+    refs: tuple[PayloadRef, ...]
+
+
+class SendStatus(NamedTuple):
+    data: bytes
 
 
 class CloseConnection(NamedTuple):
     reason: str
 
 
-Effect = TakeSlot | SendRefusal | SendBody | FinaliseSlot | CloseConnection
+Effect = TakeSlot | SendBody | ReleaseSlot | ConsumeSlots | SendStatus | CloseConnection
 
 TRANSITIONS: dict[tuple[ExchangeState, str], tuple[ExchangeState, ...]] = {
     (ExchangeState.AWAITING_HELLO, "Received"): (ExchangeState.AWAITING_REQUEST, ExchangeState.CLOSED),
-    (ExchangeState.AWAITING_REQUEST, "Received"): (ExchangeState.TAKING, ExchangeState.CLOSED),
+    (ExchangeState.AWAITING_REQUEST, "Received"): (
+        ExchangeState.TAKING,
+        ExchangeState.AWAITING_REQUEST,
+        ExchangeState.CONSUMING,
+        ExchangeState.CLOSED,
+    ),
     (ExchangeState.TAKING, "SlotTaken"): (ExchangeState.SENDING,),
     (ExchangeState.TAKING, "SlotRefused"): (ExchangeState.AWAITING_REQUEST,),
-    (ExchangeState.SENDING, "BodySent"): (ExchangeState.AWAITING_ACK,),
-    (ExchangeState.AWAITING_ACK, "Received"): (ExchangeState.AWAITING_REQUEST, ExchangeState.CLOSED),
+    (ExchangeState.SENDING, "BodySent"): (ExchangeState.AWAITING_REQUEST,),
+    (ExchangeState.CONSUMING, "SlotsConsumed"): (ExchangeState.AWAITING_REQUEST,),
     **{
         (state, "ConnectionFailed"): (ExchangeState.CLOSED,)
         for state in ExchangeState
@@ -136,7 +151,6 @@ class ExchangeLimits(NamedTuple):
     send_s: float = 10.0
     send_bytes_per_s: float = 4e6
     """A body may take `send_s` plus its size at this rate; a client that reads slower is cut off."""
-    ack_s: float = 30.0
 
 
 class ServerExchange:
@@ -151,7 +165,9 @@ class ServerExchange:
         self.deadline = now + self._limits.hello_s
         """When the thing that is waited for must be complete."""
         self.served = 0
-        self._holds_slot = False
+        """Bodies sent completely."""
+        self._used: list[PayloadRef] = []
+        """To be consumed when the client wants it confirmed."""
 
     def __repr__(self) -> str:
         return f"<ServerExchange {self.state.name} until {self.deadline:.3f}, {self.served} served>"
@@ -165,59 +181,62 @@ class ServerExchange:
         if (self.state, type(event).__name__) not in TRANSITIONS:
             raise InvalidTransition(f"{type(event).__name__} came while {self.state.name}")
         if isinstance(event, Received):
-            if self.state is ExchangeState.AWAITING_REQUEST:
-                return self._request(event.data)
-            if self.state is ExchangeState.AWAITING_ACK:
-                return self._acknowledge(event.data, now)
-            return self._greet(event.data, now)
+            if self.state is ExchangeState.AWAITING_HELLO:
+                return self._greet(event.data, now)
+            return self._request(event.data, now)
         if isinstance(event, SlotTaken):
-            self._holds_slot = True
             limit_s = self._limits.send_s + event.size_bytes / self._limits.send_bytes_per_s
             self._enter(ExchangeState.SENDING, now + limit_s)
             return [SendBody(STATUS.pack(Code.OK, event.size_bytes))]
         if isinstance(event, SlotRefused):
-            self._enter(ExchangeState.AWAITING_REQUEST, now + self._limits.idle_s)
-            return [SendRefusal(_refusal(event.code, event.reason))]
+            self._await_request(now)
+            return [SendStatus(_refusal(event.code, event.reason))]
         if isinstance(event, BodySent):
-            self._enter(ExchangeState.AWAITING_ACK, now + self._limits.ack_s)
-            return []
+            self.served += 1
+            self._await_request(now)
+            return [ReleaseSlot()]
+        if isinstance(event, SlotsConsumed):
+            self._await_request(now)
+            return [SendStatus(STATUS.pack(Code.OK, 0))]
         return self._close(event.reason)
 
     def check(self) -> None:
-        """Raise unless a slot is held exactly while its body is being sent or acknowledged."""
-        if self._holds_slot != (self.state in (ExchangeState.SENDING, ExchangeState.AWAITING_ACK)):
-            raise InvalidTransition(f"{self!r} {'holds a' if self._holds_slot else 'has no'} slot")
+        """Raise if the client owes bytes in a state in which it is our turn, or the other way round."""
+        if (self.expects_bytes > 0) != ((self.state, "Received") in TRANSITIONS):
+            raise InvalidTransition(f"{self!r} expects {self.expects_bytes} bytes")
 
     def _greet(self, data: bytes, now: float) -> list[Effect]:
         if not hmac.compare_digest(data, self._hello):
-            refusal = SendRefusal(_refusal(Code.REFUSED, "wrong protocol version or token"))
+            refusal = SendStatus(_refusal(Code.REFUSED, "wrong protocol version or token"))
             return [refusal, *self._close("wrong hello")]
-        self._enter(ExchangeState.AWAITING_REQUEST, now + self._limits.idle_s)
+        self._await_request(now)
         return []
 
-    def _request(self, data: bytes) -> list[Effect]:
+    def _request(self, data: bytes, now: float) -> list[Effect]:
         kind, epoch, slot, generation, size_bytes, digest = REQUEST.unpack(data)
-        if kind != READ:
-            return self._close(f"unknown request {kind}")
-        self.state = ExchangeState.TAKING
-        return [TakeSlot(PayloadRef(self._ring, epoch, slot, generation, size_bytes, digest))]
+        ref = PayloadRef(self._ring, epoch, slot, generation, size_bytes, digest)
+        if kind == READ:
+            self.state = ExchangeState.TAKING
+            return [TakeSlot(ref)]
+        if kind == CONSUME and len(self._used) < MAX_CONSUMED:
+            self._used.append(ref)
+            self._await_request(now)
+            return []
+        if kind == CONFIRM:
+            self.state = ExchangeState.CONSUMING
+            used, self._used = self._used, []
+            return [ConsumeSlots(tuple(used))]
+        return self._close("too much to consume at once" if kind == CONSUME else f"unknown request {kind}")
 
-    def _acknowledge(self, data: bytes, now: float) -> list[Effect]:
-        consumed = data[0] == Ack.CONSUMED
-        if not consumed and data[0] != Ack.RELEASED:
-            return self._close(f"unknown acknowledgement {data[0]}")
-        self._holds_slot = False
-        self.served += consumed
+    def _await_request(self, now: float) -> None:
         self._enter(ExchangeState.AWAITING_REQUEST, now + self._limits.idle_s)
-        return [FinaliseSlot(consumed)]
 
     def _enter(self, state: ExchangeState, deadline: float) -> None:
         self.state = state
         self.deadline = deadline
 
     def _close(self, reason: str) -> list[Effect]:
-        effects: list[Effect] = [FinaliseSlot(consumed=False)] if self._holds_slot else []
-        self._holds_slot = False
+        effects: list[Effect] = [ReleaseSlot()] if self.state is ExchangeState.SENDING else []
         self.state = ExchangeState.CLOSED
         return [*effects, CloseConnection(reason)]
 
@@ -225,7 +244,6 @@ class ServerExchange:
 _EXPECTED_BYTES = {
     ExchangeState.AWAITING_HELLO: HELLO.size,
     ExchangeState.AWAITING_REQUEST: REQUEST.size,
-    ExchangeState.AWAITING_ACK: 1,
 }
 
 
@@ -234,8 +252,18 @@ def hello(token: str) -> bytes:
     return HELLO.pack(MAGIC, VERSION, hashlib.sha256(b"penstock payload\0" + token.encode()).digest())
 
 
-def request(ref: PayloadRef) -> bytes:
-    return REQUEST.pack(READ, ref.epoch, ref.slot, ref.generation, ref.size_bytes, ref.digest)
+def read(ref: PayloadRef) -> bytes:
+    """The request for one payload; its answer is parsed by `parse_status`."""
+    return _request(READ, ref)
+
+
+def consume(refs: Iterable[PayloadRef]) -> bytes:
+    """That these payloads were used, and the wish to hear when all of them are freed."""
+    return b"".join([*(_request(CONSUME, ref) for ref in refs), REQUEST.pack(CONFIRM, 0, 0, 0, 0, 0)])
+
+
+def _request(kind: int, ref: PayloadRef) -> bytes:
+    return REQUEST.pack(kind, ref.epoch, ref.slot, ref.generation, ref.size_bytes, ref.digest)
 
 
 class Status(NamedTuple):
@@ -244,15 +272,15 @@ class Status(NamedTuple):
     """Of the body when the code is OK, of the reason's text otherwise."""
 
 
-def parse_status(raw: bytes | bytearray | memoryview, ref: PayloadRef) -> Status:
-    """Read the answer to `request(ref)`; nothing is ever allocated by a length that was not expected."""
+def parse_status(raw: bytes | bytearray | memoryview, size_bytes: int) -> Status:
+    """Read a status that comes before a body of `size_bytes`; no length that was not expected allocates anything."""
     number, length = STATUS.unpack(raw)
     try:
         code = Code(number)
     except ValueError:
         raise RemoteProtocolError(f"server answered with unknown status {number}") from None
-    if code is Code.OK and length != ref.size_bytes:
-        raise RemoteProtocolError(f"server announced a body of {length} bytes, the reference says {ref.size_bytes}")
+    if code is Code.OK and length != size_bytes:
+        raise RemoteProtocolError(f"server announced a body of {length} bytes, the reference says {size_bytes}")
     if code is not Code.OK and length > MAX_TEXT_BYTES:
         raise RemoteProtocolError(f"server announced a reason of {length} bytes, the limit is {MAX_TEXT_BYTES}")
     return Status(code, length)

@@ -32,7 +32,7 @@ def served(ring: Ring, section: PayloadSection, token: str) -> Iterator[RingAddr
                 raise ConfigError(
                     f"payload.carrier is 'ucxx', which needs the extra penstock[ucxx]: {error}"
                 ) from error
-            ucxx = UcxxServer(ring.name, token, ports=(0,) * section.ports)
+            ucxx = UcxxServer(ring.name, token, host=section.host, ports=(0,) * section.ports)
             servers.callback(ucxx.close, CLOSE_S)
             ucxx_ports = ucxx.ports
         yield ring.address(host_id=host_id(), host=section.host, tcp_ports=tcp_ports, ucxx_ports=ucxx_ports)

@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import InvalidTransition, RemoteProtocolError
 from penstock.payload import slot
 from penstock.payload.exchange import (
+    MAX_CONSUMED,
     MAX_TEXT_BYTES,
     REQUEST,
     STATUS,
@@ -18,26 +19,38 @@ from penstock.payload.exchange import (
     CloseConnection,
     Code,
     ConnectionFailed,
+    ConsumeSlots,
     Event,
     ExchangeLimits,
     ExchangeState,
-    FinaliseSlot,
     Received,
+    ReleaseSlot,
     SendBody,
-    SendRefusal,
+    SendStatus,
     ServerExchange,
     SlotRefused,
+    SlotsConsumed,
     SlotTaken,
     TakeSlot,
+    consume,
     hello,
     parse_status,
-    request,
+    read,
 )
 from penstock.records.payload import PayloadRef
 
 REF = PayloadRef("ring", 77, 3, 9, 1000, 0xABCDEF)
-LIMITS = ExchangeLimits(hello_s=1, idle_s=10, send_s=2, send_bytes_per_s=1000, ack_s=4)
-STORY: list[Event] = [Received(hello("secret")), Received(request(REF)), SlotTaken(1000), BodySent(), Received(b"\x01")]
+LIMITS = ExchangeLimits(hello_s=1, idle_s=10, send_s=2, send_bytes_per_s=1000)
+CONSUME, CONFIRM = consume([REF])[: REQUEST.size], consume([REF])[REQUEST.size :]
+STORY: list[Event] = [
+    Received(hello("secret")),
+    Received(read(REF)),
+    SlotTaken(1000),
+    BodySent(),
+    Received(CONSUME),
+    Received(CONFIRM),
+    SlotsConsumed(),
+]
 
 
 def server(events: int = 0) -> ServerExchange:
@@ -48,16 +61,24 @@ def server(events: int = 0) -> ServerExchange:
     return exchange
 
 
-def test_one_exchange_from_hello_to_acknowledgement() -> None:
+def test_one_exchange_from_hello_to_confirmation() -> None:
     exchange = server()
     told = [exchange.handle(event, 100.0) for event in STORY]
-    assert told == [[], [TakeSlot(REF)], [SendBody(STATUS.pack(Code.OK, 1000))], [], [FinaliseSlot(consumed=True)]]
+    assert told == [
+        [],
+        [TakeSlot(REF)],
+        [SendBody(STATUS.pack(Code.OK, 1000))],
+        [ReleaseSlot()],
+        [],
+        [ConsumeSlots((REF,))],
+        [SendStatus(STATUS.pack(Code.OK, 0))],
+    ]
     assert exchange.served == 1
     assert exchange.state is ExchangeState.AWAITING_REQUEST
     exchange.check()
 
 
-@pytest.mark.parametrize(("events", "deadline"), [(0, 101), (1, 110), (3, 103), (4, 104), (5, 110)])
+@pytest.mark.parametrize(("events", "deadline"), [(0, 101), (1, 110), (3, 103), (4, 110), (5, 110), (7, 110)])
 def test_everything_a_client_must_do_has_a_deadline(events: int, deadline: float) -> None:
     assert server(events).deadline == deadline
 
@@ -66,38 +87,55 @@ def test_everything_a_client_must_do_has_a_deadline(events: int, deadline: float
 def test_a_stranger_is_turned_away(bad: bytes) -> None:
     exchange = server()
     refusal, close = exchange.handle(Received(bad), 100.0)
-    assert isinstance(refusal, SendRefusal)
+    assert isinstance(refusal, SendStatus)
     assert isinstance(close, CloseConnection)
-    assert parse_status(refusal.data[: STATUS.size], REF).code is Code.REFUSED
+    assert parse_status(refusal.data[: STATUS.size], 1000).code is Code.REFUSED
     assert exchange.state is ExchangeState.CLOSED
 
 
-@pytest.mark.parametrize("events", range(5))
+@pytest.mark.parametrize("events", range(8))
 def test_whatever_fails_a_held_slot_is_released_once(events: int) -> None:
     exchange = server(events)
     effects = exchange.handle(ConnectionFailed("reset"), 100.0)
     exchange.check()
-    held = exchange.state is ExchangeState.CLOSED and events in (3, 4)
-    assert effects == [FinaliseSlot(consumed=False)] * held + [CloseConnection("reset")]
+    assert exchange.state is ExchangeState.CLOSED
+    assert effects == [ReleaseSlot()] * (events == 3) + [CloseConnection("reset")]
     with pytest.raises(InvalidTransition):
         exchange.handle(ConnectionFailed("again"), 100.0)
 
 
-@pytest.mark.parametrize(
-    ("ack", "consumed", "closes"), [(b"\x01", True, False), (b"\x02", False, False), (b"\x07", False, True)]
-)
-def test_only_the_acknowledgement_consumes(ack: bytes, consumed: bool, closes: bool) -> None:
-    effects = server(4).handle(Received(ack), 100.0)
-    assert effects[0] == FinaliseSlot(consumed=consumed)
-    assert any(isinstance(effect, CloseConnection) for effect in effects) == closes
+@pytest.mark.parametrize("events", [1, 4, 5])
+def test_a_client_may_say_on_any_connection_and_more_than_once_that_it_is_done(events: int) -> None:
+    exchange = server(events)
+    for _ in range(2):
+        assert exchange.handle(Received(CONSUME), 100.0) == []
+    (effect,) = exchange.handle(Received(CONFIRM), 100.0)
+    assert isinstance(effect, ConsumeSlots)
+    assert set(effect.refs) == {REF}
+    exchange.handle(SlotsConsumed(), 100.0)
+    assert exchange.handle(Received(CONFIRM), 100.0) == [ConsumeSlots(())]
+
+
+def test_a_client_that_wants_to_be_remembered_too_much_is_turned_away() -> None:
+    exchange = server(1)
+    for _ in range(MAX_CONSUMED):
+        assert exchange.handle(Received(CONSUME), 100.0) == []
+    assert isinstance(exchange.handle(Received(CONSUME), 100.0)[0], CloseConnection)
+
+
+def test_a_consumption_that_failed_is_never_confirmed() -> None:
+    exchange = server(6)
+    assert exchange.handle(ConnectionFailed("could not consume"), 100.0) == [CloseConnection("could not consume")]
+    with pytest.raises(InvalidTransition):
+        exchange.handle(Received(CONFIRM), 100.0)
 
 
 def test_a_refused_slot_leaves_the_connection_usable() -> None:
     exchange = server(2)
     (refusal,) = exchange.handle(SlotRefused(Code.STALE, "é" * 5000), 100.0)
-    assert isinstance(refusal, SendRefusal)
-    assert parse_status(refusal.data[: STATUS.size], REF) == (Code.STALE, MAX_TEXT_BYTES)
-    assert exchange.handle(Received(request(REF)), 100.0) == [TakeSlot(REF)]
+    assert isinstance(refusal, SendStatus)
+    assert parse_status(refusal.data[: STATUS.size], 1000) == (Code.STALE, MAX_TEXT_BYTES)
+    assert exchange.handle(Received(read(REF)), 100.0) == [TakeSlot(REF)]
 
 
 def test_an_unknown_request_closes() -> None:
@@ -105,7 +143,7 @@ def test_an_unknown_request_closes() -> None:
 
 
 def test_an_event_out_of_place_is_a_bug() -> None:
-    for events, event in ((0, BodySent()), (1, SlotTaken(1)), (3, Received(b"\x01")), (4, BodySent())):
+    for events, event in ((0, BodySent()), (1, SlotTaken(1)), (3, Received(CONSUME)), (4, BodySent())):
         with pytest.raises(InvalidTransition):
             server(events).handle(event, 100.0)
 
@@ -121,7 +159,7 @@ def test_an_event_out_of_place_is_a_bug() -> None:
 )
 def test_a_lying_status_is_refused_before_anything_is_allocated(raw: bytes, complaint: str) -> None:
     with pytest.raises(RemoteProtocolError, match=complaint):
-        parse_status(raw, REF)
+        parse_status(raw, 1000)
 
 
 @pytest.mark.parametrize("table", ["slot", "exchange"])

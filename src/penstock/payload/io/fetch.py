@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from penstock.errors import Aborted, ConfigError, LocalProtocolError, PeerLost, RemoteProtocolError, Stale, Transient
+from penstock.payload.io.consumption import Consumption
 from penstock.payload.io.mapping import DIRECTORY
-from penstock.payload.io.reader import RingReader
+from penstock.payload.io.reader import Lease, RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
-from penstock.payload.io.tcp_client import TcpClient
+from penstock.payload.io.tcp_client import TcpWire
+from penstock.payload.io.wire_client import Wire, WireClient
 from penstock.payload.retry import (
     BatchCancelled,
     BatchRetry,
@@ -33,68 +36,88 @@ Carrier = Literal["shm", "tcp", "ucxx"]
 NEAREST_FIRST: tuple[Carrier, ...] = ("shm", "ucxx", "tcp")
 
 CLOSE_S = 10.0
+TELL_S = 2.0
+"""At the end, for producers that are perhaps gone already."""
 KEEP_UNUSED_FETCHES = 16
 """A ring that this many fetches did not mention is detached."""
 
 
-class WireClient(Protocol):
-    """What the fetcher asks of a carrier that is not shared memory."""
+class Holding(Protocol):
+    """The payloads of one ring in one batch, to be ended exactly once."""
 
-    def read(
-        self, address: RingAddress, ref: PayloadRef, deadline: float, tried: set[int], cancellation: Cancellation
-    ) -> Received | Failure: ...
+    def consumed(self) -> int: ...
 
-    def close(self) -> None: ...
+    def released(self) -> None: ...
 
 
-class Held(Protocol):
-    """Something to be ended exactly once; true when it was still ours."""
+@dataclass
+class _Mapped:
+    """Read in place: the leases keep the payloads where they are."""
 
-    def consumed(self) -> bool: ...
+    reader: RingReader
+    leases: list[Lease]
 
-    def released(self) -> bool: ...
+    def consumed(self) -> int:
+        return self.reader.finalise(self.leases, "consume")
+
+    def released(self) -> None:
+        self.reader.finalise(self.leases, "release")
 
 
-class _OwnMemory(NamedTuple):
-    """A body that came over a wire: acknowledged on receipt, so both endings only give the memory back."""
+@dataclass
+class _Copied:
+    """Came over a wire, into memory of our own; the originals stay in the ring until the producer is told."""
 
     buffers: Buffers
-    received: Received
+    consumption: Consumption
+    client: WireClient
+    address: RingAddress
+    received: dict[PayloadRef, Received] = field(default_factory=dict)
 
-    def consumed(self) -> bool:
-        self.buffers.give_back(self.received.memory)
-        return True
+    def consumed(self) -> int:
+        self.released()
+        if self.received:
+            self.consumption.add(self.client, self.address, list(self.received))
+        return 0
 
-    released = consumed
+    def released(self) -> None:
+        for received in self.received.values():
+            self.buffers.give_back(received.memory)
 
 
 class FetchReport:
     """The payloads of one batch, and what is missing and why.
 
-    The views stay good until `consumed` (the batch was trained: the memory may be reused) or `released` (it was not:
-    what came through shared memory can be fetched again). Exactly one of the two must be called.
+    The views stay good until `consumed` (the batch was trained: its payloads may be overwritten) or `released` (it was
+    not: they can be fetched again). Exactly one of the two must be called. A trainer killed before it finds them all
+    again.
     """
 
-    def __init__(
-        self, views: dict[PayloadRef, memoryview], missing: dict[PayloadRef, Failure], held: list[Held]
-    ) -> None:
-        self.views = views
-        self.missing = missing
-        self._held = held
+    def __init__(self) -> None:
+        self.views: dict[PayloadRef, memoryview] = {}
+        self.missing: dict[PayloadRef, Failure] = {}
+        self._holdings: list[Holding] = []
 
     def __repr__(self) -> str:
-        return f"<FetchReport {len(self.views)} payloads, {len(self.missing)} missing, {len(self._held)} held>"
+        state = f"{len(self._holdings)} rings held" if self._holdings else "nothing held"
+        return f"<FetchReport {len(self.views)} payloads, {len(self.missing)} missing, {state}>"
+
+    def hold(self, holding: Holding) -> None:
+        self._holdings.append(holding)
 
     def consumed(self) -> int:
-        """Give the memory back; how many payloads had been taken over by another reader in the meantime."""
-        held, self._held = self._held, []
-        return sum(not one.consumed() for one in held)
+        """Give everything back; how many payloads had been taken over by another reader in the meantime.
+
+        Does not wait: producers elsewhere are told in the background.
+        """
+        holdings, self._holdings = self._holdings, []
+        return sum(holding.consumed() for holding in holdings)
 
     def released(self) -> None:
-        """Give the memory back without having used the payloads."""
-        held, self._held = self._held, []
-        for one in held:
-            one.released()
+        """Give everything back without having used it."""
+        holdings, self._holdings = self._holdings, []
+        for holding in holdings:
+            holding.released()
 
 
 class BatchFetcher:
@@ -130,6 +153,7 @@ class BatchFetcher:
         self._unused: dict[str, int] = {}
         self._carriers: dict[str, Carrier] = {}
         self._clients: dict[Carrier, WireClient] = {}
+        self._consumption = Consumption()
         self._going_on: set[Cancellation] = set()
         self._closed = False
         self._calls = ThreadPoolExecutor(self._policy.concurrency, thread_name_prefix="payload-call")
@@ -142,24 +166,26 @@ class BatchFetcher:
     ) -> FetchReport:
         """Get every payload named in `refs` from the rings that `rings` says how to reach, within the policy's time."""
         addresses = {address.ring: address for address in rings}
-        report = FetchReport({}, {}, [])
-        remote: dict[PayloadRef, tuple[WireClient, RingAddress]] = {}
-        ways: dict[str, Carrier | Failure] = {}
+        by_ring: dict[str, list[PayloadRef]] = {}
+        for ref in dict.fromkeys(refs):
+            by_ring.setdefault(ref.ring, []).append(ref)
+        report = FetchReport()
+        remote: dict[PayloadRef, _Copied] = {}
         try:
             with self._lock:
                 if self._closed:
                     raise LocalProtocolError("this fetcher is closed")
                 self._detach_unused(addresses)
-                for ref in dict.fromkeys(refs):
-                    if ref.ring not in ways:
-                        ways[ref.ring] = self._way(ref.ring, addresses.get(ref.ring))
-                    way = ways[ref.ring]
+                for ring, wanted in by_ring.items():
+                    way = self._way(ring, addresses.get(ring))
                     if isinstance(way, Failure):
-                        report.missing[ref] = way
+                        report.missing |= dict.fromkeys(wanted, way)
                     elif way == "shm":
-                        self._take(ref, report)
+                        self._take(self._readers[ring], wanted, report)
                     else:
-                        remote[ref] = (self._clients[way], addresses[ref.ring])
+                        copied = _Copied(self._buffers, self._consumption, self._clients[way], addresses[ring])
+                        report.hold(copied)
+                        remote |= dict.fromkeys(wanted, copied)
             if remote:
                 self._fetch_remote(remote, report, cancellation or Cancellation())
         except BaseException:
@@ -168,7 +194,7 @@ class BatchFetcher:
         return report
 
     def close(self) -> None:
-        """Break off what is going on, detach from all rings and close all connections.
+        """Break off what is going on, tell producers what was used, detach from all rings and close all connections.
 
         Payloads not consumed stay readable by others.
         """
@@ -180,6 +206,7 @@ class BatchFetcher:
         with self._lock:
             self._ended.wait_for(lambda: not self._going_on, CLOSE_S)
         self._calls.shutdown()
+        self._consumption.close(TELL_S)
         with self._lock:
             for reader in self._readers.values():
                 reader.close()
@@ -188,20 +215,20 @@ class BatchFetcher:
             self._readers.clear()
             self._clients.clear()
 
-    def _take(self, ref: PayloadRef, report: FetchReport) -> None:
+    def _take(self, reader: RingReader, refs: list[PayloadRef], report: FetchReport) -> None:
         try:
-            lease = self._readers[ref.ring].take(ref)
-        except Stale as error:
-            report.missing[ref] = Failure("stale", str(error))
+            taken = dict(zip(refs, reader.take_all(refs), strict=True))
         except Transient as error:
-            report.missing[ref] = Failure("busy", str(error))
-        else:
-            report._held.append(lease)
-            report.views[ref] = lease.view
+            report.missing |= dict.fromkeys(refs, Failure("busy", str(error)))
+            return
+        leases = [lease for lease in taken.values() if isinstance(lease, Lease)]
+        report.hold(_Mapped(reader, leases))
+        report.views |= {lease.ref: lease.view for lease in leases}
+        report.missing |= {ref: Failure("stale", str(why)) for ref, why in taken.items() if isinstance(why, Stale)}
 
     def _fetch_remote(
         self,
-        wanted: dict[PayloadRef, tuple[WireClient, RingAddress]],
+        wanted: dict[PayloadRef, _Copied],
         report: FetchReport,
         cancellation: Cancellation,
     ) -> None:
@@ -218,7 +245,7 @@ class BatchFetcher:
 
     def _call_all(
         self,
-        wanted: dict[PayloadRef, tuple[WireClient, RingAddress]],
+        wanted: dict[PayloadRef, _Copied],
         report: FetchReport,
         cancellation: Cancellation,
     ) -> None:
@@ -227,9 +254,10 @@ class BatchFetcher:
         tried: dict[PayloadRef, set[int]] = {}
 
         def call(ref: PayloadRef, deadline: float) -> None:
-            client, address = wanted[ref]
+            ring = wanted[ref]
+            ports = tried.setdefault(ref, set())
             try:
-                landed.put((ref, client.read(address, ref, deadline, tried.setdefault(ref, set()), cancellation)))
+                landed.put((ref, ring.client.read(ring.address, ref, deadline, ports, cancellation)))
             except BaseException as error:  # noqa: BLE001  raised again by the thread that waits for it
                 landed.put((ref, error))
 
@@ -252,7 +280,7 @@ class BatchFetcher:
                 event = TimePassed()
             elif isinstance(outcome, Received):
                 report.views[ref] = outcome.view
-                report._held.append(_OwnMemory(self._buffers, outcome))
+                wanted[ref].received[ref] = outcome
                 event = CallSucceeded(ref)
             elif isinstance(outcome, Failure):
                 event = CallFailed(ref, outcome)
@@ -307,10 +335,8 @@ class BatchFetcher:
             raise ConfigError("the producer offers no port")
         if carrier in self._clients:
             return
-        if carrier == "tcp":
-            self._clients[carrier] = TcpClient(self._token, self._buffers, verify=self._verify)
-        else:
-            self._clients[carrier] = _ucxx_client(self._token, self._buffers, self._verify)
+        wire = TcpWire() if carrier == "tcp" else _ucxx_wire()
+        self._clients[carrier] = WireClient(wire, self._token, self._buffers, verify=self._verify)
 
     def _detach_unused(self, addresses: dict[str, RingAddress]) -> None:
         for ring in list(self._carriers):
@@ -324,9 +350,9 @@ class BatchFetcher:
                 reader.close()
 
 
-def _ucxx_client(token: str, buffers: Buffers, verify: bool) -> WireClient:
+def _ucxx_wire() -> Wire:
     try:
-        from penstock.payload.io.ucxx_client import UcxxClient
+        from penstock.payload.io.ucxx_client import UcxxWire
     except ImportError as error:
         raise ConfigError("UCXX is not installed here (pip install 'penstock[ucxx]')") from error
-    return UcxxClient(token, buffers, verify=verify)
+    return UcxxWire()

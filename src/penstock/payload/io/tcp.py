@@ -1,7 +1,6 @@
 """The exchange over TCP, server's side: one thread per port accepts, one thread per connection serves.
 
-Threads block in the kernel and use no CPU while idle. The number of connections per port is bounded; when it is
-reached, the oldest that has not said hello yet makes room, so that strangers cannot keep the run's own clients out.
+Threads block in the kernel and use no CPU while idle.
 """
 
 from __future__ import annotations
@@ -11,50 +10,20 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from penstock.errors import LocalProtocolError, PenstockError, RunFailed, Stale
-from penstock.payload.exchange import (
-    BodySent,
-    CloseConnection,
-    Code,
-    ConnectionFailed,
-    Effect,
-    Event,
-    ExchangeLimits,
-    ExchangeState,
-    FinaliseSlot,
-    Received,
-    SendBody,
-    SendRefusal,
-    ServerExchange,
-    SlotRefused,
-    SlotTaken,
-    TakeSlot,
-)
+from penstock.errors import LocalProtocolError, RunFailed
+from penstock.payload.exchange import BodySent, ConnectionFailed, Event, ExchangeLimits, Received
 from penstock.payload.io.mapping import DIRECTORY
-from penstock.payload.io.reader import Lease, RingReader
+from penstock.payload.io.serving import Handler, ServerStatistics, Service, turned_away
 from penstock.payload.io.timed_socket import TimedSocket
 
 log = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.05
 """Before accepting again after the system refused (out of file descriptors, say)."""
-RECEIVE_BYTES = 256
+RECEIVE_BYTES = 4096
 """All that is ever read ahead of a client."""
-
-
-class ServerStatistics(NamedTuple):
-    connections: int
-    accepted: int
-    turned_away: int
-    """Closed at the door, or to make room: more connections than allowed."""
-    consumed: int
-    released: int
-    """Read attempts that ended without an acknowledged receipt."""
-    refused: int
-    orphans: int
 
 
 class TcpServer:
@@ -72,15 +41,11 @@ class TcpServer:
         max_connections: int = 64,
     ) -> None:
         """`ports` are the ports wished for; 0 means any free one. `self.ports` are the ones really bound."""
-        self._token = token
-        self._limits = limits or ExchangeLimits()
+        self._service = Service(ring, token, directory=directory, limits=limits, label="tcp server")
         self._max_connections = max_connections
         self._lock = threading.Lock()
         self._closing = False
-        self._connections: dict[int, dict[_Connection, None]] = {}
         self._failed_ports: dict[int, BaseException] = {}
-        self._accepted = self._turned_away = self._consumed = self._released = self._refused = self._orphans = 0
-        self._reader = RingReader.attach(ring, directory=directory, label="tcp server", verify=False)
         self._listeners: dict[int, socket.socket] = {}
         try:
             for port in ports:
@@ -89,16 +54,15 @@ class TcpServer:
         except OSError as error:
             for listener in self._listeners.values():
                 listener.close()
-            self._reader.close()
+            self._service.reader.close()
             raise RunFailed(
                 f"cannot serve payloads on {host}: {error}; choose other ports, or 0 for any free one"
             ) from error
+        self._connections: dict[int, dict[_Connection, None]] = {port: {} for port in self._listeners}
         self._acceptors = [
             threading.Thread(target=self._accept, args=(port, listener), name=f"payload-accept-{port}", daemon=True)
             for port, listener in self._listeners.items()
         ]
-        for port in self._listeners:
-            self._connections[port] = {}
         for thread in self._acceptors:
             thread.start()
 
@@ -112,37 +76,37 @@ class TcpServer:
 
     def statistics(self) -> ServerStatistics:
         with self._lock:
-            return ServerStatistics(
-                connections=sum(len(connections) for connections in self._connections.values()),
-                accepted=self._accepted,
-                turned_away=self._turned_away,
-                consumed=self._consumed,
-                released=self._released,
-                refused=self._refused,
-                orphans=self._orphans,
-            )
+            connections = sum(len(group) for group in self._connections.values())
+        return self._service.statistics(connections)
 
     def check(self) -> None:
         """Raise if a port stopped accepting although the server was not closed."""
         for port, error in self._failed_ports.items():
             raise LocalProtocolError(f"payload port {port} stopped accepting: {error!r}") from error
 
+    def break_off(self) -> int:
+        """End all connections as a failing network would; how many there were. The server goes on."""
+        with self._lock:
+            connections = [connection for group in self._connections.values() for connection in group]
+        for connection in connections:
+            connection.break_off()
+        return len(connections)
+
     def close(self, timeout_s: float = 5.0) -> None:
         """End all connections and threads within `timeout_s`; what was being sent stays readable."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closing = True
-            connections = [connection for group in self._connections.values() for connection in group]
+            serving = [connection.thread for group in self._connections.values() for connection in group]
         for listener in self._listeners.values():
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
-        for connection in connections:
-            connection.break_off()
-        for thread in [*self._acceptors, *(connection.thread for connection in connections)]:
+        self.break_off()
+        for thread in [*self._acceptors, *serving]:
             thread.join(max(0.0, deadline - time.monotonic()))
         for listener in self._listeners.values():
             listener.close()
-        self._reader.close()
+        self._service.reader.close()
 
     def _accept(self, port: int, listener: socket.socket) -> None:
         try:
@@ -157,59 +121,51 @@ class TcpServer:
                 self._admit(port, peer)
         except BaseException as error:
             log.exception("payload port %d stopped accepting", port)
-            with self._lock:
-                self._failed_ports[port] = error
+            self._failed_ports[port] = error
             listener.close()
             raise
 
     def _admit(self, port: int, peer: socket.socket) -> None:
-        connection = _Connection(self, port, peer)
+        connection = _Connection(self._service, peer, lambda: self._leave(port, connection))
         with self._lock:
             group = self._connections[port]
-            strangers = [other for other in group if other.is_stranger]
-            full = len(group) >= self._max_connections
-            turned_away = strangers[0] if full and strangers else connection if full else None
-            if self._closing:
-                turned_away = connection
-            self._accepted += 1
-            if turned_away is not None:
-                self._turned_away += 1
-                group.pop(turned_away, None)
-            if turned_away is not connection:
+            leaving = connection if self._closing else turned_away(group, connection, self._max_connections)
+            if leaving is not None:
+                group.pop(leaving, None)
+            if leaving is not connection:
                 group[connection] = None
-        if turned_away is not None:
-            log.debug("payload port %d: turned away %s", port, turned_away)
-            turned_away.break_off()
-        if turned_away is not connection:
-            connection.thread.start()
-        else:
+        self._service.count("accepted")
+        if leaving is not None:
+            self._service.count("turned_away")
+            log.debug("payload port %d: turned away %s", port, leaving)
+            leaving.break_off()
+        if leaving is connection:
             connection.close()
+        else:
+            connection.thread.start()
+
+    def _leave(self, port: int, connection: _Connection) -> None:
+        with self._lock:
+            self._connections[port].pop(connection, None)
 
 
 class _Connection:
-    """One client: drives its `ServerExchange` with blocking calls that all end by the exchange's deadline."""
+    """One client, served with blocking calls that all end by the exchange's deadline."""
 
-    def __init__(self, server: TcpServer, port: int, peer: socket.socket) -> None:
-        self._server = server
-        self._port = port
+    def __init__(self, service: Service, peer: socket.socket, on_end: Callable[[], None]) -> None:
         self._peer = TimedSocket(peer)
+        self._on_end = on_end
         self._buffer = b""
-        self._lease: Lease | None = None
-        self._exchange = ServerExchange(
-            server._token,
-            server._reader.name,
-            server._reader.epoch,
-            time.monotonic(),
-            server._limits,
-        )
-        self.thread = threading.Thread(target=self._serve, name=f"payload-serve-{port}", daemon=True)
+        self._handler = Handler(service, self)
+        self._exchange = self._handler.exchange
+        self.thread = threading.Thread(target=self._serve, name="payload-serve", daemon=True)
 
     def __repr__(self) -> str:
-        return f"<connection on port {self._port}: {self._exchange!r}>"
+        return f"<TCP connection, {self._handler!r}>"
 
     @property
     def is_stranger(self) -> bool:
-        return self._exchange.state is ExchangeState.AWAITING_HELLO
+        return self._handler.is_stranger
 
     def break_off(self) -> None:
         self._peer.break_off()
@@ -217,61 +173,25 @@ class _Connection:
     def close(self) -> None:
         self._peer.close()
 
+    def send_body(self, header: bytes, body: memoryview) -> Event:
+        failed = self._send(header, body)
+        return BodySent() if failed is None else failed
+
+    def send_status(self, data: bytes) -> Event | None:
+        return self._send(data)
+
+    def end(self, reason: str) -> None:
+        """The serving thread sees that the exchange is closed."""
+
     def _serve(self) -> None:
-        exchange = self._exchange
         try:
-            while exchange.state is not ExchangeState.CLOSED:
-                self._drive(self._receive(exchange.expects_bytes, exchange.deadline))
+            while not self._handler.closed:
+                self._handler.handle(self._receive(self._exchange.expects_bytes, self._exchange.deadline))
         finally:
-            if exchange.state is not ExchangeState.CLOSED:
-                self._drive(ConnectionFailed("the serving thread failed"))
+            if not self._handler.closed:
+                self._handler.handle(ConnectionFailed("the serving thread failed"))
             self._peer.close()
-            with self._server._lock:
-                self._server._connections[self._port].pop(self, None)
-
-    def _drive(self, event: Event | None) -> None:
-        while event is not None:
-            effects = self._exchange.handle(event, time.monotonic())
-            event = None
-            for effect in effects:
-                outcome = self._perform(effect)
-                event = event if outcome is None else outcome
-
-    def _perform(self, effect: Effect) -> Event | None:
-        match effect:
-            case TakeSlot(ref):
-                try:
-                    self._lease = self._server._reader.take(ref)
-                except PenstockError as error:
-                    with self._server._lock:
-                        self._server._refused += 1
-                    return SlotRefused(Code.STALE if isinstance(error, Stale) else Code.BUSY, str(error))
-                return SlotTaken(ref.size_bytes)
-            case SendBody(header):
-                assert self._lease is not None
-                failed = self._send(header, self._lease.view)
-                return BodySent() if failed is None else failed
-            case SendRefusal(data):
-                failed = self._send(data)
-                return failed if self._exchange.state is not ExchangeState.CLOSED else None
-            case FinaliseSlot(consumed):
-                self._finalise(consumed)
-            case CloseConnection(reason):
-                log.debug("payload port %d: closing after %d served: %s", self._port, self._exchange.served, reason)
-        return None
-
-    def _finalise(self, consumed: bool) -> None:
-        lease, self._lease = self._lease, None
-        assert lease is not None
-        try:
-            owned = lease.consumed() if consumed else lease.released()
-        except LocalProtocolError:
-            # The server was closed and gave everything back already.
-            owned, consumed = True, False
-        with self._server._lock:
-            self._server._consumed += consumed and owned
-            self._server._released += not consumed
-            self._server._orphans += not owned
+            self._on_end()
 
     def _send(self, *parts: bytes | memoryview) -> ConnectionFailed | None:
         try:
@@ -281,7 +201,7 @@ class _Connection:
         return None
 
     def _receive(self, count: int, deadline: float) -> Received | ConnectionFailed:
-        """Exactly `count` bytes. An acknowledgement and the next request often come together: the rest is kept."""
+        """Exactly `count` bytes. Requests may come several at once: the rest is kept."""
         try:
             while len(self._buffer) < count:
                 piece = self._peer.receive(deadline, RECEIVE_BYTES)

@@ -48,16 +48,22 @@ class TimedSocket:
             except BlockingIOError:
                 self._limits_s[socket.SO_RCVTIMEO] = float("inf")
 
-    def receive_into(self, deadline: float, view: memoryview, *, whole: bool = False) -> int:
-        """The same, into `view`: how many bytes have come, 0 when the other side has closed.
-
-        With `whole` the kernel fills all of `view` if it can before it wakes us.
-        """
-        flags = socket.MSG_WAITALL if whole else 0
+    def receive_into(self, deadline: float, view: memoryview) -> int:
+        """Fill all of `view` if nothing goes wrong: how many bytes have come, 0 when the other side has closed."""
         while True:
             self._limit(socket.SO_RCVTIMEO, deadline)
             try:
-                return self._connection.recv_into(view, 0, flags)
+                # The kernel fills the whole of it before it wakes us.
+                return self._connection.recv_into(view, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                self._limits_s[socket.SO_RCVTIMEO] = float("inf")
+
+    def receive_into_all(self, deadline: float, views: list[memoryview]) -> int:
+        """Fill `views` one after the other with what has come, at least one byte: how many there were, or 0."""
+        while True:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                return self._connection.recvmsg_into(views)[0]
             except BlockingIOError:
                 self._limits_s[socket.SO_RCVTIMEO] = float("inf")
 

@@ -1,17 +1,16 @@
-"""The exchange over UCX (extra `ucxx`), client's side: every calling thread has a worker and connections of its own."""
+"""The exchange over UCX (extra `ucxx`), client's side: every calling thread has a worker of its own."""
 
 from __future__ import annotations
 
 import secrets
 import threading
 import time
+from typing import Any, Literal
 
 import xxhash
 
-from penstock.errors import Aborted, RemoteProtocolError, Transient
-from penstock.payload.exchange import STATUS, Ack, Code, hello, parse_status, request
-from penstock.payload.io.received import Buffers, Cancellation, Received
-from penstock.payload.io.rotation import Rotation
+from penstock.errors import Aborted
+from penstock.payload.exchange import STATUS
 from penstock.payload.io.ucxx_core import (
     TAG,
     Transfer,
@@ -20,169 +19,119 @@ from penstock.payload.io.ucxx_core import (
     body_receive,
     close,
     core,
+    pieces,
     stream_receive,
     stream_send,
 )
+from penstock.payload.io.wire_client import Broken
 from penstock.payload.ports import Fault
-from penstock.payload.retry import Failure
-from penstock.records.payload import PayloadRef, RingAddress
-
-CANCEL_POLL_S = 0.05
 
 
-class _Broken(Transient):
-    """A call that ended in a way that says something about the port. Never leaves this module."""
+class UcxxWire:
+    """One worker for each thread that calls: they cost a quarter of a second, and only one may use them at a time."""
 
-    def __init__(self, fault: Fault, detail: str) -> None:
-        super().__init__(detail)
-        self.fault: Fault = fault
+    name: Literal["tcp", "ucxx"] = "ucxx"
 
-
-class _Link:
-    """A client's connection: an endpoint and the tag its bodies come under."""
-
-    def __init__(self, worker: Worker, host: str, port: int, token: str) -> None:
-        self.worker = worker
-        self.born = time.monotonic()
-        self.tag = secrets.randbits(63)
-        self.endpoint = core.UCXEndpoint.create(worker.ucx, host, port, True)
-        self.in_flight: list[Transfer] = [stream_send(self.endpoint, TAG.pack(self.tag) + hello(token))]
-
-    def send(self, data: bytes) -> None:
-        self.in_flight.append(stream_send(self.endpoint, data))
-
-    def receive(self, count: int, deadline: float, cancellation: Cancellation) -> bytes:
-        transfer = stream_receive(self.endpoint, count)
-        self.finish(transfer, deadline, cancellation)
-        data = transfer.memory[0]
-        assert isinstance(data, bytearray)
-        return bytes(data)
-
-    def receive_body(self, view: memoryview, deadline: float, cancellation: Cancellation) -> None:
-        if len(view):
-            self.finish(body_receive(self.endpoint, view, self.tag), deadline, cancellation)
-
-    def finish(self, transfer: Transfer, deadline: float, cancellation: Cancellation) -> None:
-        self.in_flight.append(transfer)
-        try:
-            while not transfer.done:
-                now = time.monotonic()
-                if cancellation.reason is not None:
-                    raise Aborted(cancellation.reason)
-                if now >= deadline:
-                    raise _Broken("timed_out", "no answer in time")
-                self.worker.wait(min(deadline - now, CANCEL_POLL_S))
-            for done in [one for one in self.in_flight if one.done]:
-                self.in_flight.remove(done)
-                done.check()
-        except UCXError as error:
-            raise _Broken(_fault(error), f"UCX: {error or type(error).__name__}") from error
-
-
-class UcxxClient:
-    """Reads payloads by UCXX. Thread-safe: every calling thread has a worker and connections of its own."""
-
-    def __init__(
-        self,
-        token: str,
-        buffers: Buffers,
-        *,
-        max_age_s: float = 90.0,
-        rotation: Rotation | None = None,
-        verify: bool = True,
-    ) -> None:
-        self._token = token
-        self._buffers = buffers
-        self._max_age_s = max_age_s
-        self._rotation = rotation or Rotation()
-        self._verify = verify
+    def __init__(self) -> None:
         self._mine = threading.local()
         self._lock = threading.Lock()
-        self._links: list[dict[tuple[str, int], _Link]] = []
+        self._workers: list[Worker] = []
 
-    def read(
-        self,
-        address: RingAddress,
-        ref: PayloadRef,
-        deadline: float,
-        tried: set[int],
-        cancellation: Cancellation,
-    ) -> Received | Failure:
-        """One call for one payload, complete and checked by `deadline` (monotonic), or the reason why not."""
-        host, ports = address.host, address.ucxx_ports
-        port = self._rotation.choose(host, ports, avoid=tried)
-        tried.add(port)
+    @property
+    def lane(self) -> int:
+        return threading.get_ident()
+
+    def connect(self, host: str, port: int, hello: bytes, deadline: float) -> UcxxConnection:
+        """Does not wait: a port where nobody listens shows when it is asked for something."""
+        if not hasattr(self._mine, "worker"):
+            self._mine.worker = Worker()
+            with self._lock:
+                self._workers.append(self._mine.worker)
+        worker: Worker = self._mine.worker
         try:
-            answer = self._call(host, port, ref, deadline, cancellation)
-        except Aborted as error:
-            return Failure("cancelled", str(error))
-        except _Broken as broken:
-            self._rotation.failed(host, ports, port, broken.fault)
-            return Failure(broken.fault, f"{host}:{port}: {broken}")
-        self._rotation.succeeded(host, ports, port)
-        return answer
+            return UcxxConnection(worker, core.UCXEndpoint.create(worker.ucx, host, port, True), hello)
+        except UCXError as error:
+            raise Broken("refused", f"UCX: {error}") from error
 
     def close(self) -> None:
-        """End all connections. No thread may be reading any more."""
         with self._lock:
-            for links in self._links:
-                for link in links.values():
-                    close(link.endpoint, link.in_flight)
-                links.clear()
+            for worker in self._workers:
+                worker.close()
+            self._workers.clear()
 
-    def _call(
-        self, host: str, port: int, ref: PayloadRef, deadline: float, cancellation: Cancellation
-    ) -> Received | Failure:
-        link = self._link(host, port)
-        memory = self._buffers.take(ref.size_bytes)
+
+class UcxxConnection:
+    """One connection to a server: requests and statuses on the endpoint's stream, bodies under a tag of its own."""
+
+    def __init__(self, worker: Worker, endpoint: Any, hello: bytes) -> None:
+        self.born = time.monotonic()
+        self._worker = worker
+        self._endpoint = endpoint
+        self._tag = secrets.randbits(63)
+        self._unsaid = TAG.pack(self._tag) + hello
+        """Goes out together with the first request."""
+        self._in_flight: list[Transfer] = []
+        self._pieces: list[Transfer] = []
+        self._answered = False
+        """By the status of the present call."""
+        self._unanswered = True
+        """Nothing has come from the server, ever."""
+        self._broken_off = False
+
+    @property
+    def reusable(self) -> bool:
+        self._worker.ucx.progress()
+        return not self._pieces and self._endpoint.alive
+
+    def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes:
+        self._answered = False
+        # Asked for before it is sent: what arrives unexpected would be copied once more.
+        self._pieces = [body_receive(self._endpoint, piece, self._tag) for piece in pieces(body)]
+        status = stream_receive(self._endpoint, STATUS.size)
+        self._in_flight.append(stream_send(self._endpoint, self._unsaid + request))
+        self._unsaid = b""
+        data = self._finish(status, deadline)
+        self._answered = True
+        self._unanswered = False
+        return data
+
+    def receive_body(self, deadline: float, hasher: xxhash.xxh3_64 | None) -> None:
+        while self._pieces:
+            self._finish(self._pieces[0], deadline)
+            piece = self._pieces.pop(0).memory[0]
+            assert isinstance(piece, memoryview)
+            if hasher is not None:
+                hasher.update(piece)
+
+    def receive_text(self, size_bytes: int, deadline: float) -> bytes:
+        return self._finish(stream_receive(self._endpoint, size_bytes), deadline) if size_bytes else b""
+
+    def break_off(self) -> None:
+        self._broken_off = True
+        self._worker.wake()
+
+    def close(self) -> bool:
+        return close(self._worker, self._endpoint, [*self._in_flight, *self._pieces])
+
+    def _finish(self, transfer: Transfer, deadline: float) -> bytes:
+        """Wait for `transfer`; what it received, if it is one of the stream's."""
         try:
-            link.send(request(ref))
-            status = parse_status(link.receive(STATUS.size, deadline, cancellation), ref)
-            if status.code is Code.OK:
-                view = memory.data[: ref.size_bytes]
-                link.receive_body(view, deadline, cancellation)
-                digest = xxhash.xxh3_64_intdigest(view) if self._verify and ref.digest else ref.digest
-                if digest != ref.digest:
-                    raise _Broken("corrupt", f"body hashes to {digest:016x}, expected {ref.digest:016x}")
-                link.send(bytes([Ack.CONSUMED]))
-                return Received(view.toreadonly(), memory)
-            reason = link.receive(status.length, deadline, cancellation).decode(errors="replace")
-            if status.code is Code.REFUSED:
-                raise _Broken("protocol", f"the server refused our hello: {reason}")
-        except BaseException as error:
-            self._mine.links.pop((host, port), None)
-            if close(link.endpoint, link.in_flight):
-                self._buffers.give_back(memory)
-            if isinstance(error, RemoteProtocolError):
-                raise _Broken("protocol", str(error)) from error
-            raise
-        self._buffers.give_back(memory)
-        return Failure("stale" if status.code is Code.STALE else "busy", reason)
-
-    def _link(self, host: str, port: int) -> _Link:
-        if not hasattr(self._mine, "links"):
-            self._mine.worker = Worker()
-            self._mine.links = {}
-            with self._lock:
-                self._links.append(self._mine.links)
-        links: dict[tuple[str, int], _Link] = self._mine.links
-        link = links.get((host, port))
-        if link is not None and (time.monotonic() - link.born >= self._max_age_s or not link.endpoint.alive):
-            close(link.endpoint, link.in_flight)
-            link = None
-        if link is None:
-            try:
-                link = _Link(self._mine.worker, host, port, self._token)
-            except UCXError as error:
-                raise _Broken("refused", f"UCX: {error}") from error
-            links[host, port] = link
-        return link
-
-
-def _fault(error: BaseException) -> Fault:
-    name = type(error).__name__
-    if "Truncated" in name:
-        return "truncated"
-    if "Unreachable" in name or "Rejected" in name or "NotConnected" in name:
-        return "refused"
-    return "timed_out" if "Timeout" in name else "reset"
+            while not transfer.done:
+                if self._broken_off:
+                    raise Aborted("broken off")
+                now = time.monotonic()
+                if now >= deadline:
+                    raise Broken("timed_out", "no answer in time", self._answered)
+                self._worker.wait(deadline - now)
+            transfer.check()
+            for done in [one for one in self._in_flight if one.done]:
+                self._in_flight.remove(done)
+                done.check()
+        except UCXError as error:
+            fault: Fault = "truncated" if self._answered else "refused" if self._unanswered else "reset"
+            raise Broken(fault, f"UCX: {error or type(error).__name__}", self._answered) from error
+        finally:
+            if not transfer.done and transfer not in self._pieces:
+                self._in_flight.append(transfer)
+        data = transfer.memory[0]
+        return bytes(data) if isinstance(data, bytearray) else b""

@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import struct
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ from ucxx._lib.arr import Array  # pyright: ignore[reportMissingImports]
 core = ucxx.libucxx
 UCXError = ucxx.exceptions.UCXError
 TAG = struct.Struct("<Q")
+"""Begins a connection: under which tag the client wants its bodies."""
+PIECE_BYTES = 1 << 22
+"""A body travels as messages of this size and a rest, so that one is hashed while the next is on its way."""
+SETTINGS = {"TCP_CM_REUSEADDR": "y"}
+"""A port may be listened on again although connections of a former server have only just ended."""
 CLOSE_PERIOD_NS = 500_000_000
 LONGEST_WAIT_S = 60.0
 
@@ -31,14 +37,18 @@ _unfinished: list[object] = []
 class Worker:
     """A UCX worker used by one thread at a time."""
 
-    def __init__(self) -> None:
-        self.ucx = core.UCXWorker(core.UCXContext({}))
+    def __init__(self, loopback_only: bool = False) -> None:
+        """With `loopback_only` the rest of the world is out of its reach, and it out of theirs."""
+        # A user's own choice of devices stands.
+        confined = loopback_only and "UCX_NET_DEVICES" not in os.environ
+        self.ucx = core.UCXWorker(core.UCXContext({**SETTINGS, **({"NET_DEVICES": "lo"} if confined else {})}))
         self.ucx.init_blocking_progress_mode()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()
+        self._closed = False
         self._poll = select.poll()
         self._poll.register(self.ucx.epoll_file_descriptor, select.POLLIN)
-
-    def also_wake_on(self, fd: int) -> None:
-        self._poll.register(fd, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there is something to do, at most `timeout_s`, and do it.
@@ -46,8 +56,21 @@ class Worker:
         What completed before must have been looked at: arming sees what is still to come only.
         """
         if self.ucx.arm():
-            self._poll.poll(max(0.0, min(timeout_s, LONGEST_WAIT_S)) * 1000)
+            ready = self._poll.poll(max(0.0, min(timeout_s, LONGEST_WAIT_S)) * 1000)
+            if any(fd == self._wake for fd, _ in ready):
+                os.eventfd_read(self._wake)
         self.ucx.progress()
+
+    def wake(self) -> None:
+        """From any thread: let the present `wait`, or else the next, return at once."""
+        with self._wake_lock:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        with self._wake_lock:
+            self._closed = True
+            os.close(self._wake)
 
 
 class Transfer:
@@ -76,6 +99,10 @@ def stream_receive(endpoint: Any, count: int) -> Transfer:
     return Transfer(endpoint.stream_recv(array), data, array)
 
 
+def pieces(body: memoryview) -> list[memoryview]:
+    return [body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES)]
+
+
 def body_send(endpoint: Any, view: memoryview, tag: int) -> Transfer:
     array = Array(view)
     return Transfer(endpoint.tag_send(array, core.UCXXTag(tag)), view, array)
@@ -86,10 +113,11 @@ def body_receive(endpoint: Any, view: memoryview, tag: int) -> Transfer:
     return Transfer(endpoint.tag_recv(array, core.UCXXTag(tag)), view, array)
 
 
-def close(endpoint: Any, transfers: Sequence[Transfer]) -> bool:
+def close(worker: Worker, endpoint: Any, transfers: Sequence[Transfer]) -> bool:
     """End a connection and everything in flight on it. False when UCX would not let go of some memory."""
     with contextlib.suppress(UCXError):
         endpoint.close_blocking(CLOSE_PERIOD_NS, 1)
+    worker.ucx.progress()  # the other side hears of it only now
     left = [transfer for transfer in transfers if not transfer.done]
     _unfinished.extend(left)
     return not left

@@ -1,0 +1,167 @@
+"""What the servers of all wires have in common: the ring, who may ask, and the exchange performed on the ring."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection
+from typing import NamedTuple, Protocol, TypeVar
+
+from penstock.errors import LocalProtocolError, PenstockError, Stale
+from penstock.payload.exchange import (
+    CloseConnection,
+    Code,
+    ConnectionFailed,
+    ConsumeSlots,
+    Effect,
+    Event,
+    ExchangeLimits,
+    ExchangeState,
+    ReleaseSlot,
+    SendBody,
+    SendStatus,
+    ServerExchange,
+    SlotRefused,
+    SlotsConsumed,
+    SlotTaken,
+    TakeSlot,
+)
+from penstock.payload.io.reader import Lease, RingReader
+
+log = logging.getLogger(__name__)
+
+
+class ServerStatistics(NamedTuple):
+    connections: int
+    accepted: int
+    turned_away: int
+    """Closed at the door, or to make room: more connections than allowed."""
+    sent: int
+    """Bodies sent completely."""
+    broken_off: int
+    """Bodies that were not."""
+    consumed: int
+    """Payloads freed at a client's word."""
+    refused: int
+    orphans: int
+    """Bodies of which another reader had taken over before they were sent."""
+
+
+class Service:
+    """One ring, served to whoever knows the token."""
+
+    def __init__(self, ring: str, token: str, *, directory: str, limits: ExchangeLimits | None, label: str) -> None:
+        self.reader = RingReader.attach(ring, directory=directory, label=label, verify=False)
+        self.lock = threading.Lock()
+        self._token = token
+        self._limits = limits or ExchangeLimits()
+        self._counts = dict.fromkeys(ServerStatistics._fields[1:], 0)
+
+    def count(self, what: str, number: int = 1) -> None:
+        with self.lock:
+            self._counts[what] += number
+
+    def statistics(self, connections: int) -> ServerStatistics:
+        with self.lock:
+            return ServerStatistics(connections=connections, **self._counts)
+
+    def new_exchange(self) -> ServerExchange:
+        return ServerExchange(self._token, self.reader.name, self.reader.epoch, time.monotonic(), self._limits)
+
+
+class Outlet(Protocol):
+    """What a handler asks of its connection. Each answers with what happened, or nothing if that comes later."""
+
+    def send_body(self, header: bytes, body: memoryview) -> Event | None: ...
+
+    def send_status(self, data: bytes) -> Event | None: ...
+
+    def end(self, reason: str) -> None: ...
+
+
+class Handler:
+    """One client: its exchange, and the one slot that is being sent to it."""
+
+    def __init__(self, service: Service, outlet: Outlet) -> None:
+        self._service = service
+        self._outlet = outlet
+        self._lease: Lease | None = None
+        self.exchange = service.new_exchange()
+
+    def __repr__(self) -> str:
+        return f"<Handler {self.exchange!r}>"
+
+    @property
+    def is_stranger(self) -> bool:
+        return self.exchange.state is ExchangeState.AWAITING_HELLO
+
+    @property
+    def closed(self) -> bool:
+        return self.exchange.state is ExchangeState.CLOSED
+
+    def handle(self, event: Event | None) -> None:
+        """Feed an event to the exchange, perform what it says, and so on until it waits for the client."""
+        while event is not None:
+            effects = self.exchange.handle(event, time.monotonic())
+            event = None
+            for effect in effects:
+                outcome = self._perform(effect)
+                event = event if outcome is None else outcome
+
+    def _perform(self, effect: Effect) -> Event | None:
+        match effect:
+            case TakeSlot(ref):
+                try:
+                    self._lease = self._service.reader.take(ref)
+                except PenstockError as error:
+                    self._service.count("refused")
+                    return SlotRefused(Code.STALE if isinstance(error, Stale) else Code.BUSY, str(error))
+                return SlotTaken(ref.size_bytes)
+            case SendBody(header):
+                assert self._lease is not None
+                return self._outlet.send_body(header, self._lease.view)
+            case ReleaseSlot():
+                self._release()
+            case ConsumeSlots(refs):
+                try:
+                    self._service.count("consumed", self._service.reader.consume(refs))
+                except PenstockError as error:
+                    return ConnectionFailed(f"could not consume: {error}")
+                return SlotsConsumed()
+            case SendStatus(data):
+                failed = self._outlet.send_status(data)
+                return None if self.closed else failed
+            case CloseConnection(reason):
+                log.debug("payload connection closes after %d served: %s", self.exchange.served, reason)
+                self._outlet.end(reason)
+        return None
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        self._service.count("broken_off" if self.closed else "sent")
+        try:
+            owned = lease.released()
+        except LocalProtocolError:
+            return  # the server was closed and gave everything back already
+        if not owned:
+            self._service.count("orphans")
+
+
+class Guest(Protocol):
+    @property
+    def is_stranger(self) -> bool: ...
+
+
+G = TypeVar("G", bound=Guest)
+
+
+def turned_away(guests: Collection[G], newcomer: G, limit: int) -> G | None:
+    """Who has to go when `newcomer` comes: nobody, the oldest that has not said hello yet, or the newcomer itself.
+
+    So strangers cannot keep the run's own clients out.
+    """
+    if len(guests) < limit:
+        return None
+    return next((guest for guest in guests if guest.is_stranger), newcomer)

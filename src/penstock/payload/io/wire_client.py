@@ -1,0 +1,271 @@
+"""The client's half of the exchange on any wire: ports in turn, pooled connections, one deadline per call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import xxhash
+
+from penstock.errors import Aborted, LocalProtocolError, RemoteProtocolError, Transient
+from penstock.payload.exchange import Code, Status, consume, hello, parse_status, read
+from penstock.payload.io.received import Buffers, Cancellation, Received
+from penstock.payload.io.rotation import Rotation
+from penstock.payload.ports import Fault
+from penstock.payload.retry import Failure
+from penstock.records.payload import PayloadRef, RingAddress
+
+
+class Broken(Transient):
+    """A call that ended in a way that says something about the port. Never leaves the clients."""
+
+    def __init__(self, fault: Fault, detail: str, answered: bool = False) -> None:
+        super().__init__(detail)
+        self.fault: Fault = fault
+        self.answered = answered
+        """At least one byte of the answer had arrived."""
+
+
+class Connection(Protocol):
+    """What the client asks of a wire. Whatever goes wrong is `Broken`, or `Aborted` after `break_off`."""
+
+    born: float
+
+    @property
+    def reusable(self) -> bool:
+        """Nothing is left on the way to us, as far as one can tell from here."""
+        ...
+
+    def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes:
+        """Send a request; the status that answers it. A body, if one follows, will come into `body`."""
+        ...
+
+    def receive_body(self, deadline: float, hasher: xxhash.xxh3_64 | None) -> None:
+        """Fill the whole of it; `hasher` gets to see the bytes while they are in the cache."""
+        ...
+
+    def receive_text(self, size_bytes: int, deadline: float) -> bytes:
+        """What comes instead of a body."""
+        ...
+
+    def break_off(self) -> None:
+        """From another thread: end what is going on at once."""
+        ...
+
+    def close(self) -> bool:
+        """False when the wire may still write to the body it was given."""
+        ...
+
+
+class Wire(Protocol):
+    """A way to connect."""
+
+    name: Literal["tcp", "ucxx"]
+
+    @property
+    def lane(self) -> int:
+        """Who is asking: a connection is used again only in the lane in which it was made."""
+        ...
+
+    def connect(self, host: str, port: int, hello: bytes, deadline: float) -> Connection: ...
+
+    def close(self) -> None:
+        """After all connections."""
+        ...
+
+
+class WireClient:
+    """Reads payloads from any number of servers. Thread-safe; every call blocks until its deadline at most."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        token: str,
+        buffers: Buffers,
+        *,
+        max_age_s: float = 90.0,
+        keep_per_port: int = 8,
+        rotation: Rotation | None = None,
+        verify: bool = True,
+    ) -> None:
+        """`max_age_s` must lie below the servers' idle limit, so that no connection is used just as it is evicted."""
+        self._wire = wire
+        self._hello = hello(token)
+        self._buffers = buffers
+        self._max_age_s = max_age_s
+        self._keep_per_port = keep_per_port
+        self._rotation = rotation or Rotation()
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[int, str, int], list[Connection]] = {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        idle = sum(len(group) for group in self._idle.values())
+        return f"<WireClient {self._wire.name}, {idle} idle connections, {self._rotation!r}>"
+
+    def read(
+        self, address: RingAddress, ref: PayloadRef, deadline: float, tried: set[int], cancellation: Cancellation
+    ) -> Received | Failure:
+        """One call for one payload, complete and checked by `deadline` (monotonic), or the reason why not.
+
+        `tried` holds the ports already tried for this payload; the one used now is added. The payload stays in its
+        ring until `consume`.
+        """
+        memory = self._buffers.take(ref.size_bytes)
+        body = memory.data[: ref.size_bytes]
+        answer, unused = self._call(address, read(ref), body, ref.digest, deadline, tried, cancellation)
+        if answer is None:
+            return Received(body.toreadonly(), memory)
+        if unused:
+            self._buffers.give_back(memory)
+        return answer
+
+    def consume(
+        self,
+        address: RingAddress,
+        refs: Sequence[PayloadRef],
+        deadline: float,
+        tried: set[int],
+        cancellation: Cancellation,
+    ) -> Failure | None:
+        """Say that these payloads (`MAX_CONSUMED` at most) were used; None when it is confirmed. May be repeated."""
+        return self._call(address, consume(refs), memoryview(bytearray()), 0, deadline, tried, cancellation)[0]
+
+    def close(self) -> None:
+        """End the connections. No call may be going on any more."""
+        with self._lock:
+            self._closed = True
+            idle = [connection for group in self._idle.values() for connection in group]
+            self._idle.clear()
+        for connection in idle:
+            connection.close()
+        self._wire.close()
+
+    def _call(
+        self,
+        address: RingAddress,
+        request: bytes,
+        body: memoryview,
+        digest: int,
+        deadline: float,
+        tried: set[int],
+        cancellation: Cancellation,
+    ) -> tuple[Failure | None, bool]:
+        """What went wrong, if anything, and whether the memory of the body is ours again."""
+        if self._closed:
+            raise LocalProtocolError("this payload client is closed")
+        host, ports = address.host, address.tcp_ports if self._wire.name == "tcp" else address.ucxx_ports
+        port = self._rotation.choose(host, ports, avoid=tried)
+        tried.add(port)
+        exchange = _Exchange(request, body, digest if self._verify else 0, deadline, cancellation)
+        try:
+            failure = self._over_some_connection(host, port, exchange)
+        except Aborted as error:
+            return Failure("cancelled", str(error)), exchange.memory_free
+        except Broken as broken:
+            if cancellation.reason is not None:
+                return Failure("cancelled", cancellation.reason), exchange.memory_free
+            self._rotation.failed(host, ports, port, broken.fault)
+            return Failure(broken.fault, f"{host}:{port}: {broken}"), exchange.memory_free
+        self._rotation.succeeded(host, ports, port)
+        return failure, exchange.memory_free
+
+    def _over_some_connection(self, host: str, port: int, exchange: _Exchange) -> Failure | None:
+        connection = self._pooled(host, port)
+        if connection is not None:
+            try:
+                return self._over(connection, host, port, exchange)
+            except Broken as broken:
+                # An old connection may have been closed by the other side since: that says nothing about the port.
+                if broken.answered or broken.fault == "timed_out" or not exchange.repeatable:
+                    raise
+                self._drop_idle(host, port)
+        return self._over(self._wire.connect(host, port, self._hello, exchange.deadline), host, port, exchange)
+
+    def _over(self, connection: Connection, host: str, port: int, exchange: _Exchange) -> Failure | None:
+        failure = exchange.run(connection)
+        with self._lock:
+            idle = self._idle.setdefault((self._wire.lane, host, port), [])
+            kept = connection.reusable and not self._closed and len(idle) < self._keep_per_port
+            if kept:
+                idle.append(connection)
+        if not kept:
+            exchange.memory_free = connection.close()
+        return failure
+
+    def _pooled(self, host: str, port: int) -> Connection | None:
+        now = time.monotonic()
+        too_old: list[Connection] = []
+        fresh = None
+        with self._lock:
+            idle = self._idle.get((self._wire.lane, host, port), [])
+            while idle and fresh is None:
+                connection = idle.pop()
+                if connection.reusable and now - connection.born < self._max_age_s:
+                    fresh = connection
+                else:
+                    too_old.append(connection)
+        for connection in too_old:
+            connection.close()
+        return fresh
+
+    def _drop_idle(self, host: str, port: int) -> None:
+        with self._lock:
+            idle = self._idle.pop((self._wire.lane, host, port), [])
+        for connection in idle:
+            connection.close()
+
+
+class _Exchange:
+    """One request and its answer, on whichever connection it succeeds."""
+
+    def __init__(
+        self, request: bytes, body: memoryview, digest: int, deadline: float, cancellation: Cancellation
+    ) -> None:
+        self._request = request
+        self._body = body
+        self._digest = digest
+        self._cancellation = cancellation
+        self.deadline = deadline
+        self.memory_free = True
+
+    @property
+    def repeatable(self) -> bool:
+        return self.memory_free and self._cancellation.reason is None
+
+    def run(self, connection: Connection) -> Failure | None:
+        """None when the body is complete and checked. A connection on which anything went wrong is closed."""
+        registered = None
+        try:
+            registered = self._cancellation.register(connection.break_off)
+            status = parse_status(connection.ask(self._request, self._body, self.deadline), len(self._body))
+            if status.code is not Code.OK:
+                return _refusal(status, connection.receive_text(status.length, self.deadline))
+            self._receive_body(connection)
+        except BaseException as error:
+            self.memory_free = connection.close()
+            if isinstance(error, RemoteProtocolError):
+                raise Broken("protocol", str(error), answered=True) from error
+            raise
+        finally:
+            if registered is not None:
+                self._cancellation.unregister(registered)
+        return None
+
+    def _receive_body(self, connection: Connection) -> None:
+        hasher = xxhash.xxh3_64() if self._digest else None
+        connection.receive_body(self.deadline, hasher)
+        if hasher is not None and hasher.intdigest() != self._digest:
+            raise Broken(
+                "corrupt", f"body hashes to {hasher.intdigest():016x}, expected {self._digest:016x}", answered=True
+            )
+
+
+def _refusal(status: Status, text: bytes) -> Failure:
+    reason = text.decode(errors="replace")
+    if status.code is Code.REFUSED:
+        raise Broken("protocol", f"the server refused our hello: {reason}", answered=True)
+    return Failure("stale" if status.code is Code.STALE else "busy", reason)
