@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -28,6 +29,25 @@ def test_round_trip(sample: dict[str, np.ndarray]) -> None:
         assert decoded[name].dtype == array.dtype
         assert decoded[name].shape == array.shape
         assert decoded[name].tobytes() == array.tobytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrays, st.data())
+def test_chunks_are_written_like_the_array_they_are(sample: dict[str, np.ndarray], data: st.DataObject) -> None:
+    cut: dict[str, np.ndarray | list[np.ndarray]] = {}
+    for name, array in sample.items():
+        cuts = st.lists(st.integers(0, len(array)), max_size=4) if array.ndim else None
+        cut[name] = array if cuts is None else np.split(array, sorted(data.draw(cuts)))
+    whole, stride = bytes(codec.encode(sample)), data.draw(st.integers(1, 40))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "STRIDE_BYTES", stride)
+        encoded = codec.encode(cut)
+        written = bytearray(b"\xff" * encoded.size_bytes)
+        progress = [(end, bytes(written[:end])) for end in encoded.fill(written)]
+    assert bytes(written) == whole
+    assert [end for end, _ in progress] == sorted(end for end, _ in progress)
+    assert all(whole.startswith(so_far) for _, so_far in progress), "what is said to be in place is in place"
+    assert progress[-1][0] == encoded.size_bytes
 
 
 @settings(max_examples=300, deadline=None)
