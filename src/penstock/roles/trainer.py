@@ -16,13 +16,13 @@ from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex, Version
 from penstock.roles.emergencies import heed_checkpoints
 from penstock.roles.feed import Feed
-from penstock.roles.models import environment_of, loss_of, optimizer_of, policy_of
+from penstock.roles.models import device_of, environment_of, loss_of, optimizer_of, policy_of
 from penstock.roles.offering import Offering, offering
 from penstock.roles.process import RoleProcess
 from penstock.roles.publishing import Publishing
 from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.roles.training import TrainingLoop
-from penstock.roles.turns import TrainingTurns
+from penstock.roles.turns import LearnerOnTurns, TrainingTurns
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
@@ -79,7 +79,8 @@ async def _train(
         tasks.spawn("publish weights", publishing.run())
         tasks.spawn("heed the stop", heed_stop(process, client))
         tasks.spawn("report gauges", report_gauges(process, client, lag))
-        turns = TrainingTurns(process, client, devices_of(process.config).placements[pipeline.name])
+        placement, device = devices_of(process.config).placements[pipeline.name], device_of(pipeline.train.device)
+        turns = TrainingTurns(process, client, placement, LearnerOnTurns(learner, device, training))
         loop = TrainingLoop(process, client, learner, feed, publishing, turns, training, rollouts)
         tasks.spawn("save when asked to", heed_checkpoints(process, client, loop.save_afresh))
         await loop.run(step)
@@ -92,10 +93,13 @@ def _build(process: RoleProcess) -> Learner:
     """The learner, restored from the latest good checkpoint if there is one."""
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)
-    policy = policy_of(config, pipeline, environment, pipeline.train.device)
+    # On shared devices a process has no business before its first turn.
+    shared = devices_of(config).placements[pipeline.name].train_is_shared
+    device = "cpu" if shared else pipeline.train.device
+    policy = policy_of(config, pipeline, environment, device)
     reference = None
     if pipeline.token_loss.kl_coefficient and pipeline.kind == "language":
-        reference = policy_of(config, pipeline, environment, pipeline.train.device)
+        reference = policy_of(config, pipeline, environment, device)
     learner = Learner(policy, loss_of(pipeline), optimizer_of(config, pipeline), reference=reference)  # type: ignore[arg-type]
     found = checkpoint.latest(process.run.checkpoints(pipeline.name))
     if found is not None:

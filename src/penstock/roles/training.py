@@ -62,7 +62,6 @@ class TrainingLoop:
                     break
                 async with self._between_steps:
                     await self._train(batch)
-                await self._turns.give_back()
                 step = StepIndex(step + 1)
                 if step % every == 0:
                     async with self._between_steps:
@@ -83,8 +82,10 @@ class TrainingLoop:
         began = time.monotonic()
         self._process.progress.moved(f"training step {batch.step}")
         metrics = await self._training.run(self._learner.step, batch.micro_batches)
+        step_s = time.monotonic() - began
+        await self._turns.give_back()  # before the weights are published: what is published then lies in host memory
         metrics |= {
-            "step_s": time.monotonic() - began,
+            "step_s": step_s,
             "wait_s": batch.waited_s,
             "fetch_s": batch.prepared_s,
             "turn_s": self._turns.waited_s,

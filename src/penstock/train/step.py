@@ -100,6 +100,33 @@ class Learner:
         self.steps += 1
         return metrics | {"learning_rate": rate}
 
+    def onload(self, device: torch.device) -> None:
+        """Take weights, reference and optimiser state to a device; they may be on it already."""
+        self._move(device)
+
+    def offload(self) -> None:
+        """Take everything to the host and give the device's memory back, gradients and caches included."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._move(torch.device("cpu"))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def device_bytes(self) -> int:
+        """Device memory that this process has allocated, whatever for; 0 without a GPU."""
+        return sum(torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count()))
+
+    def _move(self, device: torch.device) -> None:
+        if device == self._device:
+            return
+        for policy in (self.policy, self.reference):
+            if policy is not None:
+                policy.module.to(device)  # the parameters stay the same objects: the optimiser knows them by identity
+        for entries in self._optimizer.state.values():
+            for key, tensor in entries.items():
+                if key != "step":  # the optimiser keeps this one on the host
+                    entries[key] = tensor.to(device)
+        self._device = device
+
     def learning_rate(self, step: int) -> float:
         """Of that step."""
         settings = self._optim

@@ -283,3 +283,28 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = learner(GymnasiumPolicy((4,), "discrete", 2, hidden_size=8), ControlLossSettings(), OptimSettings())
     with pytest.raises(ConfigError, match="another model"):
         checkpoint.load(found, other)
+
+
+def test_a_learner_that_moved_trains_as_one_that_stayed():
+    moved, stayed = (learner(LANGUAGE, TokenLossSettings(), OptimSettings()) for _ in range(2))
+    for seed in range(3):
+        moved.onload(torch.device("cpu"))
+        metrics = moved.step(language_batches(seed))
+        moved.offload()
+        assert moved.device_bytes() == 0
+        assert metrics == stayed.step(language_batches(seed))
+    assert all(torch.equal(a, b) for a, b in zip(moved.state().values(), stayed.state().values(), strict=True))
+
+
+def test_a_learner_takes_weights_reference_and_optimiser_along():
+    policy, reference = build(LANGUAGE), build(LANGUAGE)
+    assert isinstance(policy, LanguagePolicy)
+    assert isinstance(reference, LanguagePolicy)
+    it = Learner(policy, TokenLossSettings(kl_coefficient=0.1), OptimSettings(), reference=reference)
+    it.step(language_batches(0))
+    it.onload(torch.device("meta"))
+    optimiser = {name: tensor.device.type for name, tensor in it.state().items()}
+    assert {kind for name, kind in optimiser.items() if name.startswith("exp_avg")} == {"meta"}
+    assert {kind for name, kind in optimiser.items() if name.startswith("step")} == {"cpu"}
+    for one in (policy, reference):
+        assert {tensor.device.type for tensor in one.named_tensors().values()} == {"meta"}
