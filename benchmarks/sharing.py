@@ -1,101 +1,130 @@
-"""What sharing one pool is worth, in simulation: samples, moves, idle devices and fairness under four regimes.
+"""What sharing one pool is worth, simulated: samples, moves, idle devices and fairness, several seeds each.
 
 Two mixes. *alternating*: on-policy rounds of generation, training and time off the devices; here sharing must pay in
 samples. *continuous*: generation round after round while training happens elsewhere; here nothing needs to move, and
-the number of moves shows what a rule does to itself. The peer for samples is the same mix on disjoint static pools; the
-peer for moves is the plain gap-ratio rule.
+the number of moves shows what a rule does to itself. Regimes: `disjoint` and `colocated` are static pools (a pipeline's
+part split between training and generation, or used for both in turn), `plain` is the gap-ratio rule without move cost
+and hysteresis, `shared` is ours, and `calm` is ours with `payback = 60`. Everybody has started, and the cold start is
+over, before the counting begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
+import statistics
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from penstock.sim.pool_world import Mix, Outcome, Regime, simulate
+from penstock.sim.pool_world import Mix, Outcome, Regime, fewest_moves, simulate
 
 SIZES = ((2, 4), (4, 16), (8, 64), (16, 64), (64, 512), (256, 4096))
-QUICK_SIZES = SIZES[:3]
-COLUMNS = ("regime", "samples", "s/round", "moves/round", "busy", "moving", "idle", "even", "wait s", "cpu s")
-REGIMES: tuple[Regime, ...] = ("disjoint", "colocated", "plain", "shared")
+CALM = 60.0
+REGIMES: dict[str, tuple[Regime, float | None]] = {
+    "disjoint": ("disjoint", None),
+    "colocated": ("colocated", None),
+    "plain": ("plain", None),
+    "shared": ("shared", None),
+    "calm": ("shared", CALM),
+}
+COLUMNS = ("regime", "samples", "s/round", "moves/round", "busy", "moving", "idle", "even", "longest wait s")
 
 
 def mixes(pipelines: int, devices: int) -> dict[str, Mix]:
     # Fewer virtual seconds where there are more devices: the number of samples is what costs real time.
-    scale = 1.0 if devices <= 64 else 0.5 if devices <= 512 else 0.25
-    alternating = Mix(pipelines=pipelines, devices=devices, horizon_s=2400.0 * scale)
-    continuous = Mix(
-        pipelines=pipelines, devices=devices, horizon_s=1200.0 * scale, train_s=0.0, apart_s=0.0, stagger_s=17.0
-    )
+    horizon_s = 1800.0 if devices <= 64 else 900.0 if devices <= 512 else 450.0
+    alternating = Mix(pipelines=pipelines, devices=devices, horizon_s=horizon_s)
+    continuous = msgspec.structs.replace(alternating, train_s=0.0, apart_s=0.0, stagger_s=17.0)
     return {"alternating": alternating, "continuous": continuous}
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="sharing", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="small pools only")
+    parser.add_argument("--quick", action="store_true", help="small pools and two seeds only")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds for pools of up to 64 devices; one for larger ones")
+    parser.add_argument("--smallest", type=int, default=0, help="leave out pools with fewer devices than this")
     parser.add_argument("--largest", type=int, default=4096, help="leave out pools with more devices than this")
     options = parser.parse_args(argv)
     console = Console(width=120)
-    figures = []
-    for pipelines, devices in QUICK_SIZES if options.quick else SIZES:
-        if devices > options.largest:
+    figures: list[dict[str, str | float]] = []
+    for pipelines, devices in SIZES[:3] if options.quick else SIZES:
+        if not options.smallest <= devices <= options.largest:
             continue
-        for mix_name, mix in mixes(pipelines, devices).items():
-            outcomes: dict[Regime, Outcome] = {}
-            table = Table(title=f"{mix_name}, {pipelines} pipelines on {devices} devices, {mix.horizon_s:.0f} s")
-            for column in (
-                "regime",
-                "samples",
-                "s/round",
-                "moves/round",
-                "busy",
-                "moving",
-                "idle",
-                "even",
-                "wait s",
-                "cpu s",
-            ):
-                table.add_column(column, justify="left" if column == "regime" else "right")
-            for regime in REGIMES:
-                if mix_name == "continuous" and regime in ("disjoint", "colocated"):
+        seeds = 1 if devices > 64 else min(2, options.seeds) if options.quick else options.seeds
+        for name, mix in mixes(pipelines, devices).items():
+            outcomes: dict[str, list[Outcome]] = {}
+            for label, (regime, payback) in REGIMES.items():
+                if name == "continuous" and label in ("disjoint", "colocated"):
                     continue  # with no training to make room for, every part is simply busy
-                began = time.thread_time()
-                outcome = outcomes[regime] = simulate(mix, regime)
-                table.add_row(
-                    regime,
-                    str(outcome.samples),
-                    f"{outcome.step_s:.0f}",
-                    f"{outcome.moves_per_round:.1f}",
-                    f"{outcome.generating + outcome.training:.0%}",
-                    f"{outcome.moving:.1%}",
-                    f"{outcome.idle:.0%}",
-                    f"{outcome.fairness:.3f}",
-                    f"{outcome.longest_wait_s:.0f}",
-                    f"{time.thread_time() - began:.1f}",
-                )
-            console.print(table)
-            shared, plain = outcomes["shared"], outcomes["plain"]
-            compared: list[tuple[str, str, float, float]] = [
-                ("samples", regime, shared.samples, outcome.samples)
-                for regime, outcome in outcomes.items()
-                if regime != "shared"
-            ]
-            compared.append(("moves per round", "plain", shared.moves_per_round, plain.moves_per_round))
-            for unit, regime, ours, peer in compared:
-                ratio = ours / peer
-                console.print(f"  {unit} against {regime}: {ratio:.2f}x")
-                name = f"{mix_name} {pipelines}x{devices} {unit}"
-                figures.append(
-                    {"name": name, "unit": unit, "ours": ours, "peer": peer, "peer_name": regime, "ratio": ratio}
+                one = mix if payback is None else msgspec.structs.replace(mix, payback=payback)
+                outcomes[label] = [simulate(msgspec.structs.replace(one, seed=seed), regime) for seed in range(seeds)]
+            title = f"{name}, {pipelines} pipelines on {devices} devices, {mix.horizon_s:.0f} s, {seeds} seeds"
+            console.print(_table(title, outcomes))
+            figures += _compare(f"{name} {pipelines}x{devices}", outcomes, console)
+            if name == "alternating":
+                plain_s = statistics.mean(outcome.step_s for outcome in outcomes["plain"])
+                plain_moves = statistics.mean(outcome.moves_per_round for outcome in outcomes["plain"])
+                bound = fewest_moves(mix, plain_s)
+                console.print(
+                    f"  no schedule with rounds of {plain_s:.0f} s needs fewer than {bound:.1f} moves a round: "
+                    f"{bound / plain_moves:.2f}x of the plain rule's"
                 )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
     return 0
+
+
+def _table(title: str, outcomes: dict[str, list[Outcome]]) -> Table:
+    table = Table(title=title)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "regime" else "right")
+    for label, seeds in outcomes.items():
+        table.add_row(
+            label,
+            _spread([outcome.samples for outcome in seeds], ".0f"),
+            _spread([outcome.step_s for outcome in seeds], ".0f"),
+            _spread([outcome.moves_per_round for outcome in seeds], ".1f"),
+            f"{statistics.mean(outcome.generating + outcome.training for outcome in seeds):.0%}",
+            f"{statistics.mean(outcome.moving for outcome in seeds):.1%}",
+            f"{statistics.mean(outcome.idle for outcome in seeds):.0%}",
+            f"{min(outcome.fairness for outcome in seeds):.3f}",
+            f"{max(outcome.longest_wait_s for outcome in seeds):.0f}",
+        )
+    return table
+
+
+def _compare(name: str, outcomes: dict[str, list[Outcome]], console: Console) -> list[dict[str, str | float]]:
+    """Ratios of ours to the others, seed by seed."""
+    figures: list[dict[str, str | float]] = []
+    for ours in ("shared", "calm"):
+        pairs = [(label, "samples") for label in outcomes if label not in ("shared", "calm")]
+        for peer, unit in [*pairs, ("plain", "moves_per_round")]:
+            mine = [getattr(outcome, unit) for outcome in outcomes[ours]]
+            theirs = [getattr(outcome, unit) for outcome in outcomes[peer]]
+            ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
+            words = unit.replace("_", " ")
+            console.print(f"  {ours}: {words} against {peer}: {_spread(ratios, '.2f')}x")
+            figures.append(
+                {
+                    "name": f"{name} {ours} {words}",
+                    "unit": words,
+                    "ours": statistics.mean(mine),
+                    "peer": statistics.mean(theirs),
+                    "peer_name": peer,
+                    "ratio": statistics.mean(ratios),
+                }
+            )
+    return figures
+
+
+def _spread(values: list[float], form: str) -> str:
+    """Mean, and the standard deviation over the seeds."""
+    mean = format(statistics.mean(values), form)
+    return f"{mean} ± {format(statistics.stdev(values), form)}" if len(values) > 1 else mean
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ class Entry(msgspec.Struct):
     """It was said that this wait is longer than it should be."""
     short_since: float | None = None
     """Since when plans have left it below its share."""
+    paused_since: float | None = None
+    """Since when it has had no work, after it had some."""
+    last_pause_s: float = 0.0
     wake_s: float = 0.0
     """What waking one of its workers takes, as measured."""
     alone: bool = True

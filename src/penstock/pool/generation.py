@@ -45,7 +45,9 @@ class Generation:
         self._kinds = _kinds(snapshot)
         self._shares = _shares(snapshot, ground)
         self._short = [share.short for share in self._shares]
-        self._surplus = [share.surplus for share in self._shares]
+        self._surplus = [
+            0 if view.lingers else share.surplus for view, share in zip(self._pipelines, self._shares, strict=True)
+        ]
         self._spare = [share.spare for share in self._shares]
         self._block = max((view.bundle for view in snapshot.pipelines), default=1)
         self._asleep = [view.asleep for view in snapshot.pipelines]

@@ -35,6 +35,8 @@ class PipelineView(msgspec.Struct, frozen=True):
     """When it began to have work and no worker."""
     turn_s: float = 10.0
     """A woken worker of it is not taken for another pipeline's generation before this has passed."""
+    lingers: bool = False
+    """Workers of it that lack work will have some again before a move repays: nobody may take them for idle."""
     may_wake: bool = True
     """False after failed moves, until the bench time is over."""
     places: tuple[tuple[DeviceId, ...], ...] | None = None

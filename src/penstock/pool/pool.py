@@ -189,8 +189,15 @@ class Pool:
         return True
 
     def _count(self, event: ev.DemandCounted, now: float) -> bool:
-        demand = self._entry(event.pipeline).demand
-        return demand.count(event.remaining, event.completed, self._book.serving(event.pipeline), now)
+        entry = self._entry(event.pipeline)
+        had_work = entry.demand.remaining > 0
+        if not entry.demand.count(event.remaining, event.completed, self._book.serving(event.pipeline), now):
+            return False
+        if had_work and not event.remaining:
+            entry.paused_since = now
+        elif event.remaining and entry.paused_since is not None:
+            entry.last_pause_s, entry.paused_since = now - entry.paused_since, None
+        return True
 
     def _join(self, event: ev.WorkerJoined, now: float) -> bool:
         shape = self._entry(event.pipeline).shape

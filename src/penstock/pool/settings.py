@@ -13,7 +13,7 @@ class PoolSettings(msgspec.Struct, frozen=True):
     topology: Topology
     turn_s: float = 10.0
     """How long a woken worker is safe from other pipelines' generation (times its pipeline's weight)."""
-    payback: float = 28.0
+    payback: float = 12.0
     """Beyond its equal part a pipeline is given a worker only for this many times the work that is lost while it wakes,
     and busy workers change hands only when somebody was below its share for this many times as long as waking takes.
     Lower makes better use of the devices, higher moves less."""

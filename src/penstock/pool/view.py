@@ -34,6 +34,12 @@ def _worth(entry: Entry, useful: int, repay_s: float) -> int:
     return min(useful, max(1, int(entry.demand.remaining / samples_to_repay))) if samples_to_repay else useful
 
 
+def _lingers(entry: Entry, repay_s: float, now: float) -> bool:
+    """Whether work comes back before a move would repay: judged by its last pause, and by this one."""
+    paused_s = 0.0 if entry.paused_since is None else now - entry.paused_since
+    return max(entry.last_pause_s, paused_s) < repay_s
+
+
 def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, int], now: float) -> Snapshot:
     """A snapshot to plan on."""
     names = sorted(state.pipelines)
@@ -67,6 +73,7 @@ def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, in
                 min_bundles=shape.min_bundles,
                 waiting_since=entry.waiting_since,
                 turn_s=settings.turn_s * shape.weight,
+                lingers=_lingers(entry, repay_s, now),
                 may_wake=now >= entry.benched_until,
                 places=tuple(sorted(bound[name])) if name in bound else None,
             )
