@@ -8,23 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from penstock.config.engine import Engine, TorchEngineSection, VllmEngineSection
 from penstock.config.recommended import fill_in
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Seconds = PositiveFloat
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-
-
-class Section(BaseModel):
-    """A table of the configuration: unknown keys are mistakes, and nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from penstock.config.section import (
+    Fraction,
+    ImportPath,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Section,
+)
 
 
 class RunSection(Section):
@@ -137,55 +134,6 @@ class MlpModel(Section):
     kind: Literal["mlp"] = "mlp"
     hidden: Positive = 64
 
-
-class TorchEngineSection(Section):
-    """Samples from the model with torch, in the worker's own process."""
-
-    kind: Literal["torch"] = "torch"
-    batching: Literal["static", "continuous"] = "static"
-    """`static` decodes a batch to its end; in `continuous` completions join and leave at any decode step."""
-    rows: Positive = 64
-    """Continuous: completions decoded together; the others wait in the order they came."""
-    cache_tokens: Positive = 65536
-    """Continuous: bound on rows times the longest of them, in tokens with their keys and values on the device."""
-    kept_tokens: NonNegative = 65536
-    """Continuous: bound on tokens kept of conversations that wait for their environment; beyond it they are re-read."""
-    reread: bool = False
-    """Continuous: read contexts again after the weights changed, instead of going on from older keys and values."""
-
-
-class VllmEngineSection(Section):
-    """A vLLM server that the worker starts and owns. Its weights are always updated in place."""
-
-    kind: Literal["vllm"] = "vllm"
-    python: str = ""
-    """The Python of an environment with vLLM and this package; empty: the one that runs Penstock."""
-    max_requests: Positive = 64
-    """Completions decoded together; the others wait in the server."""
-    max_length: Positive | None = None
-    """Tokens of the longest context; the model's own limit by default."""
-    cache_gb: Positive = 1
-    """GiB for keys and values on CPU. On a GPU the server takes its share of the device: see its own flags."""
-    eager: bool = False
-    """Do without compiled graphs: the server starts much sooner and decodes slower."""
-    options: list[str] = []
-    """Further flags of the server, for example `["--gpu-memory-utilization", "0.5"]`."""
-    start_s: Seconds = 600.0
-    """How long the server may take until it answers."""
-    stall_s: Seconds = 120.0
-    """A server that does not answer for so long is replaced, and its worker with it."""
-    request_s: Seconds = 1800.0
-    """How long one completion may take, pauses included."""
-
-
-def _engine_kind(engine: Any) -> str:
-    """`torch`, unless said otherwise."""
-    return engine.get("kind", "torch") if isinstance(engine, dict) else engine.kind
-
-
-Engine = Annotated[
-    Annotated[TorchEngineSection, Tag("torch")] | Annotated[VllmEngineSection, Tag("vllm")], Discriminator(_engine_kind)
-]
 
 Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
 

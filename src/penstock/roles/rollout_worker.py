@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.config.run import VllmEngineSection
+from penstock.config.engine import VllmEngineSection
 from penstock.payload.io.shm import Ring
 from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress

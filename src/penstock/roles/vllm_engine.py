@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.config.run import VllmEngineSection
+from penstock.config.engine import VllmEngineSection
 from penstock.errors import Aborted, ConfigError
 from penstock.roles.models import device_of
 from penstock.roles.process import RoleProcess
