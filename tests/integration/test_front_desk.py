@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.config.load import validate
