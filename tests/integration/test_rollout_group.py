@@ -99,8 +99,12 @@ class Group:
         def note(what: str) -> Callable[..., None]:
             return lambda said=None: self.happened.append((rank, what, said))
 
+        def wait_for_weights(version: Version) -> bool:
+            self.happened.append((rank, "weights", version))
+            return True
+
         return Surroundings(
-            wait_for_weights=note("weights"),
+            wait_for_weights=wait_for_weights,
             announced=note("announced"),
             discard=note("discard"),
             rest=note("rest"),

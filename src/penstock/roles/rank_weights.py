@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
@@ -16,6 +20,7 @@ from penstock.weights.io.updater import ReplicaReport
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.01
+READ_EVERY_S = 1.0
 ENGINE_S = 60.0
 WEIGHTS_S = 600.0
 """How long a rank may take to load weights that its leases ask for."""
@@ -38,8 +43,11 @@ class Sleeper(Protocol):
 class RankWeights:
     """Between the loop in lockstep, which calls from its thread, and the updater, which runs on the event loop."""
 
-    def __init__(self, engine: Sleeper, progressed: Callable[[str], None]) -> None:
+    def __init__(self, engine: Sleeper, progressed: Callable[[str], None], newest: Path) -> None:
+        """`newest` is where rank 0 leaves its newest manifest, for a rank that waits and therefore hears no fetch."""
         self._engine = engine
+        self._newest_path = newest
+        self._interrupted = threading.Event()
         self._progressed = progressed
         self._loop = asyncio.get_running_loop()
         self._newest: Manifest | None = None
@@ -77,17 +85,30 @@ class RankWeights:
     def wake(self) -> None:
         self._await(self._wake())
 
-    def wait_for(self, version: Version) -> None:
-        """Returns once proven weights of at least this version serve."""
-        deadline = time.monotonic() + WEIGHTS_S
+    def wait_for(self, version: Version) -> bool:
+        """Returns once proven weights of at least this version serve; False when interrupted meanwhile."""
+        began = read_at = time.monotonic()
         while not self._engine.digest or self._engine.version < version:
             self._progressed(f"waiting for weights of version {version}")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - began > WEIGHTS_S:
                 raise PeerLost(
                     f"weights of version {version} did not arrive within {WEIGHTS_S:.0f} s; version "
                     f"{self._engine.version} is loaded"
                 )
-            time.sleep(LOOK_EVERY_S)
+            if now - read_at > READ_EVERY_S:
+                # What was announced may have been overtaken and removed before it could be loaded.
+                read_at = now
+                if self._newest_path.exists():
+                    self.announced(msgspec.json.decode(self._newest_path.read_bytes(), type=Manifest))
+            if self._interrupted.wait(LOOK_EVERY_S):
+                return False
+        return True
+
+    def interrupt(self) -> None:
+        """Ends generation, and waiting for weights, early; until the rank is woken again."""
+        self._interrupted.set()
+        getattr(self._engine, "interrupt", lambda: None)()
 
     def _await(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * ENGINE_S)
@@ -104,6 +125,7 @@ class RankWeights:
         self._progressed("resting")
 
     async def _wake(self) -> None:
+        self._interrupted.clear()
         getattr(self._engine, "resume", lambda: None)()
         await asyncio.to_thread(self._engine.wake, ENGINE_S)
         self._resting = False

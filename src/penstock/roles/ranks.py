@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from penstock.rollout.io.rank_fetch import Fetch, LastWords, file_store, join
 from penstock.rollout.io.runner import RunnerSettings
 from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
+from penstock.runtime.rundir import write_atomically
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ManifestSource
 
@@ -49,6 +51,8 @@ class RankSeat(msgspec.Struct):
     rank: int
     ranks: int
     store: str
+    newest: str
+    """Where rank 0 leaves the newest manifest it has heard of."""
     timeout_s: float
     guardian_pid: int
     """Whoever started the worker: the rank's ring is of use for as long as that lives."""
@@ -74,6 +78,7 @@ class RankGroup:
         self._runner: GroupRunner | None = None
         self._stepping: asyncio.Future[None] | None = None
         self._store = process.run.root / f".ranks-{process.member}"
+        self._newest = process.run.root / f".ranks-{process.member}.newest"
 
     @property
     def others(self) -> bool:
@@ -95,7 +100,7 @@ class RankGroup:
         process, name = self._process, self._name(rank)
         process.run.failure_path(name).unlink(missing_ok=True)
         fd = self._cells[rank].fileno()
-        seat = RankSeat(rank, self.ranks, str(self._store), FETCH_S, os.getppid(), fd)
+        seat = RankSeat(rank, self.ranks, str(self._store), str(self._newest), FETCH_S, os.getppid(), fd)
         with process.run.log_path(name).open("ab") as output:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -132,6 +137,7 @@ class RankGroup:
                     child.kill()
                     await child.wait()
             self._store.unlink(missing_ok=True)
+            self._newest.unlink(missing_ok=True)
 
     def _meet(self) -> tuple[Fetch, tuple[RingAddress, ...]]:
         store = file_store(self._store, self.ranks)
@@ -178,7 +184,7 @@ class RankGroup:
 
     def announcing(self, source: ManifestSource) -> ManifestSource:
         """The same manifests; every rank hears of them too."""
-        return source if self._runner is None else _Announcing(source, self._runner)
+        return source if self._runner is None else _Announcing(source, self._runner, self._newest)
 
     async def _watch(self, stepping: asyncio.Future[None]) -> None:
         """Raises with the cause as soon as any rank is lost."""
@@ -227,12 +233,14 @@ class RankGroup:
 
 
 class _Announcing:
-    def __init__(self, source: ManifestSource, runner: GroupRunner) -> None:
+    def __init__(self, source: ManifestSource, runner: GroupRunner, newest: Path) -> None:
         self._source = source
         self._runner = runner
+        self._newest = newest
 
     async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
         manifest = await self._source.next_manifest(held_digest, wait_s)
         if manifest is not None:
+            write_atomically(self._newest, msgspec.json.encode(manifest).decode())
             self._runner.announce(manifest)
         return manifest

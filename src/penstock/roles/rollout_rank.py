@@ -46,7 +46,7 @@ async def main(process: RoleProcess) -> None:
     try:
         with served(ring, process.config.payload, process.run.token()) as address:
             fetch = await working.run(_meet, seat, address)
-            await _keep_step(process, engine, workload, ring, fetch, working)
+            await _keep_step(process, seat, engine, workload, ring, fetch, working)
     finally:
         # As with any worker's: the trainer may still read it, and the supervisor removes it at the end of the run.
         ring.close(unlink=False)
@@ -59,11 +59,11 @@ def _meet(seat: RankSeat, address: RingAddress) -> Fetch:
 
 
 async def _keep_step(
-    process: RoleProcess, engine: Any, workload: Any, ring: Ring, fetch: Fetch, working: Offload
+    process: RoleProcess, seat: RankSeat, engine: Any, workload: Any, ring: Ring, fetch: Fetch, working: Offload
 ) -> None:
     pipeline = process.pipeline
     moved = process.progress.moved
-    weights = RankWeights(engine, moved)
+    weights = RankWeights(engine, moved, Path(seat.newest))
     surroundings = Surroundings(
         wait_for_weights=weights.wait_for,
         announced=weights.announced,
@@ -89,7 +89,7 @@ async def _keep_step(
         change_timeout_s=pipeline.weights.deadline_s,
     )
     weights.updating = lambda: updater.updating
-    asyncio.get_running_loop().add_signal_handler(INTERRUPT, getattr(engine, "interrupt", lambda: None))
+    asyncio.get_running_loop().add_signal_handler(INTERRUPT, weights.interrupt)
     try:
         async with Tasks() as tasks:
             tasks.spawn("update weights", updater.run())

@@ -59,8 +59,8 @@ class Leader(Protocol):
 class Surroundings(msgspec.Struct):
     """What a rank's loop asks of the process around it. All calls come from the loop's thread and may block."""
 
-    wait_for_weights: Callable[[Version], None] = lambda version: None
-    """Returns once the engine serves at least this version, proven; PeerLost if that takes too long."""
+    wait_for_weights: Callable[[Version], bool] = lambda version: True
+    """Returns once the engine serves at least this version, proven; False when interrupted, PeerLost when too late."""
     announced: Callable[[Manifest], None] = lambda manifest: None
     """Rank 0 heard of newer weights."""
     discard: Callable[[Sequence[PayloadRef]], Any] = lambda refs: None
@@ -197,7 +197,8 @@ class Lockstep:
                 return self._decide(cadence.BatchPrepared(batch))
             case flow.Generate(batch, tickets):
                 floor = max(self._works[ticket].lease.min_version for ticket in tickets)
-                self._around.wait_for_weights(floor)
+                if not self._around.wait_for_weights(floor):  # then the leases were given back
+                    return self._decide(flow.GenerateEnded(batch, failed=True))
                 self._hooks.generate(batch, tickets)
                 return self._read_inbox()
             case flow.Postprocess(tickets):

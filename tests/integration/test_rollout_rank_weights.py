@@ -1,0 +1,87 @@
+"""A rank's weights: heard of with the fetch, loaded while awake, waited for before anything is generated."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from penstock.records.ids import Version
+from penstock.records.weights import Manifest
+from penstock.roles.rank_weights import RankWeights
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest(Version(version), "lineage", f"digest {version}", (), f"weights/{version}")
+
+
+class FakeEngine:
+    def __init__(self) -> None:
+        self.version = 0
+        self.digest = ""
+        self.asleep = False
+        self.interrupted = False
+
+    def load(self, loaded: Manifest) -> None:
+        self.version, self.digest = loaded.version, loaded.digest
+
+    def sleep(self, timeout_s: float) -> None:
+        self.asleep = True
+
+    def wake(self, timeout_s: float) -> None:
+        self.asleep = False
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+
+    def resume(self) -> None:
+        self.interrupted = False
+
+
+async def test_unproven_weights_are_waited_for_and_older_ones_too(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
+    waiting = asyncio.ensure_future(asyncio.to_thread(weights.wait_for, Version(2)))
+    for version in (0, 1, 2):
+        assert not waiting.done(), "neither nothing nor an older version will do"
+        await asyncio.to_thread(weights.announced, manifest(version))
+        heard = await weights.next_manifest(engine.digest, 10.0)
+        assert heard == manifest(version)
+        engine.load(heard)
+        await asyncio.sleep(0)
+    assert await asyncio.wait_for(waiting, 20)
+    assert await weights.next_manifest(engine.digest, 0.01) is None
+
+
+async def test_a_resting_rank_sleeps_and_loads_nothing(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
+    await asyncio.to_thread(weights.rest)
+    assert engine.asleep
+    await asyncio.to_thread(weights.announced, manifest(1))
+    assert await weights.next_manifest("", 0.05) is None
+    await asyncio.to_thread(weights.wake)
+    assert not engine.asleep
+    assert await weights.next_manifest("", 10.0) == manifest(1)
+
+
+async def test_a_rank_that_waits_hears_of_newer_weights_without_a_fetch(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
+    waiting = asyncio.ensure_future(asyncio.to_thread(weights.wait_for, Version(5)))
+    (tmp_path / "newest").write_bytes(msgspec.json.encode(manifest(7)))
+    heard = await weights.next_manifest("", 30.0)
+    assert heard == manifest(7)
+    engine.load(heard)
+    assert await asyncio.wait_for(waiting, 20)
+
+
+async def test_an_interruption_ends_the_waiting_until_the_rank_is_woken(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
+    weights.interrupt()
+    assert not await asyncio.to_thread(weights.wait_for, Version(1))
+    assert engine.interrupted
+    await asyncio.to_thread(weights.wake)
+    assert not engine.interrupted
