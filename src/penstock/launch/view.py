@@ -12,6 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.launch import pool_view
+
 PLAIN_EVERY_S = 5.0
 NOTES_SHOWN = 4
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -95,6 +97,11 @@ class PlainView(RunView):
             self._print(f"{name}: step {one['step']}/{one['steps']} ({one['phase']})  {figures}{lag_of(status)}")
             if one.get("diagnosis"):
                 self._print(f"{name}: {one['diagnosis']}")
+        pool = status.get("pool")
+        if pool and pool_view.is_worth_showing(pool):
+            self._print(pool_view.line_of(pool))
+            for trouble in pool_view.troubles_of(pool):
+                self._print(f"pool: {trouble}")
 
     def note(self, line: str) -> None:
         self._print(line)
@@ -120,6 +127,9 @@ class TerminalView(RunView):
         panels: list[RenderableType] = [
             self._panel(name, one) for name, one in status.get("pipelines", {}).items() if name in self._paces
         ]
+        pool = status.get("pool")
+        if pool and pool_view.is_worth_showing(pool):
+            panels.append(pool_view.panel_of(pool))
         footer = Text(f"{self._title}{lag_of(status)}", style="dim")
         notes = [Text(line, style="yellow") for line in self._notes]
         self._live.update(Group(*panels, *notes, footer))

@@ -93,3 +93,60 @@ def test_sparkline():
     assert sparkline([0.0, 1.0]) == "▁█"
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert len(sparkline([float(i) for i in range(1000)])) == 72
+
+
+def use(devices: list[int], pipeline: str, doing: str, since_s: float) -> dict:
+    return {"devices": devices, "pipeline": pipeline, "member": f"{pipeline}.x", "doing": doing, "since_s": since_s}
+
+
+def share(pipeline: str, trouble: str = "") -> dict:
+    return {"pipeline": pipeline, "trouble": trouble}
+
+
+POOL = {
+    "devices": 8,
+    "generating": 3,
+    "held": 2,
+    "moving": 1,
+    "idle": 2,
+    "moves": 37,
+    "failed_moves": 1,
+    "shares": [share("left", "left has 64 samples to generate and no worker since 12 s: right.0 is generating on [2]")],
+    "uses": [
+        use([0, 1], "right", "training", 12.0),
+        use([2], "right", "generating", 40.0),
+        use([3], "right", "generating", 4.0),
+        use([5], "right", "generating", 4.0),
+        use([6], "left", "waking", 1.0),
+    ],
+    "waiting": ["left.trainer (training) waits for 2 of devices [0, 1] since 3 s: right.trainer is training on [0, 1]"],
+}
+
+
+def test_plain_lines_say_who_is_on_which_device_and_who_waits():
+    out = StringIO()
+    PlainView(Console(file=out, width=300)).update(STATUS | {"pool": POOL})
+    lines = out.getvalue().splitlines()
+    assert lines[1] == (
+        "pool: 0-1 right training  2-3 right generating  5 right generating  6 left waking  2 idle  37 moves (1 failed)"
+    )
+    assert lines[2].startswith("pool: left has 64 samples to generate and no worker since 12 s")
+    assert lines[3].startswith("pool: left.trainer (training) waits for 2 of devices [0, 1] since 3 s")
+
+
+def test_a_pipeline_alone_on_its_devices_has_no_pool_to_look_at():
+    out = StringIO()
+    alone = POOL | {"shares": [share("letters")], "waiting": []}
+    PlainView(Console(file=out, width=300)).update(STATUS | {"pool": alone})
+    assert "pool" not in out.getvalue()
+
+
+def test_the_terminal_view_draws_the_pool():
+    out = StringIO()
+    view = TerminalView(Console(file=out, width=120, force_terminal=True, color_system=None), "runs/demo")
+    view.update(STATUS | {"pool": POOL})
+    view.close()
+    text = out.getvalue()
+    assert "pool · 3 generating, 2 training, 1 moving, 2 idle · 37 moves (1 failed)" in text
+    assert "2-3      right     generating  4 s" in text
+    assert "left has 64 samples to generate and no worker since 12 s" in text
