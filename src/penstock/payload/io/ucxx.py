@@ -239,7 +239,8 @@ class _Connection:
 
     def _close_endpoint(self) -> None:
         self._lingers_until = None
-        close(self._worker, self._endpoint, [*self._sending, *([self._receiving] if self._receiving else [])])
+        close(self._endpoint, [*self._sending, *([self._receiving] if self._receiving else [])])
+        self._worker.ucx.progress()
         # A listener keeps its port for as long as an endpoint of it, or a transfer, is remembered anywhere.
         self._endpoint = None
         self._receiving = None

@@ -111,7 +111,9 @@ class UcxxConnection:
         self._worker.wake()
 
     def close(self) -> bool:
-        return close(self._worker, self._endpoint, [*self._in_flight, *self._pieces])
+        freed = close(self._endpoint, [*self._in_flight, *self._pieces])
+        self._worker.ucx.progress()
+        return freed
 
     def _finish(self, transfer: Transfer, deadline: float) -> bytes:
         """Wait for `transfer`; what it received, if it is one of the stream's."""

@@ -61,6 +61,10 @@ class Worker:
                 os.eventfd_read(self._wake)
         self.ucx.progress()
 
+    def also_wake_on(self, fd: int) -> None:
+        """Let `wait` return when something can be read from `fd`, too."""
+        self._poll.register(fd, select.POLLIN)
+
     def wake(self) -> None:
         """From any thread: let the present `wait`, or else the next, return at once."""
         with self._wake_lock:
@@ -113,11 +117,13 @@ def body_receive(endpoint: Any, view: memoryview, tag: int) -> Transfer:
     return Transfer(endpoint.tag_recv(array, core.UCXXTag(tag)), view, array)
 
 
-def close(worker: Worker, endpoint: Any, transfers: Sequence[Transfer]) -> bool:
-    """End a connection and everything in flight on it. False when UCX would not let go of some memory."""
+def close(endpoint: Any, transfers: Sequence[Transfer]) -> bool:
+    """End a connection and everything in flight on it. False when UCX would not let go of some memory.
+
+    The other side hears of it only when the worker is driven once more.
+    """
     with contextlib.suppress(UCXError):
         endpoint.close_blocking(CLOSE_PERIOD_NS, 1)
-    worker.ucx.progress()  # the other side hears of it only now
     left = [transfer for transfer in transfers if not transfer.done]
     _unfinished.extend(left)
     return not left
