@@ -90,11 +90,11 @@ class Episode(msgspec.Struct):
 
     def context_tokens(self, back_to: int | None = None) -> int:
         """How many tokens the engine would read to go on: from here, or from where that completion began."""
-        return sum(len(piece.token_ids) for piece in self._path(self._start_of(back_to)))
+        return sum(len(self.pieces[index].token_ids) for index in self._path(self._start_of(back_to)))
 
     def context(self) -> list[int]:
         """Every token up to here: what the engine reads to go on."""
-        return np.concatenate([piece.token_ids for piece in self._path(self.tip)]).tolist()
+        return np.concatenate([self.pieces[index].token_ids for index in self._path(self.tip)]).tolist()
 
     def generated(
         self,
@@ -200,7 +200,9 @@ class Episode(msgspec.Struct):
     def check(self) -> None:
         """Raises if the pieces do not fit together."""
         for index, piece in enumerate(self.pieces):
-            if piece.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
+            if piece.token_ids.dtype != np.int32 or piece.token_ids.ndim != 1:
+                raise RemoteProtocolError(f"a kept episode has tokens of {piece.token_ids.dtype}, expected int32")
+            if piece.logprobs is not None and piece.logprobs.shape != piece.token_ids.shape:
                 raise RemoteProtocolError("a kept episode has a piece whose arrays differ in length")
             if not -1 <= piece.after < index or (piece.after == -1) != (index == 0):
                 raise RemoteProtocolError("a kept episode has a piece that follows none before it")
@@ -235,12 +237,12 @@ class Episode(msgspec.Struct):
         self.tokens += len(piece.token_ids)
         self.tip = len(self.pieces) - 1
 
-    def _path(self, index: int) -> list[_Piece]:
+    def _path(self, index: int) -> list[int]:
         """The pieces from the first to that one."""
-        path: list[_Piece] = []
+        path: list[int] = []
         while index >= 0:
-            path.append(self.pieces[index])
-            index = path[-1].after
+            path.append(index)
+            index = self.pieces[index].after
         return path[::-1]
 
     def _begin_turn(self) -> None:
@@ -252,12 +254,7 @@ class Episode(msgspec.Struct):
         inner = {piece.after for piece in self.pieces}
         stretches: list[list[int]] = []
         for branch, leaf in enumerate(index for index in range(len(self.pieces)) if index not in inner):
-            path: list[int] = []
-            at = leaf
-            while at >= 0:
-                path.append(at)
-                at = self.pieces[at].after
-            for index in reversed(path):
+            for index in self._path(leaf):
                 start, end = starts[index], starts[index + 1]
                 if start and stretches[-1][2] == start:
                     stretches[-1][2] = end

@@ -92,3 +92,37 @@ def test_pieces_that_do_not_fit_together_are_refused() -> None:
     episode.pieces[1].logprobs = np.zeros(1, np.float32)
     with pytest.raises(RemoteProtocolError, match="differ in length"):
         Episode.from_bytes(episode.to_bytes())
+
+
+def test_tokens_of_another_type_are_refused() -> None:
+    episode = two_turns()
+    episode.pieces[1].token_ids = np.zeros(2, np.int64)
+    with pytest.raises(RemoteProtocolError, match="tokens of int64"):
+        Episode.from_bytes(episode.to_bytes())
+
+
+def test_a_piece_that_follows_a_later_one_is_refused() -> None:
+    episode = two_turns()
+    episode.pieces[2].after = 3
+    with pytest.raises(RemoteProtocolError, match="follows none before it"):
+        Episode.from_bytes(episode.to_bytes())
+
+
+def test_a_conversation_is_taken_back_to_where_a_completion_began() -> None:
+    episode = two_turns()
+    episode.replied("no, again", [20, 21], back_to=1)
+    assert episode.context() == [5, 6, 7, 8, 9, 10, 20, 21]
+    assert episode.context_tokens() == 8
+    assert episode.context_tokens(back_to=0) == 3
+    assert episode.wants_completion
+    episode.generated(np.array([22]), np.array([-0.1]), spans((0, 5)), 5, "five")
+    episode.finish_turn("d")
+    arrays = Episode.from_bytes(episode.to_bytes()).arrays()
+    assert arrays["token_ids"].tolist() == [5, 6, 7, 8, 9, 10, 11, 20, 21, 22]
+    assert arrays["branches"].tolist() == [[0, 0, 7], [1, 0, 6], [1, 7, 10]]
+    assert arrays["versions"].tolist() == [[3, 3], [4, 4], [9, 5]]
+
+
+def test_there_is_no_way_back_to_a_completion_that_never_was() -> None:
+    with pytest.raises(LocalProtocolError, match="completion 2 of 2"):
+        two_turns().replied("no", [], back_to=2)
