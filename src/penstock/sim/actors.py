@@ -31,6 +31,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.2
     checkpoint_s: float = 0.3
     heartbeat_s: float = 4.0
+    wake_s: float = 1.0
+    sleep_s: float = 0.3
     backoff_s: float = 0.05
 
 

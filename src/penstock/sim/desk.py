@@ -73,12 +73,12 @@ class SimDesk:
         self._journal: list[tuple[bytes, float]] = []
         self._snapshot: bytes | None = None
         self._journalling = faults.faults.kill_controller_every_s > 0
-        engine.place_call = self._send
+        engine.place_call = self.send
         self._tick()
 
     # -- the network --------------------------------------------------------------------------------------------
 
-    def _send(self, process: Process, call: Call) -> None:
+    def send(self, process: Process, call: Call) -> None:
         self._attempt(Pending(process, call))
 
     def _attempt(self, pending: Pending) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import msgspec
 
@@ -98,9 +99,11 @@ class WholeFaults(Faults, frozen=True, kw_only=True):
 
     @classmethod
     def everything(cls, intensity: float = 1.0) -> WholeFaults:
-        control = msgspec.structs.asdict(Faults.everything(intensity)) | {"wrong_weights": 0.0, "lose_payload": 0.0}
+        # Wrong weights and lost payloads come about by themselves here.
+        plain: dict[str, Any] = msgspec.structs.asdict(Faults.everything(intensity))
+        plain["wrong_weights"] = plain["lose_payload"] = 0.0
         return cls(
-            **control,
+            **plain,
             stop_worker_every_s=120.0 / intensity,
             flip_prefetch_every_s=30.0 / intensity,
             hook_fails=min(0.1, 0.01 * intensity),

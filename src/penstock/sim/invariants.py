@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 
 from penstock.control import effects, events
 from penstock.control.pipeline import PipelineControl
 from penstock.errors import InvalidTransition
-from penstock.records.ids import PromptIndex, StepIndex
+from penstock.records.batch import Batch
+from penstock.records.ids import PromptIndex, SampleId, StepIndex
+from penstock.sim.fetching import Fetched
+from penstock.sim.replica import Artifacts, SimEngine
+from penstock.sim.rings import SimRing
+from penstock.weights.replica import Replica
 
 
 class Watch:
@@ -71,6 +77,54 @@ class Watch:
             for step in range(max(0, latest - 8), latest):
                 if prompt in self._trained.get(StepIndex(step), ()):
                     raise InvalidTransition(f"prompt {prompt} was trained in step {step} and again in step {latest}")
+
+
+class Truth:
+    """What really happened in a world where weights and payloads are simulated too, beside what the machines believe.
+
+    Raises InvalidTransition at the first sample that is made with a mixture or with weights nobody published, at the
+    first that is taken for another version's, and at the first payload that turns out to be somebody else's.
+    """
+
+    def __init__(self, artifacts: Artifacts) -> None:
+        self.looks = 0
+        self.payloads = 0
+        self._artifacts = artifacts
+
+    def decodes(self, engine: SimEngine, replica: Replica) -> None:
+        """At every decode boundary of every batch."""
+        self.looks += 1
+        found = engine.memory[0]
+        if engine.asleep or engine.mixed or not replica.may_serve:
+            raise InvalidTransition(f"an engine with {engine.memory} generates although its replica is {replica!r}")
+        if found != replica.digest or self._artifacts.ever.get(found) != replica.version:
+            raise InvalidTransition(f"an engine with {found!r}, never published so, generates as {replica!r}")
+
+    def accepted(self, event: events.Delivered, refused: Container[SampleId]) -> None:
+        """Samples that the controller took."""
+        for rollout in event.rollouts:
+            published = self._artifacts.ever.get(rollout.weights_digest)
+            if rollout.sample not in refused and published != rollout.version:
+                raise InvalidTransition(f"{rollout} was taken, its weights were published as version {published}")
+
+    def trains(self, batch: Batch, fetched: Fetched) -> None:
+        """A batch with the payloads that came, at the moment they are used."""
+        for group in batch.groups:
+            if any(ref in fetched.missing for ref in group.payloads):
+                continue
+            for sample, ref in zip(group.samples, group.payloads, strict=True):
+                self.payloads += 1
+                if (found := fetched.sample(ref)) != sample:
+                    raise InvalidTransition(f"sample {sample} was to be trained, its payload is that of {found}")
+
+
+def check_slots(ring: SimRing, wanted: Container[tuple[int, int]]) -> None:
+    """Every slot in use holds a payload that somebody still wants, or is about to be told to free: `wanted` names
+    those by slot and generation."""
+    ring.check()
+    for slot, (state, generation) in ring.occupied().items():
+        if (slot, generation) not in wanted:
+            raise InvalidTransition(f"slot {slot} (generation {generation}, {state.name}) of {ring!r} is leaked")
 
 
 def check_end(control: PipelineControl, seen: list[list[PromptIndex]]) -> None:

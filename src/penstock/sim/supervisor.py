@@ -154,7 +154,8 @@ class Supervisor(Generic[W, T]):
 
     def _strike_wedge(self) -> None:
         worker = self.any_worker()
-        if worker.owner.alive and not worker.retired and not worker.owner.wedged:
+        known = self.desk.control.members.get(worker.member) is not None
+        if known and worker.owner.alive and not worker.retired and not worker.owner.wedged:
             self._log.count("worker wedged")
             worker.owner.wedged = True
 

@@ -1,0 +1,168 @@
+"""The whole controller in the simulation: control, weights, and unread payloads back to their owners."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+
+from penstock.control import effects, events
+from penstock.records.ids import MemberId, Version
+from penstock.records.payload import PayloadRef
+from penstock.sim.desk import AskWeights, Pending, SimDesk
+from penstock.sim.fleet import SimFleet
+from penstock.sim.pool_host import AskDevices, AskOrders, ReleaseDevices, ReportOrder, SimPoolHost
+from penstock.weights import events as weights
+from penstock.weights.fleet import TransactionSettings
+
+FLEET = TransactionSettings(
+    min_healthy=1, update_timeout_s=60.0, fenced_timeout_s=60.0, unhealthy_timeout_s=900.0, max_fleet_restarts=3
+)
+
+
+class AskCheckpoint(msgspec.Struct, frozen=True):
+    """The trainer waits for a reason to save out of turn."""
+
+    member: MemberId
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """Weights were published, perhaps on disk for good."""
+
+    event: events.WeightsPublished
+    durable: bool
+
+
+class LeaseReply(msgspec.Struct, frozen=True):
+    """What a worker is answered: a verdict, and the payloads of its own that nobody will read."""
+
+    verdict: effects.GrantLeases | effects.RefuseLease
+    discard: tuple[PayloadRef, ...]
+
+
+class FrontDesk(SimDesk):
+    """Answers as the simulated desk does, and does what only the whole controller can do."""
+
+    def __init__(self, pool: SimPoolHost, *args: Any, **kwargs: Any) -> None:
+        self.pool = pool
+        self.discards: dict[str, list[PayloadRef]] = defaultdict(list)
+        self._offered: dict[str, tuple[int, int]] = {}
+        self.fleet = SimFleet(FLEET, self.announce)
+        super().__init__(*args, **kwargs)
+        self._held |= {"checkpoint": [], "orders": [], "devices": []}
+
+    def announce(self, topic: str) -> None:
+        self.engine.after(0.0, self._wake, topic)
+
+    def release(self, refs: tuple[PayloadRef, ...]) -> None:
+        for ref in refs:
+            self.discards[ref.ring].append(ref)
+
+    def _decide(self, pending: Pending) -> tuple[Any, str]:
+        request, now = pending.call.request, self.engine.now
+        match request:
+            case AskWeights(held_digest=held, member=member):
+                if (refusal := self._refusal(member)) is not None:
+                    return refusal, ""
+                offer = None if self.control.weights is None else self.fleet.offer(member, held, now)
+                self._settle()
+                return offer, "weights" if offer is None else ""
+            case weights.ReplicaReported(member=member):
+                if (refusal := self._refusal(member)) is not None:
+                    return refusal, ""
+                self._tell(request)
+                return effects.Confirm(), ""
+            case AskCheckpoint():
+                wanted = self.fleet.transaction.checkpoint_wanted
+                return wanted, "" if wanted else "checkpoint"
+            case Publish(event=event, durable=durable):
+                answer = self.happen(event)
+                if isinstance(answer, effects.Confirm):
+                    self._tell(weights.VersionPublished(event.manifest, durable))
+                return answer, ""
+            case AskOrders() | ReportOrder() | AskDevices() | ReleaseDevices():
+                if (refusal := self._refusal(request.member)) is not None:
+                    return refusal, ""
+                return self.pool.answer(self.settings.name, request)
+            case events.LeaseAsked() if (verdict := self._held_back(request)) is not None:
+                return verdict, ""
+        answer, topic = super()._decide(pending)
+        match request, answer:
+            case events.CheckpointSaved(), effects.Confirm():
+                digest = self.control.state.digests.get(Version(request.step))
+                if digest is not None:
+                    self._tell(weights.VersionMadeDurable(digest))
+            case events.MemberRegistered(role="rollout"), effects.AcceptMember():
+                self.pool.joined(self.settings.name, request.member)
+            case events.HeartbeatHeard(), effects.AcceptHeartbeat(known=True):
+                self.pool.beaten(self.settings.name, request.member)
+            case events.MemberLeft(), effects.Confirm():
+                self.pool.lost(request.member, request.reason)
+        return answer, topic
+
+    def _reply(self, pending: Pending, answer: Any) -> None:
+        if isinstance(answer, effects.GrantLeases | effects.RefuseLease):
+            answer = LeaseReply(answer, self._discards_for(pending.call.request))
+        super()._reply(pending, answer)
+
+    def _refusal(self, member: MemberId) -> effects.RefuseCall | None:
+        if self.control.members.get(member) is not None:
+            return None
+        return effects.RefuseCall("Stale", self.control.members.why_unknown(member))
+
+    def _held_back(self, request: events.LeaseAsked) -> effects.RefuseLease | None:
+        """A replica that may not serve, or a fleet without weights, is given nothing."""
+        fleet = self.fleet
+        if not (fleet.admission_stopped or request.member in fleet.fenced):
+            return None
+        return effects.RefuseLease("throttled" if fleet.admission_stopped else "version_too_old", self.control.phase)
+
+    def _discards_for(self, request: events.LeaseAsked) -> tuple[PayloadRef, ...]:
+        """Repeats a list until the worker asks with a new number, so a lost reply loses no slot."""
+        member = self.control.members.get(request.member)
+        offered: list[PayloadRef] = []
+        for ring in member.rings if member is not None else ():
+            if not (waiting := self.discards.get(ring)):
+                continue
+            number, count = self._offered.get(ring, (request.request, 0))
+            if number != request.request:
+                del waiting[:count]
+            self._offered[ring] = (request.request, len(waiting))
+            offered += waiting
+        return tuple(offered)
+
+    def _tell(self, event: weights.TransactionEvent) -> None:
+        self.fleet.tell(event, self.engine.now)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Does what the fleet decided about members, and ends the run if it must."""
+        fleet = self.fleet
+        while fleet.evicted:
+            member, reason = fleet.evicted.popitem()
+            self.happen(events.MemberLeft(member, reason, died=True))
+        while fleet.dismissed:
+            member, reason = fleet.dismissed.popitem()
+            self._on_effect(effects.EvictMember(member, reason))
+        if fleet.failure:
+            self.happen(events.StopAsked(fleet.failure, failed=True))
+
+    def _tick(self) -> None:
+        super()._tick()
+        if self.up:
+            control = self.control
+            live = frozenset(member.member for member in control.members.having("rollout"))
+            trainer = control.members.trainer()
+            former = {} if control.state.trainer_left_well else control.state.members.former
+            self.fleet.reconcile(live, trainer and trainer.member, former, self.engine.now)
+            self._tell(weights.Ticked())
+
+    def _restart(self) -> None:
+        super()._restart()
+        self.discards.clear()
+        self._offered.clear()
+        self.fleet = SimFleet(FLEET, self.announce)
+        self.happen(events.TimePassed())
+        if self.control.weights is not None:
+            self._tell(weights.VersionPublished(self.control.weights))

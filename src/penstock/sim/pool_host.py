@@ -1,0 +1,150 @@
+"""The controller's side of the device pool in the simulation: the real pool, journalled, with its calls answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from penstock.control.pipeline import PipelineControl
+from penstock.errors import InvalidTransition, PenstockError
+from penstock.pool import events as pool
+from penstock.pool.pool import Pool
+from penstock.pool.settings import PoolSettings
+from penstock.records.ids import MemberId, PipelineName
+from penstock.records.pool import DeviceId, Order, Priority, Topology
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(pool.Event)
+
+
+class AskOrders(msgspec.Struct, frozen=True):
+    """A worker waits for an order it has not seen."""
+
+    member: MemberId
+    seen: int
+
+
+class ReportOrder(msgspec.Struct, frozen=True):
+    member: MemberId
+    order: int
+    done: bool
+
+
+class AskDevices(msgspec.Struct, frozen=True):
+    """A trainer waits for its turn."""
+
+    member: MemberId
+    request: int
+
+
+class ReleaseDevices(msgspec.Struct, frozen=True):
+    member: MemberId
+    request: int
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    reason: str
+
+
+PoolCall = AskOrders | ReportOrder | AskDevices | ReleaseDevices
+
+
+class SimPoolHost:
+    """One pool for all pipelines. `fence` ends a process for certain."""
+
+    def __init__(
+        self,
+        devices: int,
+        announce: Callable[[PipelineName, str], None],
+        fence: Callable[[PipelineName, MemberId], None],
+        now: Callable[[], float],
+    ) -> None:
+        self.settings = PoolSettings(Topology((devices,)), wake_s=40.0, drain_s=10.0, sleep_s=30.0)
+        self.pool = Pool(self.settings)
+        self.training: dict[PipelineName, tuple[DeviceId, ...]] = {}
+        self._announce = announce
+        self._fence = fence
+        self._now = now
+        self._journal: list[tuple[bytes, float]] = []
+
+    def open(self, name: PipelineName, inference: range, training: range, concurrency: int) -> None:
+        self.training[name] = tuple(DeviceId(device) for device in training)
+        devices = tuple(DeviceId(device) for device in inference)
+        self.happen(pool.PipelineOpened(name, devices, concurrency=concurrency))
+
+    def happen(self, event: pool.Event) -> None:
+        before = self.pool.revision
+        decided = self.pool.handle(event, self._now())
+        if self.pool.revision != before:
+            self._journal.append((_encode(event), self._now()))
+        for effect in decided:
+            match effect:
+                case pool.WakeWorker(pipeline=name) | pool.SleepWorker(pipeline=name):
+                    self._announce(name, "orders")
+                case pool.GrantDevices(pipeline=name) | pool.RejectRequest(pipeline=name):
+                    self._announce(name, "devices")
+                case pool.FenceMember(pipeline=name, member=member):
+                    self._fence(name, member)
+                case pool.Log():
+                    pass
+
+    def answer(self, name: PipelineName, call: PoolCall) -> tuple[object, str]:
+        """The answer to a call, and what to hold the call for if that may bring a better one."""
+        match call:
+            case AskOrders(member=member, seen=seen):
+                fresh: tuple[Order, ...] = tuple(o for o in self.pool.orders(member) if o.number != seen)
+                return fresh, "" if fresh else "orders"
+            case ReportOrder(member=member, order=number, done=done):
+                if done:
+                    self._try(pool.MoveDone(name, member, number))  # type: ignore[arg-type]
+                else:
+                    self._try(pool.MoveFailed(name, member, number, True, "simulated"))  # type: ignore[arg-type]
+                return None, ""
+            case ReleaseDevices(member=member, request=request):
+                self._try(pool.DevicesReleased(name, member, request))
+                return None, ""
+            case AskDevices(member=member, request=request):
+                among = self.training[name]
+                asked = pool.DevicesRequested(name, member, request, Priority.TRAINING, among, len(among), 600.0)
+                if (refused := self._try(asked)) is not None:
+                    return Rejected(refused), ""
+                granted = self.pool.granted(member, request)
+                return granted, "" if granted is not None else "devices"
+
+    def _try(self, event: pool.Event) -> str | None:
+        try:
+            self.happen(event)
+        except PenstockError as error:
+            return error.message
+        return None
+
+    def joined(self, name: PipelineName, member: MemberId) -> None:
+        self.happen(pool.WorkerJoined(name, member))
+
+    def beaten(self, name: PipelineName, member: MemberId) -> None:
+        self.happen(pool.LeaseRenewed(name, member))
+
+    def lost(self, member: MemberId, reason: str) -> None:
+        name = self.pool.pipeline_of(member)
+        if name is not None:
+            self.happen(pool.MemberLost(name, member, reason))
+
+    def tick(self, machines: Mapping[PipelineName, PipelineControl]) -> None:
+        """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
+        for name, machine in machines.items():
+            open_ended = machine.phase in ("running", "draining")
+            counts = machine.state.ledger.counts
+            completed = machine.state.ledger.next_sample - counts["leased"]
+            self.happen(pool.DemandCounted(name, machine.admission.wanted() if open_ended else 0, completed))
+        self.happen(pool.TimePassed())
+
+    def restart(self) -> None:
+        """The controller comes back: the replayed pool must be the lost one, bit for bit."""
+        replayed = Pool(self.settings)
+        for event, at in self._journal:
+            replayed.handle(_decoder.decode(event), at)
+        if replayed.snapshot() != self.pool.snapshot():
+            raise InvalidTransition(f"replay gave {replayed!r}, the lost pool was {self.pool!r}")
+        self.pool = replayed
+        self.happen(pool.ControllerRestarted())
