@@ -14,9 +14,9 @@ from penstock.runtime.process import host_id
 from penstock.weights.io.device import DeviceMover
 from penstock.weights.io.files import FileMover
 from penstock.weights.io.meeting import BroadcastMover
+from penstock.weights.io.neighbours import Mover
 from penstock.weights.io.pull import NearestMover, PullMover
 from penstock.weights.io.pull_ucxx import Ucx, UcxxCarrier
-from penstock.weights.io.updater import Mover
 
 
 def ucx_for(section: PayloadSection) -> Ucx | None:

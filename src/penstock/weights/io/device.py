@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -28,6 +28,7 @@ from penstock.runtime.tensors import OwnedTensors
 from penstock.weights.buckets import DTYPES, size_of
 from penstock.weights.io.device_digest import device_digest
 from penstock.weights.io.digest import digest_of, flat_bytes, torch_dtype
+from penstock.weights.io.neighbours import Mover
 from penstock.weights.manifest import check_manifest, describe, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -152,10 +153,6 @@ def _handle_of(slot: torch.Tensor) -> SlotHandle:
         bytes(event),
         bool(wanted),
     )
-
-
-class Mover(Protocol):
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]: ...
 
 
 class DeviceMover:

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -40,6 +39,7 @@ from penstock.weights.broadcast import (
     MemberReceived,
 )
 from penstock.weights.io.collective import BroadcastReceiver, BroadcastSender, Invitation
+from penstock.weights.io.neighbours import Mover
 from penstock.weights.manifest import check_manifest, describe
 
 logger = logging.getLogger(__name__)
@@ -171,19 +171,13 @@ class BroadcastHost:
         self.sent += not missing
 
 
-class Fallback(Protocol):
-    """Another way to bring a version."""
-
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]: ...
-
-
 class BroadcastMover:
     """A replica's side: takes part in broadcasts, and brings the version by `fallback` where that fails.
 
     Tensors are valid until the next `bring`.
     """
 
-    def __init__(self, member: str, fallback: Fallback, *, invite_timeout_s: float = 10.0) -> None:
+    def __init__(self, member: str, fallback: Mover, *, invite_timeout_s: float = 10.0) -> None:
         self._member = member
         self._fallback = fallback
         self._invite_timeout_s = invite_timeout_s

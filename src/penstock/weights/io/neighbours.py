@@ -1,0 +1,77 @@
+"""What an updater asks of its neighbours: the engine it updates, who tells it of versions, and what brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from penstock.records.weights import Manifest
+
+
+class Engine(Protocol):
+    """What an engine must offer to be updated. All calls block and come from a background thread."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    def served_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors by name, not copies."""
+        ...
+
+    def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies a complete version beside the live one, without disturbing generation."""
+        ...
+
+    def staged_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The memory that `swap` will serve."""
+        ...
+
+    def swap(self, version: int, digest: str, timeout_s: float) -> float:
+        """Serves what was staged from the next decode step on; returns the pause in seconds."""
+        ...
+
+    def load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str, timeout_s: float) -> float:
+        """Overwrites the live tensors; returns the pause in seconds."""
+        ...
+
+    def sleep(self, timeout_s: float) -> None:
+        """Stops generation between two decode steps until `wake`."""
+        ...
+
+    def wake(self, timeout_s: float) -> None:
+        """Lets generation go on; harmless when it does."""
+        ...
+
+
+class ManifestSource(Protocol):
+    """Where the newest version is learned."""
+
+    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+        """The newest version unless it is the one held; None when `wait_s` passed without one."""
+        ...
+
+
+class Mover(Protocol):
+    """Brings a version's bytes into this host's memory."""
+
+    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+        """The version's tensors; `verify=False` leaves the digests to the caller. Blocks.
+
+        `Stale` when the version is gone, `Transient` when it may be had later, `RemoteProtocolError` when its bytes
+        are not what was published.
+        """
+        ...
+
+
+@runtime_checkable
+class SelfProving(Protocol):
+    """A mover that can prove delivery where the memory lies, faster than by the manifest's own hash."""
+
+    def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
+        """The manifest's digest if and only if these tensors are that version. `Stale` when it made way meanwhile."""
+        ...
