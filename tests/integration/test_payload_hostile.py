@@ -27,7 +27,7 @@ from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
 from penstock.payload.io.tcp_client import TcpWire
-from penstock.payload.io.wire_client import WireClient
+from penstock.payload.io.wire_client import Broken, WireClient
 from penstock.payload.retry import Failure, RetryPolicy
 from penstock.records.payload import PayloadRef
 
@@ -285,6 +285,39 @@ def test_a_lying_server_is_an_exact_failure(world: World, answer: bytes) -> None
         assert report.missing[ref].kind in ("protocol", "corrupt", "truncated", "reset")
         fetcher.close()
     assert world.ring.statistics().ready == 1
+
+
+@needs_ucxx
+def test_ucxx_strangers_that_stall_or_talk_nonsense_cost_their_own_connection_only(world: World) -> None:
+    from penstock.payload.io.ucxx import UcxxServer
+    from penstock.payload.io.ucxx_client import UcxxWire
+    from penstock.payload.io.ucxx_core import TAG
+
+    server = UcxxServer(world.ring.name, "secret", directory=world.directory, limits=LIMITS, max_connections=4)
+    wire = UcxxWire()
+    host, port = "127.0.0.1", server.ports[0]
+    nonsense = [b"P", bytes(TAG.size + 40), hello("guess") + bytes(TAG.size), os.urandom(300)]
+    strangers = []
+    for said in nonsense:
+        stranger = wire.connect(host, port, b"", time.monotonic() + 10)
+        stranger._unsaid = said
+        with contextlib.suppress(Broken):
+            stranger.ask(b"", memoryview(bytearray()), time.monotonic() + 0.2)
+        strangers.append(stranger)
+    ref = world.ring.write([b"fine"], timeout_s=5)
+    fetcher = BatchFetcher(host_id="elsewhere", token="secret", carrier="ucxx", directory=world.directory)
+    report = fetcher.fetch([ref], [world.ring.address(host_id="here", ucxx_ports=server.ports)])
+    assert bytes(report.views[ref]) == b"fine"
+    report.consumed()
+    eventually(lambda: world.ring.statistics().free == 32)
+    eventually(lambda: server.statistics().connections == 0)
+    assert server.statistics().accepted >= len(nonsense)
+    server.check()
+    for stranger in strangers:
+        stranger.close()
+    fetcher.close()
+    wire.close()
+    server.close()
 
 
 @needs_ucxx

@@ -150,6 +150,34 @@ class SlotsAndRing(RuleBasedStateMachine):
         if owned and consume:
             self.gone.add(ref)
 
+    @rule(who=st.integers(0, READERS - 1), ref=refs)
+    def consume_a_copy(self, who: int, ref: PayloadRef | None) -> None:
+        """Said by whoever read a copy, perhaps twice, perhaps while another still reads."""
+        if ref is None:
+            return
+        freed = self.reader(who, ref.ring).consume([ref, ref])
+        if freed:
+            assert freed == 1
+            assert self.lives(ref)
+        else:
+            assert not self.lives(ref) or ref in self.unsure
+        self.owner.pop(ref, None)
+        self.settle(ref, gone=True)
+
+    @rule(who=st.integers(0, READERS - 1), data=st.data(), consume=st.booleans())
+    def finalise_together(self, who: int, data: st.DataObject, consume: bool) -> None:
+        leases = self.leases[who]
+        ring = data.draw(st.sampled_from(sorted({ref.ring for ref in leases}))) if leases else None
+        batch = [leases.pop(ref) for ref in list(leases) if ref.ring == ring]
+        owned = [lease.ref for lease in batch if self.owner.get(lease.ref) == who]
+        if ring is None:
+            return
+        assert self.reader(who, ring).finalise(batch, "consume" if consume else "release") == len(batch) - len(owned)
+        for ref in owned:
+            del self.owner[ref]
+            if consume:
+                self.gone.add(ref)
+
     @rule(who=st.integers(0, READERS - 1), ref=refs, after=st.integers(0, 1), torn=st.booleans())
     def reader_dies_taking(self, who: int, ref: PayloadRef | None, after: int, torn: bool) -> None:
         if ref is None or not self.lives(ref) or ref in self.unsure:
