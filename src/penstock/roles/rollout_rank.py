@@ -92,6 +92,7 @@ async def _keep_step(
     asyncio.get_running_loop().add_signal_handler(INTERRUPT, weights.interrupt)
     try:
         async with Tasks() as tasks:
+            tasks.spawn("watch the loop", process.lag_monitor().run())
             tasks.spawn("update weights", updater.run())
             await working.run(lockstep.run)
             tasks.cancel()
