@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.config.load import dump, validate
 from penstock.envs.protocol import Message, Prompt
 from penstock.envs.tasks import Copy
 from penstock.errors import Aborted, ConfigError
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
+from penstock.roles.preparing import PromptsElsewhere
 from penstock.rollout.hooks import Failed, Finished, Unusable
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
@@ -189,3 +191,18 @@ def test_a_preparation_process_that_dies_is_replaced() -> None:
             pool.run(math.sqrt, -1)
     finally:
         pool.close()
+
+
+@pytest.mark.slow
+def test_prompts_may_be_read_in_other_processes(tmp_path: Path) -> None:
+    pipeline = {"name": "a", "steps": 1, "env": {"name": "copy"}, "model": {"kind": "tiny"}}
+    config_path = tmp_path / "config.toml"
+    config_path.write_text(dump(validate({"run": {"seed": 5}, "pipeline": [pipeline]})))
+    here = Copy(seed=5)
+    elsewhere = PromptsElsewhere(here, config_path, "a", 1)
+    try:
+        assert [elsewhere.prompt(position) for position in range(4)] == [here.prompt(position) for position in range(4)]
+        assert elsewhere.alphabet == here.alphabet
+        assert elsewhere._pool.run(os.getpid) != os.getpid()
+    finally:
+        elsewhere._pool.close()

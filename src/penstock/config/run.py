@@ -177,6 +177,9 @@ class RolloutSection(Section):
     request engine, and neither of the two given, a call is one group and there are enough to fill its rows twice."""
     preparations: Positive = 1
     """Prompts prepared at once."""
+    preparation_processes: NonNegative = 0
+    """Language models: processes that read prompts from the environment. 0 reads them in threads of the worker, which
+    is better unless reading a prompt computes in Python for long."""
     ring_mb: Positive = 64
     """Shared memory for finished samples that the trainer has not fetched yet."""
     ring_slots: Positive = 4096
@@ -328,6 +331,8 @@ class PipelineSection(Section):
             raise ValueError("engine.batching = 'continuous' is for language models; gymnasium policies act in batches")
         self._check_truncation()
         self._check_ranks()
+        if self.rollout.preparation_processes and self.kind == "gymnasium":
+            raise ValueError("rollout.preparation_processes reads prompts, which gymnasium environments do not have")
         if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
             raise ValueError(
                 f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"

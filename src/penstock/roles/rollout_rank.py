@@ -77,7 +77,7 @@ async def _keep_step(
         RingStore(ring),
         fetch,
         share=True,
-        preparations=pipeline.rollout.preparations,
+        preparations=max(pipeline.rollout.preparations, pipeline.rollout.preparation_processes),
         surroundings=surroundings,
     )
     updater = ReplicaUpdater(

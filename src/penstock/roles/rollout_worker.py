@@ -17,6 +17,7 @@ from penstock.roles.engines import engine_of, workload_of
 from penstock.roles.generation import Generation, GenerationLoop, OwnEngine, Resident
 from penstock.roles.models import device_of_rank, environment_of, policy_of
 from penstock.roles.movers import mover_of
+from penstock.roles.preparing import PromptsElsewhere
 from penstock.roles.process import RoleProcess
 from penstock.roles.ranks import RankGroup
 from penstock.roles.reporting import connected, heed_stop, report_gauges
@@ -109,6 +110,8 @@ async def _generate(
 def build(process: RoleProcess, rank: int = 0) -> tuple[Any, Any, Any]:
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)
+    if processes := pipeline.rollout.preparation_processes:
+        environment = PromptsElsewhere(environment, process.run.config_path, pipeline.name, processes)
     vllm = isinstance(pipeline.engine, VllmEngineSection)
     policy = policy_of(config, pipeline, environment, "cpu" if vllm else device_of_rank(pipeline.rollout.device, rank))
     # Every incarnation draws other samples: a restarted worker must not repeat what it drew before.
@@ -128,6 +131,6 @@ def _settings(process: RoleProcess) -> RunnerSettings:
         queue_samples=rollout.queue_samples,
         queue_bytes=rollout.queue_mb << 20,
         concurrency=rollout.concurrency,
-        preparations=rollout.preparations,
+        preparations=max(rollout.preparations, rollout.preparation_processes),
     )
     return RunnerSettings(bounds=bounds, prefetch=rollout.prefetch, drain_s=process.config.run.grace_s / 2)

@@ -1,4 +1,6 @@
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,31 @@ def test_a_model_that_does_not_fit_the_environment(tmp_path: Path):
 
 def test_two_pipelines_with_one_name(tmp_path: Path):
     assert "must differ" in mistake(tmp_path, GOOD.replace('name = "pole"', 'name = "letters"'))
+
+
+RANKS = {"ranks": 2, "group_size": 8, "batch_samples": 16}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "more", "said"),
+    [
+        (RANKS | {"batch_samples": 15}, {}, "holds no group of 8 for each of 2 ranks; make it at least 16"),
+        (RANKS | {"concurrency": 2}, {}, "rollout.concurrency must be 1"),
+        (RANKS, {"engine": {"batching": "continuous"}}, "needs an engine of kind 'torch' with batching = 'static'"),
+        (RANKS, {"engine": {"kind": "vllm"}}, "needs an engine of kind 'torch' with batching = 'static'"),
+    ],
+)
+def test_ranks_that_cannot_work(rollout: dict[str, Any], more: dict[str, Any], said: str):
+    pipeline = {"name": "a", "steps": 1, "env": {"name": "copy"}, "model": {"kind": "tiny"}, "rollout": rollout}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        validate({"pipeline": [pipeline | more]})
+
+
+def test_ranks_occupy_a_device_each():
+    pipeline = {"name": "a", "steps": 1, "env": {"name": "copy"}, "model": {"kind": "tiny"}, "rollout": RANKS}
+    with pytest.raises(ConfigError, match="with 2 ranks occupies 2 devices of the pool"):
+        validate({"pool": {"devices": 4}, "pipeline": [pipeline]})
+    assert validate({"pipeline": [pipeline]}).pipeline[0].rollout.ranks == 2
 
 
 def test_devices_beyond_the_pool():

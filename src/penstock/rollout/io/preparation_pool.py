@@ -17,8 +17,17 @@ T = TypeVar("T")
 class PreparationPool:
     """Runs plain functions in other processes. Call `run` from a workload's `prepare`; set `preparations` to match."""
 
-    def __init__(self, processes: int, *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        processes: int,
+        *,
+        timeout_s: float = 300.0,
+        begin: Callable[..., None] | None = None,
+        arguments: tuple[Any, ...] = (),
+    ) -> None:
+        """Every process calls `begin(*arguments)` first."""
         self._processes = processes
+        self._begin, self._arguments = begin, arguments
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._pool = self._started()
@@ -41,7 +50,8 @@ class PreparationPool:
 
     def _started(self) -> ProcessPoolExecutor:
         # Forking a process that has threads, as a worker does, can deadlock the child.
-        return ProcessPoolExecutor(self._processes, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self._processes, context, self._begin, self._arguments)
 
     def _replace(self, broken: ProcessPoolExecutor) -> None:
         with self._lock:

@@ -1,0 +1,58 @@
+"""Prompts read in processes of their own, for environments that compute them in Python.
+
+Threads overlap what releases the interpreter. A prompt that takes real computing in Python holds up generation
+instead, unless another process computes it; every such process makes the environment once, for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.config.check import environment_options
+from penstock.config.load import load
+from penstock.envs.registry import make_environment
+from penstock.rollout.io.preparation_pool import PreparationPool
+
+LOOK_EVERY_S = 1.0
+
+_environment: Any = None
+"""Of a process of the pool."""
+
+
+class PromptsElsewhere:
+    """The same environment, but for `prompt`, which is asked in other processes. A prompt must be picklable."""
+
+    def __init__(self, environment: Any, config_path: Path, pipeline: str, processes: int) -> None:
+        self._environment = environment
+        self._pool = PreparationPool(processes, begin=_begin, arguments=(config_path, pipeline, os.getpid()))
+
+    def prompt(self, position: int) -> Any:
+        return self._pool.run(_prompt, position)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+
+def _begin(config_path: Path, name: str, parent: int) -> None:
+    global _environment
+    threading.Thread(target=_end_with, args=(parent,), name="parent-watch", daemon=True).start()
+    config = load(config_path)
+    sys.path[:0] = [str(path) for path in config.run.extra_path]
+    pipeline = next(section for section in config.pipeline if section.name == name)
+    _environment = make_environment(pipeline.env.name, environment_options(pipeline, config.run.seed))
+
+
+def _prompt(position: int) -> Any:
+    return _environment.prompt(position)
+
+
+def _end_with(parent: int) -> None:
+    """The kernel's own way counts the thread that started us, and that one may end before its process does."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_EVERY_S)
+    os._exit(1)
