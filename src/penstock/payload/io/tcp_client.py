@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
-from collections.abc import Iterator
 from typing import Literal
 
 import xxhash
@@ -13,6 +11,7 @@ import xxhash
 from penstock.payload.exchange import STATUS
 from penstock.payload.io.timed_socket import TimedSocket
 from penstock.payload.io.wire_client import Broken
+from penstock.payload.ports import Fault
 
 CHUNK_BYTES = 1 << 18
 """Received and hashed piece by piece, so that the hash finds the bytes still in the cache."""
@@ -56,20 +55,22 @@ class TcpConnection:
     def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes:
         self._body, self._arrived = body, 0
         status = bytearray(STATUS.size)
-        with self._faults():
+        try:
             self._peer.send(deadline, self._unsaid + request)
             self._unsaid = b""
             while self._arrived < STATUS.size:
                 # Status and body in one system call, if they are there: all of a small payload.
                 views = [memoryview(status)[self._arrived :], body[:CHUNK_BYTES]]
                 self._count(self._peer.receive_into_all(deadline, views))
+        except OSError as error:
+            raise self._broken(error) from error
         return bytes(status)
 
     def receive_body(self, deadline: float, hasher: xxhash.xxh3_64 | None) -> None:
         at = 0
         body = self._body
         end = self._arrived - STATUS.size
-        with self._faults():
+        try:
             while True:
                 if hasher is not None:
                     hasher.update(body[at:end])
@@ -77,14 +78,18 @@ class TcpConnection:
                     return
                 at = end
                 end += self._count(self._peer.receive_into(deadline, body[at : at + CHUNK_BYTES]))
+        except OSError as error:
+            raise self._broken(error) from error
 
     def receive_text(self, size_bytes: int, deadline: float) -> bytes:
         text = bytes(self._body[: self._arrived - STATUS.size])
-        with self._faults():
+        try:
             while len(text) < size_bytes:
                 piece = self._peer.receive(deadline, size_bytes - len(text))
                 self._count(len(piece))
                 text += piece
+        except OSError as error:
+            raise self._broken(error) from error
         return text
 
     def break_off(self) -> None:
@@ -100,15 +105,10 @@ class TcpConnection:
         self._arrived += received
         return received
 
+    def _broken(self, error: OSError) -> Broken:
+        fault: Fault = "timed_out" if isinstance(error, TimeoutError) else "reset"
+        return Broken(fault, f"{error} {self._progress}", self._arrived > 0)
+
     @property
     def _progress(self) -> str:
         return f"after {self._arrived} of {STATUS.size + len(self._body)} bytes"
-
-    @contextlib.contextmanager
-    def _faults(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise Broken("timed_out", f"out of time {self._progress}", self._arrived > 0) from error
-        except OSError as error:
-            raise Broken("reset", f"{error} {self._progress}", self._arrived > 0) from error
