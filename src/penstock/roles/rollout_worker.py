@@ -94,7 +94,7 @@ async def _generate(
             updater = ReplicaUpdater(engine, source, desk.report, mover, way=way, change_timeout_s=deadline_s)
 
         def figures() -> dict[str, float]:
-            return generation.statistics() | updater.statistics.values()
+            return generation.statistics() | updater.statistics.values() | getattr(engine, "statistics", dict)()
 
         generation.updating = lambda: updater.updating
         executor = OrderExecutor(generation, client.call, client.pipeline, client.member)

@@ -104,9 +104,10 @@ class ContinuousEngine(SamplingEngine):
     def forget(self, cache_key: Hashable) -> None:
         """See `RequestEngine.forget`."""
         with self._news:
-            self._forgotten.append(cache_key)
             if self._thread is None:
-                self._take_news()
+                self._tell_machine(seating.ConversationLeft(cache_key))
+            else:
+                self._forgotten.append(cache_key)
 
     def statistics(self) -> dict[str, float]:
         """Depths now and counters since the start, by plain names."""
@@ -133,15 +134,16 @@ class ContinuousEngine(SamplingEngine):
     def _goes_on(self) -> bool:
         with self._news:
             if not self._arrived and not self._requests:
-                self._take_news()
+                for key in self._forgotten:
+                    self._tell_machine(seating.ConversationLeft(key))
+                self._forgotten, self._given_up = [], []
                 self._thread = None
             return self._thread is not None
 
     def _step(self) -> list[Result]:
         finished: list[Result] = []
         with self.serving.step() as (version, digest):
-            with self._news:
-                self._take_news()
+            self._take_news()
             self._rows.make_room(self._seating.seated, self._seating.longest_tokens)
             for row in self._rows.step(version, digest):
                 finished.append((self._requests[row.request], self._rows.completion(row)))
@@ -149,19 +151,22 @@ class ContinuousEngine(SamplingEngine):
         return finished
 
     def _take_news(self) -> None:
-        """Tells the machine. A request may be given up before it was seen."""
-        for request in self._arrived:
+        """Tells the machine. The lock is not held for longer than it takes to look: the event loop waits for it."""
+        with self._news:
+            arrived, self._arrived = self._arrived, []
+            given_up, self._given_up = self._given_up, []
+            forgotten, self._forgotten = self._forgotten, []
+        for request in arrived:
             self._requests[request.row.request] = request
             longest_tokens = request.row.context_tokens + request.row.sampling.max_new_tokens
             self._tell_machine(seating.RequestArrived(request.row.request, longest_tokens))
-        for number in self._given_up:
+        for number in given_up:
             request = self._requests.get(number)
             if request is not None:
                 request.row.key = None
                 self._end(request.row)
-        for key in self._forgotten:
+        for key in forgotten:
             self._tell_machine(seating.ConversationLeft(key))
-        self._arrived, self._given_up, self._forgotten = [], [], []
 
     def _end(self, row: Row) -> None:
         """Its place is free for the next."""
