@@ -140,8 +140,8 @@ def server() -> Iterator[Server]:
 class DamagingEngine(VllmEngine):
     """Lets something happen between the check of the files and the server's reading of them."""
 
-    def __init__(self, address: str, run_dir: Path) -> None:
-        super().__init__(address, run_dir, label=label)
+    def __init__(self, server: Server, run_dir: Path) -> None:
+        super().__init__(server.address, run_dir, label=label, fate=server.owned.fate)
         self.before_load: Callable[[Manifest], None] = lambda _: None
         self.after_load: Callable[[], None] = lambda: None
         self.resume_errors = 0
@@ -164,7 +164,7 @@ class Bench:
     def __init__(self, run_dir: Path, server: Server) -> None:
         self.server = server
         self.publisher = Publisher(run_dir, f"l{time.monotonic_ns()}", keep=3, bucket_bytes=60_000)
-        self.engine = DamagingEngine(server.address, run_dir)
+        self.engine = DamagingEngine(server, run_dir)
         self.run_dir = run_dir
         self.newest: Manifest | None = None
         self.reports: list[ReplicaReport] = []
@@ -522,11 +522,13 @@ async def test_a_killed_server_is_given_up_to_be_replaced(tmp_path: Path, server
     with pytest.raises(ExceptionGroup) as caught:
         await bench.drive(story())
     assert killed
-    assert caught.value.subgroup(PeerLost) is not None
+    lost = caught.value.subgroup(PeerLost)
+    assert lost is not None
+    assert "the vLLM server was killed by SIGKILL" in str(lost.exceptions)
     assert bench.reports[-1].state is ReplicaState.TORN
     with pytest.raises(PeerLost, match="killed by SIGKILL"):
         await server.owned.watch()
     assert len(killed) >= 3  # the one that listens, the one that schedules, the one that decodes
     await eventually(lambda: asyncio.to_thread(lambda: not any(alive(one) for one in killed)), "all to be gone")
-    del caught
+    del caught, lost
     gc.collect()  # the client library leaves refused sockets to the collector, which warns of them

@@ -43,11 +43,12 @@ class VllmService:
         settings = server_settings(process, section, policy, seed, python)
         self.server = VllmServer(settings)
         address = self.server.address()
-        self.weights = VllmEngine(address, process.run.root, label=label)
+        self.weights = VllmEngine(address, process.run.root, label=label, fate=self.server.fate)
         self.requests = VllmRequests(
             address,
             max_positions=settings.max_length,
             held=lambda: (self.weights.version, self.weights.digest),
+            fate=self.server.fate,
             deadline_s=section.request_s,
             progressed=lambda: process.progress.moved("generating"),
         )
@@ -153,7 +154,7 @@ def server_settings(
         cache_gb=section.cache_gb,
         eager=section.eager,
         accelerator=accelerator,
-        seed=seed,
+        seed=seed % 2**32,
         options=tuple(section.options),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ ID_PREFIX = "generate-tokens-"
 """What the server puts before a request's id; its abort call wants the whole."""
 ABORT_EVERY_S = 0.05
 ABORT_S = 10.0
-LOST_S = 1.0
-"""Whoever watches the server's process has a better reason to give, and so long to give it."""
+LOST_S = 5.0
+"""Connections break a little before it can be known how the server ended."""
+LOOK_EVERY_S = 0.05
 
 ENDINGS: dict[str, Ending] = {"stop": "stop", "length": "length", "abort": "interrupted"}
 
@@ -123,15 +125,17 @@ class VllmRequests:
         *,
         max_positions: int,
         held: Callable[[], tuple[int, str]] = lambda: (-1, ""),
+        fate: Callable[[], str] = lambda: "",
         deadline_s: float = 1800.0,
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`held` says which weights the server holds; `deadline_s` bounds one completion, pauses included."""
+        """`held` says which weights the server holds, `fate` how it ended; `deadline_s` bounds one completion."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         transport = httpx.AsyncHTTPTransport(uds=address, limits=limits)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=deadline_s)
         self.max_positions: int | None = max_positions
         self._held = held
+        self._fate = fate
         self._deadline_s = deadline_s
         self._progressed = progressed
         self._numbers = itertools.count()
@@ -168,8 +172,7 @@ class VllmRequests:
         except httpx.TimeoutException:
             raise PeerLost(f"the vLLM server did not complete a request within {self._deadline_s:.0f} s") from None
         except httpx.TransportError as error:
-            await asyncio.sleep(LOST_S)
-            raise PeerLost(f"the vLLM server was lost with {self.in_flight} requests in flight: {error!r}") from error
+            raise await self._lost(error) from error
         finally:
             self._in_flight.discard(request_id)
         if answer.is_server_error:
@@ -203,4 +206,10 @@ class VllmRequests:
         try:
             await self._client.post(ABORT, json={"request_ids": ids}, timeout=ABORT_S)
         except httpx.TransportError as error:
-            raise PeerLost(f"the vLLM server could not be told to abort {len(ids)} requests: {error!r}") from error
+            raise await self._lost(error) from error
+
+    async def _lost(self, error: httpx.TransportError) -> PeerLost:
+        deadline = time.monotonic() + LOST_S
+        while not (fate := self._fate()) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+        return PeerLost(f"the vLLM server {fate or f'was lost with {self.in_flight} requests in flight: {error!r}'}")

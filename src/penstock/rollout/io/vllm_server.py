@@ -187,7 +187,10 @@ class VllmServer:
         async with self._client(ASK_S) as client:
             while True:
                 if (code := process.poll()) is not None:
-                    raise self._ended(code, "while it started")
+                    sentence = f"the vLLM server {how_ended(code)} while it started"
+                    if code == USAGE:
+                        raise ConfigError(f"{sentence}: it refuses its flags (engine.options?); {self.last_lines()}")
+                    raise PeerLost(f"{sentence}; {self.last_lines()}")
                 progressed("starting the vLLM server")
                 try:
                     if (await client.get("/health")).status_code == httpx.codes.OK:
@@ -201,8 +204,13 @@ class VllmServer:
         process = self._launched()
         while self._process is process:
             if (code := process.poll()) is not None:
-                raise self._ended(code)
+                raise PeerLost(f"the vLLM server {how_ended(code)}; {self.last_lines()}")
             await asyncio.sleep(LOOK_EVERY_S)
+
+    def fate(self) -> str:
+        """How the server ended, for whoever loses a connection to it; empty while it runs, or was stopped."""
+        code = None if self._process is None else self._process.poll()
+        return "" if code is None else f"{how_ended(code)}; {self.last_lines()}"
 
     async def probe(self, *, every_s: float = 5.0, stall_s: float = 120.0) -> None:
         """Raises PeerLost when the server does not answer for `stall_s`; returns when it was stopped or has ended.
@@ -256,9 +264,6 @@ class VllmServer:
         kept = [line for line in lines if line.strip()][-LAST_LINES:]
         return f"the end of {self.settings.log}:\n" + "\n".join(kept)[-LAST_CHARACTERS:]
 
-    def _ended(self, code: int, when: str = "") -> ConfigError | PeerLost:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        sentence = " ".join(f"the vLLM server {how} {when}".split())
-        if code == USAGE and when:
-            return ConfigError(f"{sentence}: it refuses its flags (engine.options?); {self.last_lines()}")
-        return PeerLost(f"{sentence}; {self.last_lines()}")
+
+def how_ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

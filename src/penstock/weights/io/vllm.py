@@ -26,6 +26,10 @@ from penstock.records.weights import Manifest
 from penstock.weights.io.files import map_version
 from penstock.weights.manifest import describe
 
+LOST_S = 5.0
+"""Connections break a little before it can be known how the server ended."""
+LOOK_EVERY_S = 0.05
+
 
 class VllmEngine:
     """One server as the engine *and* the mover of a `ReplicaUpdater` with `way="in_place"`.
@@ -40,11 +44,14 @@ class VllmEngine:
         run_dir: Path,
         *,
         label: Callable[[int, str], str] = lambda version, digest: str(version),
+        fate: Callable[[], str] = lambda: "",
         timeout_s: float = 300.0,
     ) -> None:
-        """`address` is the path of the server's socket; `label` names a version and digest on the tokens drawn."""
+        """`address` is the path of the server's socket; `label` names a version and digest on the tokens drawn;
+        `fate` says how the server ended, when it did."""
         self._run_dir = run_dir
         self._label = label
+        self._fate = fate
         transport = httpx.HTTPTransport(uds=address)
         self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
         self._manifests: dict[str, Manifest] = {}
@@ -170,6 +177,11 @@ class VllmEngine:
         except httpx.TimeoutException as error:
             raise PeerLost(f"the vLLM server did not answer {path} within {timeout_s:.0f} s") from error
         except httpx.TransportError as error:
+            deadline = time.monotonic() + LOST_S
+            while not (fate := self._fate()) and time.monotonic() < deadline:
+                time.sleep(LOOK_EVERY_S)
+            if fate:
+                raise PeerLost(f"the vLLM server {fate}") from error
             raise Transient(f"the vLLM server cannot be reached at {path}: {error}") from error
         if reply.is_error:
             raise RemoteProtocolError(f"the vLLM server answered {path} with {reply.status_code}: {reply.text[:300]}")
