@@ -162,14 +162,17 @@ def test_tensor_parallel_ranks_generate_everything_and_rank_0_delivers(tmp_path:
     assert delivered(tmp_path) == list(range(24))
     for report in reports:
         assert calls(report, "generate") == list(range(12)), "every rank, every prompt, in the same order"
+        assert {"GenerateEntered", "GenerateLeft", "BranchesTaken", "QueueSampled"} <= set(report["traces"])
     assert calls(reports[1], "postprocess") == []
     # One batch ahead: batch 1 (prompts 2 and 3) is handed to preparation before batch 0 is generated.
     assert len(calls(reports[0], "prepare")) == 12
+    assert reports[0]["statistics"]["delivered_samples"] == 24
 
 
 @pytest.mark.slow
 def test_data_parallel_ranks_share_the_work_and_news_may_outgrow_the_frame(tmp_path: Path) -> None:
-    reports = run_ranks(tmp_path, share=True, engine_collective=False, ring_name_bytes=40_000)
+    options = {"share": True, "engine_collective": False, "ring_name_bytes": 40_000}
+    reports = run_ranks(tmp_path, **options, prefetch=False, prefetch_later=True)
     assert [report.get("error") for report in reports] == [None, None]
     assert delivered(tmp_path) == list(range(24))
     assert calls(reports[0], "generate") == [0, 2, 4, 6, 8, 10]

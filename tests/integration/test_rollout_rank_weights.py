@@ -26,10 +26,13 @@ class FakeEngine:
     def load(self, loaded: Manifest) -> None:
         self.version, self.digest = loaded.version, loaded.digest
 
-    def sleep(self, timeout_s: float) -> None:
+    def vacate(self, timeout_s: float) -> None:
         self.asleep = True
 
-    def wake(self, timeout_s: float) -> None:
+    def check_vacated(self, timeout_s: float) -> None:
+        assert self.asleep
+
+    def occupy(self, timeout_s: float) -> None:
         self.asleep = False
 
     def interrupt(self) -> None:
@@ -41,7 +44,7 @@ class FakeEngine:
 
 async def test_unproven_weights_are_waited_for_and_older_ones_too(tmp_path: Path) -> None:
     engine = FakeEngine()
-    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
     waiting = asyncio.ensure_future(asyncio.to_thread(weights.wait_for, Version(2)))
     for version in (0, 1, 2):
         assert not waiting.done(), "neither nothing nor an older version will do"
@@ -56,7 +59,7 @@ async def test_unproven_weights_are_waited_for_and_older_ones_too(tmp_path: Path
 
 async def test_a_resting_rank_sleeps_and_loads_nothing(tmp_path: Path) -> None:
     engine = FakeEngine()
-    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
     await asyncio.to_thread(weights.rest)
     assert engine.asleep
     await asyncio.to_thread(weights.announced, manifest(1))
@@ -68,7 +71,7 @@ async def test_a_resting_rank_sleeps_and_loads_nothing(tmp_path: Path) -> None:
 
 async def test_a_rank_that_waits_hears_of_newer_weights_without_a_fetch(tmp_path: Path) -> None:
     engine = FakeEngine()
-    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
     waiting = asyncio.ensure_future(asyncio.to_thread(weights.wait_for, Version(5)))
     (tmp_path / "newest").write_bytes(msgspec.json.encode(manifest(7)))
     heard = await weights.next_manifest("", 30.0)
@@ -79,7 +82,7 @@ async def test_a_rank_that_waits_hears_of_newer_weights_without_a_fetch(tmp_path
 
 async def test_an_interruption_ends_the_waiting_until_the_rank_is_woken(tmp_path: Path) -> None:
     engine = FakeEngine()
-    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
     weights.interrupt()
     assert not await asyncio.to_thread(weights.wait_for, Version(1))
     assert engine.interrupted

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
+from penstock.roles.generation import Resident
 from penstock.weights.io.updater import ReplicaReport
 
 log = logging.getLogger(__name__)
@@ -26,27 +27,16 @@ WEIGHTS_S = 600.0
 """How long a rank may take to load weights that its leases ask for."""
 
 
-class Sleeper(Protocol):
-    """The engine, as far as it is put to sleep and woken here."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def digest(self) -> str: ...
-
-    def sleep(self, timeout_s: float) -> None: ...
-
-    def wake(self, timeout_s: float) -> None: ...
-
-
 class RankWeights:
     """Between the loop in lockstep, which calls from its thread, and the updater, which runs on the event loop."""
 
-    def __init__(self, engine: Sleeper, progressed: Callable[[str], None], newest: Path) -> None:
+    def __init__(
+        self, engine: Resident, progressed: Callable[[str], None], newest: Path, interrupt: Callable[[], None]
+    ) -> None:
         """`newest` is where rank 0 leaves its newest manifest, for a rank that waits and therefore hears no fetch."""
         self._engine = engine
         self._newest_path = newest
+        self._interrupt = interrupt
         self._interrupted = threading.Event()
         self._progressed = progressed
         self._loop = asyncio.get_running_loop()
@@ -79,7 +69,7 @@ class RankWeights:
         self._loop.call_soon_threadsafe(self._announce, manifest)
 
     def rest(self) -> None:
-        """Returns when the engine is asleep."""
+        """Returns when the engine is off its devices, as far as can be measured."""
         self._await(self._rest())
 
     def wake(self) -> None:
@@ -108,7 +98,7 @@ class RankWeights:
     def interrupt(self) -> None:
         """Ends generation, and waiting for weights, early; until the rank is woken again."""
         self._interrupted.set()
-        getattr(self._engine, "interrupt", lambda: None)()
+        self._interrupt()
 
     def _await(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * ENGINE_S)
@@ -121,12 +111,13 @@ class RankWeights:
         self._resting = True
         while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each within its own deadline
             await asyncio.sleep(LOOK_EVERY_S)
-        await asyncio.to_thread(self._engine.sleep, ENGINE_S)
+        await asyncio.to_thread(self._engine.vacate, ENGINE_S)
+        await asyncio.to_thread(self._engine.check_vacated, ENGINE_S)
         self._progressed("resting")
 
     async def _wake(self) -> None:
         self._interrupted.clear()
-        getattr(self._engine, "resume", lambda: None)()
-        await asyncio.to_thread(self._engine.wake, ENGINE_S)
+        self._engine.resume()
+        await asyncio.to_thread(self._engine.occupy, ENGINE_S)
         self._resting = False
         self._changed.set()

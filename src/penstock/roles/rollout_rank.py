@@ -14,6 +14,7 @@ from penstock.errors import PenstockError
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
 from penstock.roles.carriers import served
+from penstock.roles.generation import OwnEngine
 from penstock.roles.movers import mover_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.rank_weights import RankWeights
@@ -63,7 +64,8 @@ async def _keep_step(
 ) -> None:
     pipeline = process.pipeline
     moved = process.progress.moved
-    weights = RankWeights(engine, moved, Path(seat.newest))
+    interrupt = getattr(engine, "interrupt", lambda: None)
+    weights = RankWeights(OwnEngine(engine), moved, Path(seat.newest), interrupt)
     surroundings = Surroundings(
         wait_for_weights=weights.wait_for,
         announced=weights.announced,
