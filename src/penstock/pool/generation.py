@@ -46,7 +46,8 @@ class Generation:
         self._shares = _shares(snapshot, ground)
         self._short = [share.short for share in self._shares]
         self._surplus = [
-            0 if view.lingers else share.surplus for view, share in zip(self._pipelines, self._shares, strict=True)
+            min(share.surplus, max(0, share.held - share.part)) if view.lingers else share.surplus
+            for view, share in zip(self._pipelines, self._shares, strict=True)
         ]
         self._spare = [share.spare for share in self._shares]
         self._block = max((view.bundle for view in snapshot.pipelines), default=1)

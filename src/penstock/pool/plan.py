@@ -36,7 +36,8 @@ class PipelineView(msgspec.Struct, frozen=True):
     turn_s: float = 10.0
     """A woken worker of it is not taken for another pipeline's generation before this has passed."""
     lingers: bool = False
-    """Workers of it that lack work will have some again before a move repays: nobody may take them for idle."""
+    """Workers of it that lack work will have some again before a move repays: up to its equal part nobody may take them
+    for idle."""
     may_wake: bool = True
     """False after failed moves, until the bench time is over."""
     places: tuple[tuple[DeviceId, ...], ...] | None = None

@@ -1,0 +1,176 @@
+"""The controller's side of the pool: demand counted from the ledgers, kept over a restart, and told in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.devices import devices_of
+from penstock.config.load import validate
+from penstock.config.run import Config
+from penstock.errors import ConfigError
+from penstock.journal.writer import Journal
+from penstock.records.ids import MemberId, PipelineName, RunId
+from penstock.records.payload import RingAddress
+from penstock.roles.controller import machine_of
+from penstock.roles.front_desk import FrontDesk
+from penstock.roles.pool_host import PoolHost
+from penstock.runtime.clock import ManualClock
+from penstock.runtime.lag import LagMonitor
+from penstock.runtime.metrics import JsonLines
+from penstock.wire.messages import AskOrders, Heartbeat, Orders, Register, ReportOrder
+
+LEFT, RIGHT = PipelineName("left"), PipelineName("right")
+
+
+def configured() -> Config:
+    table = {
+        "steps": 3,
+        "env": {"name": "copy"},
+        "model": {"kind": "tiny"},
+        "rollout": {"group_size": 1, "batch_samples": 1},
+    }
+    table |= {"train": {"groups_per_step": 2, "max_staleness": 2}, "train_devices": [0], "rollout_devices": [0, 1]}
+    return validate({"pool": {"devices": 2}, "pipeline": [table | {"name": LEFT}, table | {"name": RIGHT}]})
+
+
+class Room:
+    """A front desk for two pipelines on two devices, in time that is set by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        config = configured()
+        self.clock = ManualClock(100.0)
+        self.journal = Journal(folder / "journal.sqlite", RunId("r"))
+        self.lines = JsonLines(folder / "metrics.jsonl")
+        machines = {PipelineName(one.name): machine_of(one, config.control) for one in config.pipeline}
+        self.desk = FrontDesk(config, machines, self.journal, self.clock, self.lines, LagMonitor("test"))
+        self.desk.start(new_session=False)
+
+    async def join(self, name: PipelineName, *members: str) -> None:
+        for member in members:
+            ring = RingAddress(member, 1, "host", "127.0.0.1")
+            await self.desk.call(Register(name, MemberId(member), role="rollout", pid=1, host_id="host", ring=ring))
+
+    async def obey(self, name: PipelineName, member: str) -> str:
+        """What the worker was ordered and has done, if anything."""
+        reply = await self.desk.call(AskOrders(name, MemberId(member)))
+        assert isinstance(reply, Orders)
+        for order in reply.orders:
+            await self.desk.call(ReportOrder(name, MemberId(member), order.number, done=True))
+            return order.action
+        return ""
+
+    def pool(self) -> dict[str, Any]:
+        return self.desk.status()["pool"]
+
+    def share(self, name: PipelineName) -> dict[str, Any]:
+        return next(share for share in self.pool()["shares"] if share["pipeline"] == name)
+
+    def close(self) -> None:
+        self.desk.check()
+        self.journal.close(5.0)
+        self.lines.close(5.0)
+
+
+@pytest.fixture
+def enter(tmp_path: Path) -> Iterator[Callable[[], Room]]:
+    rooms: list[Room] = []
+
+    def build() -> Room:
+        if rooms:
+            rooms.pop().close()
+        rooms.append(Room(tmp_path))
+        return rooms[-1]
+
+    yield build
+    for room in rooms:
+        room.close()
+
+
+def test_a_pipeline_without_a_ledger_is_refused_at_start(tmp_path: Path):
+    journal = Journal(tmp_path / "journal.sqlite", RunId("r"))
+    config = configured()
+    with pytest.raises(ConfigError, match="cannot count what left, right still needs"):
+        PoolHost(config, devices_of(config), {}, journal, lambda: 0.0)
+    journal.close(5.0)
+
+
+async def test_demand_is_there_before_the_first_lease_and_wakes_a_worker(enter: Callable[[], Room]):
+    room = enter()
+    await room.join(LEFT, "l0")
+    room.desk.tick()
+    assert room.share(LEFT)["remaining"] == 6, "two groups of one for each of three steps"
+    assert await room.obey(LEFT, "l0") == "wake"
+    assert room.share(LEFT)["awake"] == 1
+
+
+async def test_counting_again_is_free_while_nothing_changes(enter: Callable[[], Room]):
+    room = enter()
+    await room.join(LEFT, "l0")
+    room.desk.tick()
+    await room.obey(LEFT, "l0")
+    room.desk.tick()
+    before = room.journal.last_seq
+    for _ in range(10):
+        room.desk.tick()
+    assert room.journal.last_seq == before
+
+
+async def test_demand_and_holders_survive_the_controller(enter: Callable[[], Room]):
+    room = enter()
+    await room.join(LEFT, "l0")
+    room.desk.tick()
+    await room.obey(LEFT, "l0")
+    before = room.pool()
+    again = enter()
+    after = again.pool()
+    assert {**after, "uses": []} == {**before, "uses": []}
+    assert [use["devices"] for use in after["uses"]] == [use["devices"] for use in before["uses"]] == [(0,)]
+
+
+async def test_a_silent_worker_is_fenced_and_its_device_serves_the_other_pipeline(enter: Callable[[], Room]):
+    room = enter()
+    await room.join(LEFT, "l0", "l1")
+    room.desk.tick()
+    assert [await room.obey(LEFT, member) for member in ("l0", "l1")] == ["wake", "wake"]
+    lease_s = room.desk._pool.pool.settings.lease_s
+    room.clock.advance(lease_s - 1)
+    await room.join(RIGHT, "r0", "r1")
+    room.clock.advance(2)
+    room.desk.tick()
+    assert set(room.desk.status()["evicted"]) == {"l0", "l1"}, "whoever started them must end them"
+    room.clock.advance(room.desk._pool.pool.settings.fence_s)
+    room.desk.tick()
+    assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["wake", "wake"]
+    assert room.share(LEFT)["remaining"] == 6, "its demand is not forgotten"
+    assert "no live worker process" in room.desk.diagnosis()[LEFT]
+
+
+async def test_heartbeats_keep_a_worker_on_its_device(enter: Callable[[], Room]):
+    room = enter()
+    await room.join(LEFT, "l0")
+    room.desk.tick()
+    await room.obey(LEFT, "l0")
+    for _ in range(20):
+        room.clock.advance(5.0)
+        await room.desk.call(Heartbeat(LEFT, MemberId("l0"), progressed_ago_s=0.0, doing="generating"))
+        room.desk.tick()
+    assert room.share(LEFT)["awake"] == 1
+    assert not room.desk.status()["evicted"]
+
+
+async def test_the_stall_sentence_names_who_is_in_the_way(enter: Callable[[], Room]):
+    room = enter()
+    await room.join(LEFT, "l0", "l1")
+    room.desk.tick()
+    for member in ("l0", "l1"):
+        await room.obey(LEFT, member)
+    await room.join(RIGHT, "r0")
+    room.clock.advance(3.0)
+    room.desk.tick()
+    room.clock.advance(4.0)
+    sentence = room.desk.diagnosis()[RIGHT]
+    assert "In the pool: right has 6 samples to generate and no worker since 7 s: l0 is generating on [0]" in sentence
