@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 
 from penstock.errors import ConfigError, PeerLost, RemoteProtocolError
 from penstock.rollout.io.requests import Completion, Ending, Sampling
+from penstock.rollout.io.vllm_socket import SocketCalls
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -130,9 +130,7 @@ class VllmRequests:
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
         """`held` says which weights the server holds, `fate` how it ended; `deadline_s` bounds one completion."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        transport = httpx.AsyncHTTPTransport(uds=address, limits=limits)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=deadline_s)
+        self._calls = SocketCalls(address)
         self.max_positions: int | None = max_positions
         self._held = held
         self._fate = fate
@@ -151,7 +149,7 @@ class VllmRequests:
         return len(self._in_flight)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._calls.close()
 
     async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
         """See `RequestEngine.complete`; a prefix that was read before is found by the server itself."""
@@ -168,19 +166,19 @@ class VllmRequests:
         self._in_flight.add(request_id)
         try:
             # A cancelled call closes its connection, and the server aborts what nobody listens to.
-            answer = await self._client.post(GENERATE, json=body)
-        except httpx.TimeoutException:
+            status, answer = await self._calls.post(GENERATE, msgspec.json.encode(body), self._deadline_s)
+        except TimeoutError:
             raise PeerLost(f"the vLLM server did not complete a request within {self._deadline_s:.0f} s") from None
-        except httpx.TransportError as error:
+        except (OSError, EOFError) as error:
             raise await self._lost(error) from error
         finally:
             self._in_flight.discard(request_id)
-        if answer.is_server_error:
-            raise PeerLost(f"the vLLM server answered a request with {answer.status_code}: {answer.text[:300]}")
-        if answer.is_error:
-            raise RemoteProtocolError(f"the vLLM server refused a request ({answer.status_code}): {answer.text[:300]}")
+        if status >= 500:
+            raise PeerLost(f"the vLLM server answered a request with {status}: {answer[:300]!r}")
+        if status >= 400:
+            raise RemoteProtocolError(f"the vLLM server refused a request ({status}): {answer[:300]!r}")
         self._progressed()
-        return completion_of(answer.content, self._held())
+        return completion_of(answer, self._held())
 
     def forget(self, cache_key: object) -> None:
         """The server keeps and drops prefixes by itself."""
@@ -204,11 +202,11 @@ class VllmRequests:
 
     async def _abort(self, ids: list[str]) -> None:
         try:
-            await self._client.post(ABORT, json={"request_ids": ids}, timeout=ABORT_S)
-        except httpx.TransportError as error:
+            await self._calls.post(ABORT, msgspec.json.encode({"request_ids": ids}), ABORT_S)
+        except (OSError, EOFError) as error:
             raise await self._lost(error) from error
 
-    async def _lost(self, error: httpx.TransportError) -> PeerLost:
+    async def _lost(self, error: Exception) -> PeerLost:
         deadline = time.monotonic() + LOST_S
         while not (fate := self._fate()) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY_S)
