@@ -207,7 +207,9 @@ class FrontDesk(ControlDesk):
                 del waiting[:count]
             self._offered[ring] = (request.request, min(len(waiting), DISCARDS_PER_REPLY))
             offered += waiting[:DISCARDS_PER_REPLY]
-        return msgspec.structs.replace(reply, discard=tuple(offered)) if offered else reply
+        control = self._machines[request.pipeline]
+        oldest = Version(control.state.ledger.version - control.settings.max_staleness)
+        return msgspec.structs.replace(reply, discard=tuple(offered), oldest=oldest)
 
     def _write_step(self, request: AckStep) -> None:
         name, machine = request.pipeline, self._machines[request.pipeline]

@@ -13,6 +13,7 @@ from penstock.batch.codec import encode
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, PenstockError, RemoteProtocolError
 from penstock.payload.io.shm import Ring
+from penstock.payload.unread import Unread
 from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
@@ -52,6 +53,7 @@ class WorkerDesk:
         self._serving = serving
         self._ring = ring
         self._requests = itertools.count()
+        self._unread = Unread()
 
     async def lease(self, samples: int, wait_s: float) -> Leased:
         ask = AskLease(
@@ -83,8 +85,9 @@ class WorkerDesk:
             return error
         if not isinstance(reply, Leased):
             return RemoteProtocolError(f"the controller answered a request for a lease with {reply!r}")
-        if reply.discard:
-            self._ring.discard(reply.discard)
+        expired = self._unread.expire(reply.oldest) if reply.oldest is not None else []
+        if reply.discard or expired:
+            self._ring.discard((*reply.discard, *expired))
         return reply
 
     async def _give_back(self, asking: asyncio.Task[Leased | PenstockError]) -> None:
@@ -106,8 +109,11 @@ class WorkerDesk:
         )
         if not isinstance(reply, Delivered):
             raise RemoteProtocolError(f"the controller answered a delivery with {reply!r}")
+        refused = set(reply.refused)
+        for rollout in rollouts:
+            if rollout.sample not in refused:
+                self._unread.delivered(rollout.version, rollout.payload)
         if reply.refused:
-            refused = set(reply.refused)
             self._ring.discard(rollout.payload for rollout in rollouts if rollout.sample in refused)
         return reply
 
@@ -148,3 +154,6 @@ class RingStore:
 
     def write(self, arrays: Mapping[str, np.ndarray | Sequence[np.ndarray]]) -> PayloadRef:
         return self._ring.fill(encode(arrays), timeout_s=WRITE_S)
+
+    def discard(self, payloads: Sequence[PayloadRef]) -> object:
+        return self._ring.discard(payloads)

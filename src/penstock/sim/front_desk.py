@@ -39,6 +39,8 @@ class LeaseReply(msgspec.Struct, frozen=True):
 
     verdict: effects.GrantLeases | effects.RefuseLease
     discard: tuple[PayloadRef, ...]
+    oldest: Version
+    """No sample made with a lower version will ever be read."""
 
 
 class FrontDesk(SimDesk):
@@ -103,7 +105,8 @@ class FrontDesk(SimDesk):
 
     def _reply(self, pending: Pending, answer: Any) -> None:
         if isinstance(answer, effects.GrantLeases | effects.RefuseLease):
-            answer = LeaseReply(answer, self._discards_for(pending.call.request))
+            oldest = Version(self.control.state.ledger.version - self.settings.max_staleness)
+            answer = LeaseReply(answer, self._discards_for(pending.call.request), oldest)
         super()._reply(pending, answer)
 
     def _refusal(self, member: MemberId) -> effects.RefuseCall | None:

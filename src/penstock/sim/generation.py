@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.control import effects, events
 from penstock.errors import InvalidTransition
+from penstock.payload.unread import Unread
 from penstock.records.ids import MemberId, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
@@ -52,6 +53,7 @@ class SimRunner:
         member: MemberId,
         engine: SimEngine,
         ring: SimRing,
+        unread: Unread,
         random: Random,
         faults: FaultLog,
         settings: WholeFaults,
@@ -76,6 +78,7 @@ class SimRunner:
         self._member = member
         self._engine = engine
         self._ring = ring
+        self._unread = unread
         self._random = random
         self._faults = faults
         self._settings = settings
@@ -170,7 +173,7 @@ class SimRunner:
         if not isinstance(reply, LeaseReply):
             self._refused(str(reply))
             return
-        self._ring.discard(reply.discard)
+        self._ring.discard((*reply.discard, *self._unread.expire(reply.oldest)))
         verdict = reply.verdict
         leases = verdict.leases if isinstance(verdict, effects.GrantLeases) else ()
         if self._asking is not token:
@@ -193,6 +196,9 @@ class SimRunner:
             return
         refused = set(answer.refused)
         self._ring.discard(rollout.payload for rollout in rollouts if rollout.sample in refused)
+        for rollout in rollouts:
+            if rollout.sample not in refused:
+                self._unread.delivered(rollout.version, rollout.payload)
         for ticket in tickets:
             del self.works[ticket]
         self._post(flow.DeliverEnded())

@@ -252,7 +252,8 @@ class PipelineRun:
         wanted |= {ref for refs in self.desk.discards.values() for ref in refs}
         for worker in self.processes.workers.values():
             if worker.owner.alive:
-                check_slots(worker.ring, {(ref.slot, ref.generation) for ref in wanted if ref.ring == worker.ring.name})
+                known = {*wanted, *worker.unread.tracked()}
+                check_slots(worker.ring, {(ref.slot, ref.generation) for ref in known if ref.ring == worker.ring.name})
 
 
 class WholeWorld:

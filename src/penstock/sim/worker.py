@@ -8,6 +8,7 @@ from random import Random
 import msgspec
 
 from penstock.control import effects, events
+from penstock.payload.unread import Unread
 from penstock.records.ids import MemberId
 from penstock.records.pool import Order
 from penstock.rollout.prefetch import Bounds
@@ -59,6 +60,7 @@ class WholeWorker:
         self.ring = SimRing(
             self.owner, shape.host, slots=shape.ring_slots, capacity_bytes=shape.ring_bytes, ports=shape.ports
         )
+        self.unread = Unread()
         self.engine = SimEngine()
         self.runner: SimRunner | None = None
         self.awake = False
@@ -194,6 +196,7 @@ class WholeWorker:
             self.member,
             self.engine,
             self.ring,
+            self.unread,
             self._random,
             self._faults,
             self._settings,

@@ -240,6 +240,8 @@ class Leased(msgspec.Struct, tag="leased", frozen=True):
     """Live setting: None leaves the worker's own configuration in force."""
     discard: tuple[PayloadRef, ...] = ()
     """Payloads of the caller's ring that nobody will ask for: their samples were dropped. May come twice."""
+    oldest: Version | None = None
+    """No sample made with a lower version will ever be read: whatever is left of those can be freed."""
 
 
 class Delivered(msgspec.Struct, tag="delivered", frozen=True):
