@@ -250,6 +250,9 @@ class Store:
     def write(self, arrays: Any) -> PayloadRef:
         return PayloadRef("ring", 0, 0, 0, 0, 0)
 
+    def discard(self, payloads: Any) -> None:
+        pass
+
 
 async def test_an_abandoned_runner_keeps_what_its_requests_had(tmp_path: Path) -> None:
     workload = workload_for(Echo(), max_turns=3, max_new_tokens=10, kept=KeptEpisodes(tmp_path))

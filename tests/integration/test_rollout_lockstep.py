@@ -80,6 +80,7 @@ class Desk:
 
 class Store:
     def write(self, arrays): return PayloadRef("x" * options["ring_name_bytes"], 0, 0, 0, 0, 0)
+    def discard(self, payloads): pass
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 store = dist.FileStore(str(folder / "store"), options["ranks"])

@@ -72,6 +72,7 @@ class ScriptedDesk:
 class NumberedStore:
     def __init__(self) -> None:
         self.written: list[dict[str, np.ndarray]] = []
+        self.discarded: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
 
@@ -79,6 +80,9 @@ class NumberedStore:
         assert self.gate.wait(20)
         self.written.append(arrays)
         return PayloadRef("ring", 0, len(self.written), 0, 0, 0)
+
+    def discard(self, payloads: Sequence[PayloadRef]) -> None:
+        self.discarded += [payload.slot for payload in payloads]
 
 
 class ToyWorkload:
@@ -319,6 +323,31 @@ async def test_abandoning_gives_back_what_the_engine_holds_and_fails_nothing() -
         assert await running == "preempted"
     assert not desk.failures
     assert desk.settled() == list(range(GROUP))
+
+
+async def test_payloads_of_leases_that_go_back_are_discarded_in_whatever_stage_they_are() -> None:
+    """Nobody would ever read them: a worker that is put to sleep again and again filled its ring with them."""
+    desk, store = ScriptedDesk(6), NumberedStore()
+    delivering = asyncio.Event()
+
+    async def never() -> None:
+        delivering.set()
+        await asyncio.sleep(60.0)
+
+    desk.delivering = never
+    runner = Runner(ToyWorkload(), desk, store, settings(output_samples=100))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await delivering.wait()
+        in_delivery = runner.machine.held.samples(flow.Stage.DELIVERING)
+        await until(lambda: runner.machine.held.samples(flow.Stage.FINISHED) >= 2 * GROUP)
+        store.gate.clear()  # whatever is being written now is given back meanwhile
+        runner.abandon("asleep by order of the pool")
+        await until(lambda: runner.machine.ending)
+        store.gate.set()
+        await running
+    assert in_delivery >= GROUP
+    await until(lambda: len(store.written) - in_delivery == len(set(store.discarded)))
 
 
 async def test_a_completed_run_abandons_what_is_left() -> None:

@@ -39,6 +39,10 @@ class Store(Protocol):
         """Blocks while there is no room: that is the backpressure. Called on the postprocessing thread."""
         ...
 
+    def discard(self, payloads: Sequence[PayloadRef]) -> object:
+        """Frees payloads that will not be reported. Once more does no harm. Any thread."""
+        ...
+
 
 class Post(Protocol):
     """Tells the loop something, from any thread."""
@@ -146,8 +150,16 @@ class HookCalls:
             )
         self._keep(work, outcomes, started)
         work.prepared = work.generated = None
+        if ticket not in self._works:  # given back in the meantime
+            self.drop(work)
         self._count("postprocess_s", time.monotonic() - started)
         return flow.PostprocessEnded(ticket)
+
+    def drop(self, work: Work) -> None:
+        """Its samples will not be reported: nobody would ever read their payloads."""
+        payloads, work.rollouts = [rollout.payload for rollout in work.rollouts], []
+        if payloads:
+            self._store.discard(payloads)
 
     def generate(self, batch: int, tickets: Sequence[flow.Ticket]) -> None:
         """For a workload whose `generate` blocks."""
@@ -217,14 +229,16 @@ class HookCalls:
 
     def _keep(self, work: Work, outcomes: Sequence[Outcome], started: float) -> None:
         """Writes the bulk of each sample and notes what is to be reported."""
-        rollouts: list[Rollout] = []
-        failures: list[FailedRollout] = []
-        for sample, outcome in zip(work.lease.samples, outcomes, strict=True):
-            if isinstance(outcome, Failed):
-                failures.append(failed_rollout(sample, "postprocess", outcome.error, outcome.poison))
-            else:
-                rollouts.append(self._stored(work, sample, outcome, started))
-        work.rollouts, work.failures = rollouts, failures
+        work.rollouts, work.failures = [], []
+        try:
+            for sample, outcome in zip(work.lease.samples, outcomes, strict=True):
+                if isinstance(outcome, Failed):
+                    work.failures.append(failed_rollout(sample, "postprocess", outcome.error, outcome.poison))
+                else:
+                    work.rollouts.append(self._stored(work, sample, outcome, started))
+        except BaseException:
+            self.drop(work)  # the lease fails as a whole
+            raise
 
     def _stored(self, work: Work, sample: SampleId, outcome: Finished, started: float) -> Rollout:
         self._count("reward_sum", outcome.reward)

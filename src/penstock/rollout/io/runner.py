@@ -163,7 +163,8 @@ class Runner:
                     self._spawn(group, self._deliver(tickets), "deliver")
                 case flow.ReturnLeases(tickets, samples):
                     for ticket in tickets:
-                        self._works.pop(ticket, None)
+                        if (work := self._works.pop(ticket, None)) is not None:
+                            self._hooks.drop(work)
                     self._spawn(group, self._return(samples), "return leases")
                 case flow.Finish(reason):
                     self._finished = reason
