@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_a_worker_of_two_ranks_trains_and_leaves_together(folder: Path):
     code, output = run.end(200)
     assert code == 0, output + run.logs()
     assert sorted(entry["step"] for entry in step_lines(run.directory)) == list(range(6))
-    assert "serving at version 1" in rank_log(run), "rank 1 has loaded what was trained"
+    assert re.search("serving at version [1-9]", rank_log(run)), "rank 1 has loaded what was trained"
     assert "ended in good order" in rank_log(run)
 
 
@@ -67,7 +68,7 @@ def test_a_killed_rank_costs_its_worker_and_no_prompt(folder: Path):
     code, output = run.end(250)
     assert_exact(run, code, output, prompts=PROMPTS)
     assert "letters.rollout.0 ended (PeerLost: rank 1" in output, "the worker says which rank it lost"
-    assert "serving at version 1" in rank_log(run), "rank 1 has loaded what was trained"
+    assert re.search("serving at version [1-9]", rank_log(run)), "rank 1 has loaded what was trained"
     assert "ended in good order" in rank_log(run), "its successor left together with its worker"
 
 

@@ -1,4 +1,4 @@
-"""The weights of a rank other than 0: announced by rank 0 with the fetch, loaded by the rank itself while awake."""
+"""The weights of ranks: announced by rank 0 with the fetch, loaded by every rank itself, while it is awake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.roles.generation import Resident
-from penstock.weights.io.updater import ReplicaReport
+from penstock.rollout.io.group import GroupRunner
+from penstock.runtime.rundir import write_atomically
+from penstock.weights.io.updater import ManifestSource, ReplicaReport
 
 log = logging.getLogger(__name__)
 
@@ -121,3 +123,19 @@ class RankWeights:
         await asyncio.to_thread(self._engine.occupy, ENGINE_S)
         self._resting = False
         self._changed.set()
+
+
+class Announcing:
+    """Rank 0's source of manifests: all ranks hear of what it hears."""
+
+    def __init__(self, source: ManifestSource, runner: GroupRunner, newest: Path) -> None:
+        self._source = source
+        self._runner = runner
+        self._newest = newest
+
+    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+        manifest = await self._source.next_manifest(held_digest, wait_s)
+        if manifest is not None:
+            write_atomically(self._newest, msgspec.json.encode(manifest).decode())
+            self._runner.announce(manifest)
+        return manifest

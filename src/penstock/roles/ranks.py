@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,8 +21,8 @@ import msgspec
 from penstock.errors import PeerLost, PenstockError
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
-from penstock.records.weights import Manifest
 from penstock.roles.process import RoleProcess
+from penstock.roles.rank_weights import Announcing
 from penstock.roles.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.io.group import GroupRunner
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
@@ -31,7 +30,6 @@ from penstock.rollout.io.rank_fetch import Fetch, LastWords, file_store, join
 from penstock.rollout.io.runner import RunnerSettings
 from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
-from penstock.runtime.rundir import write_atomically
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ManifestSource
 
@@ -184,7 +182,7 @@ class RankGroup:
 
     def announcing(self, source: ManifestSource) -> ManifestSource:
         """The same manifests; every rank hears of them too."""
-        return source if self._runner is None else _Announcing(source, self._runner, self._newest)
+        return source if self._runner is None else Announcing(source, self._runner, self._newest)
 
     async def _watch(self, stepping: asyncio.Future[None]) -> None:
         """Raises with the cause as soon as any rank is lost."""
@@ -230,17 +228,3 @@ class RankGroup:
 
     def _name(self, rank: int) -> str:
         return f"{self._process.name}.rank{rank}"
-
-
-class _Announcing:
-    def __init__(self, source: ManifestSource, runner: GroupRunner, newest: Path) -> None:
-        self._source = source
-        self._runner = runner
-        self._newest = newest
-
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
-        manifest = await self._source.next_manifest(held_digest, wait_s)
-        if manifest is not None:
-            write_atomically(self._newest, msgspec.json.encode(manifest).decode())
-            self._runner.announce(manifest)
-        return manifest

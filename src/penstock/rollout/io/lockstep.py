@@ -34,7 +34,7 @@ from penstock.rollout.cadence import Cadence
 from penstock.rollout.hooks import Workload
 from penstock.rollout.io.hook_calls import HookCalls, Store, Work, is_nobodys_fault
 from penstock.rollout.io.rank_fetch import Fetch, News, Orders
-from penstock.rollout.io.tracing import Tracing, branch_counts
+from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
 from penstock.runtime.offload import Offload
 
 CLOSE_S = 1.0
@@ -127,9 +127,8 @@ class Lockstep:
             postprocessing.close(CLOSE_S)
 
     def statistics(self) -> dict[str, float]:
-        """Counters since the start and depths now, by plain names; the same names as those of a single runner."""
-        held = self.cadence.held
-        depths = {f"{stage}_samples": float(samples) for stage, samples in held.depths().items()}
+        """Counters since the start and depths now, by the names that a single runner has for them."""
+        depths = depth_gauges(self.cadence.held, self.cadence.generating)
         return {**self.tracing.counts(), **depths, **branch_counts(self.cadence.branches)}
 
     def _preflight(self) -> None:

@@ -21,7 +21,7 @@ from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Workload
 from penstock.rollout.io.desk_calls import Desk, DeskCalls
 from penstock.rollout.io.hook_calls import HookCalls, Store, Work
-from penstock.rollout.io.tracing import Tracing, branch_counts
+from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
 from penstock.rollout.prefetch import Bounds, Prefetch
 from penstock.runtime.offload import Offload
 from penstock.wire.messages import Leased
@@ -260,14 +260,13 @@ class Runner:
     def statistics(self) -> dict[str, float]:
         """Counters since the start and depths now, by plain names."""
         held = self.machine
-        depths = {
-            "line_samples": float(held.line_samples),
-            "output_samples": float(held.output_samples),
-            "held_bytes": float(held.held_bytes),
-            "generating_batches": float(held.generating),
+        depths = depth_gauges(held.held, held.generating)
+        return {
+            **self._tracing.counts(),
+            **depths,
             "prefetch": float(held.prefetch),
+            **branch_counts(held.branches),
         }
-        return {**self._tracing.counts(), **depths, **branch_counts(held.branches)}
 
     def __repr__(self) -> str:
         return f"Runner({type(self.workload).__name__}, {self.machine!r})"

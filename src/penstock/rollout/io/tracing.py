@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from penstock.rollout import trace
+from penstock.rollout.holdings import LINE, OUTPUT, Holdings
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,16 @@ class Tracing:
         self._branches_told = branches.copy()
         self.tell(queue(now))
         return True
+
+
+def depth_gauges(held: Holdings, generating: int) -> dict[str, float]:
+    """Trace B as gauges."""
+    return {
+        "line_samples": float(held.samples(*LINE)),
+        "output_samples": float(held.samples(*OUTPUT)),
+        "held_bytes": float(held.size_bytes),
+        "generating_batches": float(generating),
+    }
 
 
 def branch_counts(branches: Counter[str]) -> dict[str, float]:
