@@ -4,7 +4,7 @@ Two mixes. *alternating*: on-policy rounds of generation, training and time off 
 samples. *continuous*: generation round after round while training happens elsewhere; here nothing needs to move, and
 the number of moves shows what a rule does to itself. Regimes: `disjoint` and `colocated` are static pools (a pipeline's
 part split between training and generation, or used for both in turn), `plain` is the gap-ratio rule without move cost
-and hysteresis, `shared` is ours, and `calm` is ours with `payback = 60`. Everybody has started, and the cold start is
+and hysteresis, `shared` is ours, and `calm` is ours with `payback = 40`. Everybody has started, and the cold start is
 over, before the counting begins.
 """
 
@@ -22,7 +22,7 @@ from rich.table import Table
 from penstock.sim.pool_world import Mix, Outcome, Regime, fewest_moves, simulate
 
 SIZES = ((2, 4), (4, 16), (8, 64), (16, 64), (64, 512), (256, 4096))
-CALM = 60.0
+CALM = 40.0
 REGIMES: dict[str, tuple[Regime, float | None]] = {
     "disjoint": ("disjoint", None),
     "colocated": ("colocated", None),
@@ -66,13 +66,14 @@ def main(argv: list[str]) -> int:
             console.print(_table(title, outcomes))
             figures += _compare(f"{name} {pipelines}x{devices}", outcomes, console)
             if name == "alternating":
-                plain_s = statistics.mean(outcome.step_s for outcome in outcomes["plain"])
                 plain_moves = statistics.mean(outcome.moves_per_round for outcome in outcomes["plain"])
-                bound = fewest_moves(mix, plain_s)
-                console.print(
-                    f"  no schedule with rounds of {plain_s:.0f} s needs fewer than {bound:.1f} moves a round: "
-                    f"{bound / plain_moves:.2f}x of the plain rule's"
-                )
+                for label in ("plain", "shared"):
+                    round_s = statistics.mean(outcome.step_s for outcome in outcomes[label])
+                    bound = fewest_moves(mix, round_s)
+                    console.print(
+                        f"  no schedule as fast as {label} ({round_s:.0f} s a round) has fewer than {bound:.1f} "
+                        f"moves a round: {bound / plain_moves:.2f}x of the plain rule's"
+                    )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
     return 0

@@ -9,7 +9,7 @@ from penstock.sim.pool_world import Mix, simulate
 
 ALTERNATING = Mix(pipelines=4, devices=16, horizon_s=1800.0)
 CONTINUOUS = Mix(pipelines=4, devices=16, horizon_s=900.0, train_s=0.0, apart_s=0.0, stagger_s=17.0)
-CALM = 60.0
+CALM = 40.0
 
 
 def test_sharing_beats_disjoint_pools_by_half_on_the_alternating_mix():
@@ -27,13 +27,13 @@ def test_moves_are_a_fifth_of_the_plain_rule_at_no_loss_of_throughput_where_noth
 
 def test_moves_are_a_fifth_of_the_plain_rule_at_no_loss_of_throughput_on_the_alternating_mix():
     calm, plain = simulate(msgspec.structs.replace(ALTERNATING, payback=CALM), "shared"), simulate(ALTERNATING, "plain")
-    assert calm.moves_per_round <= plain.moves_per_round / 5 * 1.1
+    assert calm.moves_per_round <= plain.moves_per_round / 5
     assert calm.samples >= plain.samples
 
 
 def test_fewer_moves_and_more_samples_than_the_plain_rule_where_devices_must_move():
     shared, plain = simulate(ALTERNATING, "shared"), simulate(ALTERNATING, "plain")
-    assert shared.moves_per_round < 0.6 * plain.moves_per_round
+    assert shared.moves_per_round < plain.moves_per_round
     assert shared.samples >= 1.05 * plain.samples
 
 
