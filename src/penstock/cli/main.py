@@ -80,8 +80,13 @@ def simulate(
     max_staleness: Annotated[int, typer.Option(min=0, help="The staleness bound.")] = 2,
     faults: Annotated[float, typer.Option(min=0, help="Intensity of faults: 0 for none, 1 for a storm.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0,
+    whole: Annotated[bool, typer.Option("--whole", help="Simulate weights, payloads, hooks and devices too.")] = False,
+    pipelines: Annotated[int, typer.Option(min=1, help="With --whole: pipelines on one pool.")] = 1,
 ) -> None:
-    """Run the control plane on virtual time, with kills, lost replies and slow workers if asked for."""
+    """Run the control plane on virtual time, with kills, lost replies and slow workers if asked for.
+
+    With --whole every machine of a run takes part, and faults strike weights, payloads, hooks and devices as well.
+    """
     from penstock.cli.simulate import simulate_command
 
     code = simulate_command(
@@ -92,6 +97,8 @@ def simulate(
         max_staleness=max_staleness,
         faults=faults,
         seed=seed,
+        whole=whole,
+        pipelines=pipelines,
     )
     raise typer.Exit(code)
 
