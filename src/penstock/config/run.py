@@ -355,6 +355,8 @@ class PipelineSection(Section):
             return
         if not isinstance(self.engine, TorchEngineSection) or self.engine.batching != "static":
             raise ValueError("rollout.ranks above 1 needs an engine of kind 'torch' with batching = 'static'")
+        if self.weights.mover == "broadcast":
+            raise ValueError("rollout.ranks above 1 cannot be broadcast to: weights.mover must be another")
         if rollout.concurrency > 1:
             raise ValueError("rollout.ranks above 1 go batch by batch: rollout.concurrency must be 1")
         if rollout.batch_samples < rollout.ranks * rollout.group_size:

@@ -35,8 +35,8 @@ from penstock.weights.io.updater import ManifestSource
 
 log = logging.getLogger(__name__)
 
-INTERRUPT = signal.SIGUSR1
-"""Tells a rank to end its generation early: leases were given back."""
+INTERRUPT = signal.SIGUSR2
+"""Tells a rank to end its generation early: its leases were given back."""
 WATCH_EVERY_S = 0.5
 LEAVE_S = 3.0
 FETCH_S = 1800.0
