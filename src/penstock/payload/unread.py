@@ -18,17 +18,28 @@ class Unread:
 
     def __init__(self) -> None:
         self._by_version: dict[int, list[PayloadRef]] = {}
+        self._once_more: list[PayloadRef] = []
+        self._oldest = -1
 
     def delivered(self, version: int, payload: PayloadRef) -> None:
         self._by_version.setdefault(version, []).append(payload)
 
     def expire(self, oldest: int) -> list[PayloadRef]:
-        """Those of samples made with versions below `oldest`, each once: free them."""
+        """Those of samples made with versions below `oldest`: free them.
+
+        Each comes twice, the second time when `oldest` has grown: it may have been on its way to a reader that is
+        gone by then.
+        """
         gone = [version for version in self._by_version if version < oldest]
-        return [payload for version in gone for payload in self._by_version.pop(version)]
+        if not gone and oldest <= self._oldest:
+            return []
+        again, self._oldest = self._once_more, oldest
+        self._once_more = [payload for version in gone for payload in self._by_version.pop(version)]
+        return again + self._once_more
 
     def tracked(self) -> Iterable[PayloadRef]:
-        return (payload for payloads in self._by_version.values() for payload in payloads)
+        """All that will still be freed."""
+        return (payload for payloads in (*self._by_version.values(), self._once_more) for payload in payloads)
 
     def __repr__(self) -> str:
         counts = {version: len(payloads) for version, payloads in sorted(self._by_version.items())}

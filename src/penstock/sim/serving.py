@@ -81,6 +81,7 @@ class Session:
             self._taken = (ref.slot, self._ring.take(ref, self._ring.SERVER))
         except Stale as error:
             return SlotRefused(Code.STALE, str(error))
+        self._engine.after(LIMITS.send_s + 1.0, self._watch)
         return SlotTaken(ref.size_bytes)
 
     def _watch(self) -> None:
