@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from penstock.weights.io.updater import ReplicaUpdater
 
 async def main(process: RoleProcess) -> None:
     """Works in step until rank 0 ends the group. Rank 0 heeds the signals; this process dies with it."""
+    signal.signal(INTERRUPT, signal.SIG_IGN)  # until there is something to interrupt
     seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSeat)
     process.progress = ProgressCell(seat.cell_fd)
     rollout = process.pipeline.rollout
