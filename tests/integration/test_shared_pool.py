@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
+import psutil
 import pytest
 from running import Running, start, step_lines, wait_for
 
 from penstock.journal.reader import history
+from penstock.runtime.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -84,12 +88,41 @@ def test_five_pipelines_on_four_devices_all_finish(folder: Path):
         assert steps_of(run, name) == set(range(4))
 
 
+def uses(run: Running) -> list[dict[str, Any]]:
+    """Who is on which device at this moment, as the controller says."""
+    directory = RunDir.open(run.directory)
+    endpoint = directory.read_endpoint()
+    if endpoint is None:
+        return []
+    headers = {"Authorization": f"Bearer {directory.token()}"}
+    try:
+        return httpx.get(f"{endpoint.url}/v1/status", headers=headers, timeout=10).json()["pool"]["uses"]
+    except httpx.TransportError:
+        return []
+
+
+def halted_in_mid_move(run: Running, name: str) -> psutil.Process:
+    """The one worker of a pipeline, halted: what it is ordered then is a move in flight until it goes on or dies."""
+    worker = run.child(f"{name}.rollout.0")
+    worker.suspend()
+    moving = ("leaving", "waking")
+    wait_for(
+        lambda: any(use["pipeline"] == name and use["doing"] in moving for use in uses(run)),
+        60,
+        f"the worker of {name} to be ordered on to a device or off it",
+    )
+    return worker
+
+
 @pytest.mark.parametrize("victim", ["left.rollout.0", "left.trainer", "controller"])
-def test_a_kill_in_one_pipeline_costs_nobody_else(folder: Path, victim: str):
-    run = start(folder, overlapping(folder, {"left": [0, 1], "right": [2, 3]}, steps=12, workers=1))
-    wait_for(lambda: run.process.poll() is not None or len(steps_of(run, "left")) > 2, 120)
-    before = run.child(victim)
-    before.send_signal(signal.SIGKILL)
+def test_a_kill_in_the_middle_of_a_resize_costs_nobody_else(folder: Path, victim: str):
+    # The one trains on all four devices: with each of its steps the worker of the other must leave, wherever it is.
+    run = start(folder, overlapping(folder, {"left": [0], "right": [0, 1, 2, 3]}, steps=12, workers=1))
+    wait_for(lambda: run.process.poll() is not None or steps_of(run, "left"), 120)
+    worker = halted_in_mid_move(run, "left")
+    run.child(victim).send_signal(signal.SIGKILL)
+    if victim != "left.rollout.0":
+        worker.resume()
     code, output = run.end(300)
     assert code == 0, output + run.logs()
     assert "SIGKILL" in output

@@ -126,10 +126,6 @@ class Pool:
     def is_open(self, pipeline: PipelineName) -> bool:
         return pipeline in self._state.pipelines
 
-    def awake(self, pipeline: PipelineName) -> int:
-        """Workers of the pipeline that serve now."""
-        return self._book.serving(pipeline)
-
     def status(self, now: float) -> PoolStatus:
         return describe(self._state, self.settings.topology, now)
 

@@ -86,7 +86,7 @@ class Town:
             self.tell(ev.TimePassed())
 
     def awake(self, name: str) -> int:
-        return self.pool.awake(PipelineName(name))
+        return next(share.awake for share in self.pool.status(self.now).shares if share.pipeline == name)
 
     def told(self, kind: type) -> list:
         return [effect for effect in self.effects if isinstance(effect, kind)]
