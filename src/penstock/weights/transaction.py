@@ -76,7 +76,8 @@ class WeightTransaction:
         """Digest of the durable version that a restarted fleet begins with: loading it proves nothing about others."""
         self._source_lost = False
         """Versions may have gone with the trainer that served them: failures say nothing until there is a new one."""
-        self._unhealthy_since: float | None = None
+        self._unhealthy_s = 0.0
+        self._looked_at: float | None = None
 
     # What others ask
 
@@ -328,14 +329,15 @@ class WeightTransaction:
 
     def _watch_health(self, now: float) -> list[TransactionEffect]:
         """Too few serving replicas for too long end the run; before the first version nobody can serve, and while all
-        of them sleep nobody is meant to."""
-        asleep = self.replicas and not any(replica.asked for replica in self.replicas.values())
-        if self.newest is None or asleep or self.healthy >= self.settings.min_healthy:
-            self._unhealthy_since = None
+        of them sleep nobody is meant to: that time does not count."""
+        passed_s = now - self._looked_at if self._looked_at is not None else 0.0
+        self._looked_at = now
+        if self.newest is None or self.healthy >= self.settings.min_healthy:
+            self._unhealthy_s = 0.0
             return []
-        if self._unhealthy_since is None:
-            self._unhealthy_since = now
-        if now - self._unhealthy_since <= self.settings.unhealthy_timeout_s or self.failed:
+        if not self.replicas or any(replica.asked for replica in self.replicas.values()):
+            self._unhealthy_s += passed_s
+        if self._unhealthy_s <= self.settings.unhealthy_timeout_s or self.failed:
             return []
         errors = [f"{member}: {r.first_error}" for member, r in self.replicas.items() if r.first_error]
         return self._fail(

@@ -336,6 +336,19 @@ def test_a_replica_that_sleeps_by_order_and_never_asked_is_left_alone() -> None:
     assert [type(e) for e in fleet.later(10.1)] == [EvictReplica]
 
 
+def test_a_fleet_that_falls_asleep_in_between_still_runs_out_of_time() -> None:
+    fleet = Fleet(unhealthy_timeout_s=30.0, fenced_timeout_s=1e9)
+    fleet(VersionPublished(version(0)))
+    for number in range(4):
+        member = MemberId(f"incarnation {number}")
+        fleet(ReplicaJoined(member))
+        assert fleet.later(50.0) == [], "asleep: that time does not count"
+        fleet.ask(member)
+        ended = fleet.later(10.0)
+        fleet(ReplicaLost(member, "replaced"))
+    assert ended == [FailRun("only 0 of the required 1 replicas served for 30 s")]
+
+
 def test_those_who_sleep_do_not_speak_for_those_who_fail() -> None:
     fleet = Fleet()
     fleet(VersionPublished(version(0), durable=True))
