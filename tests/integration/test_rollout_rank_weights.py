@@ -51,7 +51,7 @@ async def test_unproven_weights_are_waited_for_and_older_ones_too(tmp_path: Path
         await asyncio.to_thread(weights.announced, manifest(version))
         heard = await weights.next_manifest(engine.digest, 10.0)
         assert heard == manifest(version)
-        engine.load(heard)
+        engine.load(manifest(version))
         await asyncio.sleep(0)
     assert await asyncio.wait_for(waiting, 20)
     assert await weights.next_manifest(engine.digest, 0.01) is None
@@ -76,7 +76,7 @@ async def test_a_rank_that_waits_hears_of_newer_weights_without_a_fetch(tmp_path
     (tmp_path / "newest").write_bytes(msgspec.json.encode(manifest(7)))
     heard = await weights.next_manifest("", 30.0)
     assert heard == manifest(7)
-    engine.load(heard)
+    engine.load(manifest(7))
     assert await asyncio.wait_for(waiting, 20)
 
 
