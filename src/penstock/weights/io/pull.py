@@ -199,11 +199,11 @@ class ArtifactServer:
             self.refusals += 1
             connection.sendall(REPLY.pack(REFUSED, 0))
             return False
+        with self._lock:
+            self.served_bytes += length  # before the peer can have it: whoever has it finds it counted
         connection.sendall(REPLY.pack(OK, length))
         with open(offered.source.fileno(bucket), "rb", closefd=False) as file:
-            sent = connection.sendfile(file, offset, length)
-        self.served_bytes += sent
-        return sent == length
+            return connection.sendfile(file, offset, length) == length
 
 
 def token_digest(token: bytes) -> bytes:
