@@ -336,7 +336,7 @@ def take_all(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def run_chaos(samples: int, every: int, directory: Path, sound: int, seed: int = 7) -> Counter[str]:
     """Train `samples` samples: a fault after every `every`, and of `sound` + 4 connections through proxies 4 harmed."""
     ledger = Ledger(samples, directory, sound, seed)
-    deadline = time.monotonic() + 60 + samples / 20
+    deadline = time.monotonic() + 240 + samples / 20
     faults = ["break", "kill tcp", "blackhole", "kill shm", "heal", "kill producer", *["kill ucxx"] * HAS_UCXX]
     next_fault, injected = every, 0
     try:
@@ -398,8 +398,9 @@ def check_witnesses(witness: Counter[str]) -> None:
     assert {fault for fault, count in witness.items() if count} >= EXPECTED, witness
 
 
+@pytest.mark.timeout(400)
 def test_chaos_in_short(tmp_path: Path) -> None:
-    check_witnesses(run_chaos(900, 40, tmp_path, sound=1))
+    check_witnesses(run_chaos(600, 40, tmp_path, sound=1))
     check_leftovers(tmp_path)
 
 

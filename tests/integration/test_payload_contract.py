@@ -29,7 +29,7 @@ from penstock.payload.io.tcp import TcpServer
 from penstock.payload.retry import RetryPolicy
 from penstock.records.payload import PayloadRef, RingAddress
 
-QUICK = RetryPolicy(call_s=5, slot_s=8, batch_s=10, pause_s=0.01)
+QUICK = RetryPolicy(call_s=20, slot_s=40, batch_s=60, pause_s=0.01)
 needs_ucxx = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="the extra `ucxx` is not installed")
 
 
@@ -102,7 +102,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     eventually(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("payload")])
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true in time"
