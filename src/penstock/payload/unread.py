@@ -7,9 +7,13 @@ what it had not yet passed on. Both concern samples that are soon too old to be 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from penstock.records.payload import PayloadRef
+
+LONGEST_READ_S = 120.0
+"""No server sends one body for as long as this."""
 
 
 class Unread:
@@ -18,28 +22,31 @@ class Unread:
 
     def __init__(self) -> None:
         self._by_version: dict[int, list[PayloadRef]] = {}
-        self._once_more: list[PayloadRef] = []
-        self._oldest = -1
+        self._once_more: deque[tuple[float, list[PayloadRef]]] = deque()
 
     def delivered(self, version: int, payload: PayloadRef) -> None:
         self._by_version.setdefault(version, []).append(payload)
 
-    def expire(self, oldest: int) -> list[PayloadRef]:
+    def expire(self, oldest: int, now: float) -> list[PayloadRef]:
         """Those of samples made with versions below `oldest`: free them.
 
-        Each comes twice, the second time when `oldest` has grown: it may have been on its way to a reader that is
-        gone by then.
+        Each comes a second time when no read of it can still be going on: the first time it may have been on its way
+        to a reader that has given up.
         """
+        expired: list[PayloadRef] = []
+        while self._once_more and now - self._once_more[0][0] >= LONGEST_READ_S:
+            expired += self._once_more.popleft()[1]
         gone = [version for version in self._by_version if version < oldest]
-        if not gone and oldest <= self._oldest:
-            return []
-        again, self._oldest = self._once_more, oldest
-        self._once_more = [payload for version in gone for payload in self._by_version.pop(version)]
-        return again + self._once_more
+        if gone:
+            fresh = [payload for version in gone for payload in self._by_version.pop(version)]
+            self._once_more.append((now, fresh))
+            expired += fresh
+        return expired
 
     def tracked(self) -> Iterable[PayloadRef]:
         """All that will still be freed."""
-        return (payload for payloads in (*self._by_version.values(), self._once_more) for payload in payloads)
+        leaving = (payloads for _, payloads in self._once_more)
+        return (payload for payloads in (*self._by_version.values(), *leaving) for payload in payloads)
 
     def __repr__(self) -> str:
         counts = {version: len(payloads) for version, payloads in sorted(self._by_version.items())}

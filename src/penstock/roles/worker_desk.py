@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -85,7 +86,7 @@ class WorkerDesk:
             return error
         if not isinstance(reply, Leased):
             return RemoteProtocolError(f"the controller answered a request for a lease with {reply!r}")
-        expired = self._unread.expire(reply.oldest) if reply.oldest is not None else []
+        expired = self._unread.expire(reply.oldest, time.monotonic()) if reply.oldest is not None else []
         if reply.discard or expired:
             self._ring.discard((*reply.discard, *expired))
         return reply

@@ -173,7 +173,7 @@ class SimRunner:
         if not isinstance(reply, LeaseReply):
             self._refused(str(reply))
             return
-        self._ring.discard((*reply.discard, *self._unread.expire(reply.oldest)))
+        self._ring.discard((*reply.discard, *self._unread.expire(reply.oldest, self._sim.now)))
         verdict = reply.verdict
         leases = verdict.leases if isinstance(verdict, effects.GrantLeases) else ()
         if self._asking is not token:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.payload.unread import Unread
+from penstock.payload.unread import LONGEST_READ_S, Unread
 from penstock.records.payload import PayloadRef
 
 
@@ -10,24 +10,32 @@ def payload(slot: int) -> PayloadRef:
     return PayloadRef("ring", 1, slot, 1, 10, 0)
 
 
-def test_payloads_expire_with_their_version_and_once_more_a_version_later() -> None:
+def test_payloads_expire_with_their_version() -> None:
     unread = Unread()
     for slot, version in enumerate((3, 3, 4, 6)):
         unread.delivered(version, payload(slot))
-    assert unread.expire(3) == []
-    assert unread.expire(5) == [payload(0), payload(1), payload(2)]
-    assert unread.expire(5) == []
-    assert set(unread.tracked()) == {payload(slot) for slot in range(4)}
-    assert unread.expire(6) == [payload(0), payload(1), payload(2)]
-    assert list(unread.tracked()) == [payload(3)]
+    assert unread.expire(3, 0.0) == []
+    assert unread.expire(5, 1.0) == [payload(0), payload(1), payload(2)]
+    assert unread.expire(5, 2.0) == []
     assert "{6: 1}" in repr(unread)
+
+
+def test_each_comes_once_more_when_no_read_of_it_can_still_be_going_on() -> None:
+    unread = Unread()
+    unread.delivered(3, payload(0))
+    unread.delivered(9, payload(1))
+    assert unread.expire(4, 10.0) == [payload(0)]
+    assert list(unread.tracked()) == [payload(1), payload(0)]
+    assert unread.expire(4, 9.9 + LONGEST_READ_S) == []
+    assert unread.expire(4, 10.0 + LONGEST_READ_S) == [payload(0)]
+    assert list(unread.tracked()) == [payload(1)]
 
 
 def test_a_step_back_of_the_trainer_brings_nothing_back() -> None:
     unread = Unread()
     unread.delivered(7, payload(0))
     unread.delivered(2, payload(1))
-    assert unread.expire(6) == [payload(1)]
+    assert unread.expire(6, 0.0) == [payload(1)]
     unread.delivered(5, payload(2))
-    assert unread.expire(4) == []
-    assert unread.expire(8) == [payload(1), payload(0), payload(2)]
+    assert unread.expire(4, 1.0) == []
+    assert unread.expire(8, 2.0) == [payload(0), payload(2)]

@@ -186,7 +186,10 @@ class Ring:
         for ref in refs:
             if ref.ring != self.name or ref.epoch != self.epoch or not 0 <= ref.slot < self._mapping.header.slots:
                 continue
-            if self._mapping.load(ref.slot) & STATE_MASK == SlotState.READING:
+            word = self._mapping.load(ref.slot)
+            if generation_of(word) != ref.generation or word & STATE_MASK == SlotState.FREE:
+                continue  # gone already, as most are that expire: generations only grow, so this needs no lock
+            if word & STATE_MASK == SlotState.READING:
                 self._mapping.reclaim(ref.slot)
             self._mapping.lock(ref.slot)
             try:
