@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,7 @@ def simulate_command(
     pipelines: int = 1,
 ) -> int:
     """Raises when a promise is broken or the run does not end, naming the seed: it fails again in the same way."""
-    shape = {
+    shape: dict[str, Any] = {
         "steps": steps,
         "workers": workers,
         "groups_per_step": groups_per_step,

@@ -91,6 +91,12 @@ def test_simulate_runs_a_storm():
     assert "faults fired" in result.stdout
 
 
+def test_simulate_runs_the_whole_system():
+    result = penstock("simulate", "--whole", "--steps", "5", "--pipelines", "2", "--faults", "1", "--seed", "3")
+    assert result.returncode == 0, result.stderr
+    assert "no slot leaked" in " ".join(result.stdout.split())
+
+
 def test_doctor_of_a_directory_that_is_no_run(tmp_path: Path):
     assert penstock("doctor", tmp_path).returncode == 2
 
