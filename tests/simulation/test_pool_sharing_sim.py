@@ -26,7 +26,8 @@ def test_moves_are_a_fifth_of_the_plain_rule_at_no_loss_of_throughput_where_noth
 
 
 def test_moves_are_a_fifth_of_the_plain_rule_at_no_loss_of_throughput_on_the_alternating_mix():
-    calm, plain = simulate(msgspec.structs.replace(ALTERNATING, payback=CALM), "shared"), simulate(ALTERNATING, "plain")
+    mix = Mix(pipelines=8, devices=64, horizon_s=1800.0)
+    calm, plain = simulate(msgspec.structs.replace(mix, payback=CALM), "shared"), simulate(mix, "plain")
     assert calm.moves_per_round <= plain.moves_per_round / 5
     assert calm.samples >= plain.samples
 
