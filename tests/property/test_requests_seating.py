@@ -1,4 +1,4 @@
-"""Who is decoded together: nobody is lost or overtaken, every bound holds after every event, and everyone gets a seat."""
+"""Who is decoded together: nobody is lost or overtaken, every bound holds after every event, everyone gets a seat."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class Engine(RuleBasedStateMachine):
                     assert self.line, "a request was seated twice"
                     assert request == self.line.pop(0), "somebody was overtaken"
                     self.seated[request] = self.needs[request]
-                case Keep(key):
+                case Keep(kept):
                     assert self.pausing is not None
-                    assert key == self.pausing[0]
+                    key, tokens = self.pausing
+                    assert kept == key
                     self.kept.pop(key, None)
-                    self.kept[key] = self.pausing[1]
-                case Evict(key):
-                    assert isinstance(key, int)
-                    self.kept.pop(key, None)
+                    self.kept[key] = tokens
+                case Evict(evicted):
+                    assert isinstance(evicted, int)
+                    self.kept.pop(evicted, None)
 
     @rule(tokens=st.integers(1, 45))
     def arrive(self, tokens: int) -> None:
