@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import psutil
 
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
 from penstock.runtime.process import kill_tree
@@ -245,10 +246,20 @@ class VllmServer:
         """Ends the server and all processes below it. Blocks; harmless when none runs."""
         process, self._process = self._process, None
         if process is not None:
-            left = kill_tree(process.pid, timeout_s)
-            process.poll()
-            if left:
-                logger.error("processes of a vLLM server did not end within %.0f s: %s", timeout_s, left)
+            below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.terminate()
+            try:
+                process.wait(timeout_s / 2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout_s / 2)
+            # The others end with it by themselves; the last is the one that removes their shared memory.
+            _, left = psutil.wait_procs(below, timeout_s / 2)
+            for one in left:
+                logger.error(
+                    "process %d of a vLLM server did not end within %.1f s: killing it", one.pid, timeout_s / 2
+                )
+                kill_tree(one.pid, timeout_s / 2)
         if self._home is not None:
             os.close(self._home)
             self._home = None
