@@ -8,6 +8,7 @@ It starts with made-up numbers: nothing may be generated before a published vers
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -252,7 +253,8 @@ class VllmServer:
                 process.wait(timeout_s / 2)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(timeout_s / 2)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # nothing stronger is left to do
+                    process.wait(timeout_s / 2)
             # The others end with it by themselves; the last is the one that removes their shared memory.
             _, left = psutil.wait_procs(below, timeout_s / 2)
             for one in left:
