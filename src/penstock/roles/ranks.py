@@ -122,7 +122,7 @@ class RankGroup:
             yield self
             return
         try:
-            meeting = asyncio.ensure_future(self._working.run(self._meet))
+            meeting = asyncio.wrap_future(self._working.submit(self._meet))
             await self._first_of(meeting)
             self._fetch, self.rings = meeting.result()
             log.info("%d ranks are together", self.ranks)
@@ -147,8 +147,11 @@ class RankGroup:
         assert self._runner is not None
         assert self._stepping is not None
         self._runner.end()
-        waits = [asyncio.ensure_future(child.wait()) for child in self._children.values()]
-        await asyncio.wait([self._stepping, *waits], timeout=LEAVE_S)
+        with suppress(TimeoutError):  # whoever is late is killed
+            async with asyncio.timeout(LEAVE_S):
+                await asyncio.wait([self._stepping])
+                for child in self._children.values():
+                    await child.wait()
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -176,7 +179,7 @@ class RankGroup:
             preparations=settings.bounds.preparations,
             surroundings=Surroundings(discard=ring.discard, progressed=moved),
         )
-        self._stepping = asyncio.ensure_future(self._working.run(lockstep.run))
+        self._stepping = asyncio.wrap_future(self._working.submit(lockstep.run))
         tasks.spawn("watch the ranks", self._watch(self._stepping))
         return self._runner
 
@@ -195,21 +198,15 @@ class RankGroup:
 
     async def _first_of(self, expected: asyncio.Future[Any]) -> None:
         """Waits for it, and raises instead when a rank ends before. The ranks' progress counts as this process's."""
-        exits = {asyncio.ensure_future(child.wait()): rank for rank, child in self._children.items()}
-        try:
-            while True:
-                done, _ = await asyncio.wait(
-                    [expected, *exits], timeout=WATCH_EVERY_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                if expected in done:
-                    expected.result()
-                    return
-                for exited in exits.keys() & done:
-                    raise self._last_words(exits[exited])
-                self._pass_on_progress()
-        finally:
-            for exited in exits:
-                exited.cancel()
+        while True:
+            done, _ = await asyncio.wait([expected], timeout=WATCH_EVERY_S)
+            if done:
+                expected.result()
+                return
+            for rank, child in self._children.items():
+                if child.returncode is not None:
+                    raise self._last_words(rank)
+            self._pass_on_progress()
 
     def _pass_on_progress(self) -> None:
         """A rank that hangs holds up the others at the next fetch, so the group moves if any of its ranks does."""

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from penstock.records.ids import Version
+from penstock.errors import LocalProtocolError
+from penstock.records.ids import MemberId, Version
 from penstock.weights.faults import Policy
 from penstock.weights.replica import ReplicaState
 
@@ -48,6 +49,29 @@ class ReplicaRecord(msgspec.Struct):
     first_error: str = ""
     later_errors: list[str] = []
     pause_s: float = 0.0
+
+    @property
+    def lies_idle(self) -> bool:
+        """Awake, but neither serving nor loading."""
+        return self.asked and not self.admitted and not self.offered
+
+    def note(self, error: str) -> None:
+        """The first error is the cause; what follows stands beside it."""
+        if not self.first_error:
+            self.first_error = error
+        else:
+            self.later_errors = [*self.later_errors[-7:], error]
+
+    def check(self, member: MemberId) -> None:
+        """Raises if the record contradicts itself."""
+        if self.admitted and not (self.state is ReplicaState.SERVING and self.digest):
+            raise LocalProtocolError(f"{member} is admitted but {self}")
+        if self.offered and self.waiting:
+            raise LocalProtocolError(f"{member} waits although it has an offer: {self}")
+        if self.evicting and (self.admitted or self.offered):
+            raise LocalProtocolError(f"{member} is being evicted but still used: {self}")
+        if self.state is ReplicaState.DEAD:
+            raise LocalProtocolError(f"{member} is dead but still listed")
 
 
 class TransactionStatistics(msgspec.Struct):

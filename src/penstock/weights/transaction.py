@@ -201,7 +201,7 @@ class WeightTransaction:
         if state is ReplicaState.SERVING and not self.expects(event.version, event.digest):
             # Complete or not, nobody published it: treated as a mixture.
             self.statistics.mismatches += 1
-            self._note(replica, f"serves version {event.version} with digest {event.digest!r}, never published")
+            replica.note(f"serves version {event.version} with digest {event.digest!r}, never published")
             state = ReplicaState.TORN
         if replica.state is not state:
             replica.since = now
@@ -236,7 +236,7 @@ class WeightTransaction:
 
     def _load_failed(self, member: MemberId, error: str, now: float) -> list[TransactionEffect]:
         replica = self.replicas[member]
-        self._note(replica, error)
+        replica.note(error)
         self.statistics.failures += 1
         if self._source_lost:
             return []  # it keeps what it has, or stays fenced, until the trainer's successor publishes
@@ -283,7 +283,7 @@ class WeightTransaction:
         if replica is None:
             return []
         replica.state, replica.digest, replica.offered, replica.waiting = ReplicaState.DEAD, "", "", False
-        self._note(replica, reason)
+        replica.note(reason)
         effects = self._admission(member)
         del self.replicas[member]
         return effects
@@ -314,18 +314,14 @@ class WeightTransaction:
             if replica.offered and now - replica.since > self.settings.update_timeout_s:
                 replica.overdue += 1
                 replica.offered, replica.since = "", now
-                self._note(replica, f"did not report within {self.settings.update_timeout_s:.0f} s of an offer")
+                replica.note(f"did not report within {self.settings.update_timeout_s:.0f} s of an offer")
                 row = decide(Fault.UPDATE_OVERDUE, replica.state, self.settings.policy, replica.overdue)
                 effects.extend(self._act(member, row, now))
-            elif self._fenced_too_long(replica, now):
+            elif self.newest and replica.lies_idle and now - replica.since > self.settings.fenced_timeout_s:
                 why = f"held no complete version for {self.settings.fenced_timeout_s:.0f} s"
-                self._note(replica, why)
+                replica.note(why)
                 effects.extend(self._evict(member, why, now))
         return effects + self._watch_health(now)
-
-    def _fenced_too_long(self, replica: ReplicaRecord, now: float) -> bool:
-        idle = replica.asked and not replica.admitted and not replica.offered and self.newest is not None
-        return idle and now - replica.since > self.settings.fenced_timeout_s
 
     def _watch_health(self, now: float) -> list[TransactionEffect]:
         """Too few serving replicas for too long end the run; before the first version nobody can serve, and while all
@@ -390,30 +386,11 @@ class WeightTransaction:
         self.failed = sentence
         return [FailRun(sentence)]
 
-    @staticmethod
-    def _note(replica: ReplicaRecord, error: str) -> None:
-        """The first error is the cause; what follows stands beside it."""
-        if not replica.first_error:
-            replica.first_error = error
-        else:
-            replica.later_errors = [*replica.later_errors[-7:], error]
-
     def check(self) -> None:
         for member, replica in self.replicas.items():
-            if replica.admitted and not self._may_be_admitted(replica):
-                raise LocalProtocolError(f"{member} is admitted but {replica}")
-            if replica.offered and replica.waiting:
-                raise LocalProtocolError(f"{member} waits although it has an offer: {replica}")
-            if replica.evicting and (replica.admitted or replica.offered):
-                raise LocalProtocolError(f"{member} is being evicted but still used: {replica}")
-            if replica.state is ReplicaState.DEAD:
-                raise LocalProtocolError(f"{member} is dead but still listed")
+            replica.check(member)
         if len(self._digests) > self.settings.history:
             raise LocalProtocolError(f"{len(self._digests)} versions are remembered, {self.settings.history} allowed")
-
-    @staticmethod
-    def _may_be_admitted(replica: ReplicaRecord) -> bool:
-        return replica.state is ReplicaState.SERVING and bool(replica.digest)
 
     def __repr__(self) -> str:
         states = Counter(str(replica.state) for replica in self.replicas.values())

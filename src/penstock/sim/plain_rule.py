@@ -1,0 +1,74 @@
+"""The rule that the planner is measured against."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+
+from penstock.pool.ground import NOBODY, Ground, as_devices
+from penstock.pool.places import places
+from penstock.pool.plan import Plan, Snapshot
+from penstock.pool.requests import serve_requests
+
+
+def plain_plan(snapshot: Snapshot) -> Plan:
+    """The plain gap-ratio rule, for pipelines with bundles of one size: every gap is a reason to move.
+
+    Target = remaining share of the devices rounded to whole bundles, at least one; while somebody is below its target
+    and its share, it takes a free place, or one from whoever is furthest above. No cap by demand, no turns, no band.
+    """
+    ground = Ground(snapshot)
+    serve_requests(snapshot, ground)
+    views = snapshot.pipelines
+    held = [0] * len(views)
+    own: list[list[int]] = [[] for _ in views]
+    for index, seat in enumerate(ground.seats):
+        if not ground.leaving[index]:
+            held[seat.pipeline] += 1
+            if seat.phase == "serving":
+                own[seat.pipeline].append(index)
+    bundle = views[0].bundle
+    budget = sum(not taken or planned != NOBODY for taken, planned in zip(ground.taken, ground.planned, strict=True))
+    weights = [view.remaining * bundle for view in views]
+    total = sum(weights)
+    if not total or not budget:
+        return ground.plan()
+    ratio = [weight / total for weight in weights]
+    target = [max(1, math.floor(part * budget / bundle + 0.5)) if part else 0 for part in ratio]
+    free = [
+        row for row in places(snapshot.topology, views[0].inference, bundle).tolist() if all(map(ground.is_open, row))
+    ]
+    free = deque(row for row in free if not any(ground.calm[device] for device in row))
+
+    asleep = [view.asleep for view in views]
+
+    def gap(index: int) -> float:
+        return ratio[index] - held[index] * bundle / budget
+
+    takers = [(-gap(i) / ratio[i], -gap(i), views[i].name, i) for i in range(len(views)) if views[i].useful]
+    heapq.heapify(takers)
+    givers = [(gap(i), i) for i in range(len(views)) if own[i]]
+    heapq.heapify(givers)
+    while takers:
+        _, _, name, taker = heapq.heappop(takers)
+        if gap(taker) <= 0 or not asleep[taker] or held[taker] >= min(target[taker], views[taker].useful):
+            continue
+        if free:
+            place = free.popleft()
+        else:
+            while givers and not (own[givers[0][1]] and held[givers[0][1]] > target[givers[0][1]]):
+                heapq.heappop(givers)
+            if not givers:
+                break
+            _, giver = heapq.heappop(givers)
+            victim = own[giver].pop()
+            ground.shrink(victim, abort=True, reason=f"for {name}")
+            held[giver] -= 1
+            place = list(ground.seats[victim].devices)
+            heapq.heappush(givers, (gap(giver), giver))
+        ground.expand(name, as_devices(place))
+        held[taker] += 1
+        asleep[taker] -= 1
+        heapq.heappush(takers, (-gap(taker) / ratio[taker], -gap(taker), name, taker))
+    return ground.plan()
