@@ -72,7 +72,9 @@ class WholeReport(msgspec.Struct, frozen=True, kw_only=True):
     payloads_read: int
     """Payloads compared with the sample they should be."""
     payload_calls: int
+    """Made over the network by the last trainer of each pipeline."""
     weight_updates: int
+    """Since the controller's last start."""
     moves: int
     """Wakes and sleeps ordered by the pool."""
 
@@ -89,8 +91,6 @@ class PipelineRun:
         self.watch = Watch(settings.check_every, settings.max_staleness)
         self.truth = Truth(self.artifacts)
         self.rings: dict[str, SimRing] = {}
-        self.updates = self.calls = 0
-        """Of processes that have ended."""
         self.desk = FrontDesk(
             world.pool,
             world.engine,
