@@ -169,6 +169,12 @@ class Pool:
                 )
             return False
         check_shape(event, self.settings.topology)
+        for seat in self._state.seats.values():
+            if seat.pipeline == event.pipeline and len(seat.devices) != event.bundle:
+                raise LocalProtocolError(
+                    f"pipeline {event.pipeline!r} cannot have bundles of {event.bundle} while {seat.member} still "
+                    f"leaves {list(seat.devices)}: open it when that worker is gone"
+                )
         self._state.pipelines[event.pipeline] = Entry(event, Demand())
         compare_shapes(self._state)
         return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from penstock.errors import LocalProtocolError
 from penstock.pool import events as ev
 from penstock.pool.plan import PipelineView, Snapshot
 from penstock.pool.planner import make_plan
@@ -205,3 +208,16 @@ def test_an_answer_to_an_old_order_is_ignored(town):
     assert town.pool.snapshot() == before
     assert town.pool.orders(MemberId("a-0"))[0].action == "sleep"
     assert SeatId(1) == town.pool.orders(MemberId("a-0"))[0].seat
+
+
+def test_a_pipeline_comes_back_with_other_bundles_only_when_its_old_workers_are_gone(make_town):
+    """Opened with bundles of one, closed while its worker leaves, opened again with bundles of two."""
+    town = make_town()
+    town.deaf = {"a-0"}
+    town.open("a", workers=1)
+    town.demand("a", 100)
+    town.tell(ev.PipelineClosed(PipelineName("a")))
+    with pytest.raises(LocalProtocolError, match="still leaves"):
+        town.open("a", workers=1, bundle=2)
+    town.tell(ev.MemberLost(PipelineName("a"), MemberId("a-0"), "gone"))
+    town.open("a", workers=1, bundle=2)
