@@ -175,6 +175,7 @@ def test_routing_that_does_not_fit_is_refused(wrong: str) -> None:
         np.array([[0, 0, 3], [1, 0, 3], [0, 0, 3]], np.int32),
         np.array([[0, -1, 3]], np.int32),
         np.array([[0, 2, 2]], np.int32),
+        np.array([[0, 0, 2], [0, 1, 3]], np.int32),
         np.array([[0, 0, 7]], np.int32),
         np.array([[0, 0, 2**40]], np.int64),
     ],

@@ -50,7 +50,8 @@ def _branches(number: int, sample: Sample, tokens: int) -> list[TokenSequence]:
     steps = np.diff(label, prepend=-1)
     if steps[0] != 1 or ((steps != 0) & (steps != 1)).any() or (start < 0).any() or (start >= end).any():
         raise _senseless(number, sample)
-    if end.max() > min(tokens, len(mask)):
+    back = (steps[1:] == 0) & (start[1:] < end[:-1])  # a branch goes forward, so it holds no token twice
+    if back.any() or end.max() > min(tokens, len(mask)):
         raise _senseless(number, sample)
     found: list[TokenSequence] = []
     untrained = mask.copy()
