@@ -311,12 +311,19 @@ async def test_requests_in_flight_are_kept_and_their_tokens_carry_their_versions
     async def story(requests: VllmRequests) -> None:
         digests.append(bench.publish(3).digest)
         await bench.serves(3)
+        served = asyncio.Event()
+
+        async def draw() -> None:
+            while not served.is_set():  # so that some are in flight whenever the change comes
+                made.append(await requests.complete(PROMPT, Sampling(max_new_tokens=240)))
+
         async with asyncio.TaskGroup() as group:
-            sampling = Sampling(max_new_tokens=240)
-            drawing = [group.create_task(requests.complete(PROMPT, sampling)) for _ in range(8)]
+            for _ in range(8):
+                group.create_task(draw())
             await eventually(lambda: asyncio.to_thread(server.running), "requests in flight")
             digests.append(bench.publish(4).digest)
-        made.extend(task.result() for task in drawing)
+            await bench.serves(4)
+            served.set()
 
     await requests_during(bench, story)
     changed = [completion for completion in made if len(completion.versions) == 2]
