@@ -95,6 +95,28 @@ class PipelineControl:
         """The highest version that engines can have: the published one, or the trained one while none is published."""
         return self.state.newest
 
+    @property
+    def oldest_trainable(self) -> Version:
+        """No sample made with a lower version will ever be read."""
+        return Version(self.state.ledger.version - self.settings.max_staleness)
+
+    def demand(self) -> tuple[int, int] | None:
+        """Samples that could still be leased or are out, and how many ever came back; None once training is over."""
+        if self.phase not in ("running", "draining"):
+            return None
+        books = self.state.ledger
+        return self.admission.wanted(), books.next_sample - books.counts["leased"]
+
+    def attendance(self) -> tuple[frozenset[MemberId], MemberId | None, dict[MemberId, str]]:
+        """The workers there are, the trainer if there is one, and who was lost and why.
+
+        After a trainer that left in good order nobody counts as lost.
+        """
+        workers = frozenset(member.member for member in self.members.having("rollout"))
+        trainer = self.members.trainer()
+        lost = {} if self.state.trainer_left_well else self.state.members.former
+        return workers, trainer and trainer.member, lost
+
     def status(self, now: float) -> dict[str, float | str]:
         """Plain numbers for metrics and the live view."""
         return self.observer.status(now)

@@ -9,8 +9,8 @@ from penstock.control.io.calls import Answerer
 from penstock.control.io.waiting import WaitingRoom, deadline
 from penstock.records.ids import PipelineName
 from penstock.records.weights import Manifest
-from penstock.roles.fleet import Fleet
-from penstock.wire.messages import AskCheckpoint, AskWeights, CheckpointWanted, NotYet, Phase, Reply
+from penstock.weights.coordination import Coordination
+from penstock.wire.messages import AskCheckpoint, AskWeights, CheckpointWanted, NotYet, Phase, Reply, Weights
 
 
 class Machine(Protocol):
@@ -25,7 +25,7 @@ class FleetCalls:
 
     def __init__(
         self,
-        fleets: Mapping[PipelineName, Fleet],
+        fleets: Mapping[PipelineName, Coordination],
         machines: Mapping[PipelineName, Machine],
         waiting: Callable[[], WaitingRoom],
         now: Callable[[], float],
@@ -42,11 +42,14 @@ class FleetCalls:
         fleet, machine = self._fleets[name], self._machines[name]
         with waiting.seat(name, "ask_weights"):
             # Between a trainer's return to an earlier step and its first publication nothing is worth loading.
-            while machine.weights is None or (offer := fleet.offer(request, self._now())) is None:
+            while machine.weights is None or (offer := self._offer(fleet, request)) is None:
                 if machine.phase == "stopped" or not await waiting.hold(name, ("weights", "phase"), until):
                     first = machine.weights is None
                     return NotYet("the first weights of the trainer" if first else "newer weights", machine.phase)
-        return offer
+        return Weights(offer)
+
+    def _offer(self, fleet: Coordination, request: AskWeights) -> Manifest | None:
+        return fleet.offer(request.member, request.held_digest, self._now())
 
     async def ask_checkpoint(self, request: AskCheckpoint) -> Reply:
         """Held until the fleet wants a checkpoint; the same answer comes again until it was published, durably."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -19,9 +18,9 @@ from penstock.control.io.desk import ControlDesk
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import StepSummary
 from penstock.journal.writer import Journal
+from penstock.payload.discards import Discards
 from penstock.records.ids import MemberId, PipelineName, Version
-from penstock.records.payload import PayloadRef
-from penstock.roles.fleet import Fleet
+from penstock.roles.fleet import fleet_of, reported
 from penstock.roles.fleet_calls import FleetCalls
 from penstock.roles.pool_host import POOL, PoolHost
 from penstock.runtime.clock import Clock
@@ -31,7 +30,6 @@ from penstock.weights import events as weights
 from penstock.wire import messages
 from penstock.wire.messages import AckStep, AskLease, Leased, Ok, Refused, Reply, Request
 
-DISCARDS_PER_REPLY = 4096
 OF_MEMBERS = (messages.AskWeights, messages.AskCheckpoint, messages.ReportReplica)
 """Calls about weights, which the pipelines' own machines do not see."""
 
@@ -50,7 +48,7 @@ class FrontDesk(ControlDesk):
     ) -> None:
         self._pool = PoolHost(config, devices_of(config), machines, journal, self._now)
         self._fleets = {
-            name: Fleet(name, one.weights, partial(self._wake, name))
+            name: fleet_of(name, one.weights, partial(self._wake, name))
             for name, one in ((PipelineName(one.name), one) for one in config.pipeline)
         }
         calls = FleetCalls(self._fleets, machines, lambda: self.waiting, self._now)
@@ -69,9 +67,7 @@ class FrontDesk(ControlDesk):
         self._evicted: dict[MemberId, str] = {}
         """Members that must be gone: whoever started them makes sure of it."""
         self._written: dict[PipelineName, int] = {}
-        self._discards: dict[str, list[PayloadRef]] = defaultdict(list)
-        self._offered: dict[str, tuple[int, int]] = {}
-        """Per ring, the lease request whose reply carried discards, and how many."""
+        self._discards = Discards()
 
     def start(self, *, new_session: bool, lines_on_file: Iterable[bytes] = ()) -> int:
         """Replays the journal and takes up the work; returns how many events lie behind.
@@ -120,8 +116,7 @@ class FrontDesk(ControlDesk):
             case messages.PublishWeights(), Ok():
                 self._tell_fleet(request.pipeline, weights.VersionPublished(request.manifest, request.durable))
             case messages.ReportReplica(), Ok():
-                self._fleets[request.pipeline].reported(request, self._now())
-                self._settle_fleet(request.pipeline)
+                self._tell_fleet(request.pipeline, reported(request))
         return reply
 
     def close(self) -> None:
@@ -132,10 +127,7 @@ class FrontDesk(ControlDesk):
         """To be called a few times a second: demand for devices, replicas that are gone, deadlines."""
         self._pool.tick()
         for name, machine in self._machines.items():
-            live = frozenset(member.member for member in machine.members.having("rollout"))
-            trainer = machine.members.trainer()
-            former = {} if machine.state.trainer_left_well else machine.state.members.former
-            self._fleets[name].reconcile(live, trainer and trainer.member, former, self._now())
+            self._fleets[name].reconcile(*machine.attendance(), self._now())
             self._tell_fleet(name, weights.Ticked())
 
     def status(self) -> dict[str, Any]:
@@ -163,11 +155,9 @@ class FrontDesk(ControlDesk):
 
     def _held_back(self, request: AskLease) -> Leased | None:
         """A replica that may not serve, or a fleet without weights, is given nothing."""
-        fleet, machine = self._fleets.get(request.pipeline), self._machines.get(request.pipeline)
-        if fleet is None or machine is None or not (fleet.admission_stopped or request.member in fleet.fenced):
-            return None
-        verdict = "throttled" if fleet.admission_stopped else "version_too_old"
-        return Leased((), verdict, machine.phase)
+        fleet = self._fleets.get(request.pipeline)
+        verdict = fleet.holds_back(request.member) if fleet is not None else None
+        return None if verdict is None else Leased((), verdict, self._machines[request.pipeline].phase)
 
     def _tell_fleet(self, name: PipelineName, event: weights.TransactionEvent) -> None:
         self._fleets[name].tell(event, self._now())
@@ -189,27 +179,16 @@ class FrontDesk(ControlDesk):
 
     def _instructed(self, name: PipelineName, effect: Effect) -> None:
         if isinstance(effect, effects.ReleasePayloads):
-            for ref in effect.payloads:
-                self._discards[ref.ring].append(ref)
+            self._discards.add(effect.payloads)
         elif isinstance(effect, effects.EvictMember):
             self._evicted[effect.member] = effect.reason
             self._pool.lost(effect.member, effect.reason)
 
     def _with_discards(self, request: AskLease, reply: Leased) -> Leased:
-        """Repeats a list until the worker asks with a new number, so a lost reply loses no slot."""
-        member = self._machines[request.pipeline].members.get(request.member)
-        offered: list[PayloadRef] = []
-        for ring in member.rings if member is not None else ():
-            if not (waiting := self._discards.get(ring)):
-                continue
-            number, count = self._offered.get(ring, (request.request, 0))
-            if number != request.request:
-                del waiting[:count]
-            self._offered[ring] = (request.request, min(len(waiting), DISCARDS_PER_REPLY))
-            offered += waiting[:DISCARDS_PER_REPLY]
-        control = self._machines[request.pipeline]
-        oldest = Version(control.state.ledger.version - control.settings.max_staleness)
-        return msgspec.structs.replace(reply, discard=tuple(offered), oldest=oldest)
+        machine = self._machines[request.pipeline]
+        member = machine.members.get(request.member)
+        discard = self._discards.answer(member.rings if member is not None else (), request.request)
+        return msgspec.structs.replace(reply, discard=discard, oldest=machine.oldest_trainable)
 
     def _write_step(self, request: AckStep) -> None:
         name, machine = request.pipeline, self._machines[request.pipeline]

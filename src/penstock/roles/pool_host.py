@@ -139,10 +139,9 @@ class PoolHost:
     def tick(self) -> None:
         """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
         for name, machine in self._machines.items():
-            if machine.phase in ("running", "draining"):
-                books = machine.ledger.state
-                returned = books.next_sample - books.counts["leased"]
-                self.happen(pool.DemandCounted(name, machine.admission.wanted(), returned))
+            demand = machine.demand()
+            if demand is not None:
+                self.happen(pool.DemandCounted(name, *demand))
             else:
                 self.happen(pool.PipelineClosed(name, f"its training is {machine.phase}"))
         self.happen(pool.TimePassed())

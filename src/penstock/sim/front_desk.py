@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import msgspec
 
 from penstock.control import effects, events
+from penstock.payload.discards import Discards
 from penstock.records.ids import MemberId, Version
 from penstock.records.payload import PayloadRef
 from penstock.sim.desk import AskWeights, Pending, SimDesk
-from penstock.sim.fleet import SimFleet
 from penstock.sim.pool_host import AskDevices, AskOrders, ReleaseDevices, ReportOrder, SimPoolHost
 from penstock.weights import events as weights
+from penstock.weights.coordination import Coordination
 from penstock.weights.fleet import TransactionSettings
 
 FLEET = TransactionSettings(
@@ -48,18 +48,20 @@ class FrontDesk(SimDesk):
 
     def __init__(self, pool: SimPoolHost, *args: Any, **kwargs: Any) -> None:
         self.pool = pool
-        self.discards: dict[str, list[PayloadRef]] = defaultdict(list)
-        self._offered: dict[str, tuple[int, int]] = {}
-        self.fleet = SimFleet(FLEET, self.announce)
+        self.discards = Discards()
+        self.fleet = self._new_fleet()
         super().__init__(*args, **kwargs)
         self._held |= {"checkpoint": [], "orders": [], "devices": []}
+
+    def _new_fleet(self) -> Coordination:
+        """It is lost with the controller, and rebuilt from reports."""
+        return Coordination(FLEET, self.announce, lambda level, line: None)
 
     def announce(self, topic: str) -> None:
         self.engine.after(0.0, self._wake, topic)
 
     def release(self, refs: tuple[PayloadRef, ...]) -> None:
-        for ref in refs:
-            self.discards[ref.ring].append(ref)
+        self.discards.add(refs)
 
     def _decide(self, pending: Pending) -> tuple[Any, str]:
         request, now = pending.call.request, self.engine.now
@@ -105,8 +107,10 @@ class FrontDesk(SimDesk):
 
     def _reply(self, pending: Pending, answer: Any) -> None:
         if isinstance(answer, effects.GrantLeases | effects.RefuseLease):
-            oldest = Version(self.control.state.ledger.version - self.settings.max_staleness)
-            answer = LeaseReply(answer, self._discards_for(pending.call.request), oldest)
+            request = pending.call.request
+            member = self.control.members.get(request.member)
+            discard = self.discards.answer(member.rings if member is not None else (), request.request)
+            answer = LeaseReply(answer, discard, self.control.oldest_trainable)
         super()._reply(pending, answer)
 
     def _refusal(self, member: MemberId) -> effects.RefuseCall | None:
@@ -116,27 +120,12 @@ class FrontDesk(SimDesk):
 
     def _held_back(self, request: events.LeaseAsked) -> effects.RefuseLease | None:
         """A replica that may not serve, or a fleet without weights, is given nothing."""
-        fleet = self.fleet
-        if not (fleet.admission_stopped or request.member in fleet.fenced):
-            return None
-        return effects.RefuseLease("throttled" if fleet.admission_stopped else "version_too_old", self.control.phase)
-
-    def _discards_for(self, request: events.LeaseAsked) -> tuple[PayloadRef, ...]:
-        """Repeats a list until the worker asks with a new number, so a lost reply loses no slot."""
-        member = self.control.members.get(request.member)
-        offered: list[PayloadRef] = []
-        for ring in member.rings if member is not None else ():
-            if not (waiting := self.discards.get(ring)):
-                continue
-            number, count = self._offered.get(ring, (request.request, 0))
-            if number != request.request:
-                del waiting[:count]
-            self._offered[ring] = (request.request, len(waiting))
-            offered += waiting
-        return tuple(offered)
+        verdict = self.fleet.holds_back(request.member)
+        return None if verdict is None else effects.RefuseLease(verdict, self.control.phase)
 
     def _tell(self, event: weights.TransactionEvent) -> None:
         self.fleet.tell(event, self.engine.now)
+        self.fleet.check()
         self._settle()
 
     def _settle(self) -> None:
@@ -154,18 +143,13 @@ class FrontDesk(SimDesk):
     def _tick(self) -> None:
         super()._tick()
         if self.up:
-            control = self.control
-            live = frozenset(member.member for member in control.members.having("rollout"))
-            trainer = control.members.trainer()
-            former = {} if control.state.trainer_left_well else control.state.members.former
-            self.fleet.reconcile(live, trainer and trainer.member, former, self.engine.now)
+            self.fleet.reconcile(*self.control.attendance(), self.engine.now)
             self._tell(weights.Ticked())
 
     def _restart(self) -> None:
         super()._restart()
-        self.discards.clear()
-        self._offered.clear()
-        self.fleet = SimFleet(FLEET, self.announce)
+        self.discards = Discards()
+        self.fleet = self._new_fleet()
         self.happen(events.TimePassed())
         if self.control.weights is not None:
             self._tell(weights.VersionPublished(self.control.weights))

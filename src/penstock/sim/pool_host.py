@@ -120,7 +120,8 @@ class SimPoolHost:
         return None
 
     def joined(self, name: PipelineName, member: MemberId) -> None:
-        self.happen(pool.WorkerJoined(name, member))
+        if self.pool.is_open(name):
+            self.happen(pool.WorkerJoined(name, member))
 
     def beaten(self, name: PipelineName, member: MemberId) -> None:
         self.happen(pool.LeaseRenewed(name, member))
@@ -133,10 +134,11 @@ class SimPoolHost:
     def tick(self, machines: Mapping[PipelineName, PipelineControl]) -> None:
         """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
         for name, machine in machines.items():
-            open_ended = machine.phase in ("running", "draining")
-            counts = machine.state.ledger.counts
-            completed = machine.state.ledger.next_sample - counts["leased"]
-            self.happen(pool.DemandCounted(name, machine.admission.wanted() if open_ended else 0, completed))
+            demand = machine.demand()
+            if demand is not None:
+                self.happen(pool.DemandCounted(name, *demand))
+            else:
+                self.happen(pool.PipelineClosed(name, f"its training is {machine.phase}"))
         self.happen(pool.TimePassed())
 
     def restart(self) -> None:

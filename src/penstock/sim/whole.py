@@ -249,7 +249,7 @@ class PipelineRun:
         control = self.desk.control
         check_end(control, self.lineage.prompts)
         wanted = {ref for group in control.ledger.state.groups.values() for ref in group.payloads if ref is not None}
-        wanted |= {ref for refs in self.desk.discards.values() for ref in refs}
+        wanted |= set(self.desk.discards.waiting())
         for worker in self.processes.workers.values():
             if worker.owner.alive:
                 known = {*wanted, *worker.unread.tracked()}

@@ -1,8 +1,9 @@
-"""The controller's side of the weights in the simulation: the real transaction, with its effects carried out."""
+"""The controller's view of all replicas of a pipeline: feeds the weight transaction and keeps what follows from it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from penstock.records.ids import MemberId
 from penstock.records.weights import Manifest
@@ -10,20 +11,31 @@ from penstock.weights import events
 from penstock.weights.fleet import TransactionSettings
 from penstock.weights.transaction import WeightTransaction
 
+Level = Literal["info", "warning"]
 
-class SimFleet:
-    """Which replicas may lease, and which must go. Lost with the controller, and rebuilt from reports."""
 
-    def __init__(self, settings: TransactionSettings, wake: Callable[[str], None]) -> None:
+class Coordination:
+    """Which replicas may lease, and which must go.
+
+    Rebuilt from reports after a restart, so it needs no journal: replicas that cannot load the newest version say so
+    again, and the trainer is asked again for what is still wanted of it. `wake` lets held calls look again: "weights"
+    when another version is offered, "checkpoint" when one is wanted. `say` gets a line for people.
+    """
+
+    def __init__(
+        self, settings: TransactionSettings, wake: Callable[[str], None], say: Callable[[Level, str], None]
+    ) -> None:
         self.transaction = WeightTransaction(settings)
         self.fenced: dict[MemberId, str] = {}
+        """Replicas that may not lease, and why."""
         self.evicted: dict[MemberId, str] = {}
         """Replicas that must be replaced; emptied by the owner."""
         self.dismissed: dict[MemberId, str] = {}
-        """Trainers that must be gone, so that another can start; emptied by the owner."""
-        self.admission_stopped = ""
-        self.failure = ""
+        """Trainers that are no longer members and must be gone, so that another can start; emptied by the owner."""
+        self.admission_stopped: str = ""
+        self.failure: str = ""
         self._wake = wake
+        self._say = say
         self._trainer: MemberId | None = None
 
     def offer(self, member: MemberId, held_digest: str, now: float) -> Manifest | None:
@@ -34,10 +46,16 @@ class SimFleet:
         offered = self.tell(events.WeightsAsked(member, held_digest), now)
         return offered.manifest if offered is not None else None
 
+    def holds_back(self, member: MemberId) -> Literal["throttled", "version_too_old"] | None:
+        """Why a replica is leased nothing: no version can be loaded by anybody, or this one may not serve."""
+        if self.admission_stopped:
+            return "throttled"
+        return "version_too_old" if member in self.fenced else None
+
     def reconcile(
         self, live: frozenset[MemberId], trainer: MemberId | None, lost: Mapping[MemberId, str], now: float
     ) -> None:
-        """Who is a member now, and why others are not."""
+        """Who is a member now, and why others are not. A trainer that left in good order is not among the lost."""
         self.tell(events.MembershipReconciled(live), now)
         if trainer is not None:
             if self.transaction.trainer_lost:
@@ -49,6 +67,7 @@ class SimFleet:
             self.tell(events.TrainerLeft(), now)
 
     def tell(self, event: events.TransactionEvent, now: float) -> events.OfferVersion | None:
+        """Feeds one event, and gives the offer that it brought the asker, if it did."""
         offered: events.OfferVersion | None = None
         newest = self.transaction.newest
         for effect in self.transaction.handle(event, now):
@@ -59,21 +78,32 @@ class SimFleet:
                     self.fenced.pop(member, None)
                 case events.FenceReplica(member=member, reason=reason):
                     self.fenced[member] = reason
+                    if member in self.transaction.replicas:
+                        self._say("warning", f"{member} may not generate: {reason}")
                 case events.EvictReplica(member=member, reason=reason):
                     self.evicted[member] = reason
                 case events.StopAdmission(reason=reason):
                     self.admission_stopped = reason
+                    self._say("warning", f"no new prompts are issued: {reason}")
                 case events.OpenAdmission():
                     self.admission_stopped = ""
+                    self._say("info", "a replica serves again, prompts are issued")
                 case events.FailRun(sentence=sentence):
                     self.failure = sentence
-                case events.CheckpointTrainer():
+                case events.CheckpointTrainer(reason=reason):
+                    self._say("warning", f"the trainer is asked for a checkpoint: {reason}")
                     self._wake("checkpoint")
-                case events.RestartFleet():
-                    pass  # an eviction of each replica follows
+                case events.RestartFleet(manifest=manifest, reason=reason):  # an eviction of each replica follows
+                    self._say("warning", f"all replicas are restarted, from version {manifest.version}: {reason}")
                 case events.RestartTrainer(reason=reason, member=member):
+                    self._say("warning", f"the trainer is restarted from its checkpoint: {reason}")
                     self.dismissed[member] = reason
         if self.transaction.newest is not newest:
             self._wake("weights")
-        self.transaction.check()
         return offered
+
+    def check(self) -> None:
+        self.transaction.check()
+
+    def __repr__(self) -> str:
+        return f"Coordination({self.transaction!r}, fenced {sorted(self.fenced)}, failure {self.failure!r})"
