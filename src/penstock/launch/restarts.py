@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.runtime.process import exit_cause
 from penstock.runtime.rundir import NO_SPACE
 
 STEADY_S = 60.0
@@ -72,9 +72,4 @@ class RestartPolicy:
 def describe_exit(exit_code: int, last_words: Mapping[str, Any] | None) -> str:
     if last_words is not None:
         return f"{last_words['kind']}: {last_words['message']}"
-    if exit_code < 0:
-        try:
-            return f"killed by {signal.Signals(-exit_code).name}"
-        except ValueError:
-            return f"killed by signal {-exit_code}"
-    return f"exit code {exit_code}"
+    return exit_cause(exit_code)

@@ -29,6 +29,7 @@ from penstock.rollout.io.lockstep import Lockstep, Surroundings
 from penstock.rollout.io.rank_fetch import Fetch, LastWords, file_store, join
 from penstock.rollout.io.runner import RunnerSettings
 from penstock.runtime.offload import Offload
+from penstock.runtime.process import how_ended
 from penstock.runtime.progress import ProgressCell
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ManifestSource
@@ -220,8 +221,8 @@ class RankGroup:
         said = self._process.run.read_failure(self._name(rank))
         if said is not None:
             return LastWords(said["kind"], f"rank {rank}: {said['message'].removeprefix(f'rank {rank}: ')}").error()
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"
-        return PeerLost(f"rank {rank} {how}; the group cannot go on")
+        assert code is not None
+        return PeerLost(f"rank {rank} {how_ended(code)}; the group cannot go on")
 
     def _name(self, rank: int) -> str:
         return f"{self._process.name}.rank{rank}"

@@ -131,3 +131,18 @@ def host_id() -> str:
         return f"{boot}:{os.stat('/dev/shm').st_dev}"  # containers of one machine each have their own
     except OSError:
         return f"{os.uname().nodename}:{psutil.boot_time():.0f}"
+
+
+def exit_cause(exit_code: int) -> str:
+    """Why a child is no longer there: `killed by SIGKILL`, or `exit code 3`."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"killed by signal {-exit_code}"
+
+
+def how_ended(exit_code: int) -> str:
+    """The same as the end of a sentence that begins with the child's name."""
+    return f"{'was' if exit_code < 0 else 'ended with'} {exit_cause(exit_code)}"

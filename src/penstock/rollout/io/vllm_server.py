@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import msgspec
 import psutil
 
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
-from penstock.runtime.process import kill_tree
+from penstock.runtime.process import how_ended, kill_tree
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +275,3 @@ class VllmServer:
             return f"its log cannot be read: {error}"
         kept = [line for line in lines if line.strip()][-LAST_LINES:]
         return f"the end of {self.settings.log}:\n" + "\n".join(kept)[-LAST_CHARACTERS:]
-
-
-def how_ended(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
