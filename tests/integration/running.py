@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from penstock.payload.io.leftovers import sweep
 from penstock.runtime.rundir import RunDir
@@ -174,3 +176,14 @@ def no_leftovers(folder: Path) -> Iterator[None]:
     wait_for(lambda: not left_behind(folder), 10, f"all processes of {folder} to end")
     for marker in folder.glob("runs/*/run.json"):
         assert sweep(RunDir.open(marker.parent).run_id) == [], "shared memory was left behind"
+
+
+def outside_address() -> str:
+    """An address of this machine by which others would reach it."""
+    addresses = [
+        one.address for group in psutil.net_if_addrs().values() for one in group if one.family == socket.AF_INET
+    ]
+    outside = next((address for address in addresses if not address.startswith("127.")), None)
+    if outside is None:
+        pytest.skip("this machine has no other address than loopback")
+    return outside

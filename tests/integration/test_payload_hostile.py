@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from running import outside_address
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale
 from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, consume, hello, read
@@ -322,12 +323,7 @@ def test_ucxx_strangers_that_stall_or_talk_nonsense_cost_their_own_connection_on
 
 @needs_ucxx
 def test_a_ucxx_server_on_loopback_is_out_of_reach_from_elsewhere(world: World) -> None:
-    addresses = [
-        one.address for group in psutil.net_if_addrs().values() for one in group if one.family == socket.AF_INET
-    ]
-    outside = next((address for address in addresses if not address.startswith("127.")), None)
-    if outside is None:
-        pytest.skip("this machine has no other address than loopback")
+    outside = outside_address()
     from penstock.payload.io.ucxx import UcxxServer
 
     ref = world.ring.write([b"private"], timeout_s=5)

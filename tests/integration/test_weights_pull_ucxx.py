@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from running import outside_address
 
 pytest.importorskip("ucxx")
 
@@ -79,6 +80,15 @@ def test_strangers_are_refused_and_others_still_served(tmp_path: Path, server: U
     with pytest.raises(RemoteProtocolError, match="wrong token"):
         mover(b"guess").bring(manifest, DEADLINE_S)
     assert server.refusals == 1
+    assert digest_of(mover().bring(manifest, DEADLINE_S)) == manifest.digest
+
+
+def test_a_server_on_loopback_is_out_of_reach_by_other_interfaces(tmp_path: Path, server: UcxxArtifactServer) -> None:
+    manifest = published(tmp_path, server, 1)
+    elsewhere = server.address.replace("127.0.0.1", outside_address())
+    with pytest.raises(Transient):
+        mover().bring(msgspec.structs.replace(manifest, ucxx_addresses=(elsewhere,)), 3.0)
+    assert server.served_bytes == 0
     assert digest_of(mover().bring(manifest, DEADLINE_S)) == manifest.digest
 
 

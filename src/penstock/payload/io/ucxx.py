@@ -11,10 +11,8 @@ the process ends.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -59,10 +57,9 @@ class UcxxServer:
         """`self.ports` are the ports really bound; 0 in `ports` means any free one."""
         self._service = Service(ring, token, directory=directory, limits=limits, label="ucxx server")
         self._ports: list[_Port] = []
-        loopback_only = ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
         try:
             for port in ports:
-                self._ports.append(_Port(self._service, Worker(loopback_only), port, max_connections))
+                self._ports.append(_Port(self._service, Worker(host), port, max_connections))
             self.ports = tuple(port.wait_bound() for port in self._ports)
         except BaseException:
             self.close()

@@ -7,8 +7,10 @@ it waits, and here an idle server must use no CPU.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import select
+import socket
 import struct
 import threading
 from collections.abc import Sequence
@@ -34,13 +36,17 @@ _unfinished: list[object] = []
 """Transfers that outlived their endpoint, with their memory: UCX may still write to it, so it is never used again."""
 
 
+def is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+
+
 class Worker:
     """A UCX worker used by one thread at a time."""
 
-    def __init__(self, loopback_only: bool = False) -> None:
-        """With `loopback_only` the rest of the world is out of its reach, and it out of theirs."""
+    def __init__(self, host: str = "") -> None:
+        """One that listens on a loopback `host` is out of reach of the rest of the world, and it out of theirs."""
         # A user's own choice of devices stands.
-        confined = loopback_only and "UCX_NET_DEVICES" not in os.environ
+        confined = host and is_loopback(host) and "UCX_NET_DEVICES" not in os.environ
         self.ucx = core.UCXWorker(core.UCXContext({**SETTINGS, **({"NET_DEVICES": "lo"} if confined else {})}))
         self.ucx.init_blocking_progress_mode()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -67,7 +67,7 @@ class UcxxArtifactServer:
     """Serves the newest versions of a run directory by UCX, from one thread. Bound when the constructor returns."""
 
     def __init__(self, run_dir: Path, token: bytes, ucx: Ucx, *, host: str = "127.0.0.1", keep: int = 2) -> None:
-        """UCX listens on all interfaces; `host` is the name under which this one is found."""
+        """`host` is the name under which it is found. UCX listens on all interfaces unless that is a loopback."""
         self.ucx = ucx
         self.token = digest_of_token(token)
         self.shelf = Shelf(run_dir, keep)
@@ -77,7 +77,7 @@ class UcxxArtifactServer:
         self._stopping = False
         self._connections: list[_Connection] = []
         bound: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(bound,), name="weights-ucxx", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(host, bound), name="weights-ucxx", daemon=True)
         self._thread.start()
         port = bound.get(timeout=30.0)
         if isinstance(port, BaseException):
@@ -97,9 +97,9 @@ class UcxxArtifactServer:
         self._thread.join(timeout_s)
         self.shelf.clear()
 
-    def _run(self, bound: queue.SimpleQueue[int | BaseException]) -> None:
+    def _run(self, host: str, bound: queue.SimpleQueue[int | BaseException]) -> None:
         try:
-            worker = self.ucx.Worker()
+            worker = self.ucx.Worker(host)
             worker.also_wake_on(self._wake_read)
             arrived: list[Any] = []
             listener = self.ucx.core.UCXListener.create(worker.ucx, 0, arrived.append, deliver_endpoint=True)
