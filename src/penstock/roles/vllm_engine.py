@@ -165,8 +165,6 @@ def export_config(policy: LanguagePolicy, directory: Path) -> Path:
         return directory
     config: Any = copy.deepcopy(policy.module.config)
     config.architectures = [type(policy.module).__name__]
-    if hasattr(config, "quantization_config"):  # of the file it was read from; the policy itself is not quantised
-        del config.quantization_config
     writing = directory.with_name(f".{directory.name}.{os.getpid()}")
     config.save_pretrained(writing)
     try:

@@ -293,27 +293,28 @@ def test_books_that_do_not_balance_end_the_run_at_the_next_tick(drive):
     d._journal.clear()
 
 
-def test_a_damaged_newest_checkpoint_costs_its_steps_and_no_prompt(drive):
-    """Checkpoints of steps 1 and 2 are kept. The one of step 2 cannot be read, so the trainer starts at step 1; the
-    ledger had once closed the books of step 1 by then, and the run could not go on."""
+def with_two_checkpoints(drive):
+    """Those of steps 1 and 2; after each, the one before is the last resort."""
     d = drive(groups_per_step=1, max_staleness=3, steps=4)
     d.join("w")
     for step in (0, 1):
         d.fill()
         d.train(step)
         d.checkpoint(step + 1, last_resort=step)
+    return d
+
+
+def test_a_damaged_newest_checkpoint_costs_its_steps_and_no_prompt(drive):
+    """Checkpoints of steps 1 and 2 are kept. The one of step 2 cannot be read, so the trainer starts at step 1; the
+    ledger had once closed the books of step 1 by then, and the run could not go on."""
+    d = with_two_checkpoints(drive)
     d.join(trainer="t2", step=1)
     assert (d.books.version, d.books.durable, d.books.settled) == (1, 1, 1)
     assert list(d.books.redo) == [1], "the prompt of step 1 is issued again"
 
 
 def test_steps_that_no_kept_checkpoint_lacks_cannot_be_undone(drive):
-    d = drive(groups_per_step=1, max_staleness=3, steps=4)
-    d.join("w")
-    for step in (0, 1):
-        d.fill()
-        d.train(step)
-        d.checkpoint(step + 1, last_resort=step)
+    d = with_two_checkpoints(drive)
     answer = d.send(events.MemberRegistered("t2", "trainer", step=0))
     sentence = (
         "the trainer starts at step 0, but a checkpoint of step 1 was confirmed; start it from the newest checkpoint"
