@@ -43,10 +43,10 @@ def replay(path: Path | str) -> Replay:
     return Replay(newest, dict(rows), _entries(path, connection, newest))
 
 
-def history(path: Path | str) -> Iterator[Entry]:
-    """Every event of the run in order, compacted or not. Safe on the journal of a live run."""
+def history(path: Path | str, after_seq: int = 0) -> Iterator[Entry]:
+    """Every event of the run after `after_seq`, in order, compacted or not. Safe on the journal of a live run."""
     path = Path(path)
-    return _entries(path, open_to_read(path), 0)
+    return _entries(path, open_to_read(path), after_seq)
 
 
 def _entries(path: Path, connection: sqlite3.Connection, after_seq: int) -> Iterator[Entry]:

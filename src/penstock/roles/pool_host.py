@@ -19,6 +19,7 @@ from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Topology
+from penstock.roles.pool_notes import noteworthy
 from penstock.wire import messages
 from penstock.wire.messages import NotYet, Ok, Refused, Reply
 
@@ -84,7 +85,7 @@ class PoolHost:
         before = self.pool.revision
         decided = self.pool.handle(event, now)
         if self.pool.revision != before:
-            self._journal.append(POOL, now, _encode(event))
+            self._journal.append(POOL, now, _encode(event), noteworthy(decided))
         for effect in decided:
             match effect:
                 case pool.WakeWorker(pipeline=name) | pool.SleepWorker(pipeline=name):
