@@ -1,4 +1,4 @@
-"""`penstock story` and `penstock doctor`: asking a run what happened, and what is the matter."""
+"""`penstock story`, `doctor` and `publish`: what happened in a run, what is the matter, and its metrics elsewhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 from penstock.journal.story import tell
 from penstock.records.ids import PipelineName
 from penstock.runtime.rundir import RunDir
+from penstock.runtime.sinks import Publication
 
 Kind = Literal["sample", "prompt", "step", "version"]
 
@@ -60,4 +61,16 @@ def doctor_command(run_dir: Path) -> int:
         one = status["pipelines"][name]
         typer.echo(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
         typer.echo(f"  {sentence}")
+    return 0
+
+
+def publish_command(run_dir: Path, sink: str) -> int:
+    """Sends what that sink has not been sent yet."""
+    run = RunDir.open(run_dir)
+    config = load(run.config_path)
+    publication = Publication(run, sink, config.metrics.project, config.model_dump(mode="json"))
+    while publication.send():
+        pass
+    publication.close()
+    typer.echo(f"sent {publication.sent} lines of {run.metrics_path} to {sink}")
     return 0

@@ -72,6 +72,17 @@ def doctor(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The dire
 
 
 @app.command()
+def publish(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    to: Annotated[str, typer.Option(help="tensorboard, wandb or trackio.")],
+) -> None:
+    """Send the metrics of a run to a sink that its configuration did not name."""
+    from penstock.cli.inspect import publish_command
+
+    raise typer.Exit(publish_command(run_dir, to))
+
+
+@app.command()
 def simulate(
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 1000,
     workers: Annotated[int, typer.Option(min=1, help="Rollout workers.")] = 4,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from penstock.config.run import Config, PathModel, PipelineSection
+from penstock.config.pipeline import PathModel, PipelineSection
+from penstock.config.run import Config
 from penstock.envs.registry import check_options, find_environment, find_reward, load
 from penstock.errors import ConfigError
+from penstock.runtime.sinks import check_sink
 
 
 def check_environment(config: Config) -> None:
-    """Raises `ConfigError` for an environment, reward, filter, model path or workload that cannot be found."""
+    """Raises `ConfigError` for an environment, reward, filter, model path, workload or sink that cannot be found."""
     sys.path[:0] = [str(path) for path in config.run.extra_path]
+    for sink in config.metrics.sinks:
+        check_sink(sink)
     for pipeline in config.pipeline:
         try:
             _check(pipeline)

@@ -6,22 +6,13 @@ Every model forbids unknown keys; the docstring under a field is its help text a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from penstock.config.engine import Engine, TorchEngineSection, VllmEngineSection
-from penstock.config.recommended import fill_in
-from penstock.config.section import (
-    Fraction,
-    ImportPath,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    Seconds,
-    Section,
-)
+from penstock.config.metrics import MetricsSection
+from penstock.config.pipeline import PipelineSection
+from penstock.config.section import NonNegative, NonNegativeFloat, Positive, Seconds, Section
 
 
 class RunSection(Section):
@@ -98,272 +89,8 @@ class PayloadSection(Section):
     ports: Positive = 2
 
 
-class EnvSection(Section):
-    name: str
-    """A built-in task, `gymnasium`, `jsonl`, or your own as `package.module:Name`."""
-    options: dict[str, str | int | float | bool | list[str] | list[int] | list[float]] = {}
-    """Passed to the environment as keyword arguments."""
-    rewards: list[ImportPath] = []
-    """Reward functions `f(prompts, completions, **columns) -> list[float | None]` used instead of the task's own."""
-    reward_weights: list[float] = []
-    """One weight per reward function; all equal when empty."""
-
-
-class TinyModel(Section):
-    """A small causal language model built from a config, with a character tokenizer of its own."""
-
-    kind: Literal["tiny"] = "tiny"
-    hidden: Positive = 128
-    layers: Positive = 1
-    heads: Positive = 4
-    max_length: Positive = 128
-
-
-class PathModel(Section):
-    """A pretrained model from a local directory (config.json and safetensors, or one GGUF file)."""
-
-    kind: Literal["path"] = "path"
-    path: Path
-    gguf_file: str = ""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-
-
-class MlpModel(Section):
-    """A policy and value network for gymnasium environments."""
-
-    kind: Literal["mlp"] = "mlp"
-    hidden: Positive = 64
-
-
-Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
-
-
-class RolloutSection(Section):
-    workers: Positive = 1
-    """Processes that generate samples."""
-    ranks: Positive = 1
-    """Processes of one worker that generate in step, each with an engine of its own and its share of every batch."""
-    devices_per_worker: Positive = 1
-    """Devices of the pool that one worker occupies while it is awake."""
-    workload: ImportPath | None = None
-    """Your own five hooks, as `package.module:Class`; the built-in one fits the environment otherwise."""
-    group_size: Positive = 8
-    """Samples per prompt."""
-    batch_samples: Positive = 64
-    """Samples generated at once."""
-    max_new_tokens: Positive = 16
-    temperature: PositiveFloat = 1.0
-    top_k: Positive | None = None
-    """Draw only from so many most likely tokens. With this, `top_p` or `min_p` the samples come from a narrower policy
-    than the one that is trained: their recorded log-probabilities are those of the narrower one, so the importance
-    weight of an up-to-date token is the share p <= 1 of the full distribution that was left, and what was cut off is
-    never learned about. `token_loss.importance = "none"` weighs all tokens alike instead."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw only from the most likely tokens that together have this probability; applies after `min_p` and `top_k`."""
-    min_p: Fraction = 0.0
-    """Draw only from tokens at least this likely in proportion to the most likely one."""
-    max_turns: Positive = 1
-    """Language models: how many completions one episode may have."""
-    reply_threads: Positive = 8
-    """Request engines: how many environments may think about their reply at once."""
-    prefetch: bool = True
-    """Overlap leasing, preparation and post-processing with generation. Read live."""
-    queue_samples: Positive = 128
-    """Bound on samples waiting between two stages."""
-    queue_mb: Positive = 1024
-    """Bound on prepared and generated data waiting between two stages."""
-    concurrency: Positive = 1
-    """Generate calls in flight, each of up to `batch_samples`: 1 for a batch engine, many for a request engine. For a
-    request engine, and neither of the two given, a call is one group and there are enough to fill its rows twice."""
-    preparations: Positive = 1
-    """Prompts prepared at once."""
-    preparation_processes: NonNegative = 0
-    """Language models: processes that read prompts from the environment. 0 reads them in threads of the worker, which
-    is better unless reading a prompt computes in Python for long."""
-    ring_mb: Positive = 64
-    """Shared memory for finished samples that the trainer has not fetched yet."""
-    ring_slots: Positive = 4096
-    max_failures: Positive = 3
-    """A prompt that fails so often is set aside with its error."""
-    max_losses: Positive | None = None
-    """A prompt whose workers die so often is set aside too. Off by default: workers die for other reasons."""
-    device: str = "auto"
-    threads: Positive = 1
-
-
-class TrainSection(Section):
-    groups_per_step: Positive = 16
-    """Prompts per optimiser step."""
-    max_staleness: NonNegative = 2
-    """No sample is trained more than so many versions after the weights it was generated with."""
-    straggler_wait_s: NonNegativeFloat = 0.0
-    """How long a batch may wait for groups that would be outdated afterwards. 0 never waits: they are made again."""
-    advantage: str = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `max_rl`, or your own as `package.module:function`."""
-    filters: list[str] = []
-    """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
-    tokens_per_micro_batch: Positive = 16384
-    device: str = "auto"
-    threads: Positive = 1
-
-
-class TokenLossSection(Section):
-    """The loss of language models; the fields of `train.loss.TokenLossSettings`."""
-
-    clip_low: Fraction = 0.2
-    clip_high: NonNegativeFloat = 0.28
-    importance: Literal["truncate", "mask", "none"] = "truncate"
-    """Stale samples: cap their weight, drop tokens whose weight is outside [mask_low, mask_high], or neither."""
-    importance_cap: PositiveFloat = 2.0
-    mask_low: NonNegativeFloat = 0.5
-    mask_high: PositiveFloat = 5.0
-    average: Literal["token", "sequence", "constant"] = "token"
-    constant_length: Positive = 1
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the divergence from the initial model."""
-    entropy_coefficient: float = 0.0
-
-
-class ControlLossSection(Section):
-    """The loss of gymnasium policies; the fields of `train.loss.ControlLossSettings`."""
-
-    clip: PositiveFloat = 0.2
-    importance_cap: PositiveFloat = 2.0
-    discount: Fraction = 0.98
-    gae_lambda: Fraction = 0.9
-    value_coefficient: NonNegativeFloat = 0.5
-    entropy_coefficient: float = 0.0
-
-
-class OptimizerSection(Section):
-    """AdamW; the fields of `train.step.OptimSettings`."""
-
-    learning_rate: PositiveFloat = 1e-3
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    epsilon: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-    warmup_steps: NonNegative = 0
-    decay_steps: NonNegative = 0
-    """The learning rate falls in a line to `final_fraction` of itself over so many steps; 0: it does not fall."""
-    final_fraction: Fraction = 0.1
-    epochs: Positive = 1
-    """Gymnasium: passes over each batch."""
-    minibatches: Positive = 1
-    """Gymnasium: updates per pass."""
-
-
-class CheckpointSection(Section):
-    every_steps: Positive = 20
-    keep: Positive = 2
-
-
-class WeightsSection(Section):
-    way: Literal["staged", "in_place"] = "staged"
-    """`staged` loads beside the serving weights and swaps; `in_place` saves memory and pauses generation."""
-    mover: Literal["auto", "files", "pull", "broadcast"] = "auto"
-    """How versions reach the workers: `files` of a directory they share with the trainer; `pull` over the network, by
-    the payloads' carrier; `broadcast` to all who wait, and to stragglers as `auto` does; `auto` takes the nearest way:
-    device memory on the trainer's GPU, files on its host, pull elsewhere."""
-    streams: Positive = 4
-    """Connections that one worker pulls with at once."""
-    keep: Positive = 3
-    """Versions kept on disk."""
-    deadline_s: Seconds = 60.0
-    on_fault: Literal["restore", "evict", "fail"] = "restore"
-    min_healthy: NonNegative = 0
-
-
 class JournalSection(Section):
     snapshot_every_events: Positive = 20_000
-
-
-class SamplesSection(Section):
-    save_every_steps: NonNegative = 10
-    """Write readable samples to `rollouts/` every so many steps; 0 never."""
-    save_count: Positive = 8
-
-
-class PipelineSection(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-    steps: Positive
-    """Optimiser steps to train."""
-    epochs: Positive | None = None
-    """Stop after so many passes over a finite environment, if that comes before `steps`."""
-    weight: PositiveFloat = 1.0
-    """Share of the pool in proportion to other pipelines."""
-    min_workers: NonNegative = 0
-    """Workers that are kept for it on a shared pool whenever it has work for them."""
-    max_workers: Positive | None = None
-    """Workers it may have awake at once; all of `rollout.workers` by default."""
-    train_devices: list[int] = []
-    rollout_devices: list[int] = []
-    env: EnvSection
-    model: Model
-    engine: Engine = TorchEngineSection()
-    rollout: RolloutSection = RolloutSection()
-    train: TrainSection = TrainSection()
-    token_loss: TokenLossSection = TokenLossSection()
-    control_loss: ControlLossSection = ControlLossSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    weights: WeightsSection = WeightsSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    samples: SamplesSection = SamplesSection()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _recommended(cls, table: Any) -> Any:
-        return fill_in(table) if isinstance(table, dict) else table
-
-    @property
-    def kind(self) -> Literal["language", "gymnasium"]:
-        return "gymnasium" if self.env.name == "gymnasium" else "language"
-
-    @model_validator(mode="after")
-    def _model_fits_environment(self) -> PipelineSection:
-        if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
-            wanted = "mlp" if self.kind == "gymnasium" else "tiny or path"
-            raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
-        if isinstance(self.engine, VllmEngineSection) and isinstance(self.model, MlpModel):
-            raise ValueError("engine.kind = 'vllm' serves language models only; use 'torch' for gymnasium policies")
-        if isinstance(self.model, MlpModel) and getattr(self.engine, "batching", "static") != "static":
-            raise ValueError("engine.batching = 'continuous' is for language models; gymnasium policies act in batches")
-        self._check_truncation()
-        self._check_ranks()
-        if self.rollout.preparation_processes and self.kind == "gymnasium":
-            raise ValueError("rollout.preparation_processes reads prompts, which gymnasium environments do not have")
-        if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
-            raise ValueError(
-                f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"
-            )
-        return self
-
-    def _check_truncation(self) -> None:
-        """The importance weight of an up-to-date token is the share that truncation left of the distribution."""
-        rollout, loss = self.rollout, self.token_loss
-        unbounded = rollout.top_k is not None or rollout.min_p > 0
-        if loss.importance == "mask" and (unbounded or rollout.top_p < loss.mask_low):
-            raise ValueError(
-                "with rollout.top_k, top_p or min_p the importance weight of an up-to-date token can be below "
-                f"token_loss.mask_low = {loss.mask_low}; importance = 'mask' would drop it, use 'truncate' or 'none'"
-            )
-
-    def _check_ranks(self) -> None:
-        rollout = self.rollout
-        if rollout.ranks == 1:
-            return
-        if not isinstance(self.engine, TorchEngineSection) or self.engine.batching != "static":
-            raise ValueError("rollout.ranks above 1 needs an engine of kind 'torch' with batching = 'static'")
-        if self.weights.mover == "broadcast":
-            raise ValueError("rollout.ranks above 1 cannot be broadcast to: weights.mover must be another")
-        if rollout.concurrency > 1:
-            raise ValueError("rollout.ranks above 1 go batch by batch: rollout.concurrency must be 1")
-        if rollout.batch_samples < rollout.ranks * rollout.group_size:
-            raise ValueError(
-                f"rollout.batch_samples = {rollout.batch_samples} holds no group of {rollout.group_size} for each of "
-                f"{rollout.ranks} ranks; make it at least {rollout.ranks * rollout.group_size}"
-            )
 
 
 class Config(Section):
@@ -375,6 +102,7 @@ class Config(Section):
     pool: PoolSection = PoolSection()
     payload: PayloadSection = PayloadSection()
     journal: JournalSection = JournalSection()
+    metrics: MetricsSection = MetricsSection()
     pipeline: Annotated[list[PipelineSection], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -53,7 +53,10 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process of the run. `wave` orders the end: lower waves are told to stop first."""
+    """One process of the run. `wave` orders the end: lower waves are told to stop first.
+
+    The run goes on without one that is not `vital`.
+    """
 
     name: str
     role: str
@@ -61,6 +64,7 @@ class ProcessSpec:
     threads: int
     pipeline: str | None = None
     wave: int = 0
+    vital: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,9 @@ def processes_of(config: Config) -> list[ProcessSpec]:
                     pipeline.name,
                 )
             )
+    for index, sink in enumerate(config.metrics.sinks):
+        arguments = ("--index", str(index))
+        specs.append(ProcessSpec(f"sink.{sink}", "metrics_sink", arguments, threads=1, wave=2, vital=False))
     return specs
 
 
@@ -170,8 +177,12 @@ class Supervisor:
                     self._ended_well.add(spec.name)
                     log.info("%s finished", spec.name)
                     return
-                case FailTheRun(sentence, mistake):
+                case FailTheRun(sentence, mistake) if spec.vital:
                     self._fail(sentence, mistake)
+                    return
+                case FailTheRun(sentence):
+                    self._view.note(f"{spec.name} is given up: {sentence.splitlines()[0]}")
+                    log.warning("%s is given up, the run goes on without it: %s", spec.name, sentence)
                     return
                 case RestartAfter(delay_s, why):
                     self._view.note(f"{spec.name} ended ({why}); starting it again in {delay_s:g} s")
@@ -274,8 +285,8 @@ class Supervisor:
         self._over.set()
 
     async def _end_all(self) -> None:
-        """Asks workers and trainers first, the controller last, and waits a bounded time for each wave."""
-        for wave in (0, 1):
+        """Asks workers and trainers first, the controller, then who sends its metrics; each wave for a bounded time."""
+        for wave in (0, 1, 2):
             names = [name for name, child in self._children.items() if child.returncode is None]
             names = [name for name in names if self._specs[name].wave == wave]
             for name in names:

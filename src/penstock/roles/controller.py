@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 from penstock.batch import filters
-from penstock.config.run import ControlSection, PipelineSection
+from penstock.config.pipeline import PipelineSection
+from penstock.config.run import ControlSection
 from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config.engine import Engine, TorchEngineSection
-from penstock.config.run import PipelineSection
+from penstock.config.pipeline import PipelineSection
 from penstock.envs.registry import find_reward, load
 from penstock.envs.rewards import Rubric
 from penstock.rollout.hooks import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from penstock.config.run import WeightsSection
+from penstock.config.pipeline import WeightsSection
 from penstock.weights.coordination import Coordination, Level
 from penstock.weights.events import ReplicaReported
 from penstock.weights.fleet import TransactionSettings

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from penstock.config.check import environment_options
-from penstock.config.run import Config, MlpModel, PathModel, PipelineSection, TinyModel
+from penstock.config.pipeline import MlpModel, PathModel, PipelineSection, TinyModel
+from penstock.config.run import Config
 from penstock.envs.registry import make_environment
 from penstock.errors import ConfigError, PenstockError
 from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings

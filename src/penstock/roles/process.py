@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import uvloop
 
 from penstock.config.load import load
-from penstock.config.run import Config, PipelineSection
+from penstock.config.pipeline import PipelineSection
+from penstock.config.run import Config
 from penstock.errors import LocalProtocolError, PenstockError
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.lag import LagMonitor

@@ -7,7 +7,8 @@ import inspect
 import msgspec
 import pytest
 
-from penstock.config.run import ControlLossSection, LagSection, OptimizerSection, Section, TokenLossSection
+from penstock.config.pipeline import ControlLossSection, OptimizerSection, TokenLossSection
+from penstock.config.run import LagSection, Section
 from penstock.runtime.lag import LagMonitor
 from penstock.train.loss import ControlLossSettings, TokenLossSettings
 from penstock.train.step import OptimSettings

@@ -1,0 +1,32 @@
+"""Reading a file of lines while somebody else appends to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MOST_BYTES = 1 << 20
+
+
+class Following:
+    """Hands out each complete line once. Keep `offset` to go on from there in another process."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path = path
+        self.offset = offset
+
+    def __repr__(self) -> str:
+        return f"<Following {self._path} from byte {self.offset}>"
+
+    def read(self) -> list[bytes]:
+        """The next complete lines, about a megabyte of them at most; none while there are none."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self.offset)
+                text = file.read(MOST_BYTES)
+                if b"\n" not in text:
+                    text += file.readline()  # a single line may be longer
+        except FileNotFoundError:
+            return []
+        complete = text[: text.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        return complete.splitlines()

@@ -1,0 +1,59 @@
+"""Metrics reach the libraries people look at, and nothing that happens there can hurt a run."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from running import letters, start, step_lines
+
+pytestmark = pytest.mark.timeout(240)
+
+BROKEN = 'raise RuntimeError("no network in the cellar")\n'
+HANGING = "import time\ndef init(**kwargs):\n    time.sleep(3600)\n"
+
+
+def test_tensorboard_gets_every_step_of_a_run_that_is_resumed(folder: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = start(folder, letters(folder, steps=24, extra='[metrics]\nsinks = ["tensorboard"]\n'))
+    run.wait_for_step(3)
+    run.interrupt()
+    assert run.end(60)[0] == 130
+    code, output = start(folder, "--resume", run.directory).end()
+    assert code == 0, output
+    events = EventAccumulator(str(run.directory / "tensorboard"))
+    events.Reload()
+    rewards = {event.step: pytest.approx(event.tensor_proto.float_val[0]) for event in events.Tensors("letters/reward")}
+    assert rewards == {entry["step"]: entry["reward"] for entry in step_lines(run.directory)}
+    assert len(events.Tensors("letters/reward")) == 24, "each step once"
+
+
+@pytest.mark.parametrize(("library", "last_words"), [(BROKEN, "no network in the cellar"), (HANGING, "will be killed")])
+def test_a_library_that_fails_or_hangs_costs_its_own_process_only(folder: Path, library: str, last_words: str):
+    (folder / "wandb.py").write_text(library)
+    extra = '[metrics]\nsinks = ["wandb"]\n'
+    run = start(folder, letters(folder, steps=12, run=f'extra_path = ["{folder}"]\ngrace_s = 3', extra=extra))
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert sorted(entry["step"] for entry in step_lines(run.directory)) == list(range(12))
+    assert last_words in output + run.logs(), "the fault fired"
+
+
+@pytest.mark.slow
+def test_wandb_and_trackio_take_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+    run = start(folder, letters(folder, steps=6, extra='[metrics]\nsinks = ["wandb", "trackio"]\nproject = "tests"\n'))
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert "given up" not in output
+    assert list(run.directory.glob("wandb/offline-run-*/*.wandb"))
+    (database,) = (folder / "trackio").glob("tests*.db")
+    with sqlite3.connect(database) as connection:
+        (steps,) = connection.execute("SELECT count(DISTINCT step) FROM metrics").fetchone()
+    assert steps == 6
