@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.batch import filters
@@ -17,6 +18,7 @@ from penstock.errors import RunFailed
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName
 from penstock.roles.front_desk import FrontDesk
+from penstock.roles.gauges import write_gauges
 from penstock.roles.process import RoleProcess
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.metrics import JsonLines, Metrics
@@ -40,8 +42,7 @@ async def main(process: RoleProcess) -> None:
     desk = FrontDesk(config, machines, journal, SystemClock(), lines, lag)
     server = ControlServer(ControlApp(desk, run.token(), Metrics()), host=config.control.host, port=config.control.port)
     try:
-        written = run.metrics_path.read_bytes().splitlines() if run.metrics_path.exists() else []
-        replayed = desk.start(new_session=_is_new_session(process), lines_on_file=written)
+        replayed = desk.start(new_session=_is_new_session(process), lines_on_file=_lines_of(run.metrics_path))
         await desk.settle()
         write_atomically(_session_path(process), process.session)
         port = server.bind()
@@ -50,6 +51,7 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("server", server.serve())
             tasks.spawn("watch the loop", lag.run())
             tasks.spawn("tick", _tick(desk))
+            tasks.spawn("write gauges", write_gauges(desk, lines))
             run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
             log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)
             await _until_over(process, desk)
@@ -62,6 +64,13 @@ async def main(process: RoleProcess) -> None:
         lines.close(TEARDOWN_S)
     if desk.failure:
         raise RunFailed(desk.failure)
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    """One after the other: after a day of training they need not all be in memory."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file
 
 
 def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineControl:

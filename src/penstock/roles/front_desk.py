@@ -218,10 +218,11 @@ def steps_in(lines: Iterable[bytes]) -> set[tuple[str, int]]:
     """The steps that have a line; a torn last line counts as none."""
     steps: set[tuple[str, int]] = set()
     for line in lines:
+        if b'"kind":"step"' not in line:
+            continue
         try:
             entry = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
-        if entry.get("kind") == "step":
-            steps.add((entry["pipeline"], entry["step"]))
+        steps.add((entry["pipeline"], entry["step"]))
     return steps
