@@ -20,6 +20,7 @@ from penstock.records.weights import Manifest
 from penstock.roles.worker_desk import WorkerDesk
 from penstock.rollout.io.serving import ServingEngine
 from penstock.runtime.tasks import Tasks
+from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
 from penstock.weights.io.updater import ReplicaReport
 from penstock.weights.replica import ReplicaState
 
@@ -27,8 +28,6 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.01
 ENGINE_S = 60.0
-RESIDUE_BYTES = 64 << 20
-"""Device memory that the allocator may keep after a release: caches of libraries, not ours to free."""
 
 
 class Resident(Protocol):
@@ -42,8 +41,8 @@ class Resident(Protocol):
         """Of the complete version it holds; empty when it holds none."""
         ...
 
-    def occupy(self, timeout_s: float) -> None:
-        """Back on the devices; harmless when it is."""
+    def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
+        """On to these devices of the pool, for the first time or back; harmless when it is there."""
         ...
 
     def vacate(self, timeout_s: float) -> None: ...
@@ -58,10 +57,12 @@ class Resident(Protocol):
 
 
 class OwnEngine:
-    """An engine in this very process."""
+    """An engine in this very process. It is built in host memory, and on a device only between a wake and a sleep."""
 
-    def __init__(self, engine: ServingEngine) -> None:
+    def __init__(self, engine: ServingEngine, device_at: Callable[[tuple[int, ...]], torch.device]) -> None:
+        """`device_at` says which device of torch these devices of the pool are."""
         self._engine = engine
+        self._device_at = device_at
 
     @property
     def version(self) -> int:
@@ -71,8 +72,8 @@ class OwnEngine:
     def digest(self) -> str:
         return self._engine.digest
 
-    def occupy(self, timeout_s: float) -> None:
-        self._engine.wake(timeout_s)
+    def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
+        self._engine.wake(timeout_s, self._device_at(devices))
 
     def vacate(self, timeout_s: float) -> None:
         self._engine.sleep(timeout_s)
@@ -80,8 +81,8 @@ class OwnEngine:
     def check_vacated(self, timeout_s: float) -> None:
         if self._engine.serving.state != "asleep":
             raise PeerLost(f"the engine is {self._engine.serving.state} instead of asleep")
-        if torch.cuda.is_available() and torch.cuda.memory_allocated() > RESIDUE_BYTES:
-            raise PeerLost(f"{torch.cuda.memory_allocated() >> 20} MiB of device memory are still allocated")
+        if (left_bytes := device_bytes()) > RESIDUE_BYTES:
+            raise PeerLost(f"{left_bytes >> 20} MiB of device memory are still allocated")
 
     def resume(self) -> None:
         getattr(self._engine, "resume", lambda: None)()
@@ -153,7 +154,7 @@ class Generation:
 
     async def wake(self, devices: tuple[DeviceId, ...]) -> None:
         self._progressed(f"waking on devices {list(devices)}")
-        await asyncio.to_thread(self._engine.occupy, ENGINE_S)
+        await asyncio.to_thread(self._engine.occupy, devices, ENGINE_S)
         self._awake.set()
 
     async def sync_weights(self) -> Version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,13 +39,9 @@ def environment_of(config: Config, pipeline: PipelineSection) -> Any:
         ) from error
 
 
-def policy_of(
-    config: Config, pipeline: PipelineSection, environment: Any, device: str
-) -> LanguagePolicy | ControlPolicy:
-    """The initial policy: equal numbers in every process."""
-    policy = build(_spec(config, pipeline, environment))
-    policy.module.to(device_of(device))
-    return policy
+def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ControlPolicy:
+    """The initial policy in host memory: equal numbers in every process."""
+    return build(_spec(config, pipeline, environment))
 
 
 def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelSpec:
@@ -92,7 +89,10 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"device {name!r}: {error}") from error
 
 
-def device_of_rank(name: str, rank: int) -> str:
-    """Ranks that are not told otherwise take one GPU each, as far as there are any."""
+def device_at(config: Config, name: str, devices: Sequence[int], rank: int = 0) -> torch.device:
+    """Where a process works that was given these devices. Unless a GPU is named, those of a pool are the GPUs in their
+    order, as far as there are any; without a pool each rank takes one."""
     count = torch.cuda.device_count()
-    return f"cuda:{rank % count}" if name in ("auto", "cuda") and count > 1 else name
+    if name not in ("auto", "cuda") or not count:
+        return device_of(name)
+    return torch.device("cuda", (devices[rank] if config.pool.devices else rank) % count)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
-
 from penstock.config.run import PayloadSection
 from penstock.errors import ConfigError
 from penstock.roles.models import device_of
@@ -46,5 +44,11 @@ def mover_of(process: RoleProcess) -> Mover:
         case "broadcast":
             return BroadcastMover(process.member, nearest)
         case "auto":
-            device = torch.device(device_of(process.pipeline.rollout.device))
-            return DeviceMover(process.run.root, device, nearest) if device.type == "cuda" else nearest
+            device = device_of(process.pipeline.rollout.device)
+            by_device = device.type == "cuda" and stay_on_device(process)
+            return DeviceMover(process.run.root, device, nearest) if by_device else nearest
+
+
+def stay_on_device(process: RoleProcess) -> bool:
+    """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty."""
+    return process.pipeline.weights.mover == "auto" and not process.config.pool.devices

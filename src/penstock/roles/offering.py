@@ -8,10 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from penstock.config.devices import devices_of
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.roles.movers import ucx_for
+from penstock.roles.movers import stay_on_device, ucx_for
 from penstock.roles.process import RoleProcess
 from penstock.runtime.process import host_id
 from penstock.weights.io.device import DeviceExport
@@ -80,6 +79,4 @@ def offering(process: RoleProcess, lineage: str) -> Iterator[Offering]:
             servers.append(meeting)
             places["meeting"] = meeting.address
         publisher = Publisher(process.run.root, lineage, weights.keep, pipeline=pipeline.name, **places)  # type: ignore[arg-type]
-        # A device that is shared must be given back empty after each step: no version may stay on it.
-        stays = weights.mover == "auto" and not devices_of(process.config).placements[pipeline.name].train_is_shared
-        yield Offering(publisher, servers, DeviceExport(process.run.root) if stays else None)
+        yield Offering(publisher, servers, DeviceExport(process.run.root) if stay_on_device(process) else None)

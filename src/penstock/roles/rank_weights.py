@@ -74,8 +74,8 @@ class RankWeights:
         """Returns when the engine is off its devices, as far as can be measured."""
         self._await(self._rest())
 
-    def wake(self) -> None:
-        self._await(self._wake())
+    def wake(self, devices: tuple[int, ...]) -> None:
+        self._await(self._wake(devices))
 
     def wait_for(self, version: Version) -> bool:
         """Returns once proven weights of at least this version serve; False when interrupted meanwhile."""
@@ -117,10 +117,10 @@ class RankWeights:
         await asyncio.to_thread(self._engine.check_vacated, ENGINE_S)
         self._progressed("resting")
 
-    async def _wake(self) -> None:
+    async def _wake(self, devices: tuple[int, ...]) -> None:
         self._interrupted.clear()
         self._engine.resume()
-        await asyncio.to_thread(self._engine.occupy, ENGINE_S)
+        await asyncio.to_thread(self._engine.occupy, devices, ENGINE_S)
         self._resting = False
         self._changed.set()
 

@@ -184,6 +184,11 @@ class RankGroup:
         tasks.spawn("watch the ranks", self._watch(self._stepping))
         return self._runner
 
+    def stand_on(self, devices: tuple[int, ...]) -> None:
+        """Every rank works on its own of these from now on."""
+        if self._runner is not None:
+            self._runner.devices = devices
+
     def announcing(self, source: ManifestSource) -> ManifestSource:
         """The same manifests; every rank hears of them too."""
         return source if self._runner is None else Announcing(source, self._runner, self._newest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
 from penstock.roles.carriers import served
 from penstock.roles.generation import OwnEngine
+from penstock.roles.models import device_at
 from penstock.roles.movers import mover_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.rank_weights import RankWeights
@@ -39,7 +41,7 @@ async def main(process: RoleProcess) -> None:
     torch.set_num_threads(rollout.threads)
     working = Offload(1, "rank")
     process.progress.moved("building the model")
-    _, engine, workload = await working.run(build, process, seat.rank)
+    _, engine, workload = await working.run(build, process)
     ring = Ring.create(
         process.run.run_id,
         capacity_bytes=rollout.ring_mb << 20,
@@ -67,7 +69,8 @@ async def _keep_step(
     pipeline = process.pipeline
     moved = process.progress.moved
     interrupt = getattr(engine, "interrupt", lambda: None)
-    weights = RankWeights(OwnEngine(engine), moved, Path(seat.newest), interrupt)
+    own = OwnEngine(engine, partial(device_at, process.config, pipeline.rollout.device, rank=seat.rank))
+    weights = RankWeights(own, moved, Path(seat.newest), interrupt)
     surroundings = Surroundings(
         wait_for_weights=weights.wait_for,
         announced=weights.announced,

@@ -15,7 +15,7 @@ from penstock.records.payload import RingAddress
 from penstock.roles.carriers import served
 from penstock.roles.engines import engine_of, workload_of
 from penstock.roles.generation import Generation, GenerationLoop, OwnEngine, Resident
-from penstock.roles.models import device_of_rank, environment_of, policy_of
+from penstock.roles.models import device_at, environment_of, policy_of
 from penstock.roles.movers import mover_of
 from penstock.roles.preparing import PromptsElsewhere
 from penstock.roles.process import RoleProcess
@@ -70,7 +70,12 @@ async def _generate(
         connected(process, "rollout", **details) as client,
         Tasks() as tasks,
     ):
-        resident: Resident = engine if isinstance(engine, VllmService) else OwnEngine(engine)
+
+        def place(devices: tuple[int, ...]) -> torch.device:
+            ranks.stand_on(devices)
+            return device_at(process.config, pipeline.rollout.device, devices)
+
+        resident: Resident = engine if isinstance(engine, VllmService) else OwnEngine(engine, place)
         desk = WorkerDesk(process, client, tasks, resident, ring)
         moved = process.progress.moved
 
@@ -107,17 +112,17 @@ async def _generate(
         tasks.cancel()
 
 
-def build(process: RoleProcess, rank: int = 0) -> tuple[Any, Any, Any]:
+def build(process: RoleProcess) -> tuple[Any, Any, Any]:
+    """Environment, engine and hooks, in host memory: devices are the pool's to give."""
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)
     if processes := pipeline.rollout.preparation_processes:
         environment = PromptsElsewhere(environment, process.run.config_path, pipeline.name, processes)
-    vllm = isinstance(pipeline.engine, VllmEngineSection)
-    policy = policy_of(config, pipeline, environment, "cpu" if vllm else device_of_rank(pipeline.rollout.device, rank))
+    policy = policy_of(config, pipeline, environment)
     # Every incarnation draws other samples: a restarted worker must not repeat what it drew before.
     seed = zlib.crc32(process.member.encode()) ^ config.run.seed
     kept = process.run.rollouts(pipeline.name) / "unfinished"
-    if vllm:
+    if isinstance(pipeline.engine, VllmEngineSection):
         service = VllmService(process, policy, seed)
         return environment, service, workload_of(pipeline, environment, policy, service.requests, kept)
     engine = engine_of(policy, seed, lambda: process.progress.moved("generating"), pipeline.engine)

@@ -13,16 +13,16 @@ from penstock.batch.advantage import resolve
 from penstock.batch.pack import PackSettings
 from penstock.config.devices import devices_of
 from penstock.payload.io.fetch import BatchFetcher
-from penstock.records.ids import StepIndex, Version
+from penstock.records.ids import StepIndex
 from penstock.roles.emergencies import heed_checkpoints
 from penstock.roles.feed import Feed
-from penstock.roles.models import device_of, environment_of, loss_of, optimizer_of, policy_of
+from penstock.roles.models import device_at, environment_of, loss_of, optimizer_of, policy_of
 from penstock.roles.offering import Offering, offering
 from penstock.roles.process import RoleProcess
 from penstock.roles.publishing import Publishing
 from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.roles.training import TrainingLoop
-from penstock.roles.turns import LearnerOnTurns, TrainingTurns
+from penstock.roles.turns import LearnerOnTurns, Turns
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
@@ -72,15 +72,16 @@ async def _train(
     lag = process.lag_monitor()
     async with connected(process, "trainer", step=step, lineage=lineage) as client, Tasks() as tasks:
         publishing = Publishing(process, client, offered, writing)
-        await publishing.publish(Version(step), learner.policy.named_tensors())
         settings = PackSettings(micro_batch_tokens=pipeline.train.tokens_per_micro_batch)
         feed = Feed(process, client, fetcher, fetching, resolve(pipeline.train.advantage), settings)
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("publish weights", publishing.run())
         tasks.spawn("heed the stop", heed_stop(process, client))
         tasks.spawn("report gauges", report_gauges(process, client, lag))
-        placement, device = devices_of(process.config).placements[pipeline.name], device_of(pipeline.train.device)
-        turns = TrainingTurns(process, client, placement, LearnerOnTurns(learner, device, training))
+        placement = devices_of(process.config).placements[pipeline.name]
+        device = device_at(process.config, pipeline.train.device, placement.train)
+        on_turns = LearnerOnTurns(learner, device, training, shared=placement.train_is_shared)
+        turns = Turns(process, client, placement, on_turns)
         loop = TrainingLoop(process, client, learner, feed, publishing, turns, training, rollouts)
         tasks.spawn("save when asked to", heed_checkpoints(process, client, loop.save_afresh))
         await loop.run(step)
@@ -90,16 +91,13 @@ async def _train(
 
 
 def _build(process: RoleProcess) -> Learner:
-    """The learner, restored from the latest good checkpoint if there is one."""
+    """The learner in host memory, restored from the latest good checkpoint if there is one."""
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)
-    # On shared devices a process has no business before its first turn.
-    shared = devices_of(config).placements[pipeline.name].train_is_shared
-    device = "cpu" if shared else pipeline.train.device
-    policy = policy_of(config, pipeline, environment, device)
+    policy = policy_of(config, pipeline, environment)
     reference = None
     if pipeline.token_loss.kl_coefficient and pipeline.kind == "language":
-        reference = policy_of(config, pipeline, environment, device)
+        reference = policy_of(config, pipeline, environment)
     learner = Learner(policy, loss_of(pipeline), optimizer_of(config, pipeline), reference=reference)  # type: ignore[arg-type]
     found = checkpoint.latest(process.run.checkpoints(pipeline.name))
     if found is not None:

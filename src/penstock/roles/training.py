@@ -9,14 +9,15 @@ import time
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost
 from penstock.records.ids import StepIndex, Version
+from penstock.records.pool import Priority
 from penstock.roles.feed import Feed, PreparedBatch
 from penstock.roles.process import RoleProcess
 from penstock.roles.publishing import Publishing
-from penstock.roles.turns import TrainingTurns
+from penstock.roles.turns import Turns
 from penstock.runtime.offload import Offload
 from penstock.train import checkpoint
 from penstock.train.rollout_log import RolloutLog
-from penstock.train.step import Learner
+from penstock.train.step import Learner, Score
 from penstock.wire.messages import AckCheckpoint, AckStep
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class TrainingLoop:
         learner: Learner,
         feed: Feed,
         publishing: Publishing,
-        turns: TrainingTurns,
+        turns: Turns,
         training: Offload,
         rollouts: RolloutLog,
     ) -> None:
@@ -56,19 +57,32 @@ class TrainingLoop:
         every = self._process.pipeline.checkpoint.every_steps
         async with asyncio.TaskGroup() as group:
             upcoming = group.create_task(self._feed.prepare(step))
-            while (batch := await upcoming) is not None:
-                upcoming = group.create_task(self._feed.prepare(StepIndex(step + 1)))
-                if not await self._turns.take():
-                    break
-                async with self._between_steps:
-                    await self._train(batch)
-                step = StepIndex(step + 1)
-                if step % every == 0:
-                    async with self._between_steps:
-                        await self._save(step)
+            if await self._come_up(upcoming):
+                while (batch := await upcoming) is not None:
+                    upcoming = group.create_task(self._feed.prepare(StepIndex(step + 1)))
+                    if not await self._train(batch):
+                        break
+                    step = StepIndex(step + 1)
+                    if step % every == 0:
+                        async with self._between_steps:
+                            await self._save(step)
         async with self._between_steps:
             if step > self._saved_step or step == 0:
                 await self._save(step)
+
+    async def _come_up(self, first_batch: asyncio.Task[PreparedBatch | None]) -> bool:
+        """Moves in for the first time and publishes what there is to start from; False when asked to stop before.
+
+        With a batch at hand, after a restart, the devices are kept until they are asked for again as training.
+        """
+        if not await self._turns.take(Priority.INITIALISATION):
+            return False
+        async with self._between_steps:
+            self._process.progress.moved("publishing the first weights")
+            await self._publishing.publish(Version(self._learner.steps), self._learner.policy.named_tensors())
+        if not first_batch.done():
+            await self._turns.give_back()
+        return True
 
     async def save_afresh(self) -> None:
         """A checkpoint out of turn, and the weights published anew: whatever was wrong with their files is gone."""
@@ -78,18 +92,28 @@ class TrainingLoop:
             await self._publishing.publish(Version(step), self._learner.policy.named_tensors(), durable=True)
             await self._save(step)
 
-    async def _train(self, batch: PreparedBatch) -> None:
-        began = time.monotonic()
-        self._process.progress.moved(f"training step {batch.step}")
-        metrics = await self._training.run(self._learner.step, batch.micro_batches)
-        step_s = time.monotonic() - began
-        await self._turns.give_back()  # before the weights are published: what is published then lies in host memory
-        metrics |= {
-            "step_s": step_s,
-            "wait_s": batch.waited_s,
-            "fetch_s": batch.prepared_s,
-            "turn_s": self._turns.waited_s,
-        }
+    async def _train(self, batch: PreparedBatch) -> bool:
+        """One step, with the turns it needs; False when asked to stop before it began."""
+        began, waited_before_s = time.monotonic(), self._turns.waited_s
+        scores = [Score()] * len(batch.micro_batches)
+        if self._learner.scored_by:
+            if not await self._turns.take(Priority.SCORING):
+                return False
+            self._process.progress.moved(f"scoring step {batch.step}")
+            scores = await self._training.run(self._learner.score, batch.micro_batches)
+        if not await self._turns.take(Priority.TRAINING):
+            return False
+        turn_s = self._turns.waited_s - waited_before_s
+        async with self._between_steps:
+            self._process.progress.moved(f"training step {batch.step}")
+            metrics = await self._training.run(self._learner.step, batch.micro_batches, scores)
+            step_s = time.monotonic() - began - turn_s
+            await self._turns.give_back()  # before the weights are published: what is published then is in host memory
+            metrics |= {"step_s": step_s, "wait_s": batch.waited_s, "fetch_s": batch.prepared_s, "turn_s": turn_s}
+            await self._hand_over(batch, metrics)
+        return True
+
+    async def _hand_over(self, batch: PreparedBatch, metrics: dict[str, float]) -> None:
         self._publishing.offer(Version(batch.step + 1), self._learner.policy.named_tensors())
         await self._client.call(
             AckStep(

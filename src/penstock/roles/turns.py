@@ -1,36 +1,43 @@
-"""Devices to train on: held for the whole run, or only while training when somebody else wants them too.
+"""Devices for a trainer: kept from the start if nobody else wants them, else held for one piece of work at a time.
 
-Between two turns the learner lives in host memory. A turn is given back only when the device memory is proved free.
+A trainer comes up as initialisation, asks the reference as scoring, and steps as training. From one class to the next
+it moves out, gives the devices back and asks for them again in one call: whoever waits in a higher class goes first,
+and nobody else comes in between. Between two turns the learner lives in host memory. Devices are given back only when
+their memory is proved free.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from penstock.config.devices import Placement
 from penstock.control.io.client import ControlClient
-from penstock.errors import PeerLost, RemoteProtocolError, RunFailed
+from penstock.errors import PeerLost, RemoteProtocolError, RunFailed, Transient
 from penstock.records.pool import DeviceId, Priority
 from penstock.roles.process import RoleProcess
 from penstock.runtime.offload import Offload
-from penstock.train.step import Learner
+from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
+from penstock.train.step import PARTS, Learner
 from penstock.wire.messages import AskDevices, CancelDevices, DevicesGranted, NotYet, ReleaseDevices
 
 ASK_FOR_S = 10.0
 PATIENCE_S = 600.0
-"""Training goes before generation, so a turn that does not come for so long will not come."""
-RESIDUE_BYTES = 64 << 20
-"""Device memory that the allocator may keep after a release: caches of libraries, not ours to free."""
+"""Initialisation and training go before generation, so a turn that does not come for so long will not come."""
+SCORE_WITHIN_S = 60.0
+"""Others that train without a pause would keep scoring out for ever: after so long it is asked for as training."""
 
 
 class Resident(Protocol):
     """What occupies the devices during a turn."""
 
-    async def move_in(self) -> None: ...
+    async def move_in(self, work: Priority) -> None:
+        """Takes to the devices what this work needs there."""
+        ...
 
     async def move_out(self) -> int:
         """Returns the bytes of device memory that are still allocated."""
@@ -40,49 +47,76 @@ class Resident(Protocol):
 class LearnerOnTurns:
     """A learner that moves between the host and its device in the thread that trains it."""
 
-    def __init__(self, learner: Learner, device: torch.device, training: Offload) -> None:
+    def __init__(self, learner: Learner, device: torch.device, training: Offload, *, shared: bool) -> None:
+        """On a device of its own it has everything there at once."""
         self._learner = learner
         self._device = device
         self._training = training
+        self._shared = shared
 
-    async def move_in(self) -> None:
-        await self._training.run(self._learner.onload, self._device)
+    async def move_in(self, work: Priority) -> None:
+        parts = PARTS
+        if self._shared:
+            parts = self._learner.scored_by if work is Priority.SCORING else ("policy", "optimizer")
+        await self._training.run(self._learner.onload, self._device, parts)
 
     async def move_out(self) -> int:
         await self._training.run(self._learner.offload)
-        return self._learner.device_bytes()
+        return device_bytes()
 
 
-class TrainingTurns:
+@dataclass(frozen=True, slots=True)
+class Grant:
+    request: int
+    priority: Priority
+
+
+class Turns:
     """Takes and gives back the training devices of one pipeline."""
 
     def __init__(self, process: RoleProcess, client: ControlClient, placement: Placement, resident: Resident) -> None:
         self._process = process
         self._client = client
         self._among = tuple(DeviceId(device) for device in placement.train)
-        self._keeps = not placement.train_is_shared
+        self._shared = placement.train_is_shared
         self._resident = resident
         self._numbers = itertools.count()
-        self._held: int | None = None
+        self._grant: Grant | None = None
         self.waited_s = 0.0
+        """Spent on getting the devices and moving on to them, since the start."""
 
-    async def take(self) -> bool:
-        """Waits for the devices and moves in; False when the process was asked to stop meanwhile."""
-        if self._held is not None:
-            return True
+    async def take(self, work: Priority) -> bool:
+        """Waits for the devices and moves in what this work needs; False when the process was asked to stop meanwhile.
+
+        Devices that are held for other work are given back in the same call.
+        """
         began = time.monotonic()
-        if (number := await self._granted(began)) is None:
-            return False
-        self._process.progress.moved(f"moving on to devices {list(self._among)}")
-        await self._resident.move_in()
-        self._held = number
-        self.waited_s = time.monotonic() - began
+        wanted = work if self._shared or work is Priority.INITIALISATION else Priority.TRAINING
+        if self._grant is not None:
+            if self._shared:
+                await self._move_out()
+            elif self._grant.priority is wanted:
+                return True
+        if self._grant is None or self._grant.priority is not wanted:
+            self._grant = await self._granted(wanted, self._grant)
+            if self._grant is None:
+                return False
+        self._process.progress.moved(f"moving on to devices {list(self._among)} for {work.name.lower()}")
+        await self._resident.move_in(work)
+        self.waited_s += time.monotonic() - began
         return True
 
     async def give_back(self) -> None:
-        """Moves out and lets others have the devices until the next step, if there are others."""
-        if self._held is None or self._keeps:
+        """Moves out and lets others have the devices until the next turn, if there are others."""
+        if self._grant is None or not self._shared:
             return
+        await self._move_out()
+        number, self._grant = self._grant.request, None
+        await self._client.call(
+            ReleaseDevices(pipeline=self._client.pipeline, member=self._client.member, request=number)
+        )
+
+    async def _move_out(self) -> None:
         self._process.progress.moved(f"moving off devices {list(self._among)}")
         left_bytes = await self._resident.move_out()
         if left_bytes > RESIDUE_BYTES:
@@ -91,22 +125,27 @@ class TrainingTurns:
                 f"{self._process.name} still has {left_bytes >> 20} MiB of device memory after moving off devices "
                 f"{list(self._among)}; expected at most {RESIDUE_BYTES >> 20} MiB: it must be started again"
             )
-        number, self._held = self._held, None
-        await self._client.call(
-            ReleaseDevices(pipeline=self._client.pipeline, member=self._client.member, request=number)
-        )
 
-    async def _granted(self, began: float) -> int | None:
-        """The number of the request that was granted; None when the process was asked to stop."""
-        number = next(self._numbers)
+    async def _granted(self, priority: Priority, held: Grant | None) -> Grant | None:
+        """What was granted in exchange for what is held; None when the process was asked to stop."""
+        if priority is Priority.SCORING:
+            try:
+                return await self._asked(priority, SCORE_WITHIN_S, held)
+            except Transient:
+                priority, held = Priority.TRAINING, None
+        return await self._asked(priority, PATIENCE_S, held)
+
+    async def _asked(self, priority: Priority, timeout_s: float, held: Grant | None) -> Grant | None:
+        number, began = next(self._numbers), time.monotonic()
         ask = AskDevices(
             pipeline=self._client.pipeline,
             member=self._client.member,
             request=number,
-            priority=Priority.TRAINING,
+            priority=priority,
             among=self._among,
             count=len(self._among),
-            timeout_s=PATIENCE_S,
+            timeout_s=timeout_s,
+            release=None if held is None else held.request,
             wait_s=ASK_FOR_S,
         )
         cancel = CancelDevices(pipeline=self._client.pipeline, member=self._client.member, request=number)
@@ -114,11 +153,12 @@ class TrainingTurns:
             while not self._process.stop.requested:
                 match await self._client.call(ask):
                     case DevicesGranted():
-                        return number
+                        return Grant(number, priority)
                     case NotYet():
-                        self._process.progress.moved(f"waiting for devices {list(self._among)} to train on")
+                        waited_for = f"devices {list(self._among)} for {priority.name.lower()}"
+                        self._process.progress.moved(f"waiting for {waited_for}")
                         if time.monotonic() - began > PATIENCE_S:
-                            raise RunFailed(f"{self._process.name}: no turn on devices {list(self._among)} came")
+                            raise RunFailed(f"{self._process.name}: no turn came on {waited_for}")
                     case reply:
                         raise RemoteProtocolError(f"the controller answered a request for devices with {reply!r}")
             await self._client.call(cancel)

@@ -104,7 +104,7 @@ class VllmService:
     def resume(self) -> None:
         self.requests.resume()
 
-    def occupy(self, timeout_s: float) -> None:
+    def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
         self.weights.occupy(timeout_s)
 
     def vacate(self, timeout_s: float) -> None:

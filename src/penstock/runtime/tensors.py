@@ -1,8 +1,20 @@
-"""Which tensors of a module are its weights. Trainer and engines must agree on it, or no digest ever matches."""
+"""Which tensors of a module are its weights, and what of a device they occupy.
+
+Trainer and engines must agree on the first, or no digest ever matches; and on the second, or one blames the other.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+
+RESIDUE_BYTES = 64 << 20
+"""Device memory that may stay allocated when all else was taken off: caches of libraries, not ours to free."""
+
+
+def device_bytes() -> int:
+    """Device memory that this process has allocated, whatever for; 0 without a GPU."""
+    return sum(torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count()))
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, cast, get_args
 
 import msgspec
 import numpy as np
@@ -49,8 +49,25 @@ class OptimSettings(msgspec.Struct, frozen=True):
     """Of the order in which environment steps are visited."""
 
 
+Part = Literal["policy", "optimizer", "reference"]
+"""What of a learner can be on a device or on the host by itself."""
+PARTS: tuple[Part, ...] = get_args(Part)
+HOST = torch.device("cpu")
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Log-probabilities of a micro-batch's trained tokens before the step's first update, in host memory."""
+
+    reference_M: Tensor | None = None
+    proximal_M: Tensor | None = None
+
+
 class Learner:
-    """Owns the optimiser. Every step is a function of weights, optimiser state, step number and data alone."""
+    """Owns the optimiser. Every step is a function of weights, optimiser state, step number and data alone.
+
+    A step has two phases that need not share the device: `score` asks the reference, and the policy as it is before the
+    first update; `step` trains the policy.
+    """
 
     def __init__(
         self,
@@ -71,7 +88,6 @@ class Learner:
         self._optim = optim_settings
         self._named = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
-        self._device = self._parameters[0].device
         self._optimizer = torch.optim.AdamW(
             self._parameters,
             lr=optim_settings.learning_rate,
@@ -83,49 +99,83 @@ class Learner:
     def __repr__(self) -> str:
         return f"<Learner {type(self.policy).__name__} after {self.steps} steps, {len(self._parameters)} tensors>"
 
-    def step(self, micro_batches: Sequence[TokenBatch] | Sequence[EpisodeBatch]) -> dict[str, float]:
-        """Train on one batch and return its metrics.
+    @property
+    def scored_by(self) -> tuple[Part, ...]:
+        """What `score` needs on the device; empty when a step compares with nothing but the samples."""
+        needed: list[Part] = []
+        if isinstance(self._loss, TokenLossSettings):
+            if self._several_updates(self._optim.minibatches):
+                needed.append("policy")
+            if self._loss.kl_coefficient:
+                needed.append("reference")
+        return tuple(needed)
+
+    def score(self, micro_batches: Sequence[TokenBatch] | Sequence[EpisodeBatch]) -> list[Score]:
+        """What a step over this batch compares with, one for each micro-batch. Changes nothing."""
+        settings = self._loss
+        if not isinstance(settings, TokenLossSettings):
+            return [Score()] * len(micro_batches)
+        batches = cast("Sequence[TokenBatch]", micro_batches)
+        several = self._several_updates(sum(bool(batch.loss_mask_RT.any()) for batch in batches))
+        proximal = self.policy if several else None
+        reference = self.reference if settings.kl_coefficient else None
+        self.policy.module.train()
+        return [
+            Score(
+                reference_M=_logprobs(batch, reference, settings.temperature),
+                proximal_M=_logprobs(batch, proximal, settings.temperature),
+            )
+            for batch in batches
+        ]
+
+    def step(
+        self,
+        micro_batches: Sequence[TokenBatch] | Sequence[EpisodeBatch],
+        scores: Sequence[Score] | None = None,
+    ) -> dict[str, float]:
+        """Train on one batch and return its metrics. Without `scores` it is scored first.
 
         An empty batch changes nothing but the step number. RunFailed if the loss or the gradient is not finite; the
         weights are then as the last good update left them.
         """
+        if scores is None:
+            scores = self.score(micro_batches)
         rate = self.learning_rate(self.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self.policy.module.train()
         if isinstance(self._loss, TokenLossSettings):
-            metrics = self._token_step(cast("Sequence[TokenBatch]", micro_batches), self._loss)
+            metrics = self._token_step(cast("Sequence[TokenBatch]", micro_batches), scores, self._loss)
         else:
             metrics = self._control_step(cast("Sequence[EpisodeBatch]", micro_batches), self._loss)
         self.steps += 1
         return metrics | {"learning_rate": rate}
 
-    def onload(self, device: torch.device) -> None:
-        """Take weights, reference and optimiser state to a device; they may be on it already."""
-        self._move(device)
+    def onload(self, device: torch.device, parts: Iterable[Part] = PARTS) -> None:
+        """Take these parts to a device; they may be on it already. The others stay where they are."""
+        for part in parts:
+            self._move(part, device)
 
     def offload(self) -> None:
         """Take everything to the host and give the device's memory back, gradients and caches included."""
         self._optimizer.zero_grad(set_to_none=True)
-        self._move(torch.device("cpu"))
+        self.onload(HOST)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def device_bytes(self) -> int:
-        """Device memory that this process has allocated, whatever for; 0 without a GPU."""
-        return sum(torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count()))
+    def _move(self, part: Part, device: torch.device) -> None:
+        if part == "policy":
+            self.policy.module.to(device)  # the parameters stay the same objects: the optimiser knows them by identity
+        elif part == "reference" and self.reference is not None:
+            self.reference.module.to(device)
+        elif part == "optimizer":
+            for entries in self._optimizer.state.values():
+                for key, tensor in entries.items():
+                    if key != "step":  # the optimiser keeps this one on the host
+                        entries[key] = tensor.to(device)
 
-    def _move(self, device: torch.device) -> None:
-        if device == self._device:
-            return
-        for policy in (self.policy, self.reference):
-            if policy is not None:
-                policy.module.to(device)  # the parameters stay the same objects: the optimiser knows them by identity
-        for entries in self._optimizer.state.values():
-            for key, tensor in entries.items():
-                if key != "step":  # the optimiser keeps this one on the host
-                    entries[key] = tensor.to(device)
-        self._device = device
+    def _several_updates(self, batches: int) -> bool:
+        return self._optim.epochs * min(self._optim.minibatches, batches) > 1
 
     def learning_rate(self, step: int) -> float:
         """Of that step."""
@@ -157,25 +207,22 @@ class Learner:
                 key, _, name = entry.partition("/")
                 self._optimizer.state[self._named[name]][key] = tensor.clone()
 
-    def _token_step(self, batches: Sequence[TokenBatch], settings: TokenLossSettings) -> dict[str, float]:
-        prepared = [TokenTensors(batch, self._device) for batch in batches]
-        prepared = [batch for batch in prepared if batch.tokens]
+    def _token_step(
+        self, batches: Sequence[TokenBatch], scores: Sequence[Score], settings: TokenLossSettings
+    ) -> dict[str, float]:
+        module, device = self.policy.module, self._parameters[0].device
+        scored = [(TokenTensors(batch, device), score) for batch, score in zip(batches, scores, strict=True)]
+        prepared = [batch for batch, _ in scored if batch.tokens]
         if not prepared:
             return {"tokens": 0.0, "sequences": 0.0}
-        module = self.policy.module
+        reference = [_on(device, score.reference_M) for batch, score in scored if batch.tokens]
+        proximal = [_on(device, score.proximal_M) for batch, score in scored if batch.tokens]
         updates = min(self._optim.minibatches, len(prepared))
-        single_update = self._optim.epochs * updates == 1
-        proximal: list[Tensor | None] = [None] * len(prepared)
-        reference: list[Tensor | None] = [None] * len(prepared)
-        with torch.no_grad():
-            if not single_update:
-                proximal = [batch.logprobs(module, settings.temperature) for batch in prepared]
-            if self.reference is not None and settings.kl_coefficient:
-                reference = [batch.logprobs(self.reference.module, settings.temperature) for batch in prepared]
+        several = self._several_updates(len(prepared))
         sums: list[Tensor] = []
         grad_norms: list[float] = []
         for epoch in range(self._optim.epochs):
-            order = np.arange(len(prepared)) if single_update else self._order(len(prepared), epoch)
+            order = self._order(len(prepared), epoch) if several else np.arange(len(prepared))
             for chosen in np.array_split(order, updates):
                 tokens = sum(prepared[i].tokens for i in chosen)
                 sequences = sum(prepared[i].sequences for i in chosen)
@@ -212,11 +259,12 @@ class Learner:
             return {"tokens": 0.0, "sequences": 0.0}
         if len(batches) != 1:
             raise RunFailed(f"a gymnasium step takes all its episodes in one batch; {len(batches)} were given")
-        batch = EpisodeTensors(batches[0], network, settings, self._device)
+        device = self._parameters[0].device
+        batch = EpisodeTensors(batches[0], network, settings, device)
         rows: list[Tensor] = []
         grad_norms: list[float] = []
         for epoch in range(self._optim.epochs):
-            order = torch.from_numpy(self._order(batch.steps, epoch)).to(self._device)
+            order = torch.from_numpy(self._order(batch.steps, epoch)).to(device)
             for chosen in order.tensor_split(min(self._optim.minibatches, batch.steps)):
                 loss, metrics = control_loss(batch, chosen, network, settings)
                 loss.backward()
@@ -249,3 +297,16 @@ class Learner:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm
+
+
+def _logprobs(batch: TokenBatch, policy: LanguagePolicy | ControlPolicy | None, temperature: float) -> Tensor | None:
+    """On the host; None if nobody is asked."""
+    if policy is None or not batch.loss_mask_RT.any():
+        return None
+    device = next(policy.module.parameters()).device
+    with torch.no_grad():
+        return TokenTensors(batch, device).logprobs(policy.module, temperature).to(HOST)
+
+
+def _on(device: torch.device, scores_M: Tensor | None) -> Tensor | None:
+    return None if scores_M is None else scores_M.to(device)

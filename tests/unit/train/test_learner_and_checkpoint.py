@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, RunFailed
+from penstock.runtime.tensors import device_bytes
 from penstock.train import checkpoint
 from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings
 from penstock.train.model import GymnasiumPolicy, LanguagePolicy, ModelSpec, TinyLanguageModel, build
@@ -291,20 +292,55 @@ def test_a_learner_that_moved_trains_as_one_that_stayed():
         moved.onload(torch.device("cpu"))
         metrics = moved.step(language_batches(seed))
         moved.offload()
-        assert moved.device_bytes() == 0
+        assert device_bytes() == 0
         assert metrics == stayed.step(language_batches(seed))
     assert all(torch.equal(a, b) for a, b in zip(moved.state().values(), stayed.state().values(), strict=True))
 
 
-def test_a_learner_takes_weights_reference_and_optimiser_along():
+def with_reference(optim: OptimSettings) -> Learner:
     policy, reference = build(LANGUAGE), build(LANGUAGE)
-    assert isinstance(policy, LanguagePolicy)
     assert isinstance(reference, LanguagePolicy)
-    it = Learner(policy, TokenLossSettings(kl_coefficient=0.1), OptimSettings(), reference=reference)
+    return Learner(policy, TokenLossSettings(kl_coefficient=0.1), optim, reference=reference)
+
+
+def whereabouts(it: Learner) -> dict[str, set[str]]:
+    assert it.reference is not None
+    optimiser = {tensor.device.type for name, tensor in it.state().items() if name.startswith("exp_avg")}
+    return {
+        "policy": {tensor.device.type for tensor in it.policy.named_tensors().values()},
+        "optimizer": optimiser,
+        "reference": {tensor.device.type for tensor in it.reference.named_tensors().values()},
+    }
+
+
+def test_the_parts_of_a_learner_move_one_by_one_or_all_at_once():
+    it = with_reference(OptimSettings())
     it.step(language_batches(0))
+    it.onload(torch.device("meta"), ("reference",))
+    assert whereabouts(it) == {"policy": {"cpu"}, "optimizer": {"cpu"}, "reference": {"meta"}}
     it.onload(torch.device("meta"))
-    optimiser = {name: tensor.device.type for name, tensor in it.state().items()}
-    assert {kind for name, kind in optimiser.items() if name.startswith("exp_avg")} == {"meta"}
-    assert {kind for name, kind in optimiser.items() if name.startswith("step")} == {"cpu"}
-    for one in (policy, reference):
-        assert {tensor.device.type for tensor in one.named_tensors().values()} == {"meta"}
+    assert whereabouts(it) == {"policy": {"meta"}, "optimizer": {"meta"}, "reference": {"meta"}}
+    assert {tensor.device.type for name, tensor in it.state().items() if name.startswith("step")} == {"cpu"}
+
+
+@pytest.mark.parametrize("optim", [OptimSettings(), OptimSettings(epochs=2, minibatches=2)])
+def test_scored_in_a_phase_of_its_own_a_step_is_the_same(optim: OptimSettings):
+    apart, at_once = with_reference(optim), with_reference(optim)
+    reference, divergences = apart.reference, []
+    for seed in range(3):
+        scores = apart.score(language_batches(seed))
+        apart.reference = None  # training needs only what it said
+        found = apart.step(language_batches(seed), scores)
+        apart.reference = reference
+        assert found == at_once.step(language_batches(seed))
+        divergences.append(found["kl_reference"])
+    assert max(divergences) > 0, "what was compared with the reference had something to differ by"
+    assert same(tensors(apart), tensors(at_once))
+
+
+def test_what_scoring_needs():
+    assert learner(LANGUAGE, TokenLossSettings(), OptimSettings()).scored_by == ()
+    assert with_reference(OptimSettings()).scored_by == ("reference",)
+    assert with_reference(OptimSettings(minibatches=2)).scored_by == ("policy", "reference")
+    several = learner(CONTROL, ControlLossSettings(), OptimSettings(epochs=2))
+    assert several.scored_by == (), "a control policy compares with the samples alone"

@@ -51,6 +51,8 @@ class GroupRunner:
     ) -> None:
         """To be made on the loop. `interrupt` should make a blocking `generate` of every rank return early."""
         self.settings = settings
+        self.devices: tuple[int, ...] = ()
+        """Of the pool, one for each rank: every rank hears of them with the order to work."""
         self.machine = Lead(settings.bounds.batch_samples, prefetch=settings.prefetch)
         self._interrupt = interrupt
         self._tracing = Tracing(traced)
@@ -177,7 +179,7 @@ class GroupRunner:
         assert command is not None
         manifest, self._manifest = self._manifest, None
         discards, self._discards = tuple(self._discards), []
-        return Orders(command.order, command.leases, command.prefetch, manifest, discards)
+        return Orders(command.order, command.leases, command.prefetch, manifest, discards, self.devices)
 
     async def _heard(self, everybody: Sequence[News]) -> None:
         self._counts.update({rank: news.counts for rank, news in enumerate(everybody) if news.counts is not None})

@@ -65,7 +65,8 @@ class Surroundings(msgspec.Struct):
     """Rank 0 heard of newer weights."""
     discard: Callable[[Sequence[PayloadRef]], Any] = lambda refs: None
     rest: Callable[[], None] = lambda: None
-    wake: Callable[[], None] = lambda: None
+    wake: Callable[[tuple[int, ...]], None] = lambda devices: None
+    """On these devices of the pool, one for each rank."""
     progressed: Callable[[str], None] = lambda doing: None
     traced: Callable[[trace.Trace], None] = lambda told: None
 
@@ -92,6 +93,7 @@ class Lockstep:
         self._leader = leader
         self._preparations = preparations
         self._counts_due = False
+        self._devices: tuple[int, ...] = ()
         self._works: dict[flow.Ticket, Work] = {}
         self._inbox: queue.SimpleQueue[flow.Event | BaseException] = queue.SimpleQueue()
         self._hooks = HookCalls(
@@ -161,6 +163,7 @@ class Lockstep:
             self._around.announced(orders.manifest)
         if orders.discard:
             self._around.discard(orders.discard)
+        self._devices = orders.devices
         first_ticket = self.cadence.held.next_ticket
         effects = deque(self._decide(cadence.Heard(orders.order, orders.leases, orders.prefetch)))
         for ticket in range(first_ticket, self.cadence.held.next_ticket):
@@ -211,7 +214,7 @@ class Lockstep:
             case cadence.Rest():
                 self._around.rest()
             case cadence.Wake():
-                self._around.wake()
+                self._around.wake(self._devices)
             case cadence.Leave():
                 pass
         return ()

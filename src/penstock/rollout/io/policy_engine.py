@@ -33,18 +33,16 @@ class PolicyEngine(ServingEngine):
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
         self.module = module.eval().requires_grad_(False)
-        self.serving = Serving(module, version=version, digest=digest)
-        self.device = next(module.parameters()).device
+        super().__init__(Serving(module, version=version, digest=digest), seed)
         self._acting: Any = module
         self._progressed = progressed
-        self._generator = torch.Generator(device=self.device).manual_seed(seed)
 
     def act(self, observations: np.ndarray, *, greedy: bool = False) -> tuple[np.ndarray, np.ndarray, int, str]:
         """Actions, their log-probabilities in float32, and the version and digest they were drawn with."""
         self._progressed()
         with self.serving.step() as (version, digest), torch.inference_mode():
             rows = torch.from_numpy(observations).to(self.device)
-            actions, logprobs = self._acting.act(rows, self._generator, greedy)
+            actions, logprobs = self._acting.act(rows, self.generator, greedy)
             return actions.cpu().numpy(), logprobs.float().cpu().numpy(), version, digest
 
     def __repr__(self) -> str:

@@ -49,6 +49,8 @@ class Orders(msgspec.Struct, array_like=True):
     """Weights that every rank is to load; said once."""
     discard: tuple[PayloadRef, ...] = ()
     """Payloads, in any rank's ring, that nobody will ask for."""
+    devices: tuple[int, ...] = ()
+    """Of the pool, one for each rank to work on."""
 
 
 class News(msgspec.Struct, array_like=True):

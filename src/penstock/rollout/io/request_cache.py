@@ -31,6 +31,7 @@ class RowCache:
     def __init__(self, model: nn.Module, rows: int, tokens: int) -> None:
         self._rows = rows
         self._tokens = tokens
+        self._model = model
         self._kind = _kind_of(model)
         self._held: Tensor | None = None
         """[layers, keys and values, rows, C, H, D]"""
@@ -111,13 +112,14 @@ class RowCache:
         return self._held
 
     def _empty(self, rows: int, columns: int) -> Tensor:
-        layers, heads, width, dtype, device = self._kind
+        layers, heads, width, dtype = self._kind
+        device = next(self._model.parameters()).device
         # Zeros: a masked column is multiplied by nothing, and nothing times garbage may not be a number.
         return torch.zeros((layers, 2, rows, columns, heads, width), dtype=dtype, device=device)
 
 
-def _kind_of(model: nn.Module) -> tuple[int, int, int, torch.dtype, torch.device]:
-    """Layers, heads, width, type and device of the model's keys and values, as a forward of one token makes them."""
+def _kind_of(model: nn.Module) -> tuple[int, int, int, torch.dtype]:
+    """Layers, heads, width and type of the model's keys and values, as a forward of one token makes them."""
     from transformers import DynamicCache, DynamicLayer
 
     config: Any = model.config
@@ -135,4 +137,4 @@ def _kind_of(model: nn.Module) -> tuple[int, int, int, torch.dtype, torch.device
             f'{sorted(shapes)}; set batching = "static" for it'
         )
     _, heads, _, width = tensors[0].shape
-    return len(plain), heads, width, tensors[0].dtype, device
+    return len(plain), heads, width, tensors[0].dtype

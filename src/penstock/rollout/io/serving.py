@@ -38,7 +38,8 @@ class Serving:
         self._staged: dict[str, Tensor] | None = None
         self._spare: dict[str, Tensor] = {}
         """Memory that the last swap retired: the next version is staged there."""
-        self._awake_device = next(module.parameters()).device
+        self.device = next(module.parameters()).device
+        """Where it serves, or will when it is woken."""
 
     @property
     def state(self) -> str:
@@ -118,7 +119,7 @@ class Serving:
                 # Staged and live tensors can be apart if the engine went to sleep or woke in between.
                 parameters[name].data = tensor.to(parameters[name].device)
             # Host memory is slow to get afresh (each page is zeroed); device memory comes from a pool.
-            self._spare = retired if self._awake_device.type == "cpu" else {}
+            self._spare = retired if self.device.type == "cpu" else {}
             self._staged = None
             self._torn = False
             self.version, self.digest = version, digest
@@ -145,15 +146,15 @@ class Serving:
             self._asleep = True
             for drop_cache in list(self._droppable.values()):
                 drop_cache()
-            if self._awake_device.type != "cpu":
+            if self.device.type != "cpu":
                 self.module.to("cpu")
                 torch.cuda.empty_cache()
 
-    def wake(self, timeout_s: float = 60.0) -> None:
-        """Goes on after `sleep`; a no-op when awake."""
+    def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:
+        """Goes on after `sleep`, where it was or on another device; a no-op when awake there."""
         with self._change(timeout_s):
-            if self._asleep and self._awake_device.type != "cpu":
-                self.module.to(self._awake_device)
+            self.device = device or self.device
+            self.module.to(self.device)
             self._asleep = False
 
     def _may_step(self) -> bool:
@@ -207,7 +208,22 @@ class Serving:
 class ServingEngine:
     """What all engines share: their weights are changed through `serving`, and only there."""
 
-    serving: Serving
+    def __init__(self, serving: Serving, seed: int) -> None:
+        self.serving = serving
+        self._generator = torch.Generator(device=serving.device).manual_seed(seed)
+
+    @property
+    def device(self) -> torch.device:
+        """See `Serving.device`."""
+        return self.serving.device
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Of random numbers, on the device; another device means another seed, so that nothing is drawn twice."""
+        if self._generator.device != self.device:
+            seed = self._generator.initial_seed() + 1
+            self._generator = torch.Generator(device=self.device).manual_seed(seed)
+        return self._generator
 
     @property
     def version(self) -> int:
@@ -241,6 +257,6 @@ class ServingEngine:
         """See `Serving.sleep`: what is in flight stands still, and goes on from its kept tokens after `wake`."""
         self.serving.sleep(timeout_s)
 
-    def wake(self, timeout_s: float = 60.0) -> None:
+    def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:
         """See `Serving.wake`."""
-        self.serving.wake(timeout_s)
+        self.serving.wake(timeout_s, device)

@@ -33,13 +33,11 @@ class SamplingEngine(ServingEngine):
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.serving = Serving(model, version=version, digest=digest)
-        self.device = next(model.parameters()).device
+        super().__init__(Serving(model, version=version, digest=digest), seed)
         self.pad_id = pad_id
         config: Any = getattr(model, "config", None)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._progressed = progressed
-        self._generator = torch.Generator(device=self.device).manual_seed(seed)
         self._interrupted = threading.Event()
 
     def interrupt(self) -> None:
@@ -66,7 +64,7 @@ class SamplingEngine(ServingEngine):
         if sampling.greedy:
             tokens_B1 = logprobs_BV.argmax(-1, keepdim=True)
         else:
-            tokens_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=self._generator)
+            tokens_B1 = torch.multinomial(logprobs_BV.exp(), 1, generator=self.generator)
         return tokens_B1, logprobs_BV.gather(-1, tokens_B1)
 
     def completion(
