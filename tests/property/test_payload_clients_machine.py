@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from penstock.errors import InvalidTransition, RemoteProtocolError
 from penstock.payload.exchange import (
+    REFERENCE,
     REQUEST,
     STATUS,
     BodySent,
@@ -186,10 +187,10 @@ TestRetry = RetryMachine.TestCase
 TestRetry.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 REF = PayloadRef("ring", 77, 3, 9, 1000, 5)
-CONSUME = consume([REF])[: REQUEST.size]
+CONSUME, REFERENCES = consume([REF])[: REQUEST.size], consume([REF])[REQUEST.size :]
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.binary(max_size=60).map(Received),
-    st.sampled_from([hello("secret"), read(REF), consume([]), CONSUME]).map(Received),
+    st.sampled_from([hello("secret"), read(REF), CONSUME, REFERENCES]).map(Received),
     st.binary(min_size=REQUEST.size, max_size=REQUEST.size).map(Received),
     st.just(SlotTaken(1000)),
     st.just(SlotRefused(Code.STALE, "gone")),
@@ -204,7 +205,6 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
 def test_a_slot_taken_is_released_exactly_once_and_consumed_only_on_demand(events: list[Event]) -> None:
     exchange = ServerExchange("secret", "ring", 77, 0.0)
     held = False
-    said: set[PayloadRef] = set()
     for event in events:
         if isinstance(event, Received) and len(event.data) != exchange.expects_bytes:
             continue  # the carrier hands over exactly what was asked for
@@ -214,16 +214,15 @@ def test_a_slot_taken_is_released_exactly_once_and_consumed_only_on_demand(event
             continue
         if isinstance(event, SlotTaken):
             held = True
-        if isinstance(event, Received) and event.data[:1] == CONSUME[:1] and len(event.data) == REQUEST.size:
-            said.add(PayloadRef("ring", *REQUEST.unpack(event.data)[1:]))
         for effect in effects:
             if isinstance(effect, ReleaseSlot):
                 assert held
                 held = False
             if isinstance(effect, ConsumeSlots):
                 assert not held
-                assert set(effect.refs) <= said
-                said.clear()
+                assert isinstance(event, Received)
+                said = [PayloadRef("ring", *one) for one in REFERENCE.iter_unpack(event.data)]
+                assert list(effect.refs) == said
             if isinstance(effect, TakeSlot):
                 assert not held
             if isinstance(effect, SendBody):

@@ -4,8 +4,7 @@
             ──read──▶      which payload, named as exactly as a reference names it
             ◀──status──    here it comes, or why not
             ◀──body──      the client checks its digest
-            ──consume──▶   when it has used the payload, on any connection: many of these, and after them
-            ──confirm──▶
+            ──consume──▶   when it has used payloads, on any connection: how many, and which
             ◀──status──    all of them were freed
 
 The server's half is `ServerExchange`. It takes a slot per read and ends that attempt exactly once, by releasing it:
@@ -20,22 +19,26 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
+
+import msgspec
 
 from penstock.errors import InvalidTransition, RemoteProtocolError
 from penstock.records.payload import PayloadRef
 
 MAGIC = b"PSTK"
-VERSION = 2
+VERSION = 3
 HELLO = struct.Struct("<4sB3x32s")
 REQUEST = struct.Struct("<B7xQQQQQ")
+REFERENCE = struct.Struct("<QQQQQ")
+"""epoch, slot, generation, length, digest: the fields of a read, and each of the payloads after a consume."""
 STATUS = struct.Struct("<B7xQ")
-READ, CONSUME, CONFIRM = 1, 2, 3
+READ, CONSUME = 1, 2
 MAX_TEXT_BYTES = 1024
 MAX_CONSUMED = 1024
-"""Between two confirmations."""
+"""By one request."""
 
 
 class Code(IntEnum):
@@ -51,39 +54,40 @@ class Code(IntEnum):
 class ExchangeState(IntEnum):
     AWAITING_HELLO = 0
     AWAITING_REQUEST = 1
-    TAKING = 2
-    SENDING = 3
-    CONSUMING = 4
-    CLOSED = 5
+    AWAITING_REFERENCES = 2
+    TAKING = 3
+    SENDING = 4
+    CONSUMING = 5
+    CLOSED = 6
 
 
 # Events
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True):
     """Exactly the bytes that `ServerExchange.expects_bytes` asked for."""
 
     data: bytes
 
 
-class SlotTaken(NamedTuple):
+class SlotTaken(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class SlotRefused(NamedTuple):
+class SlotRefused(msgspec.Struct, frozen=True):
     code: Code
     reason: str
 
 
-class BodySent(NamedTuple):
-    pass
+class BodySent(msgspec.Struct, frozen=True):
+    """All of it was handed to the wire."""
 
 
-class SlotsConsumed(NamedTuple):
+class SlotsConsumed(msgspec.Struct, frozen=True):
     """All of them, or they were gone already."""
 
 
-class ConnectionFailed(NamedTuple):
+class ConnectionFailed(msgspec.Struct, frozen=True):
     """Closed, reset, or past the deadline."""
 
     reason: str
@@ -94,29 +98,29 @@ Event = Received | SlotTaken | SlotRefused | BodySent | SlotsConsumed | Connecti
 # Effects
 
 
-class TakeSlot(NamedTuple):
+class TakeSlot(msgspec.Struct, frozen=True):
     ref: PayloadRef
 
 
-class SendBody(NamedTuple):
+class SendBody(msgspec.Struct, frozen=True):
     """The status, and the whole body of the slot that was taken right after it."""
 
     header: bytes
 
 
-class ReleaseSlot(NamedTuple):
+class ReleaseSlot(msgspec.Struct, frozen=True):
     """The attempt has ended, well or not."""
 
 
-class ConsumeSlots(NamedTuple):
+class ConsumeSlots(msgspec.Struct, frozen=True):
     refs: tuple[PayloadRef, ...]
 
 
-class SendStatus(NamedTuple):
+class SendStatus(msgspec.Struct, frozen=True):
     data: bytes
 
 
-class CloseConnection(NamedTuple):
+class CloseConnection(msgspec.Struct, frozen=True):
     reason: str
 
 
@@ -126,10 +130,10 @@ TRANSITIONS: dict[tuple[ExchangeState, str], tuple[ExchangeState, ...]] = {
     (ExchangeState.AWAITING_HELLO, "Received"): (ExchangeState.AWAITING_REQUEST, ExchangeState.CLOSED),
     (ExchangeState.AWAITING_REQUEST, "Received"): (
         ExchangeState.TAKING,
-        ExchangeState.AWAITING_REQUEST,
-        ExchangeState.CONSUMING,
+        ExchangeState.AWAITING_REFERENCES,
         ExchangeState.CLOSED,
     ),
+    (ExchangeState.AWAITING_REFERENCES, "Received"): (ExchangeState.CONSUMING,),
     (ExchangeState.TAKING, "SlotTaken"): (ExchangeState.SENDING,),
     (ExchangeState.TAKING, "SlotRefused"): (ExchangeState.AWAITING_REQUEST,),
     (ExchangeState.SENDING, "BodySent"): (ExchangeState.AWAITING_REQUEST,),
@@ -162,39 +166,37 @@ class ServerExchange:
         self._epoch = epoch
         self._limits = limits or ExchangeLimits()
         self.state = ExchangeState.AWAITING_HELLO
+        self.expects_bytes = HELLO.size
+        """How many bytes the client owes now; 0 while it is our turn."""
         self.deadline = now + self._limits.hello_s
         """When the thing that is waited for must be complete."""
         self.served = 0
         """Bodies sent completely."""
-        self._used: list[PayloadRef] = []
-        """To be consumed when the client wants it confirmed."""
 
     def __repr__(self) -> str:
         return f"<ServerExchange {self.state.name} until {self.deadline:.3f}, {self.served} served>"
-
-    @property
-    def expects_bytes(self) -> int:
-        """How many bytes the client owes now; 0 while it is our turn."""
-        return _EXPECTED_BYTES.get(self.state, 0)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if (self.state, type(event).__name__) not in TRANSITIONS:
             raise InvalidTransition(f"{type(event).__name__} came while {self.state.name}")
         if isinstance(event, Received):
-            if self.state is ExchangeState.AWAITING_HELLO:
-                return self._greet(event.data, now)
-            return self._request(event.data, now)
+            if self.state is ExchangeState.AWAITING_REQUEST:
+                return self._request(event.data, now)
+            if self.state is ExchangeState.AWAITING_REFERENCES:
+                self._enter(ExchangeState.CONSUMING)
+                return [ConsumeSlots(tuple(PayloadRef(self._ring, *one) for one in REFERENCE.iter_unpack(event.data)))]
+            return self._greet(event.data, now)
         if isinstance(event, SlotTaken):
-            limit_s = self._limits.send_s + event.size_bytes / self._limits.send_bytes_per_s
-            self._enter(ExchangeState.SENDING, now + limit_s)
+            self._enter(ExchangeState.SENDING)
+            self.deadline = now + self._limits.send_s + event.size_bytes / self._limits.send_bytes_per_s
             return [SendBody(STATUS.pack(Code.OK, event.size_bytes))]
-        if isinstance(event, SlotRefused):
-            self._await_request(now)
-            return [SendStatus(_refusal(event.code, event.reason))]
         if isinstance(event, BodySent):
             self.served += 1
             self._await_request(now)
             return [ReleaseSlot()]
+        if isinstance(event, SlotRefused):
+            self._await_request(now)
+            return [SendStatus(_refusal(event.code, event.reason))]
         if isinstance(event, SlotsConsumed):
             self._await_request(now)
             return [SendStatus(STATUS.pack(Code.OK, 0))]
@@ -213,38 +215,28 @@ class ServerExchange:
         return []
 
     def _request(self, data: bytes, now: float) -> list[Effect]:
-        kind, epoch, slot, generation, size_bytes, digest = REQUEST.unpack(data)
-        ref = PayloadRef(self._ring, epoch, slot, generation, size_bytes, digest)
+        kind, *fields = REQUEST.unpack(data)
         if kind == READ:
-            self.state = ExchangeState.TAKING
-            return [TakeSlot(ref)]
-        if kind == CONSUME and len(self._used) < MAX_CONSUMED:
-            self._used.append(ref)
-            self._await_request(now)
+            self._enter(ExchangeState.TAKING)
+            return [TakeSlot(PayloadRef(self._ring, *fields))]
+        if kind == CONSUME and 0 < fields[0] <= MAX_CONSUMED:
+            self._enter(ExchangeState.AWAITING_REFERENCES, fields[0] * REFERENCE.size)
+            self.deadline = now + self._limits.idle_s
             return []
-        if kind == CONFIRM:
-            self.state = ExchangeState.CONSUMING
-            used, self._used = self._used, []
-            return [ConsumeSlots(tuple(used))]
-        return self._close("too much to consume at once" if kind == CONSUME else f"unknown request {kind}")
+        return self._close(f"unknown request {kind}" if kind != CONSUME else f"{fields[0]} payloads to consume at once")
 
     def _await_request(self, now: float) -> None:
-        self._enter(ExchangeState.AWAITING_REQUEST, now + self._limits.idle_s)
+        self._enter(ExchangeState.AWAITING_REQUEST, REQUEST.size)
+        self.deadline = now + self._limits.idle_s
 
-    def _enter(self, state: ExchangeState, deadline: float) -> None:
+    def _enter(self, state: ExchangeState, expects_bytes: int = 0) -> None:
         self.state = state
-        self.deadline = deadline
+        self.expects_bytes = expects_bytes
 
     def _close(self, reason: str) -> list[Effect]:
         effects: list[Effect] = [ReleaseSlot()] if self.state is ExchangeState.SENDING else []
-        self.state = ExchangeState.CLOSED
+        self._enter(ExchangeState.CLOSED)
         return [*effects, CloseConnection(reason)]
-
-
-_EXPECTED_BYTES = {
-    ExchangeState.AWAITING_HELLO: HELLO.size,
-    ExchangeState.AWAITING_REQUEST: REQUEST.size,
-}
 
 
 def hello(token: str) -> bytes:
@@ -254,16 +246,19 @@ def hello(token: str) -> bytes:
 
 def read(ref: PayloadRef) -> bytes:
     """The request for one payload; its answer is parsed by `parse_status`."""
-    return _request(READ, ref)
+    return REQUEST.pack(READ, *_fields(ref))
 
 
-def consume(refs: Iterable[PayloadRef]) -> bytes:
-    """That these payloads were used, and the wish to hear when all of them are freed."""
-    return b"".join([*(_request(CONSUME, ref) for ref in refs), REQUEST.pack(CONFIRM, 0, 0, 0, 0, 0)])
+def consume(refs: Sequence[PayloadRef]) -> bytes:
+    """That these payloads, 1 to `MAX_CONSUMED`, were used; the answer comes when all of them are freed."""
+    return REQUEST.pack(CONSUME, len(refs), 0, 0, 0, 0) + b"".join(REFERENCE.pack(*_fields(ref)) for ref in refs)
 
 
-def _request(kind: int, ref: PayloadRef) -> bytes:
-    return REQUEST.pack(kind, ref.epoch, ref.slot, ref.generation, ref.size_bytes, ref.digest)
+def _fields(ref: PayloadRef) -> tuple[int, int, int, int, int]:
+    return ref.epoch, ref.slot, ref.generation, ref.size_bytes, ref.digest
+
+
+_CODES = {int(code): code for code in Code}
 
 
 class Status(NamedTuple):
@@ -275,10 +270,9 @@ class Status(NamedTuple):
 def parse_status(raw: bytes | bytearray | memoryview, size_bytes: int) -> Status:
     """Read a status that comes before a body of `size_bytes`; no length that was not expected allocates anything."""
     number, length = STATUS.unpack(raw)
-    try:
-        code = Code(number)
-    except ValueError:
-        raise RemoteProtocolError(f"server answered with unknown status {number}") from None
+    code = _CODES.get(number)
+    if code is None:
+        raise RemoteProtocolError(f"server answered with unknown status {number}")
     if code is Code.OK and length != size_bytes:
         raise RemoteProtocolError(f"server announced a body of {length} bytes, the reference says {size_bytes}")
     if code is not Code.OK and length > MAX_TEXT_BYTES:

@@ -6,7 +6,6 @@ from collections import deque
 
 from penstock.errors import Stale
 from penstock.payload.exchange import (
-    REQUEST,
     CloseConnection,
     Code,
     ConnectionFailed,
@@ -46,9 +45,11 @@ class Session:
         self._watch()
 
     def request(self, data: bytes) -> None:
-        """One or several requests that arrived together."""
-        for start in range(0, len(data), REQUEST.size):
-            self.tell(Received(data[start : start + REQUEST.size]))
+        """A request and whatever arrived together with it."""
+        while data:
+            count = self.exchange.expects_bytes or len(data)
+            self.tell(Received(data[:count]))
+            data = data[count:]
 
     def close(self, reason: str = "closed by the client") -> None:
         self.tell(ConnectionFailed(reason))

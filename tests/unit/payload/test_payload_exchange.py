@@ -41,14 +41,14 @@ from penstock.records.payload import PayloadRef
 
 REF = PayloadRef("ring", 77, 3, 9, 1000, 0xABCDEF)
 LIMITS = ExchangeLimits(hello_s=1, idle_s=10, send_s=2, send_bytes_per_s=1000)
-CONSUME, CONFIRM = consume([REF])[: REQUEST.size], consume([REF])[REQUEST.size :]
+CONSUME, REFERENCES = consume([REF])[: REQUEST.size], consume([REF])[REQUEST.size :]
 STORY: list[Event] = [
     Received(hello("secret")),
     Received(read(REF)),
     SlotTaken(1000),
     BodySent(),
     Received(CONSUME),
-    Received(CONFIRM),
+    Received(REFERENCES),
     SlotsConsumed(),
 ]
 
@@ -104,30 +104,30 @@ def test_whatever_fails_a_held_slot_is_released_once(events: int) -> None:
         exchange.handle(ConnectionFailed("again"), 100.0)
 
 
-@pytest.mark.parametrize("events", [1, 4, 5])
+@pytest.mark.parametrize("events", [1, 4, 7])
 def test_a_client_may_say_on_any_connection_and_more_than_once_that_it_is_done(events: int) -> None:
     exchange = server(events)
     for _ in range(2):
-        assert exchange.handle(Received(CONSUME), 100.0) == []
-    (effect,) = exchange.handle(Received(CONFIRM), 100.0)
-    assert isinstance(effect, ConsumeSlots)
-    assert set(effect.refs) == {REF}
-    exchange.handle(SlotsConsumed(), 100.0)
-    assert exchange.handle(Received(CONFIRM), 100.0) == [ConsumeSlots(())]
+        said = consume([REF, REF])
+        assert exchange.handle(Received(said[: exchange.expects_bytes]), 100.0) == []
+        assert exchange.expects_bytes == len(said) - REQUEST.size
+        assert exchange.handle(Received(said[REQUEST.size :]), 100.0) == [ConsumeSlots((REF, REF))]
+        exchange.handle(SlotsConsumed(), 100.0)
 
 
-def test_a_client_that_wants_to_be_remembered_too_much_is_turned_away() -> None:
+def test_a_consume_is_of_one_payload_or_more_and_bounded() -> None:
     exchange = server(1)
-    for _ in range(MAX_CONSUMED):
-        assert exchange.handle(Received(CONSUME), 100.0) == []
-    assert isinstance(exchange.handle(Received(CONSUME), 100.0)[0], CloseConnection)
+    assert exchange.handle(Received(consume([REF] * MAX_CONSUMED)[: REQUEST.size]), 100.0) == []
+    for refs in ([], [REF] * (MAX_CONSUMED + 1)):
+        (effect,) = server(1).handle(Received(consume(refs)[: REQUEST.size]), 100.0)
+        assert effect == CloseConnection(f"{len(refs)} payloads to consume at once")
 
 
 def test_a_consumption_that_failed_is_never_confirmed() -> None:
     exchange = server(6)
     assert exchange.handle(ConnectionFailed("could not consume"), 100.0) == [CloseConnection("could not consume")]
     with pytest.raises(InvalidTransition):
-        exchange.handle(Received(CONFIRM), 100.0)
+        exchange.handle(SlotsConsumed(), 100.0)
 
 
 def test_a_refused_slot_leaves_the_connection_usable() -> None:
@@ -143,7 +143,8 @@ def test_an_unknown_request_closes() -> None:
 
 
 def test_an_event_out_of_place_is_a_bug() -> None:
-    for events, event in ((0, BodySent()), (1, SlotTaken(1)), (3, Received(CONSUME)), (4, BodySent())):
+    misplaced = [(0, BodySent()), (1, SlotTaken(1)), (3, Received(CONSUME)), (4, BodySent()), (6, Received(CONSUME))]
+    for events, event in misplaced:
         with pytest.raises(InvalidTransition):
             server(events).handle(event, 100.0)
 
