@@ -57,6 +57,9 @@ class RingReader:
         self._mapping = mapping
         self._reader = reader
         self._verify = verify and mapping.header.digests
+        self.name = mapping.path.name
+        self.epoch = mapping.header.epoch
+        self._slots = mapping.header.slots
         self.leases = 0
         """Read attempts not yet finalised."""
 
@@ -76,41 +79,42 @@ class RingReader:
             raise
 
     def __repr__(self) -> str:
-        return (
-            f"<RingReader {self._mapping.path.name} as {self._mapping.reader_name(self._reader)}, {self.leases} leases>"
-        )
-
-    @property
-    def name(self) -> str:
-        return self._mapping.path.name
-
-    @property
-    def epoch(self) -> int:
-        return self._mapping.header.epoch
+        return f"<RingReader {self.name} as {self._mapping.reader_name(self._reader)}, {self.leases} leases>"
 
     def take(self, ref: PayloadRef) -> Lease:
         """Begin to read exactly what `ref` names, superseding an attempt that is still going on.
 
         `Stale` when it is gone for good: consumed, discarded, overwritten, or damaged (the digest does not match).
         """
-        (taken,) = self.take_all([ref])
+        if not self._is_ours(ref):
+            raise self._foreign(ref)
+        self._mapping.lock(ref.slot)
+        try:
+            taken = self._take(ref)
+        finally:
+            self._mapping.unlock(ref.slot)
+        if self._verify:
+            taken = self._verified(taken)
         if isinstance(taken, Stale):
             raise taken
         return taken
 
     def take_all(self, refs: Sequence[PayloadRef]) -> list[Lease | Stale]:
         """The same for several payloads: for each its lease, or why it is gone."""
-        first, count = self._lock([ref.slot for ref in refs if self._is_ours(ref)])
+        ours = [ref.slot for ref in refs if self._is_ours(ref)]
+        if not ours:
+            return [self._foreign(ref) for ref in refs]
+        first, count = self._lock(ours)
         try:
-            taken = [self._take(ref) for ref in refs]
+            taken = [self._take(ref) if self._is_ours(ref) else self._foreign(ref) for ref in refs]
         finally:
             self._mapping.unlock(first, count)
-        if self._verify:
-            taken = [self._verified(lease) if isinstance(lease, Lease) else lease for lease in taken]
-        return taken
+        return [self._verified(one) for one in taken] if self._verify else taken
 
     def finalise(self, leases: Sequence[Lease], action: Finalisation) -> int:
         """End read attempts; how many of them no longer owned their payload, so that nothing was changed."""
+        if not leases:
+            return 0
         mapping = self._mapping
         orphans = 0
         attempts = [(lease.ref.slot, lease.end(action)) for lease in leases]
@@ -130,9 +134,11 @@ class RingReader:
 
     def consume(self, refs: Iterable[PayloadRef]) -> int:
         """Free payloads of which a complete, checked copy was used; how many were still there."""
+        ours = [ref for ref in refs if self._is_ours(ref)]
+        if not ours:
+            return 0
         mapping = self._mapping
         freed = 0
-        ours = [ref for ref in refs if self._is_ours(ref)]
         first, count = self._lock([ref.slot for ref in ours])
         try:
             for ref in ours:
@@ -162,13 +168,14 @@ class RingReader:
         mapping.close()
 
     def _is_ours(self, ref: PayloadRef) -> bool:
-        header = self._mapping.header
-        return ref.ring == self.name and ref.epoch == header.epoch and 0 <= ref.slot < header.slots
+        return ref.epoch == self.epoch and ref.ring == self.name and 0 <= ref.slot < self._slots
+
+    def _foreign(self, ref: PayloadRef) -> Stale:
+        return Stale(f"the reference (slot {ref.slot}, epoch {ref.epoch}) is not one of ring {self.name}")
 
     def _take(self, ref: PayloadRef) -> Lease | Stale:
+        """Of a reference of this ring, whose slot is locked."""
         mapping = self._mapping
-        if not self._is_ours(ref):
-            return Stale(f"the reference (slot {ref.slot}, epoch {ref.epoch}) is not one of ring {self.name}")
         try:
             attempt = slots.take(mapping.load(ref.slot), ref.generation, self._reader)
         except Stale as error:
@@ -183,15 +190,15 @@ class RingReader:
         self.leases += 1
         return Lease(self, ref, attempt, mapping.view(offset, size_bytes))
 
-    def _verified(self, lease: Lease) -> Lease | Stale:
-        if xxhash.xxh3_64_intdigest(lease.view) == lease.ref.digest:
-            return lease
-        lease.consumed()
-        return Stale(f"payload in slot {lease.ref.slot} of ring {self.name} is corrupt: its digest does not match")
+    def _verified(self, taken: Lease | Stale) -> Lease | Stale:
+        if isinstance(taken, Stale) or xxhash.xxh3_64_intdigest(taken.view) == taken.ref.digest:
+            return taken
+        taken.consumed()
+        return Stale(f"payload in slot {taken.ref.slot} of ring {self.name} is corrupt: its digest does not match")
 
     def _lock(self, numbers: Sequence[int]) -> tuple[int, int]:
         """Lock all slots from the lowest to the highest of `numbers`; what to unlock."""
-        first = min(numbers, default=0)
-        count = max(numbers, default=0) - first + 1
+        first = min(numbers)
+        count = max(numbers) - first + 1
         self._mapping.lock(first, count)
         return first, count
