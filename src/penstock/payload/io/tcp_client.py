@@ -13,8 +13,8 @@ from penstock.payload.io.timed_socket import TimedSocket
 from penstock.payload.io.wire_client import Broken
 from penstock.payload.ports import Fault
 
-CHUNK_BYTES = 1 << 18
-"""Received and hashed piece by piece, so that the hash finds the bytes still in the cache."""
+CHUNK_BYTES = 1 << 20
+"""At most so much is received before it is hashed, so that the hash finds the bytes still in the cache."""
 
 
 class TcpWire:
@@ -48,28 +48,28 @@ class TcpConnection:
         self._peer = peer
         self._unsaid = hello
         """Goes out together with the first request."""
-        self._body = memoryview(bytearray())
+        self._status = bytearray(STATUS.size)
+        self._body = memoryview(b"")
         self._arrived = 0
         """Of the present answer, status included."""
 
-    def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes:
+    def ask(self, request: bytes, body: memoryview, deadline: float) -> bytearray:
         self._body, self._arrived = body, 0
-        status = bytearray(STATUS.size)
         try:
             self._peer.send(deadline, self._unsaid + request)
             self._unsaid = b""
+            # Status and body in one system call, if they are there: all of a small payload.
+            self._count(self._peer.receive_into(deadline, self._status, body[:CHUNK_BYTES]))
             while self._arrived < STATUS.size:
-                # Status and body in one system call, if they are there: all of a small payload.
-                views = [memoryview(status)[self._arrived :], body[:CHUNK_BYTES]]
-                self._count(self._peer.receive_into_all(deadline, views))
+                rest = memoryview(self._status)[self._arrived :]
+                self._count(self._peer.receive_into(deadline, rest))
         except OSError as error:
             raise self._broken(error) from error
-        return bytes(status)
+        return self._status
 
     def receive_body(self, deadline: float, hasher: xxhash.xxh3_64 | None) -> None:
-        at = 0
         body = self._body
-        end = self._arrived - STATUS.size
+        at, end = 0, self._arrived - STATUS.size
         try:
             while True:
                 if hasher is not None:

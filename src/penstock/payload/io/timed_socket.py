@@ -48,18 +48,11 @@ class TimedSocket:
             except BlockingIOError:
                 self._limits_s[socket.SO_RCVTIMEO] = float("inf")
 
-    def receive_into(self, deadline: float, view: memoryview) -> int:
-        """Fill all of `view` if nothing goes wrong: how many bytes have come, 0 when the other side has closed."""
-        while True:
-            self._limit(socket.SO_RCVTIMEO, deadline)
-            try:
-                # The kernel fills the whole of it before it wakes us.
-                return self._connection.recv_into(view, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                self._limits_s[socket.SO_RCVTIMEO] = float("inf")
+    def receive_into(self, deadline: float, *views: bytearray | memoryview) -> int:
+        """Fill `views` one after the other with what has come, at least one byte: how many there were.
 
-    def receive_into_all(self, deadline: float, views: list[memoryview]) -> int:
-        """Fill `views` one after the other with what has come, at least one byte: how many there were, or 0."""
+        0 when the other side has closed.
+        """
         while True:
             self._limit(socket.SO_RCVTIMEO, deadline)
             try:

@@ -38,7 +38,7 @@ class Connection(Protocol):
         """Nothing is left on the way to us, as far as one can tell from here."""
         ...
 
-    def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes:
+    def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes | bytearray:
         """Send a request; the status that answers it. A body, if one follows, will come into `body`."""
         ...
 
