@@ -14,8 +14,9 @@ from penstock.config.check import check_environment
 from penstock.config.load import dump, load
 from penstock.config.run import Config
 from penstock.errors import ConfigError
-from penstock.launch.local import Outcome, Supervisor, exclusive
+from penstock.launch.local import LocalPlacer
 from penstock.launch.summary import print_summary
+from penstock.launch.supervisor import Outcome, Supervisor, exclusive
 from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
 from penstock.runtime.rundir import RunDir, write_atomically
@@ -74,4 +75,4 @@ async def _supervise(run: RunDir, config: Config, console: Console) -> Outcome:
     view = TerminalView(console, str(run.root)) if console.is_terminal else PlainView(console)
     stop = ShutdownSignal()
     stop.install()
-    return await Supervisor(run, config, view, stop).run()
+    return await Supervisor(run, config, LocalPlacer(run, config), view, stop).run()

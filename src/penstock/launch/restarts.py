@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.launch.processes import ProcessSpec
 from penstock.runtime.process import exit_cause
 from penstock.runtime.rundir import NO_SPACE
 
@@ -19,6 +20,14 @@ FULL_DISK = (
 )
 CRASHES_AT_START = 3
 """A process that never lived for `STEADY_S` gets so many tries: a crash at start is rarely bad luck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended: by itself or by a signal; or what became of the place it ran in, if that was lost."""
+
+    exit_code: int
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +60,12 @@ class RestartPolicy:
     restarts: int = 0
     quick_crashes: int = field(default=0)
 
-    def ended(self, exit_code: int, lived_s: float, last_words: Mapping[str, Any] | None) -> Verdict:
-        if exit_code == 0:
+    def ended(self, ended: Ended, lived_s: float, last_words: Mapping[str, Any] | None) -> Verdict:
+        if ended.exit_code == 0:
             return Finished()
-        if exit_code == NO_SPACE:
+        if ended.exit_code == NO_SPACE:
             return FailTheRun(f"{self.process}: {FULL_DISK}")
-        why = describe_exit(exit_code, last_words)
+        why = describe_exit(ended, last_words)
         if last_words is not None and last_words["kind"] in ("ConfigError", "RunFailed"):
             return FailTheRun(f"{self.process}: {last_words['message']}", last_words["kind"] == "ConfigError")
         self.quick_crashes = self.quick_crashes + 1 if lived_s < STEADY_S else 1
@@ -69,7 +78,14 @@ class RestartPolicy:
         return RestartAfter(delay_s, why.splitlines()[0])  # the log has the rest
 
 
-def describe_exit(exit_code: int, last_words: Mapping[str, Any] | None) -> str:
+def without_place(spec: ProcessSpec, why: str, running_beside: Sequence[str]) -> FailTheRun | RestartAfter:
+    """What to do about a process for which there is no place: others may do its work for as long as it takes."""
+    if running_beside:
+        return RestartAfter(LONGEST_BACKOFF_S, f"no place for it: {why}")
+    return FailTheRun(f"{spec.name} cannot be started: {why}")
+
+
+def describe_exit(ended: Ended, last_words: Mapping[str, Any] | None) -> str:
     if last_words is not None:
         return f"{last_words['kind']}: {last_words['message']}"
-    return exit_cause(exit_code)
+    return ended.lost or exit_cause(ended.exit_code)

@@ -1,0 +1,82 @@
+"""The processes of a run: which there are, and how each is started, whoever starts it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config.run import Config
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process of the run. `wave` orders the end: lower waves are told to stop first.
+
+    The run goes on without one that is not `vital`.
+    """
+
+    name: str
+    role: str
+    arguments: tuple[str, ...]
+    threads: int
+    pipeline: str | None = None
+    wave: int = 0
+    vital: bool = True
+
+
+CONTROLLER = ProcessSpec("controller", "controller", (), 1, wave=1)
+
+
+def processes_of(config: Config) -> list[ProcessSpec]:
+    """All processes of the run, the controller first."""
+    specs = [CONTROLLER]
+    for pipeline in config.pipeline:
+        specs.append(
+            ProcessSpec(
+                f"{pipeline.name}.trainer",
+                "trainer",
+                ("--pipeline", pipeline.name),
+                pipeline.train.threads,
+                pipeline.name,
+            )
+        )
+        for index in range(pipeline.rollout.workers):
+            specs.append(
+                ProcessSpec(
+                    f"{pipeline.name}.rollout.{index}",
+                    "rollout_worker",
+                    ("--pipeline", pipeline.name, "--index", str(index)),
+                    pipeline.rollout.threads,
+                    pipeline.name,
+                )
+            )
+    for index, sink in enumerate(config.metrics.sinks):
+        arguments = ("--index", str(index))
+        specs.append(ProcessSpec(f"sink.{sink}", "metrics_sink", arguments, threads=1, wave=2, vital=False))
+    return specs
+
+
+def command(spec: ProcessSpec, run_root: Path, member: str, session: str, parent: int, host: str = "") -> list[str]:
+    """How to start the process below `parent`, with which it ends. `host`: its address for other machines."""
+    return [
+        *(sys.executable, "-m", "penstock.roles", spec.role, str(run_root)),
+        *("--name", spec.name, "--member", member, "--session", session, "--parent", str(parent)),
+        *(("--host", host) if host else ()),
+        *spec.arguments,
+    ]
+
+
+def environment(spec: ProcessSpec, extra_path: Iterable[Path | str]) -> Mapping[str, str]:
+    """What the process finds in its environment, beside what its parent has."""
+    threads = str(spec.threads)
+    paths = [*map(str, extra_path), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(paths).strip(os.pathsep),
+    }

@@ -1,0 +1,313 @@
+"""The supervisor: keeps the processes of a run going, notices when it is over, and ends every one of them.
+
+It decides what is started, when it is started again and how the run ended. How a process is started, watched and
+ended is its placer's affair: that is all in which the launchers differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from penstock.config.run import Config
+from penstock.control.io.client import ControlClient
+from penstock.errors import ConfigError, PenstockError, RunFailed, Transient
+from penstock.launch.ending import judge, judge_last_words
+from penstock.launch.processes import CONTROLLER, ProcessSpec, processes_of
+from penstock.launch.restarts import (
+    Ended,
+    FailTheRun,
+    Finished,
+    RestartAfter,
+    RestartPolicy,
+    Verdict,
+    describe_exit,
+    without_place,
+)
+from penstock.launch.view import loops_of
+from penstock.records.ids import MemberId, PipelineName
+from penstock.runtime.lag import LagMonitor
+from penstock.runtime.rundir import RunDir
+from penstock.runtime.shutdown import ShutdownSignal
+from penstock.runtime.tasks import Tasks
+from penstock.wire.messages import Unregister
+
+log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.5
+REPORT_DEATH_S = 2.0
+EVICTED_GRACE_S = 3.0
+KILL_TREE_S = 5.0
+
+
+class View(Protocol):
+    """Shows a run to a person."""
+
+    def update(self, status: dict[str, Any]) -> None: ...
+    def note(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Placed(Protocol):
+    """A process that was started. It can be told things at any time, also when it has ended."""
+
+    @property
+    def where(self) -> str:
+        """For people: which process it is, and on which machine."""
+        ...
+
+    @property
+    def running(self) -> bool: ...
+
+    async def wait(self) -> Ended:
+        """How it ended, once it has; any number may wait."""
+        ...
+
+    def ask_to_end(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    async def kill_tree(self, timeout_s: float) -> None:
+        """Ends it with everything that it has started."""
+        ...
+
+
+class Placer(Protocol):
+    """Starts the processes of one run somewhere."""
+
+    async def open(self) -> None:
+        """Before the first process: makes sure of a place for each, and clears away what dead processes left."""
+        ...
+
+    async def place(self, spec: ProcessSpec, member: str, session: str) -> Placed:
+        """Starts a process; `Transient` when there is no place for it at present."""
+        ...
+
+    async def run(self) -> None:
+        """Whatever must go on while processes live; for as long as it takes."""
+        ...
+
+    async def close(self) -> None:
+        """After the last process: nothing of the run is left, but for its directory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended, for the summary."""
+
+    status: dict[str, Any]
+    interrupted: bool
+    wall_s: float
+
+
+class Supervisor:
+    """Runs one run directory to its end.
+
+    Consumes: exit codes, the controller's status, signals. Produces: processes, restarts, the view's updates.
+    Waits for: every pipeline to be complete. Unblocked by: completion, a failure, SIGINT or SIGTERM.
+    """
+
+    def __init__(self, run: RunDir, config: Config, placer: Placer, view: View, stop: ShutdownSignal) -> None:
+        self._run = run
+        self._config = config
+        self._placer = placer
+        self._view = view
+        self._stop = stop
+        self._specs = {spec.name: spec for spec in processes_of(config)}
+        self._placed: dict[str, Placed] = {}
+        self._members: dict[str, str] = {}
+        self._evicted_since: dict[str, float] = {}
+        self._ended_well: set[str] = set()
+        self._status: dict[str, Any] = {}
+        self._failure: PenstockError | None = None
+        self._session = secrets.token_hex(8)
+        self._lag = LagMonitor("supervisor", **config.lag.model_dump())
+        self._loops: dict[str, dict[str, float]] = {}
+        """The last figures of every loop: a process that leaves takes its own along."""
+        self._over = asyncio.Event()
+
+    async def run(self) -> Outcome:
+        """Returns when training is complete or was interrupted; otherwise raises one sentence that says why."""
+        started = time.monotonic()
+        self._run.endpoint_path.unlink(missing_ok=True)
+        try:
+            async with Tasks() as tasks:
+                tasks.spawn("wait for a signal", self._heed_signals())
+                tasks.spawn("watch the loop", self._lag.run())
+                tasks.spawn("begin", self._begin(tasks))
+                await self._over.wait()
+                await self._end_all()
+                tasks.cancel()
+        finally:
+            await self._kill_leftovers()
+            await self._placer.close()
+            self._view.close()
+        if self._failure is not None:
+            raise self._failure
+        status = self._status | {"loops": self._loops}
+        return Outcome(status, self._stop.requested, time.monotonic() - started)
+
+    async def _begin(self, tasks: Tasks) -> None:
+        await self._placer.open()
+        for spec in self._specs.values():
+            tasks.spawn(f"keep {spec.name}", self._keep(spec))
+        tasks.spawn("watch the controller", self._watch())
+        tasks.spawn("serve the processes", self._placer.run())
+
+    async def _keep(self, spec: ProcessSpec) -> None:
+        """Keeps one process running until it ends well or its policy gives up."""
+        policy = RestartPolicy(spec.name, self._config.run.max_restarts)
+        while not self._over.is_set():
+            match await self._live_once(spec, policy):
+                case Finished():
+                    self._ended_well.add(spec.name)
+                    log.info("%s finished", spec.name)
+                    return
+                case FailTheRun(sentence, mistake) if spec.vital:
+                    self._fail(sentence, mistake)
+                    return
+                case FailTheRun(sentence):
+                    self._view.note(f"{spec.name} is given up: {sentence.splitlines()[0]}")
+                    log.warning("%s is given up, the run goes on without it: %s", spec.name, sentence)
+                    return
+                case RestartAfter(delay_s, why):
+                    self._view.note(f"{spec.name} ended ({why}); starting it again in {delay_s:g} s")
+                    log.warning("%s ended (%s); starting it again in %g s", spec.name, why, delay_s)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._over.wait(), delay_s)
+
+    async def _live_once(self, spec: ProcessSpec, policy: RestartPolicy) -> Verdict | None:
+        """One life of the process, from its start to what its end means; None: that no longer matters."""
+        self._run.failure_path(spec.name).unlink(missing_ok=True)
+        began = time.monotonic()
+        member = f"{spec.name}-{secrets.token_hex(4)}"
+        try:
+            placed = await self._placer.place(spec, member, self._session)
+        except Transient as error:
+            return without_place(spec, str(error), self._running_beside(spec))
+        self._placed[spec.name], self._members[spec.name] = placed, member
+        log.info("started %s as %s", spec.name, placed.where)
+        ended = await placed.wait()
+        if self._over.is_set():
+            return None
+        last_words = self._run.read_failure(spec.name)
+        if ended.exit_code != 0 and spec.pipeline is not None:
+            await self._report_death(spec.pipeline, member, describe_exit(ended, None))
+        return policy.ended(ended, time.monotonic() - began, last_words)
+
+    def _running_beside(self, spec: ProcessSpec) -> list[str]:
+        """Those who do the same work."""
+        same = [name for name, one in self._specs.items() if (one.role, one.pipeline) == (spec.role, spec.pipeline)]
+        return [name for name in same if name != spec.name and name in self._placed and self._placed[name].running]
+
+    async def _report_death(self, pipeline: str, member: str, why: str) -> None:
+        """The controller would notice by the silence; told, it issues the leases again at once."""
+        died = Unregister(PipelineName(pipeline), MemberId(member), reason=why, died=True)
+        client = ControlClient(self._run.endpoint_path, self._run.token(), died.pipeline, died.member)
+        try:
+            await client.call(died, timeout_s=REPORT_DEATH_S)
+        except PenstockError as error:
+            log.info("the controller could not be told that %s ended: %s", member, error)
+        finally:
+            await client.close()
+
+    async def _watch(self) -> None:
+        """Asks the controller for the run's status and notices completion."""
+        headers = {"authorization": f"Bearer {self._run.token()}"}
+        stall_s = self._config.control.stall_after_s
+        async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
+            while not self._over.is_set():
+                endpoint = self._run.read_endpoint()
+                if endpoint is not None:
+                    try:
+                        reply = await client.get(f"{endpoint.url}/v1/status")
+                        reply.raise_for_status()
+                        self._status = reply.json() | {"supervisor": self._lag.report().values()}
+                        self._loops |= loops_of(self._status)
+                        if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
+                            sentences = (await client.get(f"{endpoint.url}/v1/diagnosis")).json()
+                            for name, one in self._status["pipelines"].items():
+                                one["diagnosis"] = sentences[name]
+                        self._view.update(self._status)
+                        self._kill_evicted()
+                    except httpx.HTTPError as error:
+                        log.debug("no status from the controller at present: %s", error)
+                match judge(self._status, self._trainers(), self._ended_well):
+                    case Finished():
+                        self._over.set()
+                    case FailTheRun(sentence, mistake):
+                        self._fail(sentence, mistake)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._over.wait(), STATUS_EVERY_S)
+
+    def _kill_evicted(self) -> None:
+        """Whoever was given up by the controller and has not left by itself is ended, so that it can be replaced."""
+        for name, member in self._members.items():
+            if member not in self._status.get("evicted", {}):
+                continue
+            since = self._evicted_since.setdefault(member, time.monotonic())
+            if self._placed[name].running and time.monotonic() - since > EVICTED_GRACE_S:
+                log.warning("killing %s: %s", member, self._status["evicted"][member])
+                self._placed[name].kill()
+
+    def _trainers(self) -> list[str]:
+        return [name for name, spec in self._specs.items() if spec.role == "trainer"]
+
+    async def _heed_signals(self) -> None:
+        await self._stop.wait()
+        self._view.note("stopping: finishing what is in flight (once more to kill)")
+        self._over.set()
+
+    def _fail(self, sentence: str, mistake: bool) -> None:
+        """The first failure is the run's; later ones are mostly its consequences."""
+        if self._failure is None:
+            self._failure = ConfigError(sentence) if mistake else RunFailed(sentence)
+        self._over.set()
+
+    async def _end_all(self) -> None:
+        """Asks workers and trainers first, the controller, then who sends its metrics; each wave for a bounded time."""
+        for wave in (0, 1, 2):
+            names = [name for name, one in self._placed.items() if one.running and self._specs[name].wave == wave]
+            for name in names:
+                self._placed[name].ask_to_end()
+            if not names:
+                continue
+            waits = [self._placed[name].wait() for name in names]
+            try:
+                await asyncio.wait_for(asyncio.gather(*waits), self._config.run.grace_s)
+            except TimeoutError:
+                late = [name for name in names if self._placed[name].running]
+                log.warning("did not end within %g s and will be killed: %s", self._config.run.grace_s, ", ".join(late))
+        keepers = [*self._trainers(), CONTROLLER.name]  # what they failed to write at the end is lost
+        failed = judge_last_words({name: self._run.read_failure(name) for name in keepers})
+        if failed is not None:
+            self._fail(failed.sentence, failed.mistake)
+
+    async def _kill_leftovers(self) -> None:
+        for placed in self._placed.values():
+            if placed.running:
+                await placed.kill_tree(KILL_TREE_S)
+
+
+@contextlib.contextmanager
+def exclusive(run: RunDir) -> Iterator[None]:
+    """Holds the run directory for one supervisor; the kernel lets go when this process dies, however it dies."""
+    with (run.root / "supervisor.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{run.root} is being run by another process; stop that one first") from None
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
