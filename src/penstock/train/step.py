@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError, RunFailed
+from penstock.runtime.tensors import free_device_caches
 from penstock.train.loss import (
     CONTROL_METRICS,
     TOKEN_METRICS,
@@ -160,8 +161,7 @@ class Learner:
         """Take everything to the host and give the device's memory back, gradients and caches included."""
         self._optimizer.zero_grad(set_to_none=True)
         self.onload(HOST)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_device_caches()
 
     def _move(self, part: Part, device: torch.device) -> None:
         if part == "policy":

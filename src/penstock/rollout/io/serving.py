@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import LocalProtocolError, PeerLost
-from penstock.runtime.tensors import OwnedTensors, module_tensors
+from penstock.runtime.tensors import OwnedTensors, free_device_caches, module_tensors
 
 
 class Serving:
@@ -148,13 +148,13 @@ class Serving:
                 drop_cache()
             if self.device.type != "cpu":
                 self.module.to("cpu")
-                torch.cuda.empty_cache()
+                free_device_caches()
 
     def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:
         """Goes on after `sleep`, where it was or on another device; a no-op when awake there."""
         with self._change(timeout_s):
-            self.device = device or self.device
-            self.module.to(self.device)
+            self.module.to(device or self.device)
+            self.device = next(self.module.parameters()).device
             self._asleep = False
 
     def _may_step(self) -> bool:
