@@ -349,8 +349,6 @@ class TestOnAWire:
 
     def test_a_producer_that_could_not_be_told_is_told_later(self, world: World) -> None:
         assert world.server is not None
-        if world.carrier == "ucxx":
-            pytest.skip("UCX keeps a port bound until the process ends, so no server can come back to it")
         refs = [world.write(bytes([number])) for number in range(3)]
         report = world.fetcher.fetch(refs, [world.address])
         ports = world.server.ports

@@ -1,12 +1,11 @@
-"""The exchange over UCX (extra `ucxx`), server's side: control on an endpoint's stream, bodies as tagged messages.
+"""The exchange over UCX (extra `ucxx`), server's side: statuses on an endpoint's stream, the rest as tagged messages.
 
 Each port has a thread of its own, which owns a UCX worker and drives its connections. A client begins each connection
-with the tag under which it wants its bodies, chosen at random; then the exchange is as on every carrier.
+on the stream with a tag chosen at random and its hello; under that tag it sends its requests and gets its bodies.
 
 UCX buffers what arrives unasked, without a bound that we could set: offer these ports on trusted networks only. It
 cannot listen on one address. Given a loopback host the server knows of no other device and refuses whoever comes by
-one; given any other host it can be reached by all, and the token alone keeps strangers out. A port stays bound until
-the process ends.
+one; given any other host it can be reached by all, and the token alone keeps strangers out.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from penstock.payload.io.ucxx_core import (
     Transfer,
     UCXError,
     Worker,
+    body_receive,
     body_send,
     close,
     core,
@@ -210,7 +210,9 @@ class _Connection:
             return False
         self._handler.handle(event)
         if self._exchange.expects_bytes and self._receiving is None:
-            self._receiving = stream_receive(self._endpoint, self._exchange.expects_bytes)
+            # Not from the stream: UCXX never lets go of a stream's receive that was pending at the end, nor of the
+            # listener behind it, and so the port would stay bound.
+            self._receiving = body_receive(self._endpoint, bytearray(self._exchange.expects_bytes), self._tag)
         return True
 
     def close(self, reason: str) -> None:

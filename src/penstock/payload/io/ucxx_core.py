@@ -118,7 +118,7 @@ def body_send(endpoint: Any, view: memoryview, tag: int) -> Transfer:
     return Transfer(endpoint.tag_send(array, core.UCXXTag(tag)), view, array)
 
 
-def body_receive(endpoint: Any, view: memoryview, tag: int) -> Transfer:
+def body_receive(endpoint: Any, view: memoryview | bytearray, tag: int) -> Transfer:
     array = Array(view)
     return Transfer(endpoint.tag_recv(array, core.UCXXTag(tag)), view, array)
 
