@@ -83,6 +83,24 @@ def publish(
 
 
 @app.command()
+def dashboard(
+    path: Annotated[Path, typer.Argument(metavar="[RUN]", help="A run directory, or a folder of them.")] = Path("runs"),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Anything but loopback shows the run to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose a free port.")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write the run as one file to share, and end.")
+    ] = None,
+) -> None:
+    """Show a run in a browser: live, finished or dead, from its files alone."""
+    from penstock.cli.dashboard import dashboard_command
+
+    raise typer.Exit(dashboard_command(path, host=host, port=port, open_browser=open_browser, export_to=export))
+
+
+@app.command()
 def simulate(
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 1000,
     workers: Annotated[int, typer.Option(min=1, help="Rollout workers.")] = 4,

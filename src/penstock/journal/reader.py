@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +43,27 @@ def replay(path: Path | str) -> Replay:
     return Replay(newest, dict(rows), _entries(path, connection, newest))
 
 
-def history(path: Path | str, after_seq: int = 0) -> Iterator[Entry]:
-    """Every event of the run after `after_seq`, in order, compacted or not. Safe on the journal of a live run."""
+def history(path: Path | str, after_seq: int = 0) -> Generator[Entry, None, None]:
+    """Every event of the run after `after_seq`, in order, compacted or not. Safe on the journal of a live run.
+
+    Close it, if it is not read to its end, to let go of the file.
+    """
     path = Path(path)
     return _entries(path, open_to_read(path), after_seq)
 
 
-def _entries(path: Path, connection: sqlite3.Connection, after_seq: int) -> Iterator[Entry]:
+def newest_seq(path: Path | str) -> int:
+    """The number of the last committed event; 0 when there is none."""
+    path = Path(path)
+    connection = open_to_read(path)
+    try:
+        with explained(path):
+            return connection.execute("SELECT max(last_seq) FROM blocks").fetchone()[0] or 0
+    finally:
+        connection.close()
+
+
+def _entries(path: Path, connection: sqlite3.Connection, after_seq: int) -> Generator[Entry, None, None]:
     """Pages through the blocks, so that a reader holds no long transaction that would keep the writer's log growing."""
     seq = after_seq
     try:

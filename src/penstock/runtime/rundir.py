@@ -12,6 +12,7 @@
   plots/           reward curves
   token            the run's secret, readable by its owner only
   controller.json  where the controller listens at present
+  ending.json      how the run ended, once it has and was not killed
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.errors import ConfigError, RunFailed
 from penstock.records.ids import RunId
+
+Ending = Literal["complete", "interrupted", "failed"]
 
 FORMAT = 1
 NO_SPACE = 74
@@ -116,6 +119,15 @@ class RunDir:
         return self.root / "controller.json"
 
     @property
+    def ending_path(self) -> Path:
+        return self.root / "ending.json"
+
+    @property
+    def lock_path(self) -> Path:
+        """Held by the supervisor for as long as it lives."""
+        return self.root / "supervisor.lock"
+
+    @property
     def plots(self) -> Path:
         return self.root / "plots"
 
@@ -157,6 +169,17 @@ class RunDir:
     def read_failure(self, process: str) -> dict[str, Any] | None:
         try:
             return json.loads(self.failure_path(process).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def write_ending(self, how: Ending, sentence: str = "") -> None:
+        """The supervisor's last words, for whoever looks at the directory later."""
+        write_atomically(self.ending_path, json.dumps({"how": how, "sentence": sentence, "at": time.time()}))
+
+    def read_ending(self) -> dict[str, Any] | None:
+        """None while the run goes on, and for ever if it was killed."""
+        try:
+            return json.loads(self.ending_path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
 

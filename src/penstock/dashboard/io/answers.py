@@ -1,0 +1,166 @@
+"""The questions a page may ask about a run, by name. Every parameter is checked; none ever becomes part of a path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from penstock.dashboard import views
+from penstock.dashboard.io.run_reader import RunReader
+from penstock.dashboard.sample_index import Row
+from penstock.errors import ConfigError
+from penstock.journal.story import Kind, tell
+from penstock.records.ids import PipelineName
+
+Query = Mapping[str, str]
+Answer = Callable[[RunReader, Query], dict[str, Any]]
+
+PAGE_ROWS = 25
+MOST_TEXT = 100_000
+"""Characters of one sample that are sent to the page."""
+MOST_DIGITS = 15
+PREVIEW_CHARACTERS = 80
+PREVIEWED_BYTES = 64 << 10
+
+
+def overview(reader: RunReader, query: Query) -> dict[str, Any]:
+    metrics = reader.folds.metrics
+    return views.overview(reader.folds, reader.pipelines) | {
+        "directory": str(reader.run.root),
+        "began_at": metrics.began_at,
+        "latest_at": metrics.latest_at,
+        "lines": metrics.lines,
+        "unreadable_lines": metrics.unreadable,
+        "events": reader.seq,
+        "journal_trouble": reader.journal_trouble,
+    }
+
+
+def flow(reader: RunReader, query: Query) -> dict[str, Any]:
+    return views.flow(reader.folds, reader.pipeline(query.get("pipeline", "")).name)
+
+
+def weights(reader: RunReader, query: Query) -> dict[str, Any]:
+    return views.weights(reader.folds, reader.pipeline(query.get("pipeline", "")))
+
+
+def loops(reader: RunReader, query: Query) -> dict[str, Any]:
+    return views.loops(reader.folds)
+
+
+def pool(reader: RunReader, query: Query) -> dict[str, Any]:
+    alive = reader.verdict().word == "running"
+    return views.pool(reader.folds, time.time() if alive else reader.folds.lanes.latest_at)
+
+
+def troubles(reader: RunReader, query: Query) -> dict[str, Any]:
+    return views.troubles(reader.folds, reader.last_words()) | {"logs": reader.logs()}
+
+
+def metric(reader: RunReader, query: Query) -> dict[str, Any]:
+    pipeline = reader.pipeline(query.get("pipeline", "")).name
+    return views.step_metric(reader.folds, pipeline, query.get("name", ""))
+
+
+def samples(reader: RunReader, query: Query) -> dict[str, Any]:
+    sources = list(reader.samples)
+    if not sources:
+        return {"sources": [], "source": "", "rows": [], "count": 0, "first": 0}
+    source = query.get("source") or sources[0]
+    first = _whole(query, "first") or 0
+    rows, count = reader.source(source).choose(
+        first=first, count=PAGE_ROWS, step=_whole(query, "step"), low=_real(query, "low"), high=_real(query, "high")
+    )
+    shown = [row._asdict() | {"preview": _preview(reader, source, row)} for row in rows]
+    return {"sources": sources, "source": source, "rows": shown, "count": count, "first": first}
+
+
+def _preview(reader: RunReader, source: str, row: Row) -> str:
+    """The beginning of what the policy wrote."""
+    if row.size > PREVIEWED_BYTES:
+        return ""
+    written = [piece for piece in reader.read_sample(source, row).get("pieces", ()) if piece.get("by") == "policy"]
+    return str(written[0].get("text", ""))[:PREVIEW_CHARACTERS] if written else ""
+
+
+def sample(reader: RunReader, query: Query) -> dict[str, Any]:
+    source, number = query.get("source", ""), _whole(query, "sample")
+    row = reader.source(source).find(-1 if number is None else number)
+    if row is None:
+        raise ConfigError(f"sample {number} was not written out: only some samples of some steps are")
+    record = reader.read_sample(source, row)
+    left = MOST_TEXT
+    for piece in record.get("pieces", ()):
+        if isinstance(piece, dict) and "text" in piece:
+            text = str(piece["text"])
+            piece["text"], left = text[:left], max(0, left - len(text))
+    return {"sample": record, "shortened": left == 0}
+
+
+def story(reader: RunReader, query: Query) -> dict[str, Any]:
+    """As `penstock story` tells it. Reads the whole journal: takes seconds on that of a long run."""
+    kind, number = query.get("kind", ""), _whole(query, "number")
+    if kind not in get_args(Kind) or number is None:
+        raise ConfigError("ask for a sample, a prompt, a step or a version, by its number")
+    name = PipelineName(reader.pipeline(query.get("pipeline", "")).name)
+    return {"lines": tell(reader.run.journal_path, name, kind, number)}  # type: ignore[arg-type]
+
+
+def log(reader: RunReader, query: Query) -> dict[str, Any]:
+    return {"text": reader.log_tail(query.get("process", ""))}
+
+
+ANSWERS: dict[str, Answer] = {
+    "overview": overview,
+    "flow": flow,
+    "weights": weights,
+    "loops": loops,
+    "pool": pool,
+    "troubles": troubles,
+    "metric": metric,
+    "samples": samples,
+    "sample": sample,
+    "story": story,
+    "log": log,
+}
+UNLOCKED = frozenset({"story", "log", "sample"})
+"""They read files and not the folds: nobody else has to wait for them."""
+
+
+def answer(reader: RunReader, view: str, query: Query) -> dict[str, Any]:
+    """What the page draws, with the state of the run and how much of it has been read."""
+    if view not in ANSWERS:
+        raise ConfigError(f"there is no view {view!r}")
+    if view in UNLOCKED:
+        return ANSWERS[view](reader, query)
+    with reader.lock:
+        verdict = reader.verdict()
+        revision = f"{reader.revision}.{verdict.word}.{verdict.sentence}"
+        common = {
+            "revision": revision,
+            "state": {"word": verdict.word, "tone": verdict.tone, "sentence": verdict.sentence},
+            "share_read": reader.share_read(),
+        }
+        if query.get("seen") == revision:
+            return common | {"unchanged": True}
+        return common | ANSWERS[view](reader, query)
+
+
+def _whole(query: Query, name: str) -> int | None:
+    text = query.get(name, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+        raise ConfigError(f"{name} must be a whole number")
+    return int(text)
+
+
+def _real(query: Query, name: str) -> float | None:
+    text = query.get(name, "")
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be a number") from None

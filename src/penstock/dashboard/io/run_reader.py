@@ -1,0 +1,280 @@
+"""Follows the files of one run directory into the folds, a bounded piece at a time, reading nothing twice."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+
+from penstock.dashboard.log_lines import warned
+from penstock.dashboard.ring_fold import RingFold
+from penstock.dashboard.sample_index import Row, SampleIndex
+from penstock.dashboard.verdict import Evidence, PipelineFacts, Verdict, judge
+from penstock.dashboard.views import Folds
+from penstock.errors import ConfigError, PenstockError
+from penstock.journal.reader import history, newest_seq
+from penstock.journal.schema import Entry
+from penstock.runtime.following import Following
+from penstock.runtime.rundir import RunDir
+
+POOL = "<pool>"
+"""The pool's name in the journal."""
+EVENTS_AT_ONCE = 2000
+LOG_BYTES_AT_FIRST = 1 << 20
+TAIL_BYTES = 64 << 10
+MOST_SAMPLE_BYTES = 4 << 20
+
+_decode: Callable[[bytes], dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+class RunReader:
+    """One run, as far as its files have been read. Safe to be asked from several threads."""
+
+    def __init__(self, root: Path) -> None:
+        self.run = RunDir.open(root)
+        self.folds = Folds()
+        self.lock = threading.RLock()
+        self._configured: tuple[PipelineFacts, ...] = ()
+        self.stall_after_s = 60.0
+        self.seq = 0
+        self.journal_trouble = ""
+        """Why the journal cannot be read, in a sentence."""
+        self.samples: dict[str, SampleIndex] = {}
+        self._sample_files: dict[str, Following] = {}
+        self._metrics = Following(self.run.metrics_path)
+        self._logs: dict[str, Following] = {}
+        self._newest_seq = 0
+        self._config_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<RunReader {self.run.root.name}: event {self.seq}, {self.folds.metrics}>"
+
+    # -- reading on -----------------------------------------------------------------------------------------------
+
+    def refresh(self, budget_s: float) -> bool:
+        """Reads on for about so long; True when everything that is there has been read."""
+        until = time.monotonic() + budget_s
+        with self.lock:
+            self._read_config()
+            self._discover()
+            while True:
+                read = [self._read_metrics(), self._read_journal(), self._read_samples(), self._read_logs()]
+                if not any(read) or time.monotonic() >= until:
+                    return not any(read)
+
+    def share_read(self) -> float:
+        """How much of what is there has been read, from 0 to 1: by bytes of metrics and by events."""
+        with self.lock:
+            size = _size(self.run.metrics_path)
+            shares = [self._metrics.offset / size if size else 1.0]
+            if self._newest_seq:
+                shares.append(self.seq / self._newest_seq)
+            return min(1.0, *shares)
+
+    @property
+    def revision(self) -> str:
+        """Changes when there is something new to draw."""
+        logs = sum(log.offset for log in self._logs.values())
+        return f"{self._metrics.offset}.{self.seq}.{logs}.{sum(len(index.rows) for index in self.samples.values())}"
+
+    def _read_metrics(self) -> bool:
+        lines = self._metrics.read()
+        self.folds.metrics.take(lines)
+        return bool(lines)
+
+    def _read_journal(self) -> bool:
+        path = self.run.journal_path
+        if not path.exists():
+            return False
+        count = 0
+        try:
+            self._newest_seq = newest_seq(path)
+            if self._newest_seq > self.seq:
+                with contextlib.closing(history(path, self.seq)) as entries:
+                    for entry in itertools.islice(entries, EVENTS_AT_ONCE):
+                        self._take(entry)
+                        count += 1
+            self.journal_trouble = ""
+        except PenstockError as error:
+            self.journal_trouble = error.message
+        for ring in self.folds.rings.values():
+            ring.settle()
+        return count > 0
+
+    def _take(self, entry: Entry) -> None:
+        event = _decode(entry.body)
+        notes = _decode(entry.decided) if entry.decided else {}
+        self.seq = entry.seq
+        if entry.pipeline == POOL:
+            self.folds.lanes.take(entry.at, event, notes)
+            return
+        ring = self.folds.rings.get(entry.pipeline)
+        if ring is None:
+            ring = self.folds.rings[entry.pipeline] = RingFold(entry.pipeline)
+        ring.take(entry.at, event, notes)
+
+    def _read_samples(self) -> bool:
+        read = False
+        for name, following in self._sample_files.items():
+            offset = following.offset
+            lines = following.read()
+            self.samples[name].take(offset, lines)
+            read = read or bool(lines)
+        return read
+
+    def _read_logs(self) -> bool:
+        read = False
+        for following in self._logs.values():
+            lines = following.read()
+            self.folds.warnings.extend(warned(lines))
+            read = read or bool(lines)
+        return read
+
+    def _discover(self) -> None:
+        """New logs and new files of samples. A log is followed from its last megabyte on."""
+        for path in self.run.root.glob("logs/*.log"):
+            if path.stem not in self._logs:
+                self._logs[path.stem] = Following(path, max(0, _size(path) - LOG_BYTES_AT_FIRST))
+        for path in self.run.root.glob("rollouts/*/*.jsonl"):
+            name = f"{path.parent.name}/{path.stem}"
+            if name not in self._sample_files:
+                self._sample_files[name] = Following(path)
+                self.samples[name] = SampleIndex()
+
+    def _read_config(self) -> None:
+        """A resumed run may have another one. What cannot be read leaves the names in the journal to go by."""
+        try:
+            changed_at = self.run.config_path.stat().st_mtime
+            if changed_at == self._config_at:
+                return
+            config = tomllib.loads(self.run.config_path.read_text(encoding="utf-8"))
+            self._config_at = changed_at
+        except (OSError, tomllib.TOMLDecodeError):
+            return
+        self._configured = tuple(_facts(section) for section in config.get("pipeline", ()) if "name" in section)
+        self.stall_after_s = float(config.get("control", {}).get("stall_after_s", self.stall_after_s))
+
+    # -- answering ------------------------------------------------------------------------------------------------
+
+    @property
+    def pipelines(self) -> tuple[PipelineFacts, ...]:
+        return self._configured or tuple(PipelineFacts(name) for name in self.folds.rings)
+
+    def pipeline(self, name: str) -> PipelineFacts:
+        for one in self.pipelines:
+            if one.name == name:
+                return one
+        raise ConfigError(f"this run has no pipeline {name!r}; it has {', '.join(one.name for one in self.pipelines)}")
+
+    def last_words(self) -> dict[str, str]:
+        words = {}
+        for path in sorted(self.run.root.glob("failures/*.json")):
+            try:
+                words[path.stem] = str(json.loads(path.read_text(encoding="utf-8"))["message"])
+            except (OSError, ValueError, KeyError, TypeError):
+                words[path.stem] = "its last words cannot be read"
+        return words
+
+    def verdict(self) -> Verdict:
+        metrics = self.folds.metrics
+        return judge(
+            Evidence(
+                directory=str(self.run.root),
+                pipelines=self.pipelines,
+                ending=_ending(self.run),
+                alive=is_alive(self.run),
+                last_words=self.last_words(),
+                steps={name: int(line["step"]) + 1 for name, line in metrics.steps.items()},
+                gauges=metrics.gauges,
+                failed=next((ring.failed for ring in self.folds.rings.values() if ring.failed), ""),
+                silent_s=silent_s(self.run),
+                stall_after_s=self.stall_after_s,
+            )
+        )
+
+    def logs(self) -> list[str]:
+        return sorted(self._logs)
+
+    def log_tail(self, process: str) -> str:
+        """The end of one process's log, from a line's beginning."""
+        if process not in self._logs:
+            raise ConfigError(f"there is no log of {process!r}; there are {', '.join(self.logs())}")
+        with self.run.log_path(process).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read(TAIL_BYTES)
+        if size > TAIL_BYTES:
+            text = text[text.find(b"\n") + 1 :]
+        return text.decode("utf-8", "replace")
+
+    def source(self, name: str) -> SampleIndex:
+        if name not in self.samples:
+            raise ConfigError(f"there are no samples {name!r}; there are {', '.join(self.samples) or 'none'}")
+        return self.samples[name]
+
+    def read_sample(self, name: str, row: Row) -> dict[str, Any]:
+        """The whole line of one sample, from its place in the file."""
+        pipeline, _, stem = name.partition("/")
+        if row.size > MOST_SAMPLE_BYTES:
+            raise ConfigError(f"sample {row.sample} is {row.size} bytes long, too long to be shown")
+        with (self.run.rollouts(pipeline) / f"{stem}.jsonl").open("rb") as file:
+            file.seek(row.offset)
+            return orjson.loads(file.read(row.size))
+
+
+def is_alive(run: RunDir) -> bool:
+    """Whether a supervisor on this machine holds the run.
+
+    Looked up in the kernel's list: trying the lock, even for an instant, could turn away a supervisor that starts.
+    """
+    try:
+        pid, inode = run.lock_path.read_text(encoding="ascii").strip(), run.lock_path.stat().st_ino
+        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+        return any(
+            one[1] == "FLOCK" and one[4] == pid and one[5].endswith(f":{inode}") for one in locks if len(one) > 5
+        )
+    except OSError:
+        return False
+
+
+def silent_s(run: RunDir) -> float | None:
+    """How long ago a line was written; None when none was. (Reading a journal touches its files.)"""
+    times = [path.stat().st_mtime for path in (run.metrics_path, *run.root.glob("logs/*.log")) if path.exists()]
+    return max(0.0, time.time() - max(times)) if times else None
+
+
+def _ending(run: RunDir) -> dict[str, Any] | None:
+    try:
+        ending = run.read_ending()
+    except (OSError, ValueError):
+        return None
+    return ending if isinstance(ending, dict) else None
+
+
+def _facts(section: dict[str, Any]) -> PipelineFacts:
+    rollout, train = section.get("rollout", {}), section.get("train", {})
+    return PipelineFacts(
+        name=str(section["name"]),
+        kind="gymnasium" if section.get("env", {}).get("name") == "gymnasium" else "language",
+        steps=section.get("steps"),
+        max_staleness=train.get("max_staleness"),
+        group_size=rollout.get("group_size"),
+        groups_per_step=train.get("groups_per_step"),
+        workers=rollout.get("workers"),
+    )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,198 @@
+"""The dashboard's port: a page, its few files, and questions about runs, for whoever knows the token."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.dashboard import page, views
+from penstock.dashboard.io.answers import UNLOCKED, answer
+from penstock.dashboard.io.files import own_files
+from penstock.dashboard.io.shelf import Shelf
+from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.offload import Offload
+
+READ_BUDGET_S = 0.5
+"""How long one question may read on in the files: then it is answered with what is known."""
+REFRESH_EVERY_S = 0.5
+MOST_COMPARED = 8
+STORIES_AT_ONCE = 2
+TYPES = {".js": "text/javascript", ".css": "text/css"}
+HEADERS = {
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
+
+
+class Dashboard:
+    """Answers requests from a shelf of runs. All reading happens in threads."""
+
+    def __init__(self, shelf: Shelf, *, plotly: Path | None) -> None:
+        self._shelf = shelf
+        self._plotly = plotly
+        self._files = own_files()
+        self._reading = Offload(4, "dashboard")
+        self._stories = asyncio.Semaphore(STORIES_AT_ONCE)
+        self._refreshed_at: dict[str, float] = {}
+
+    def app(self, token: str) -> ASGIApp:
+        routes = [
+            Route("/", self._page),
+            Route("/plotly.js", self._charts),
+            Route("/static/{name}", self._static),
+            Route("/api/runs", self._runs),
+            Route("/api/compare", self._compare),
+            Route("/api/runs/{run}/{view}", self._view),
+        ]
+        return Guarded(Starlette(routes=routes), token)
+
+    def close(self) -> None:
+        self._reading.close(timeout_s=1.0)
+
+    async def _page(self, request: Request) -> Response:
+        text = page.served(self._files["index.html"], charts=self._plotly is not None)
+        return Response(text, media_type="text/html")
+
+    async def _charts(self, request: Request) -> Response:
+        if self._plotly is None:
+            return PlainTextResponse(f"plotly is not installed: {page.INSTALL}\n", 404)
+        return FileResponse(self._plotly, media_type="text/javascript", headers={"cache-control": "max-age=86400"})
+
+    async def _static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name == "index.html" or name not in self._files:
+            return PlainTextResponse("there is no such file\n", 404)
+        return Response(self._files[name], media_type=TYPES[Path(name).suffix])
+
+    async def _runs(self, request: Request) -> Response:
+        return _json({"runs": await self._reading.run(self._shelf.listing)})
+
+    async def _view(self, request: Request) -> Response:
+        run, view = request.path_params["run"], request.path_params["view"]
+        query = dict(request.query_params)
+        try:
+            if view == "story":
+                async with self._stories:
+                    return _json(await self._reading.run(self._answer, run, view, query))
+            return _json(await self._reading.run(self._answer, run, view, query))
+        except ConfigError as error:
+            return _json({"error": error.message}, 404)
+        except (PenstockError, OSError, ValueError) as error:
+            return _json({"error": str(error)}, 500)
+
+    async def _compare(self, request: Request) -> Response:
+        names = request.query_params.getlist("run")[:MOST_COMPARED]
+        try:
+            return _json(await self._reading.run(self._compared, names))
+        except PenstockError as error:
+            return _json({"error": error.message}, 404)
+
+    def _answer(self, run: str, view: str, query: Mapping[str, str]) -> dict[str, Any]:
+        reader = self._shelf.reader(run)
+        if view not in UNLOCKED:
+            self._read_on(run)
+        return answer(reader, view, query)
+
+    def _compared(self, names: list[str]) -> dict[str, Any]:
+        compared = {}
+        for name in names:
+            reader = self._shelf.reader(name)
+            self._read_on(name)
+            with reader.lock:
+                curves = {one.name: views.reward(reader.folds, one.name) for one in reader.pipelines}
+                compared[name] = {"share_read": reader.share_read(), "pipelines": curves}
+        return {"runs": compared}
+
+    def _read_on(self, run: str) -> None:
+        """Several pages that look at one run read its files once."""
+        reader = self._shelf.reader(run)
+        with reader.lock:
+            if time.monotonic() - self._refreshed_at.get(run, 0.0) < REFRESH_EVERY_S and reader.share_read() == 1.0:
+                return
+            reader.refresh(READ_BUDGET_S)
+            self._refreshed_at[run] = time.monotonic()
+
+
+class Guarded:
+    """Lets through what begins with the token: the address is the key, and relative links keep it."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        first, slash, rest = scope["path"].removeprefix("/").partition("/")
+        response: ASGIApp = self._app
+        if not secrets.compare_digest(first.encode("utf-8", "replace"), self._token):
+            response = PlainTextResponse(
+                "open the address that `penstock dashboard` printed: it has the key in it\n", 403
+            )
+        elif not slash:
+            response = Response(status_code=307, headers={"location": f"/{self._token.decode()}/"})
+        elif scope["method"] not in ("GET", "HEAD"):
+            response = PlainTextResponse("this page can only be read\n", 405)
+
+        async def send_guarded(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                there = {name for name, _ in message["headers"]}
+                more = [
+                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in there
+                ]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        await response({**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}, receive, send_guarded)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the port; raises `ConfigError` when it is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"the dashboard cannot listen on {host}:{port}: {error}; choose another port, or 0 for any"
+        ) from error
+    return listener
+
+
+def serve(app: ASGIApp, listener: socket.socket) -> None:
+    """Serves until interrupted."""
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+    )
+    with listener:
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")

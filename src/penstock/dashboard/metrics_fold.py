@@ -1,0 +1,135 @@
+"""What `metrics.jsonl` says, folded line by line into bounded series and the latest figures.
+
+Two kinds of lines are known by their shape, not by their names, so that new metrics appear by themselves: those with a
+`pipeline` and a `step` (training steps, evaluations) become series over steps, and `gauges` become series over time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from penstock.dashboard.series import Series
+
+MOST_SERIES = 1000
+MOST_PROCESSES = 100
+PACE_STEPS = 64
+
+
+class Key(NamedTuple):
+    """Which series: `of` a pipeline's steps or gauges, or a process's gauges."""
+
+    of: str
+    owner: str
+    name: str
+
+
+class Trained(NamedTuple):
+    """One line of a training step, for the pace."""
+
+    at: float
+    step: int
+    samples: int
+    step_s: float | None = None
+    turn_s: float = 0.0
+
+
+class MetricsFold:
+    """Everything the dashboard remembers of a run's metrics; its size does not grow with the run."""
+
+    def __init__(self) -> None:
+        self.series: dict[Key, Series] = {}
+        self.gauges: dict[str, dict[str, Any]] = {}
+        """The latest gauges of each pipeline."""
+        self.processes: dict[str, dict[str, Any]] = {}
+        """The latest gauges of each process, whoever was heard of last at the end."""
+        self.present: frozenset[str] = frozenset()
+        """The processes in the last line: the others are gone."""
+        self.steps: dict[str, dict[str, Any]] = {}
+        """The latest training step of each pipeline."""
+        self.pace: dict[str, deque[Trained]] = defaultdict(lambda: deque(maxlen=PACE_STEPS))
+        self.began_at: float | None = None
+        self.latest_at: float | None = None
+        self.lines = 0
+        self.unreadable = 0
+        """Torn by a killed writer, or not made by us."""
+        self.left_out = 0
+        """Points of series beyond the bound on their number."""
+        self._gathered: dict[Key, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+
+    def __repr__(self) -> str:
+        return f"<MetricsFold {self.lines} lines in {len(self.series)} series, {self.unreadable} unreadable>"
+
+    def take(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            self.lines += 1
+            try:
+                record = orjson.loads(line)
+                self._take(record)
+            except (orjson.JSONDecodeError, TypeError, AttributeError, KeyError, ValueError):
+                self.unreadable += 1
+        self._settle()
+
+    def names(self, of: str, owner: str) -> list[str]:
+        return sorted(key.name for key in self.series if key.of == of and key.owner == owner)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        at = float(record["at"])
+        if record.get("kind") == "gauges":
+            for owner, values in record["pipelines"].items():
+                self.gauges[owner] = values
+                self._gather("gauge", owner, at, values)
+            self.present = frozenset(record["processes"])
+            for owner, values in record["processes"].items():
+                self.processes.pop(owner, None)
+                self.processes[owner] = values
+                self._gather("process", owner, at, values)
+            while len(self.processes) > MOST_PROCESSES:
+                del self.processes[next(iter(self.processes))]
+        else:
+            pipeline, step = str(record["pipeline"]), int(record["step"])
+            if record.get("kind") == "step":
+                self._trained(pipeline, step, at, record)
+            del record["step"]  # the axis
+            self._gather("step", pipeline, step, record)
+        self.began_at = at if self.began_at is None else min(at, self.began_at)
+        self.latest_at = at if self.latest_at is None else max(at, self.latest_at)
+
+    def _trained(self, pipeline: str, step: int, at: float, record: dict[str, Any]) -> None:
+        if pipeline in self.steps and step <= self.steps[pipeline]["step"]:
+            self._settle()  # the trainer went back: what it does again replaces what it did
+            for key, series in self.series.items():
+                if key.of == "step" and key.owner == pipeline:
+                    series.forget_from(step)
+            self.pace[pipeline].clear()
+        self.steps[pipeline] = dict(record)
+        samples, turn_s = int(record.get("samples") or 0), float(record.get("turn_s") or 0.0)
+        self.pace[pipeline].append(Trained(at, step, samples, record.get("step_s"), turn_s))
+
+    def _gather(self, of: str, owner: str, x: float, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                xs, ys = self._gathered[Key(of, owner, name)]
+                xs.append(x)
+                ys.append(value)
+
+    def _settle(self) -> None:
+        for key, (xs, ys) in self._gathered.items():
+            if key not in self.series and len(self.series) >= MOST_SERIES:
+                self._forget_the_gone()
+                if len(self.series) >= MOST_SERIES:
+                    self.left_out += len(xs)
+                    continue
+            if key not in self.series:
+                self.series[key] = Series()
+            self.series[key].add(xs, ys)
+        self._gathered.clear()
+
+    def _forget_the_gone(self) -> None:
+        """A restarted process is a new one with series of its own: those of the dead make room."""
+        gone = [key for key in self.series if key.of == "process" and key.owner not in self.present]
+        for key in gone:
+            del self.series[key]

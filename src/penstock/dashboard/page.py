@@ -1,0 +1,47 @@
+"""The page: an HTML file with scripts and styles beside it, or all of it in one file with the data of a run."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+
+SCRIPTS = ("dom.js", "charts.js", "samples.js", "views.js", "runs.js", "app.js")
+STYLE = "dashboard.css"
+PLOTLY = "plotly.js"
+INSTALL = "pip install 'penstock[dashboard]'"
+
+
+def key_of(run: str, view: str, query: Mapping[str, str]) -> str:
+    """How an exported page finds an answer; the script makes the same key for the same question."""
+    parameters = "&".join(f"{name}={query[name]}" for name in sorted(query))
+    return f"{run}/{view}?{parameters}"
+
+
+def served(template: str, *, charts: bool) -> str:
+    """The page for a browser that can ask for the rest."""
+    scripts = [*((PLOTLY,) if charts else ()), *(f"static/{name}" for name in SCRIPTS)]
+    return _filled(
+        template,
+        style=f'<link rel="stylesheet" href="static/{STYLE}">',
+        scripts="\n".join(f'<script src="{name}"></script>' for name in scripts),
+    )
+
+
+def exported(template: str, files: Mapping[str, str], plotly: str | None, data: bytes) -> str:
+    """The page with everything in it. `data` is JSON."""
+    # Within a script element only "</" and "<!--" are special, and JSON can say "<" otherwise.
+    harmless = data.decode("utf-8").replace("<", "\\u003c")
+    scripts = [*((plotly,) if plotly is not None else ()), *(files[name] for name in SCRIPTS)]
+    elements = [f'<script type="application/json" id="exported">{harmless}</script>']
+    elements += [f"<script>{_in_an_element(script)}</script>" for script in scripts]
+    return _filled(template, style=f"<style>{files[STYLE]}</style>", scripts="\n".join(elements))
+
+
+def _in_an_element(script: str) -> str:
+    """A script's own text must not end its element."""
+    return script.replace("</script", "<\\/script")
+
+
+def _filled(template: str, *, style: str, scripts: str) -> str:
+    page = template.replace("<!-- install -->", html.escape(INSTALL))
+    return page.replace("<!-- style -->", style).replace("<!-- scripts -->", scripts)

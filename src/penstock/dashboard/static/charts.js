@@ -1,0 +1,108 @@
+"use strict";
+/* Every chart of the page: few kinds, one look. An empty chart says why it is empty. */
+
+const Charts = {
+  there: typeof Plotly !== "undefined",
+
+  colour(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  },
+
+  palette() {
+    return ["blue", "orange", "green", "purple", "red", "sky", "grey"].map(Charts.colour);
+  },
+
+  /** Seconds since the start, in the unit that suits their range. */
+  elapsed(began, latest) {
+    const range = Math.max(1, latest - began);
+    const [unit, size] = range < 300 ? ["s", 1] : range < 4 * 3600 ? ["min", 60] : ["h", 3600];
+    return { title: `time since the start (${unit})`, of: (xs) => xs.map((x) => (x - began) / size) };
+  },
+
+  /** A titled place for a chart inside `parent`. */
+  place(parent, key, title) {
+    return Dom.keep(parent, key, () => Dom.el("div", {}, Dom.el("h3", {}, title), Dom.el("div", { class: "chart" }))).lastChild;
+  },
+
+  draw(node, traces, { x = "", y = "", height = 220, empty = "Nothing has been recorded yet.", layout = {} } = {}) {
+    const filled = traces.filter((trace) => trace.x.length);
+    if (!Charts.there || !filled.length) {
+      if (node.dataset.drawn) { Plotly.purge(node); delete node.dataset.drawn; }
+      const why = Charts.there ? [empty] : [document.getElementById("no-charts").content.cloneNode(true)];
+      node.replaceChildren(Dom.el("div", { class: "empty", style: `min-height: ${height - 40}px` }, Dom.el("span", {}, ...why)));
+      return;
+    }
+    if (!node.dataset.drawn) {
+      node.replaceChildren();
+      Charts.widths.observe(node);
+    }
+    node.dataset.drawn = "yes";
+    Plotly.react(node, filled, Charts.layout(x, y, height, filled, layout), { displayModeBar: false });
+  },
+
+  /** A chart is as wide as its place, also when neighbours come later. */
+  widths: new ResizeObserver((entries) => {
+    for (const { target } of entries) if (target.dataset.drawn && target.isConnected) Plotly.Plots.resize(target);
+  }),
+
+  layout(x, y, height, traces, more) {
+    const [ink, faint, line] = ["ink", "faint", "line"].map(Charts.colour);
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { color: faint, size: 11 }, automargin: true };
+    const titled = (text) => ({ ...axis, title: { text, font: { size: 11, color: faint }, standoff: 8 } });
+    const named = traces.filter((trace) => trace.showlegend !== false && trace.name).length;
+    return {
+      height, margin: { l: 44, r: 10, t: 6, b: 36 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: "system-ui, sans-serif", color: ink, size: 12 }, hovermode: "x unified", uirevision: "kept",
+      hoverlabel: { bgcolor: Charts.colour("card"), bordercolor: line, font: { color: ink } },
+      showlegend: named > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11, color: faint } },
+      ...more,
+      xaxis: { ...titled(x), showgrid: false, ...more.xaxis }, yaxis: { ...titled(y), rangemode: "tozero", ...more.yaxis },
+    };
+  },
+
+  line(curve, name, colour, more = {}) {
+    return { x: curve.x, y: curve.y, name, mode: curve.x.length > 1 ? "lines" : "markers", type: "scatter",
+      line: { color: colour, width: 1.8, ...more.line }, marker: { color: colour }, hovertemplate: "%{y:.4g}", ...more };
+  },
+
+  /** A shaded band between two curves over the same x. */
+  band(low, high, name) {
+    const edge = { mode: "lines", type: "scatter", line: { width: 0 }, hoverinfo: "skip" };
+    return [
+      { ...edge, x: low.x, y: low.y, showlegend: false },
+      { ...edge, x: high.x, y: high.y, fill: "tonexty", fillcolor: Charts.colour("band"), name },
+    ];
+  },
+
+  /** Curves over time, one colour each. */
+  overTime(node, curves, time, options) {
+    const palette = Charts.palette();
+    const traces = Object.entries(curves).filter(([, curve]) => curve.x.length).map(([name, curve], index) =>
+      Charts.line({ x: time.of(curve.x), y: curve.y }, name, palette[index % palette.length], options.trace));
+    Charts.draw(node, traces, { x: time.title, ...options });
+  },
+
+  stacked(node, curves, time, options) {
+    Charts.overTime(node, curves, time, { ...options, trace: { stackgroup: "all", line: { width: 0.5 } } });
+  },
+
+  bySteps(node, curves, options) {
+    const palette = Charts.palette();
+    const traces = Object.entries(curves).map(([name, curve], index) => Charts.line(curve, name, palette[index % palette.length], options.trace));
+    Charts.draw(node, traces, { x: "optimiser step", ...options });
+  },
+
+  reward(node, reward, height = 300) {
+    const blue = Charts.colour("blue");
+    const traces = [
+      ...Charts.band(reward.low, reward.high, "samples: 10th to 90th percentile"),
+      Charts.line(reward.steps, "each step", blue, { line: { width: 1, color: Charts.colour("sky") }, opacity: 0.55 }),
+      Charts.line(reward.smooth, "smoothed", blue, { line: { width: 2.4, color: blue } }),
+      ...Object.entries(reward.evaluations).map(([name, curve], index) =>
+        Charts.line(curve, name, "", { mode: "markers+lines", line: { dash: "dot", width: 1, color: Charts.colour("red") },
+          marker: { symbol: ["diamond", "square", "circle"][index % 3], size: 9, color: Charts.colour("red") } })),
+    ];
+    Charts.draw(node, traces.filter((trace) => trace.x.length), {
+      x: "optimiser step", y: "mean reward", height, empty: "No step has been trained yet: the curve begins with the first." });
+  },
+};

@@ -1,0 +1,125 @@
+"""Is the run well? One word, one tone and one sentence from what the files say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Word = Literal["running", "complete", "interrupted", "failed", "killed", "empty"]
+Tone = Literal["well", "attention", "bad", "quiet"]
+
+SILENT_AFTER_S = 60.0
+RECENTLY_S = 10.0
+"""A run writes its gauges every two seconds: older files are nobody's work in progress."""
+
+
+@dataclass(frozen=True)
+class PipelineFacts:
+    """What the configuration says of a pipeline, as far as it can be read."""
+
+    name: str
+    kind: str = "language"
+    steps: int | None = None
+    max_staleness: int | None = None
+    group_size: int | None = None
+    groups_per_step: int | None = None
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found in the run directory, and whether its supervisor holds it."""
+
+    directory: str
+    pipelines: tuple[PipelineFacts, ...] = ()
+    alive: bool = False
+    """A supervisor on this machine holds the run."""
+    ending: Mapping[str, Any] | None = None
+    """How the supervisor said the run ended."""
+    last_words: Mapping[str, str] = field(default_factory=dict)
+    """By process, of those that died."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Trained steps by pipeline."""
+    gauges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    failed: str = ""
+    """What the journal says the run failed of."""
+    silent_s: float | None = None
+    """How long ago the newest file was written; None when there is none."""
+    stall_after_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    word: Word
+    tone: Tone
+    sentence: str
+
+
+def judge(found: Evidence) -> Verdict:
+    if found.alive:
+        return _of_a_live_one(found)
+    if found.ending is not None:
+        return _of_an_ended_one(found.ending)
+    if found.silent_s is not None and found.silent_s < RECENTLY_S and not found.last_words:
+        return _of_a_live_one(found)  # on another machine, by its files
+    progress = _progress(found)
+    resume = f"Go on with: penstock run --resume {found.directory}"
+    if found.last_words or found.failed:
+        process, words = next(iter(found.last_words.items()), ("", found.failed))
+        return Verdict("failed", "bad", f"{process}: {_first_line(words)}" if process else _first_line(words))
+    if _is_complete(found):
+        return Verdict("complete", "well", f"Complete: {progress}.")
+    if found.silent_s is None:
+        return Verdict("empty", "quiet", "Nothing has been written yet: the run was made, but no process has begun.")
+    return Verdict("killed", "bad", f"Its processes are gone without a word, after {progress}: it was killed. {resume}")
+
+
+def _of_a_live_one(found: Evidence) -> Verdict:
+    for name, gauges in found.gauges.items():
+        stalled_s = float(gauges.get("stalled_s", 0.0))
+        if stalled_s > found.stall_after_s:
+            why = "see Troubles for who waits for what"
+            return Verdict("running", "attention", f"{name} has not moved for {stalled_s:.0f} s: {why}.")
+        if gauges.get("workers_suspected"):
+            return Verdict("running", "attention", f"{name}: {gauges['workers_suspected']} workers do not answer.")
+        if not gauges.get("trainer_alive", 1) and gauges.get("phase") == "running":
+            return Verdict("running", "attention", f"{name} has no live trainer at the moment.")
+        if gauges.get("workers_alive") == 0 and gauges.get("phase") == "running":
+            return Verdict("running", "attention", f"{name} has no live worker at the moment.")
+    if found.silent_s is not None and found.silent_s > SILENT_AFTER_S:
+        return Verdict("running", "attention", f"Alive, but nothing was written for {found.silent_s:.0f} s.")
+    if not found.steps:
+        return Verdict("running", "quiet", "Starting: no step has been trained yet.")
+    return Verdict("running", "well", f"Running well: {_progress(found)}.")
+
+
+def _of_an_ended_one(ending: Mapping[str, Any]) -> Verdict:
+    sentence = _first_line(str(ending.get("sentence", "")))
+    match ending.get("how"):
+        case "complete":
+            return Verdict("complete", "well", sentence or "Complete.")
+        case "interrupted":
+            return Verdict("interrupted", "attention", sentence or "Interrupted; it can be resumed.")
+    return Verdict("failed", "bad", sentence or "Failed without a sentence.")
+
+
+def _is_complete(found: Evidence) -> bool:
+    """As far as the files of a run without an ending can tell."""
+    if found.gauges:
+        return all(gauges.get("phase") in ("complete", "stopped") for gauges in found.gauges.values())
+    limited = [one for one in found.pipelines if one.steps]
+    return bool(limited) and all(found.steps.get(one.name, 0) >= (one.steps or 0) for one in limited)
+
+
+def _progress(found: Evidence) -> str:
+    limits = {one.name: one.steps for one in found.pipelines}
+    words = [
+        f"{name} step {step}" + (f" of {limits[name]}" if limits.get(name) else "")
+        for name, step in found.steps.items()
+    ]
+    return ", ".join(words) if words else "no step"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""
