@@ -261,7 +261,7 @@ def _fields(ref: PayloadRef) -> tuple[int, int, int, int, int]:
 _CODES = {int(code): code for code in Code}
 
 
-class Status(NamedTuple):
+class Status(msgspec.Struct, frozen=True):
     code: Code
     length: int
     """Of the body when the code is OK, of the reason's text otherwise."""

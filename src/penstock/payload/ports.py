@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 from penstock.errors import InvalidTransition, LocalProtocolError
 
 Fault = Literal["refused", "reset", "truncated", "timed_out", "corrupt", "protocol"]
 
 
-class CallSucceeded(NamedTuple):
+class CallSucceeded(msgspec.Struct, frozen=True):
     port: int
 
 
-class CallFailed(NamedTuple):
+class CallFailed(msgspec.Struct, frozen=True):
     port: int
     fault: Fault
 
@@ -28,13 +30,13 @@ class CallFailed(NamedTuple):
 Event = CallSucceeded | CallFailed
 
 
-class QuarantinePort(NamedTuple):
+class QuarantinePort(msgspec.Struct, frozen=True):
     port: int
     fault: Fault
     until: float
 
 
-class HealPort(NamedTuple):
+class HealPort(msgspec.Struct, frozen=True):
     port: int
     failures: int
     """How many calls had failed in a row."""

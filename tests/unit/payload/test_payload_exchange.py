@@ -31,6 +31,7 @@ from penstock.payload.exchange import (
     SlotRefused,
     SlotsConsumed,
     SlotTaken,
+    Status,
     TakeSlot,
     consume,
     hello,
@@ -134,7 +135,7 @@ def test_a_refused_slot_leaves_the_connection_usable() -> None:
     exchange = server(2)
     (refusal,) = exchange.handle(SlotRefused(Code.STALE, "é" * 5000), 100.0)
     assert isinstance(refusal, SendStatus)
-    assert parse_status(refusal.data[: STATUS.size], 1000) == (Code.STALE, MAX_TEXT_BYTES)
+    assert parse_status(refusal.data[: STATUS.size], 1000) == Status(Code.STALE, MAX_TEXT_BYTES)
     assert exchange.handle(Received(read(REF)), 100.0) == [TakeSlot(REF)]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from penstock.errors import Aborted
@@ -13,7 +13,7 @@ from penstock.errors import Aborted
 SMALLEST_BYTES = 4096
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True):
     """A complete, checked body in memory of our own. Give `memory` back when the view is no longer needed."""
 
     view: memoryview

@@ -189,28 +189,22 @@ class WireClient:
         failure = exchange.run(connection)
         with self._lock:
             idle = self._idle.setdefault((self._wire.lane, host, port), [])
-            kept = connection.reusable and not self._closed and len(idle) < self._keep_per_port
-            if kept:
+            if connection.reusable and not self._closed and len(idle) < self._keep_per_port:
                 idle.append(connection)
-        if not kept:
-            exchange.memory_free = connection.close()
+                return failure
+        exchange.memory_free = connection.close()
         return failure
 
     def _pooled(self, host: str, port: int) -> Connection | None:
-        now = time.monotonic()
-        too_old: list[Connection] = []
-        fresh = None
-        with self._lock:
-            idle = self._idle.get((self._wire.lane, host, port), [])
-            while idle and fresh is None:
+        while True:
+            with self._lock:
+                idle = self._idle.get((self._wire.lane, host, port))
+                if not idle:
+                    return None
                 connection = idle.pop()
-                if connection.reusable and now - connection.born < self._max_age_s:
-                    fresh = connection
-                else:
-                    too_old.append(connection)
-        for connection in too_old:
+            if connection.reusable and time.monotonic() - connection.born < self._max_age_s:
+                return connection
             connection.close()
-        return fresh
 
     def _drop_idle(self, host: str, port: int) -> None:
         with self._lock:
@@ -244,7 +238,11 @@ class _Exchange:
             status = parse_status(connection.ask(self._request, self._body, self.deadline), len(self._body))
             if status.code is not Code.OK:
                 return _refusal(status, connection.receive_text(status.length, self.deadline))
-            self._receive_body(connection)
+            hasher = xxhash.xxh3_64() if self._digest else None
+            connection.receive_body(self.deadline, hasher)
+            if hasher is not None and hasher.intdigest() != self._digest:
+                found = f"body hashes to {hasher.intdigest():016x}, expected {self._digest:016x}"
+                raise Broken("corrupt", found, answered=True)
         except BaseException as error:
             self.memory_free = connection.close()
             if isinstance(error, RemoteProtocolError):
@@ -254,14 +252,6 @@ class _Exchange:
             if registered is not None:
                 self._cancellation.unregister(registered)
         return None
-
-    def _receive_body(self, connection: Connection) -> None:
-        hasher = xxhash.xxh3_64() if self._digest else None
-        connection.receive_body(self.deadline, hasher)
-        if hasher is not None and hasher.intdigest() != self._digest:
-            raise Broken(
-                "corrupt", f"body hashes to {hasher.intdigest():016x}, expected {self._digest:016x}", answered=True
-            )
 
 
 def _refusal(status: Status, text: bytes) -> Failure:
