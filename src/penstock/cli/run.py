@@ -13,14 +13,16 @@ import penstock
 from penstock.config.check import check_environment
 from penstock.config.load import dump, load
 from penstock.config.run import Config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.launch.local import LocalPlacer
 from penstock.launch.summary import print_summary
 from penstock.launch.supervisor import Outcome, Supervisor, exclusive
 from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
-from penstock.runtime.rundir import RunDir, write_atomically
+from penstock.runtime.rundir import Ending, RunDir, write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
+
+log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 
@@ -41,13 +43,32 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
     with exclusive(run):
         configure("supervisor", run.log_path("supervisor"), logging.INFO)
         console.print(f"run directory: {run.root}", highlight=False, soft_wrap=True)
-        outcome = uvloop.run(_supervise(run, resolved, console))
+        outcome = _run_to_its_end(run, resolved, console)
     ended = "interrupted" if outcome.interrupted else "complete"
     print_summary(console, run, outcome.status, wall_s=outcome.wall_s, ended=ended)
     if outcome.interrupted:
         console.print(f"go on with: penstock run --resume {run.root}", highlight=False, soft_wrap=True)
         return INTERRUPTED
     return 0
+
+
+def _run_to_its_end(run: RunDir, config: Config, console: Console) -> Outcome:
+    """How it ended is also written down, for whoever looks at the directory later."""
+    run.ending_path.unlink(missing_ok=True)
+    try:
+        outcome = uvloop.run(_supervise(run, config, console))
+    except PenstockError as error:
+        _write_ending(run, "failed", error.message)
+        raise
+    _write_ending(run, "interrupted" if outcome.interrupted else "complete")
+    return outcome
+
+
+def _write_ending(run: RunDir, how: Ending, sentence: str = "") -> None:
+    try:
+        run.write_ending(how, sentence)
+    except OSError as error:  # a full disk, say: the terminal says it all the same
+        log.warning("how the run ended could not be written down: %s", error)
 
 
 def _prepare(
