@@ -45,7 +45,7 @@ class SampleIndex:
         if len(self.rows) > MOST_ROWS:
             half = MOST_ROWS // 2
             self.left_out += half // 2
-            self.rows[:half] = self.rows[1:half:2]
+            self.rows[:half] = self.rows[:half:2]
 
     def choose(
         self,

@@ -237,13 +237,12 @@ def is_alive(run: RunDir) -> bool:
     Looked up in the kernel's list: trying the lock, even for an instant, could turn away a supervisor that starts.
     """
     try:
-        pid, inode = run.lock_path.read_text(encoding="ascii").strip(), run.lock_path.stat().st_ino
+        inode = run.lock_path.stat().st_ino
         locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
-        return any(
-            one[1] == "FLOCK" and one[4] == pid and one[5].endswith(f":{inode}") for one in locks if len(one) > 5
-        )
     except OSError:
         return False
+    # For instance: 4: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
+    return any(lock[1] == "FLOCK" and lock[5].endswith(f":{inode}") for lock in locks if len(lock) > 5)
 
 
 def silent_s(run: RunDir) -> float | None:
