@@ -244,7 +244,8 @@ class Pool:
     # --------------------------------------------------------------------------------------- requests and grants
 
     def _request(self, event: ev.DevicesRequested, now: float) -> bool:
-        self._entry(event.pipeline)
+        if not self.is_open(event.pipeline):
+            raise Stale(f"pipeline {event.pipeline!r} is closed: it is given no devices any more")
         among = check_request(event, self.settings.topology)
         if self._hold(event.member, event.request) is not None:
             return self._renew(event.member, now)

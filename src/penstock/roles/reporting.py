@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,8 +26,13 @@ HURRY_S = 2.0
 
 
 @asynccontextmanager
-async def connected(process: RoleProcess, role: Role, **details: Any) -> AsyncIterator[ControlClient]:
-    """A registered connection with a beating heart; unregisters within a bound, however the body ends."""
+async def connected(
+    process: RoleProcess, role: Role, move_off: Callable[[], Awaitable[Any]], **details: Any
+) -> AsyncIterator[ControlClient]:
+    """A registered connection with a beating heart; unregisters within a bound, however the body ends.
+
+    Devices of a pool are given on as soon as their holder has unregistered, so it moves off them before.
+    """
     pipeline = PipelineName(process.pipeline.name)
     control = process.config.control
     client = ControlClient(
@@ -53,6 +58,7 @@ async def connected(process: RoleProcess, role: Role, **details: Any) -> AsyncIt
         finally:
             goodbye = Unregister(pipeline=pipeline, member=process.member, reason=process.stop.reason or "finished")
             steps: list[tuple[str, Callable[[], Any]]] = [
+                *([("move off the devices", move_off)] if process.config.pool.devices else []),
                 ("unregister", lambda: client.call(goodbye, timeout_s=LEAVE_S)),
                 ("stop the heartbeat", lambda: asyncio.to_thread(sidecar.stop, LEAVE_S)),
             ]

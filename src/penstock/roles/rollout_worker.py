@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import zlib
 from typing import Any
@@ -20,7 +21,7 @@ from penstock.roles.movers import mover_of
 from penstock.roles.preparing import PromptsElsewhere
 from penstock.roles.process import RoleProcess
 from penstock.roles.ranks import RankGroup
-from penstock.roles.reporting import connected, heed_stop, report_gauges
+from penstock.roles.reporting import LEAVE_S, connected, heed_stop, report_gauges
 from penstock.roles.vllm_engine import VllmService, started
 from penstock.roles.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.io.runner import Runner, RunnerSettings
@@ -66,16 +67,16 @@ async def _generate(
     lag = process.lag_monitor()
     settings = _settings(process)
     details = {"ring": address, "more_rings": ranks.rings, "prompt_count": environment.count}
+
+    def place(devices: tuple[int, ...]) -> torch.device:
+        ranks.stand_on(devices)
+        return device_at(process.config, pipeline.rollout.device, devices)
+
+    resident: Resident = engine if isinstance(engine, VllmService) else OwnEngine(engine, place)
     async with (
-        connected(process, "rollout", **details) as client,
+        connected(process, "rollout", lambda: asyncio.to_thread(resident.vacate, LEAVE_S / 2), **details) as client,
         Tasks() as tasks,
     ):
-
-        def place(devices: tuple[int, ...]) -> torch.device:
-            ranks.stand_on(devices)
-            return device_at(process.config, pipeline.rollout.device, devices)
-
-        resident: Resident = engine if isinstance(engine, VllmService) else OwnEngine(engine, place)
         desk = WorkerDesk(process, client, tasks, resident, ring)
         moved = process.progress.moved
 

@@ -15,8 +15,9 @@ from penstock.config.devices import devices_of
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex
 from penstock.roles.emergencies import heed_checkpoints
+from penstock.roles.environments import environment_of
 from penstock.roles.feed import Feed
-from penstock.roles.models import device_at, environment_of, loss_of, optimizer_of, policy_of
+from penstock.roles.models import device_at, loss_of, optimizer_of, policy_of
 from penstock.roles.offering import Offering, offering
 from penstock.roles.process import RoleProcess
 from penstock.roles.publishing import Publishing
@@ -70,7 +71,11 @@ async def _train(
     pipeline, step = process.pipeline, StepIndex(learner.steps)
     training, fetching, writing = offloads
     lag = process.lag_monitor()
-    async with connected(process, "trainer", step=step, lineage=lineage) as client, Tasks() as tasks:
+    placement = devices_of(process.config).placements[pipeline.name]
+    device = device_at(process.config, pipeline.train.device, placement.train)
+    resident = LearnerOnTurns(learner, device, training, shared=placement.train_is_shared)
+    connection = connected(process, "trainer", resident.move_out, step=step, lineage=lineage)
+    async with connection as client, Tasks() as tasks:
         publishing = Publishing(process, client, offered, writing)
         settings = PackSettings(micro_batch_tokens=pipeline.train.tokens_per_micro_batch)
         feed = Feed(process, client, fetcher, fetching, resolve(pipeline.train.advantage), settings)
@@ -78,10 +83,7 @@ async def _train(
         tasks.spawn("publish weights", publishing.run())
         tasks.spawn("heed the stop", heed_stop(process, client))
         tasks.spawn("report gauges", report_gauges(process, client, lag))
-        placement = devices_of(process.config).placements[pipeline.name]
-        device = device_at(process.config, pipeline.train.device, placement.train)
-        on_turns = LearnerOnTurns(learner, device, training, shared=placement.train_is_shared)
-        turns = Turns(process, client, placement, on_turns)
+        turns = Turns(process, client, placement, resident)
         loop = TrainingLoop(process, client, learner, feed, publishing, turns, training, rollouts)
         tasks.spawn("save when asked to", heed_checkpoints(process, client, loop.save_afresh))
         await loop.run(step)

@@ -7,7 +7,7 @@ import logging
 import time
 
 from penstock.control.io.client import ControlClient
-from penstock.errors import PeerLost
+from penstock.errors import PeerLost, Stale
 from penstock.records.ids import StepIndex, Version
 from penstock.records.pool import Priority
 from penstock.roles.feed import Feed, PreparedBatch
@@ -75,8 +75,11 @@ class TrainingLoop:
 
         With a batch at hand, after a restart, the devices are kept until they are asked for again as training.
         """
-        if not await self._turns.take(Priority.INITIALISATION):
-            return False
+        try:
+            if not await self._turns.take(Priority.INITIALISATION):
+                return False
+        except Stale as error:
+            log.info("training is over, so there is nothing to move in for: %s", error)
         async with self._between_steps:
             self._process.progress.moved("publishing the first weights")
             await self._publishing.publish(Version(self._learner.steps), self._learner.policy.named_tensors())
