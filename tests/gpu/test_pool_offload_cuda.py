@@ -1,5 +1,6 @@
-"""A trainer on a shared GPU: between two turns its memory is free, and training goes on as if it had never left; scoring
-and training in turn need less of it than both at once.
+"""A trainer on a shared GPU: between two turns its memory is free, and training goes on as if it had never left.
+
+Scoring and training in turn need less of it than both at once.
 """
 
 from __future__ import annotations

@@ -161,6 +161,7 @@ def test_trainers_killed_in_the_middle_of_a_step_find_their_payloads_again() -> 
     report = run(calm(faults=faults(kill_trainer_every_s=6.0)))
     assert report.faults["trainer killed"] > 5
     assert report.steps == 25
+    assert report.turns["initialisation"] > 5, "every incarnation comes up anew"
 
 
 def test_stops_flips_and_failing_hooks_cost_no_prompt() -> None:
@@ -175,6 +176,9 @@ def test_pipelines_that_share_too_few_devices_all_finish() -> None:
     shared = run(calm(pipelines=3, workers=2, devices=3, steps=10, faults=faults(move_fails=0.1, move_hangs=0.03)))
     assert shared.steps == 30
     assert shared.moves > 12
+    assert shared.turns["training"] >= 30
+    assert shared.turns["scoring"] >= 20, "two of the three pipelines ask a reference in every step"
+    assert shared.turns["initialisation"] == 3
     assert {"move failed"} <= shared.faults.keys()
 
 

@@ -26,6 +26,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
     generate_s: float = 4.0
     generate_spread: float = 0.4
+    score_s: float = 0.4
     step_s: float = 1.0
     publish_s: float = 0.1
     load_s: float = 0.2

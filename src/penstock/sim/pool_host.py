@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -13,6 +14,7 @@ from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, Priority, Topology
+from penstock.sim.floor import Floor
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(pool.Event)
@@ -32,10 +34,13 @@ class ReportOrder(msgspec.Struct, frozen=True):
 
 
 class AskDevices(msgspec.Struct, frozen=True):
-    """A trainer waits for its turn."""
+    """A trainer waits for its turn, and gives back an earlier one in the same call."""
 
     member: MemberId
     request: int
+    priority: Priority
+    timeout_s: float
+    release: int | None = None
 
 
 class ReleaseDevices(msgspec.Struct, frozen=True):
@@ -63,6 +68,9 @@ class SimPoolHost:
         self.settings = PoolSettings(Topology((devices,)), wake_s=40.0, drain_s=10.0, sleep_s=30.0)
         self.pool = Pool(self.settings)
         self.training: dict[PipelineName, tuple[DeviceId, ...]] = {}
+        self.floor = Floor()
+        self.turns: Counter[str] = Counter()
+        """Grants that were answered, by class."""
         self._announce = announce
         self._fence = fence
         self._now = now
@@ -104,12 +112,14 @@ class SimPoolHost:
             case ReleaseDevices(member=member, request=request):
                 self._try(pool.DevicesReleased(name, member, request))
                 return None, ""
-            case AskDevices(member=member, request=request):
+            case AskDevices(member=member, request=request, priority=priority, timeout_s=timeout_s, release=release):
                 among = self.training[name]
-                asked = pool.DevicesRequested(name, member, request, Priority.TRAINING, among, len(among), 600.0)
+                asked = pool.DevicesRequested(name, member, request, priority, among, len(among), timeout_s, release)
                 if (refused := self._try(asked)) is not None:
                     return Rejected(refused), ""
                 granted = self.pool.granted(member, request)
+                if granted is not None:
+                    self.turns[granted.priority.name.lower()] += 1
                 return granted, "" if granted is not None else "devices"
 
     def _try(self, event: pool.Event) -> str | None:

@@ -10,14 +10,16 @@ import msgspec
 from penstock.control import effects, events
 from penstock.records.batch import Batch
 from penstock.records.ids import MemberId, PromptIndex, StepIndex, Version
+from penstock.records.pool import Priority
 from penstock.records.weights import Manifest
 from penstock.sim.actors import LONG_POLL_S, Lineage, Pace, send_beat
 from penstock.sim.engine import Body, Call, Engine, Owner, Signal, Sleep, Until
 from penstock.sim.faults import FaultLog, WholeFaults
 from penstock.sim.fetching import Fetched, SimFetcher
+from penstock.sim.floor import Floor
 from penstock.sim.front_desk import AskCheckpoint, Publish
-from penstock.sim.pool_host import AskDevices, Rejected, ReleaseDevices
 from penstock.sim.replica import Artifacts
+from penstock.sim.turns import SimTurns
 
 
 class Prepared(msgspec.Struct):
@@ -41,10 +43,13 @@ class WholeTrainer:
         pace: Pace,
         *,
         checkpoint_every: int,
+        scores: bool,
+        floor: Floor,
         make_fetcher: Callable[[Owner], SimFetcher],
         trains: Callable[[Batch, Fetched], None],
     ) -> None:
-        """`trains` sees every batch with the payloads at the moment they are trained on."""
+        """With `scores` every step first asks a reference. `trains` sees every batch with the payloads at the moment
+        they are trained on."""
         self.owner = Owner(name, pipeline)
         self.member = MemberId(name)
         self.busy_s = 0.0
@@ -69,7 +74,8 @@ class WholeTrainer:
         self._published = Signal()
         self._between_steps = Signal()
         self._locked = False
-        self._turns = 0
+        self._scores = scores
+        self._turns = SimTurns(self.owner, self.member, floor)
         engine.spawn(self.owner, self._main(lineage.step))
 
     def _main(self, step: StepIndex) -> Body:
@@ -78,10 +84,13 @@ class WholeTrainer:
             self.owner.alive = False
             return
         self._beat()
+        self._spawn(self._prepare(step))
+        yield from self._turns.take(Priority.INITIALISATION)
         yield from self._publish(Version(step), durable=False)
+        if self._ready is None:
+            yield from self._turns.give_back()
         self._spawn(self._publish_newest())
         self._spawn(self._heed_checkpoints())
-        self._spawn(self._prepare(step))
         while True:
             while self._ready is None or self._ready.step != step:
                 yield Until(self._fed)
@@ -89,11 +98,13 @@ class WholeTrainer:
             if prepared.batch is None:
                 break
             self._spawn(self._prepare(StepIndex(step + 1)))
-            yield from self._take_turn()
+            if self._scores:
+                yield from self._turns.take(Priority.SCORING)
+                yield Sleep(self._pace.score_s)
+            yield from self._turns.take(Priority.TRAINING)
             yield from self._lock()
             yield from self._train(prepared, prepared.batch)
             self._unlock()
-            yield Call(ReleaseDevices(self.member, self._turns))
             step = StepIndex(step + 1)
             if step % self._checkpoint_every == 0:
                 yield from self._lock()
@@ -101,6 +112,7 @@ class WholeTrainer:
                 self._unlock()
         yield from self._lock()
         yield from self._save()
+        self._turns.move_out()
         yield Call(events.MemberLeft(self.member, "training is complete"))
         self.done = True
 
@@ -129,21 +141,13 @@ class WholeTrainer:
         yield Sleep(self._pace.step_s)
         self._trains(batch, fetched)
         self.busy_s += self._pace.step_s
+        yield from self._turns.give_back()
         self.seen.append([group.prompt for group in batch.groups if group.prompt not in missing])
         self._offered = Version(batch.step + 1)
         self._engine.fire(self._offer_came)
         yield from self._call(events.StepAcked(self.member, batch.step, missing, reason))
         self.fetcher.consumed(fetched)
         self.holding.remove(fetched)
-
-    def _take_turn(self) -> Body:
-        self._turns += 1
-        while True:
-            answer = yield Call(AskDevices(self.member, self._turns), LONG_POLL_S)
-            if isinstance(answer, Rejected):
-                self._turns += 1  # an earlier incarnation of the pool gave this number up
-            elif answer is not None:
-                return
 
     # -- weights and checkpoints --------------------------------------------------------------------------------
 

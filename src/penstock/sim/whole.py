@@ -77,14 +77,17 @@ class WholeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Since the controller's last start."""
     moves: int
     """Wakes and sleeps ordered by the pool."""
+    turns: dict[str, int]
+    """Of trainers on the pool's devices, by class."""
 
 
 class PipelineRun:
     """One pipeline: its desk, its processes, its run directory, and the truth about it."""
 
-    def __init__(self, world: WholeWorld, name: str) -> None:
+    def __init__(self, world: WholeWorld, name: str, *, scores: bool) -> None:
         settings = world.settings
         self.name = PipelineName(name)
+        self.scores = scores
         self.world = world
         self.artifacts = Artifacts()
         self.lineage = Lineage()
@@ -148,6 +151,7 @@ class PipelineRun:
             settings.pace,
             shape,
             self.artifacts,
+            world.pool.floor,
             lambda engine, updater: self.truth.decodes(engine, updater.replica),
         )
         self.rings[worker.ring.name] = worker.ring
@@ -178,6 +182,8 @@ class PipelineRun:
             settings.faults,
             settings.pace,
             checkpoint_every=settings.checkpoint_every,
+            scores=self.scores,
+            floor=world.pool.floor,
             make_fetcher=make_fetcher,
             trains=self.truth.trains,
         )
@@ -272,7 +278,7 @@ class WholeWorld:
             inference = range(devices - settings.pipelines if apart else devices)
             first = (devices - 1 - number) % devices
             self.pool.open(PipelineName(name), inference, range(first, first + 1), settings.concurrency)
-            self.pipelines[name] = PipelineRun(self, name)
+            self.pipelines[name] = PipelineRun(self, name, scores=number % 2 == 0)
         self.engine.place_call = self._route
         faults, anybody = settings.faults, next(iter(self.pipelines.values())).processes
         anybody.recurring(faults.kill_controller_every_s, self._strike_controller)
@@ -330,6 +336,7 @@ class WholeWorld:
             payload_calls=sum(run.processes.trainer.fetcher.calls for run in runs),
             weight_updates=sum(run.desk.fleet.transaction.statistics.updates for run in runs),
             moves=self.pool.pool.status(self.engine.now).moves,
+            turns=dict(sorted(self.pool.turns.items())),
         )
 
     # -- the one controller -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from penstock.sim.actors import Pace, send_beat
 from penstock.sim.desk import AskWeights
 from penstock.sim.engine import Body, Call, Engine, Owner, Signal, Sleep, Until
 from penstock.sim.faults import FaultLog, WholeFaults
+from penstock.sim.floor import Floor
 from penstock.sim.generation import SimRunner
 from penstock.sim.pool_host import AskOrders, ReportOrder
 from penstock.sim.replica import Artifacts, SimEngine, SimUpdater, Way
@@ -52,6 +53,7 @@ class WholeWorker:
         pace: Pace,
         shape: WorkerShape,
         artifacts: Artifacts,
+        floor: Floor,
         witness: Callable[[SimEngine, SimUpdater], None],
     ) -> None:
         """`witness` sees engine and replica at every decode boundary."""
@@ -73,9 +75,11 @@ class WholeWorker:
         self._settings = settings
         self._pace = pace
         self._shape = shape
+        self._floor = floor
         self._witness = witness
         self._woken = Signal()
         self._stopping = ""
+        self._leaving = False
         self._requests = 0
         self._move = 0
         """Counts orders: a strand of an older one stops when it sees a newer."""
@@ -120,9 +124,12 @@ class WholeWorker:
         return True
 
     def _leave(self, reason: str) -> None:
-        """Ends this process in good order, however it came to that."""
+        """Ends this process in good order, however it came to that: off its devices first, and on to none any more."""
+        self._leaving = True
 
         def goodbye() -> Body:
+            yield Sleep(self._pace.sleep_s)
+            self._floor.leave(self.owner)
             yield Call(events.MemberLeft(self.member, reason))
             self.owner.alive = False
 
@@ -148,7 +155,7 @@ class WholeWorker:
                 self.owner.alive = False
                 return
             for order in orders:
-                if order.number > seen:
+                if order.number > seen and not self._leaving:
                     seen = order.number
                     self._move += 1
                     self._sim.spawn(self.owner, self._carry_out(order, self._move))
@@ -170,6 +177,7 @@ class WholeWorker:
     def _wake(self, order: Order, move: int) -> Body:
         """On the devices, with the newest weights, and only then routed to. False when that took too long."""
         deadline = self._sim.now + order.within_s
+        self._floor.enter(self.owner, order.devices)
         yield Sleep(self._pace.wake_s)
         self.awake = True
         self._sim.fire(self._woken)
@@ -232,3 +240,4 @@ class WholeWorker:
         while self.updater.updating:
             yield Sleep(LOOK_EVERY_S)
         yield Sleep(self._pace.sleep_s)
+        self._floor.leave(self.owner)
