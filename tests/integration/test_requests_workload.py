@@ -239,7 +239,9 @@ class Desk:
             self.issued += 1
         return Leased(tuple(leases), "granted", "running", None)
 
-    async def deliver(self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[SampleId]) -> Any:
+    async def deliver(
+        self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[SampleId], scores: Sequence[Any] = ()
+    ) -> Any:
         assert not failures
         self.delivered += [rollout.sample for rollout in rollouts]
         self.returned += returned

@@ -48,7 +48,9 @@ class Desk:
             samples -= 3
         return Leased(tuple(leases), "granted" if leases else "exhausted", "running")
 
-    async def deliver(self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[Any]) -> Delivered:
+    async def deliver(
+        self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[Any], scores: Sequence[Any] = ()
+    ) -> Delivered:
         self.rollouts += rollouts
         self.failures += failures
         return Delivered()

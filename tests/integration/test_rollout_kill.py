@@ -55,7 +55,7 @@ class Desk:
         taken, self.open = self.open[:count], self.open[count:]
         leases = tuple(PromptLease(prompt, 0, (2 * prompt, 2 * prompt + 1), (0, 1), 0) for prompt in taken)
         return Leased(leases, "granted" if leases else "exhausted", "running")
-    async def deliver(self, rollouts, failures, returned):
+    async def deliver(self, rollouts, failures, returned, scores=()):
         assert not failures, failures
         with (folder / "delivered").open("a") as file:
             file.write("".join(f"{one.sample}\\n" for one in rollouts))

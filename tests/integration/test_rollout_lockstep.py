@@ -70,7 +70,7 @@ class Desk:
             samples -= 2
         prefetch = options["prefetch"] if self.issued < 6 else options["prefetch_later"]
         return Leased(tuple(leases), "granted" if leases else "exhausted", "running", prefetch=prefetch)
-    async def deliver(self, rollouts, failures, returned):
+    async def deliver(self, rollouts, failures, returned, scores=()):
         with (folder / "delivered").open("a") as file:
             for one in rollouts: print(one.sample, file=file)
         with (folder / "failures").open("a") as file:

@@ -51,7 +51,7 @@ class ScriptedDesk:
         return Leased(tuple(leases), verdict, self.phase, self.prefetch)
 
     async def deliver(
-        self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[SampleId]
+        self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[SampleId], scores: Sequence[Any] = ()
     ) -> Delivered:
         if self.delivering is not None and (rollouts or failures):
             await self.delivering()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from penstock.config.pipeline import PathModel, PipelineSection
+from penstock.config.pipeline import EnvSection, PathModel, PipelineSection
 from penstock.config.run import Config
 from penstock.envs.registry import check_options, find_environment, find_reward, load
 from penstock.errors import ConfigError
@@ -24,15 +24,9 @@ def check_environment(config: Config) -> None:
 
 
 def _check(pipeline: PipelineSection) -> None:
-    check_options(
-        f"environment {pipeline.env.name!r}",
-        find_environment(pipeline.env.name),
-        environment_options(pipeline, seed=0),
-    )
-    if pipeline.kind == "gymnasium":
-        _check_gymnasium(str(pipeline.env.options.get("id", "")))
-    for reward in pipeline.env.rewards:
-        find_reward(reward)
+    for section in (pipeline.env, pipeline.evaluation.env):
+        if section is not None:
+            _check_environment(section)
     for path in [pipeline.rollout.workload, pipeline.train.advantage, *pipeline.train.filters]:
         if path is not None and ":" in path:
             load(path)
@@ -40,9 +34,18 @@ def _check(pipeline: PipelineSection) -> None:
         raise ConfigError(f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model")
 
 
-def environment_options(pipeline: PipelineSection, seed: int) -> dict[str, object]:
+def _check_environment(section: EnvSection) -> None:
+    options = environment_options(section, seed=0)
+    check_options(f"environment {section.name!r}", find_environment(section.name), options)
+    if section.name == "gymnasium":
+        _check_gymnasium(str(section.options.get("id", "")))
+    for reward in section.rewards:
+        find_reward(reward)
+
+
+def environment_options(section: EnvSection, seed: int) -> dict[str, object]:
     """What the environment is built with: the user's options, and the run's seed unless they give their own."""
-    return {"seed": seed, **pipeline.env.options}
+    return {"seed": seed, **section.options}
 
 
 def _check_gymnasium(name: str) -> None:

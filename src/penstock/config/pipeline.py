@@ -204,6 +204,34 @@ class SamplesSection(Section):
     save_count: Positive = 8
 
 
+class EvaluationSection(Section):
+    """Measuring versions while training goes on: on prompts that are not trained, never trained themselves."""
+
+    every_steps: NonNegative = 0
+    """Evaluate the first version, every so many after it, and the last; 0 evaluates none."""
+    prompts: Positive = 64
+    """Prompts, or starting states, of one evaluation: the same ones every time."""
+    samples: Positive = 1
+    """Per prompt; more than one only with a temperature."""
+    temperature: NonNegativeFloat = 0.0
+    """0 takes the most likely token or action; policies of gymnasium environments know only 0 and 1."""
+    env: EnvSection | None = None
+    """Another environment than the one trained on. Without one, the last `prompts` rows of a dataset are kept out of
+    training; prompts that are made from a seed are made from another one."""
+    workers: Positive = 1
+    """Workers that evaluate at once. Meanwhile they take no new weights; the others go on as ever."""
+    timeout_s: Seconds = 300.0
+    """An evaluation that takes longer is skipped, and said to be."""
+    save_count: NonNegative = 8
+    """Prompts of each whose samples are written to `rollouts/` for reading."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluationSection:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError("evaluation.samples above 1 would all be alike at temperature 0; set a temperature")
+        return self
+
+
 class PipelineSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
     steps: Positive
@@ -229,6 +257,7 @@ class PipelineSection(Section):
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     samples: SamplesSection = SamplesSection()
+    evaluation: EvaluationSection = EvaluationSection()
 
     @model_validator(mode="before")
     @classmethod
@@ -250,6 +279,7 @@ class PipelineSection(Section):
             raise ValueError("engine.batching = 'continuous' is for language models; gymnasium policies act in batches")
         self._check_truncation()
         self._check_ranks()
+        self._check_evaluation()
         if self.rollout.preparation_processes and self.kind == "gymnasium":
             raise ValueError("rollout.preparation_processes reads prompts, which gymnasium environments do not have")
         if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
@@ -267,6 +297,17 @@ class PipelineSection(Section):
                 "with rollout.top_k, top_p or min_p the importance weight of an up-to-date token can be below "
                 f"token_loss.mask_low = {loss.mask_low}; importance = 'mask' would drop it, use 'truncate' or 'none'"
             )
+
+    def _check_evaluation(self) -> None:
+        section = self.evaluation
+        if not section.every_steps:
+            return
+        if self.rollout.ranks > 1:
+            raise ValueError("evaluation.every_steps needs workers of one rank: rollout.ranks must be 1")
+        if section.env is not None and (section.env.name == "gymnasium") != (self.kind == "gymnasium"):
+            raise ValueError(f"evaluation.env {section.env.name!r} is of another kind than env {self.env.name!r}")
+        if self.kind == "gymnasium" and section.temperature not in (0.0, 1.0):
+            raise ValueError(f"evaluation.temperature of a gymnasium policy is 0 or 1, found {section.temperature}")
 
     def _check_ranks(self) -> None:
         rollout = self.rollout

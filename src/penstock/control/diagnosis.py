@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.control.admission import Admission
+from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import Ledger
 from penstock.control.membership import Member, Membership
 from penstock.control.settings import PipelineSettings, PipelineState
@@ -19,12 +20,14 @@ class Observer:
         ledger: Ledger,
         members: Membership,
         admission: Admission,
+        evaluation: Evaluation,
     ) -> None:
         self.settings = settings
         self.state = state
         self.ledger = ledger
         self.members = members
         self.admission = admission
+        self.evaluation = evaluation
 
     def status(self, now: float) -> dict[str, float | str]:
         """Plain numbers for metrics and the live view; `phase` is the one word among them."""
@@ -61,7 +64,28 @@ class Observer:
         }
         numbers |= {f"samples_{name}": count for name, count in books.counts.items()}
         numbers |= {f"dropped_{name}": count for name, count in books.dropped.items()}
+        numbers |= self._evaluated()
         numbers |= {f"filtered_groups_{_word(kind)}": count for kind, count in books.filtered_by.items()}
+        return numbers
+
+    def _evaluated(self) -> dict[str, float]:
+        """The newest point and what became of the others; nothing where evaluation is off."""
+        if self.settings.evaluation is None:
+            return {}
+        results = self.state.evaluation.results
+        numbers: dict[str, float] = {
+            "eval_running": int(not self.evaluation.idle),
+            "eval_skipped": sum(bool(result.skipped) for result in results),
+            "eval_points": sum(not result.skipped for result in results),
+        }
+        newest = next((result for result in reversed(results) if not result.skipped), None)
+        if newest is not None and newest.version is not None:
+            numbers |= {
+                "eval_version": newest.version,
+                "eval_reward": newest.reward_mean,
+                "eval_reward_stderr": newest.reward_stderr,
+                "eval_count": newest.samples,
+            }
         return numbers
 
     def stalled_s(self, now: float) -> float:
@@ -95,6 +119,8 @@ class Observer:
             return f"stopped: {state.stop_reason}."
         if state.phase == "complete":
             return f"complete after {books.version} steps; waiting for the supervisor to stop the run."
+        if self.admission.finished and not self.evaluation.idle:
+            return f"Training is over after {books.version} steps; its last evaluation is missing: {self.evaluation!r}."
         trainer, workers = self.members.trainer(), self.members.having("rollout")
         sentences: list[str] = []
         if trainer is None:

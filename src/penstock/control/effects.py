@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.control.points import EvaluationResult
 from penstock.records.batch import Batch
 from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef, RingAddress
@@ -104,6 +105,12 @@ class NoteFiltered(msgspec.Struct, frozen=True):
     groups: tuple[tuple[PromptIndex, str], ...]
 
 
+class NoteEvaluation(msgspec.Struct, frozen=True):
+    """A version was evaluated, or was to be and was not. For the story and the metrics; nothing else follows."""
+
+    result: EvaluationResult
+
+
 class Log(msgspec.Struct, frozen=True):
     level: Level
     line: str
@@ -133,5 +140,5 @@ Answer = (
     | DeferBatch
     | ConfirmComplete
 )
-Instruction = OfferWeights | EvictMember | ReleasePayloads | NoteFiltered | Log | Announce | FailRun
+Instruction = OfferWeights | EvictMember | ReleasePayloads | NoteFiltered | NoteEvaluation | Log | Announce | FailRun
 Effect = Answer | Instruction

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import RingAddress
-from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.records.weights import Manifest
 from penstock.wire.messages import Role
 
@@ -50,6 +50,8 @@ class LeaseAsked(msgspec.Struct, tag="lease_asked", frozen=True):
     version: Version
     waiting: int = 0
     """How many other members' asks are being held right now: what there is gets shared with them."""
+    steady: bool = True
+    """Its weights are not being changed right now, so that what it serves it will go on serving."""
 
 
 class Delivered(msgspec.Struct, tag="delivered", frozen=True):
@@ -57,6 +59,7 @@ class Delivered(msgspec.Struct, tag="delivered", frozen=True):
     rollouts: tuple[Rollout, ...] = ()
     failures: tuple[FailedRollout, ...] = ()
     returned: tuple[SampleId, ...] = ()
+    scores: tuple[Score, ...] = ()
 
 
 class BatchAsked(msgspec.Struct, tag="batch_asked", frozen=True):

@@ -34,7 +34,7 @@ class Prospects(msgspec.Struct, frozen=True):
 
     stop_asked: bool
     finished: bool
-    """No sample, buffered or in flight, can fill a further step."""
+    """No sample, buffered or in flight, can fill a further step, and the last version is evaluated."""
     safe: bool
     """The last step is in a checkpoint, or the trainer left in good order."""
     still_needed: bool

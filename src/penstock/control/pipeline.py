@@ -26,6 +26,7 @@ from penstock.control.effects import (
     RefuseCall,
     ReleasePayloads,
 )
+from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import GroupFilter, Ledger
 from penstock.control.membership import Member, Membership
 from penstock.control.samples import LedgerState
@@ -63,9 +64,12 @@ class PipelineControl:
         )
         self.members = Membership(settings.patience, state.members)
         self.admission = Admission(self.ledger, settings.steps)
-        self.observer = Observer(settings, state, self.ledger, self.members, self.admission)
-        self._worker_side = WorkerSide(settings, state, self.ledger, self.admission)
-        self._trainer_side = TrainerSide(settings, state, self.ledger, self.members, self.admission, self.observer)
+        self.evaluation = Evaluation(settings.evaluation, state.evaluation)
+        self.observer = Observer(settings, state, self.ledger, self.members, self.admission, self.evaluation)
+        self._worker_side = WorkerSide(settings, state, self.ledger, self.admission, self.evaluation)
+        self._trainer_side = TrainerSide(
+            settings, state, self.ledger, self.members, self.admission, self.observer, self.evaluation
+        )
 
     def snapshot(self) -> bytes:
         """The whole state; equal states give equal bytes."""
@@ -105,7 +109,11 @@ class PipelineControl:
         if self.phase not in ("running", "draining"):
             return None
         books = self.state.ledger
-        return self.admission.wanted(), books.next_sample - books.counts["leased"]
+        return self.admission.wanted() + self.evaluation.outstanding, books.next_sample - books.counts["leased"]
+
+    def is_pinned(self, member: MemberId) -> bool:
+        """Whether a worker must go on serving what it serves, because it evaluates that."""
+        return self.evaluation.pins(member)
 
     def attendance(self) -> tuple[frozenset[MemberId], MemberId | None, dict[MemberId, str]]:
         """The workers there are, the trainer if there is one, and who was lost and why.
@@ -128,14 +136,15 @@ class PipelineControl:
     def check(self) -> None:
         """Raises if an invariant of the ledger, the admission or the phase is broken."""
         self.ledger.check()
+        self.evaluation.check(self.state.members.live)
         bound = (self.settings.max_staleness + 1) * self.settings.groups_per_step
         if self.ledger.live_groups > bound:
             raise InvalidTransition(f"{self.ledger.live_groups} groups are live, the staleness bound allows {bound}")
         for member in self.state.ledger.leases:
             if member not in self.state.members.live:
                 raise InvalidTransition(f"{member} holds leases but is not a live member")
-        if self.state.phase == "complete" and not self.admission.finished:
-            raise InvalidTransition("the pipeline is complete although samples could still fill a step")
+        if self.state.phase == "complete" and not (self.admission.finished and self.evaluation.idle):
+            raise InvalidTransition("the pipeline is complete although a step or an evaluation could still be made")
 
     def __repr__(self) -> str:
         return f"<PipelineControl {self.settings.name} {self.phase} r{self.revision} {self.ledger} {self.members}>"
@@ -151,6 +160,7 @@ class PipelineControl:
             state.started_at = state.last_event_at = state.progressed_at = now
         could_lease, awaited, newest = self.admission.can_lease(), state.ledger.awaiting_count, state.newest
         could_batch = self._trainer_side.can_give_batch(state.last_event_at)
+        lacked, pinned = self.evaluation.lacks_evaluator, self.evaluation.evaluators
         excused = self._excuse_absence(now)
         effects, changed = self._decide(event, now)
         effects.extend(excused)
@@ -164,8 +174,11 @@ class PipelineControl:
                 self.members.hear(event.member, now)
         self._watch(effects, now)
         opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
-        if opened and self.admission.can_lease():
+        lacks = self.evaluation.lacks_evaluator and (not lacked or state.newest != newest)
+        if (opened and self.admission.can_lease()) or lacks:
             effects.append(Announce("leases"))
+        if pinned - self.evaluation.evaluators:
+            effects.append(Announce("weights"))
         if not could_batch and self._trainer_side.can_give_batch(now):
             effects.append(Announce("batches"))
         return effects
@@ -190,9 +203,9 @@ class PipelineControl:
             return [caller], False
         match event:
             case events.LeaseAsked():
-                return self._worker_side.lease_asked(event, caller)
+                return self._worker_side.lease_asked(event, caller, now)
             case events.Delivered():
-                return self._worker_side.delivered(event)
+                return self._worker_side.delivered(event, now)
             case events.BatchAsked():
                 return self._trainer_side.batch_asked(event, now)
             case events.StepAcked():
@@ -200,7 +213,7 @@ class PipelineControl:
             case events.CheckpointSaved():
                 return self._trainer_side.checkpoint_saved(event)
             case events.WeightsPublished():
-                return self._trainer_side.weights_published(event)
+                return self._trainer_side.weights_published(event, now)
 
     def _excuse_absence(self, now: float) -> list[Effect]:
         """The controller records something several times per `suspect_after_s`; a longer gap means it was away itself
@@ -209,6 +222,7 @@ class PipelineControl:
         if away_s <= self.settings.suspect_after_s:
             return []
         self.members.excuse_all(now)
+        self.evaluation.excuse(away_s)
         self.state.progressed_at = now
         line = f"the controller itself was away for {away_s:.0f} s; nobody's silence counts"
         return [Log("warning", f"{self.settings.name}: {line}")]
@@ -234,9 +248,14 @@ class PipelineControl:
             state.batch_ready_at = None
         elif state.batch_ready_at is None:
             state.batch_ready_at = now
+        if admission.finished and state.phase in ("running", "draining"):
+            self.evaluation.training_ended(state.ledger.version, now)
+        if state.stop_asked:
+            self.evaluation.stop(now)
+        effects.extend(self.evaluation.take_notes(self.settings.name))
         prospects = phase.Prospects(
             stop_asked=state.stop_asked,
-            finished=admission.finished,
+            finished=admission.finished and self.evaluation.idle,
             safe=state.ledger.durable == state.ledger.version or state.trainer_left_well,
             still_needed=admission.still_needed(),
         )
@@ -269,7 +288,7 @@ class PipelineControl:
         known = self.members.get(event.member) is not None
         if event.role == "trainer":
             step = event.step if event.step is not None else StepIndex(ledger.version)
-            refusal = self._trainer_side.place(step, known, effects)
+            refusal = self._trainer_side.place(step, known, effects, now)
             if refusal is not None:
                 return [refusal], False
             former = self.members.trainer()
@@ -303,6 +322,7 @@ class PipelineControl:
     def _evict(self, member: MemberId, reason: str, *, died: bool = False) -> EvictMember:
         self.members.remove(member, reason, self.state.ledger.version)
         self.ledger.lose_member(member, died=died)
+        self.evaluation.lose_member(member)
         return EvictMember(member, reason)
 
     def _on_heartbeat(self, event: events.HeartbeatHeard, now: float) -> Outcome:
@@ -318,6 +338,7 @@ class PipelineControl:
         waited_enough = self._trainer_side.can_give_batch(now)
         waited_enough = waited_enough and not self._trainer_side.can_give_batch(state.last_event_at)
         changed = waited_enough or now - state.last_event_at >= settings.patience.resolution_s
+        changed = self.evaluation.look(now) or changed
         for finding in self.members.look(now):
             changed = True
             level = "warning" if finding.what != "recovered" else "info"
@@ -366,6 +387,7 @@ class PipelineControl:
         state = self.state
         for member in list(state.members.live):
             self._evict(member, "the run was resumed without it")
+        self.evaluation.resume(now)
         lost = self.ledger.lose_payloads()
         self.ledger.take_released()
         state.members.rings.clear()

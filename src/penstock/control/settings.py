@@ -7,6 +7,7 @@ import msgspec
 from penstock.control.admission import ThrottleState
 from penstock.control.effects import Effect
 from penstock.control.membership import MembershipState, Patience
+from penstock.control.points import EvaluationSettings, EvaluationState
 from penstock.control.samples import LedgerState
 from penstock.records.ids import PipelineName, Version
 from penstock.records.weights import Manifest
@@ -47,6 +48,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     stall_fail_after_s: float | None = 1800.0
     exit_without_trainer_s: float | None = None
     throttle_report_s: float = 30.0
+    evaluation: EvaluationSettings | None = None
+    """None: versions are never evaluated."""
 
     @property
     def patience(self) -> Patience:
@@ -97,6 +100,7 @@ class PipelineState(msgspec.Struct):
     set_aside_in_a_row: int = 0
     wrong_weights: int = 0
     recent: list[StepSummary] = msgspec.field(default_factory=list)
+    evaluation: EvaluationState = msgspec.field(default_factory=EvaluationState)
 
     @property
     def newest(self) -> Version:

@@ -16,12 +16,13 @@ from penstock.control.effects import (
     OfferWeights,
     RefuseCall,
 )
+from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import Ledger
 from penstock.control.membership import Membership
 from penstock.control.settings import RECENT_STEPS, Outcome, PipelineSettings, PipelineState, StepSummary
 from penstock.errors import LocalProtocolError, Stale
 from penstock.records.batch import Batch, BatchGroup
-from penstock.records.ids import StepIndex
+from penstock.records.ids import StepIndex, Version
 
 
 class TrainerSide:
@@ -35,6 +36,7 @@ class TrainerSide:
         members: Membership,
         admission: Admission,
         observer: Observer,
+        evaluation: Evaluation,
     ) -> None:
         self.settings = settings
         self.state = state
@@ -42,8 +44,9 @@ class TrainerSide:
         self.members = members
         self.admission = admission
         self.observer = observer
+        self.evaluation = evaluation
 
-    def place(self, step: StepIndex, known: bool, effects: list[Effect]) -> RefuseCall | None:
+    def place(self, step: StepIndex, known: bool, effects: list[Effect], now: float) -> RefuseCall | None:
         """Brings the ledger to the step a (re)started trainer begins with, or says why that cannot be."""
         state, books = self.state, self.ledger.state
         if step > books.version and not known:
@@ -72,6 +75,7 @@ class TrainerSide:
                 state.weights = None
             for version in [version for version in state.digests if version > step]:
                 del state.digests[version]
+            self.evaluation.roll_back(Version(step), now)
         return None
 
     def can_give_batch(self, now: float) -> bool:
@@ -89,6 +93,8 @@ class TrainerSide:
         if event.step in books.steps:
             return [self._batch(event.step)], False
         if self.admission.finished or event.step == steps:
+            if self._last_evaluation_is_missing():  # until then the trainer is where the last weights come from
+                return [DeferBatch("the evaluation of the last version", state.phase)], False
             return [ConfirmComplete(StepIndex(books.version))], False
         if event.step > books.version + 1:
             sentence = f"step {event.step} was asked for, the next to acknowledge is {books.version}"
@@ -99,6 +105,11 @@ class TrainerSide:
         final = event.step + 1 == steps or (rest and books.next_step == books.version)
         self.ledger.dispatch(final=final, now=now)
         return [self._batch(event.step)], True
+
+    def _last_evaluation_is_missing(self) -> bool:
+        if self.evaluation.settings is None or self.state.phase == "stopped":
+            return False
+        return not self.admission.finished or not self.evaluation.idle
 
     def _batch(self, step: StepIndex) -> GiveBatch:
         given = self.ledger.state.steps[step]
@@ -148,7 +159,7 @@ class TrainerSide:
         except LocalProtocolError as error:
             return [RefuseCall("LocalProtocolError", error.message)], False
 
-    def weights_published(self, event: events.WeightsPublished) -> Outcome:
+    def weights_published(self, event: events.WeightsPublished, now: float) -> Outcome:
         state, manifest = self.state, event.manifest
         version, trained = manifest.version, self.ledger.state.version
         if not 0 <= version <= trained + 1:
@@ -160,4 +171,5 @@ class TrainerSide:
         state.digests[version] = manifest.digest
         for old in [old for old in state.digests if old < version - self.settings.max_staleness - 1]:
             del state.digests[old]
+        self.evaluation.published(version, now)
         return [Confirm(), OfferWeights(manifest), Announce("weights")], True

@@ -5,24 +5,33 @@ from __future__ import annotations
 from penstock.control import events
 from penstock.control.admission import Admission
 from penstock.control.effects import AcceptDelivery, Effect, FailRun, GrantLeases, Log, RefuseCall, RefuseLease
+from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import Ledger
 from penstock.control.membership import Member
 from penstock.control.settings import Outcome, PipelineSettings, PipelineState
-from penstock.records.ids import MemberId, SampleId
+from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId
 from penstock.records.prompt import PromptLease
-from penstock.records.rollout import Rollout
+from penstock.records.rollout import FailedRollout, Rollout
 
 
 class WorkerSide:
     """Answers live rollout workers. Repeating a call never changes anything a second time."""
 
-    def __init__(self, settings: PipelineSettings, state: PipelineState, ledger: Ledger, admission: Admission) -> None:
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        state: PipelineState,
+        ledger: Ledger,
+        admission: Admission,
+        evaluation: Evaluation,
+    ) -> None:
         self.settings = settings
         self.state = state
         self.ledger = ledger
         self.admission = admission
+        self.evaluation = evaluation
 
-    def lease_asked(self, event: events.LeaseAsked, member: Member) -> Outcome:
+    def lease_asked(self, event: events.LeaseAsked, member: Member, now: float) -> Outcome:
         state = self.state
         if event.request == member.request:
             return [GrantLeases(member.granted, state.phase)], False
@@ -33,13 +42,23 @@ class WorkerSide:
             return [RefuseCall("LocalProtocolError", f"{event.member} asked for {event.samples} samples")], False
         if state.phase in ("complete", "stopped"):
             return [RefuseLease("exhausted", state.phase)], False
+        moves = state.evaluation.moves
         usable = self.admission.min_version_awaiting() <= event.version <= state.newest
-        leases = self._grant(event) if usable else ()
+        leases = self._grant_evaluation(event, now) or (self._grant(event) if usable else ())
         if not leases:
-            behind = event.version != state.newest and self.admission.can_lease()
-            return [RefuseLease("version_too_old" if behind else "throttled", state.phase)], False
+            wanted = self.admission.can_lease() or self.evaluation.lacks_evaluator
+            behind = event.version != state.newest and wanted
+            verdict = RefuseLease("version_too_old" if behind else "throttled", state.phase)
+            return [verdict], state.evaluation.moves > moves
         member.request, member.granted, member.version = event.request, leases, event.version
         return [GrantLeases(leases, state.phase)], True
+
+    def _grant_evaluation(self, event: events.LeaseAsked, now: float) -> tuple[PromptLease, ...]:
+        """Before all else: a point is small, has a deadline, and keeps its evaluators from newer weights."""
+        if not event.steady or event.version > self.state.newest:
+            return ()
+        digest = self.state.digests.get(event.version, "")
+        return tuple(self.evaluation.grant(event.member, event.version, digest, event.samples, now))
 
     def _grant(self, event: events.LeaseAsked) -> tuple[PromptLease, ...]:
         """Single members of begun groups first, then whole groups; a small ask gets part of one group."""
@@ -55,19 +74,21 @@ class WorkerSide:
             budget -= ledger.group_size
         return tuple(leases)
 
-    def delivered(self, event: events.Delivered) -> Outcome:
-        ledger = self.ledger
+    def delivered(self, event: events.Delivered, now: float) -> Outcome:
+        ledger, evaluation = self.ledger, self.evaluation
         moves, aside = ledger.state.moves, len(ledger.state.set_aside)
+        evaluated = evaluation.state.moves
         verdicts = [(rollout.sample, self._take(event.member, rollout)) for rollout in event.rollouts]
         if ledger.state.moves > moves and any(not why for _, why in verdicts):  # not if it was only repeated
             self.state.set_aside_in_a_row = 0
-        verdicts += [(failure.sample, ledger.fail(event.member, failure)) for failure in event.failures]
-        verdicts += [(sample, ledger.give_back(event.member, sample)) for sample in event.returned]
+        verdicts += [(failure.sample, self._fail(event.member, failure, now)) for failure in event.failures]
+        verdicts += [(sample, self._give_back(event.member, sample, now)) for sample in event.returned]
+        verdicts += [(score.sample, evaluation.take(event.member, score, now)) for score in event.scores]
         refused = tuple(sample for sample, why in verdicts if why)
         reasons = [f"sample {sample} {why}" for sample, why in verdicts if why]
         effects: list[Effect] = [AcceptDelivery(refused, "; ".join(reasons[:4]))]
         effects.extend(self._mourn(len(ledger.state.set_aside) - aside))
-        return effects, ledger.state.moves > moves
+        return effects, ledger.state.moves > moves or evaluation.state.moves > evaluated
 
     def _take(self, member: MemberId, rollout: Rollout) -> str:
         """Books a rollout if it was made with published weights; as long as none are published, all are taken."""
@@ -78,6 +99,16 @@ class WorkerSide:
             published = f"is {expected!r}" if expected is not None else "was not published"
             return f"was made with weights {rollout.weights_digest!r}, but version {rollout.version} {published}"
         return self.ledger.deliver(member, rollout, self.state.newest)
+
+    def _fail(self, member: MemberId, failure: FailedRollout, now: float) -> str:
+        if failure.sample >= FIRST_EVALUATION_SAMPLE:
+            return self.evaluation.fail(member, failure, now)
+        return self.ledger.fail(member, failure)
+
+    def _give_back(self, member: MemberId, sample: SampleId, now: float) -> str:
+        if sample >= FIRST_EVALUATION_SAMPLE:
+            return self.evaluation.give_back(member, sample, now)
+        return self.ledger.give_back(member, sample)
 
     def _reject(self, member: MemberId, sample: SampleId) -> bool:
         rejected = self.ledger.reject(member, sample)

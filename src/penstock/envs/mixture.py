@@ -47,6 +47,12 @@ class Mixture:
         alphabets = [getattr(environment, "alphabet", "") for environment in self.environments.values()]
         return "".join(sorted(set("".join(alphabets)))) if all(alphabets) else ""
 
+    def hold_out(self, count: int) -> Mixture:
+        """Another seed would show the same rows of a finite part again, so there is no general way."""
+        raise ConfigError(
+            "a mixture cannot hold prompts out for evaluation: name another environment in evaluation.env"
+        )
+
     def place(self, position: int) -> tuple[str, int]:
         """Which part is shown at `position`, and at which position of its own."""
         block, offset = divmod(position, sum(self.shares))

@@ -53,6 +53,19 @@ class TextEnvironment(Protocol):
         ...
 
 
+@runtime_checkable
+class DividedEnvironment(Protocol):
+    """An environment over a finite set that can keep some of it out of its stream, to be evaluated on.
+
+    Others are evaluated on with another seed, which leads to other prompts only where prompts are made from the seed.
+    """
+
+    def hold_out(self, count: int) -> Any:
+        """Takes `count` rows out of this environment's own stream, always the same ones, and returns an environment
+        of those alone."""
+        ...
+
+
 class GoBack(msgspec.Struct, frozen=True):
     """A reply that takes the conversation back: the policy is shown `text` where completion number `to` began.
 

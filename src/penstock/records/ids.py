@@ -19,6 +19,9 @@ PromptIndex = NewType("PromptIndex", int)
 SampleId = NewType("SampleId", int)
 """One attempt to generate one member of a prompt's group; counted up per pipeline, never reused."""
 
+FIRST_EVALUATION_SAMPLE = SampleId(1 << 40)
+"""Samples of evaluations are numbered from here on, so that no number means a training sample as well."""
+
 StepIndex = NewType("StepIndex", int)
 """Optimiser step, from 0. Step `s` starts from weights version `s` and ends with version `s + 1`."""
 

@@ -21,3 +21,5 @@ class PromptLease(msgspec.Struct, frozen=True, array_like=True):
     members: tuple[int, ...]
     min_version: Version
     """Weights older than this would make the samples outdated before they could be trained."""
+    evaluation: Version | None = None
+    """Not to be trained: a part of the evaluation of exactly this version, at a position of the held-out stream."""

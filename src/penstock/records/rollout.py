@@ -33,6 +33,19 @@ class Rollout(msgspec.Struct, frozen=True):
     times: StageTimes = StageTimes()
 
 
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """One finished sample of an evaluation: it is counted and never trained, so it has no payload."""
+
+    sample: SampleId
+    version: Version
+    """The oldest weights any part of it was made with."""
+    newest: Version
+    """The newest: it counts only if the two are one, so an evaluation never mixes versions."""
+    weights_digest: str
+    reward: float
+    length: int
+
+
 class FailedRollout(msgspec.Struct, frozen=True):
     """A sample that could not be made. A failed rollout is a record, not an exception."""
 

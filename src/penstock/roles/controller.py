@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.batch import filters
-from penstock.config.pipeline import PipelineSection
+from penstock.config.pipeline import EvaluationSection, PipelineSection
 from penstock.config.run import ControlSection
 from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.pipeline import PipelineControl
+from penstock.control.points import EvaluationSettings
 from penstock.control.settings import PipelineSettings
 from penstock.errors import RunFailed
 from penstock.journal.writer import Journal
@@ -91,6 +92,7 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
         stall_after_s=control.stall_after_s,
         stall_fail_after_s=control.stall_fail_after_s,
         exit_without_trainer_s=control.exit_without_trainer_s,
+        evaluation=_evaluation_of(pipeline.evaluation),
     )
     group_filter = filters.build(
         filters.FilterSettings(
@@ -99,6 +101,13 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
         )
     )
     return PipelineControl(settings, group_filter if pipeline.train.filters else None)
+
+
+def _evaluation_of(section: EvaluationSection) -> EvaluationSettings | None:
+    if not section.every_steps:
+        return None
+    shared = section.model_dump(include={"prompts", "samples", "workers", "timeout_s"})
+    return EvaluationSettings(every=section.every_steps, **shared)
 
 
 def _session_path(process: RoleProcess) -> Path:

@@ -63,22 +63,26 @@ def workload_of(
     environment: Any,
     policy: LanguagePolicy | ControlPolicy,
     engine: ServingEngine | RequestEngine,
-    kept: Path,
+    kept: Path | None,
+    *,
+    greedy: bool = False,
 ) -> Workload[Any, Any, Any]:
     """The five hooks: the user's own class if one is named, else the built-in one that fits environment and engine.
 
-    `kept` is where unfinished episodes of a worker that leaves wait for the next one.
+    `kept` is where unfinished episodes of a worker that leaves wait for the next one. `greedy` draws nothing and takes
+    what is likeliest; a workload of the user's own draws as it always does.
     """
     rollout = pipeline.rollout
     if rollout.workload is not None:
         return load(rollout.workload)(environment, engine, policy)
     if isinstance(engine, PolicyEngine):
-        return GymnasiumWorkload(environment, engine)
+        return GymnasiumWorkload(environment, engine, greedy=greedy)
     assert isinstance(policy, LanguagePolicy)
     scored = ScoredEnvironment(environment, pipeline)
     sampling = rollout.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "max_turns"})
+    sampling |= {"greedy": greedy, "kept": KeptEpisodes(kept) if kept is not None else None}
     if isinstance(engine, TorchEngine):
-        return LanguageWorkload(scored, engine, policy.tokenizer, kept=KeptEpisodes(kept), **sampling)
+        return LanguageWorkload(scored, engine, policy.tokenizer, **sampling)
     requests = cast(RequestEngine, engine)
     sampling["reply_threads"] = rollout.reply_threads
-    return RequestWorkload(scored, requests, policy.tokenizer, kept=KeptEpisodes(kept), **sampling)
+    return RequestWorkload(scored, requests, policy.tokenizer, **sampling)

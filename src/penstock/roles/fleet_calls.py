@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.control.io.calls import Answerer
 from penstock.control.io.waiting import WaitingRoom, deadline
-from penstock.records.ids import PipelineName
+from penstock.records.ids import MemberId, PipelineName
 from penstock.records.weights import Manifest
 from penstock.weights.coordination import Coordination
 from penstock.wire.messages import AskCheckpoint, AskWeights, CheckpointWanted, NotYet, Phase, Reply, Weights
@@ -18,6 +18,7 @@ class Machine(Protocol):
     def phase(self) -> Phase: ...
     @property
     def weights(self) -> Manifest | None: ...
+    def is_pinned(self, member: MemberId) -> bool: ...
 
 
 class FleetCalls:
@@ -41,8 +42,13 @@ class FleetCalls:
         name, waiting, until = request.pipeline, self._waiting(), deadline(request.wait_s)
         fleet, machine = self._fleets[name], self._machines[name]
         with waiting.seat(name, "ask_weights"):
-            # Between a trainer's return to an earlier step and its first publication nothing is worth loading.
-            while machine.weights is None or (offer := self._offer(fleet, request)) is None:
+            # Between a trainer's return to an earlier step and its first publication nothing is worth loading; and one
+            # that evaluates a version goes on serving it.
+            while (
+                machine.weights is None
+                or machine.is_pinned(request.member)
+                or (offer := self._offer(fleet, request)) is None
+            ):
                 if machine.phase == "stopped" or not await waiting.hold(name, ("weights", "phase"), until):
                     first = machine.weights is None
                     return NotYet("the first weights of the trainer" if first else "newer weights", machine.phase)

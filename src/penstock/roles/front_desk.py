@@ -16,6 +16,7 @@ from penstock.control.effects import Effect
 from penstock.control.events import MemberLeft, RunResumed, StopAsked
 from penstock.control.io.desk import ControlDesk
 from penstock.control.pipeline import PipelineControl
+from penstock.control.points import EvaluationResult
 from penstock.control.settings import StepSummary
 from penstock.journal.writer import Journal
 from penstock.payload.discards import Discards
@@ -59,6 +60,7 @@ class FrontDesk(ControlDesk):
             on_instruction=self._instructed,
             answerers=self._pool.answerers | calls.answerers,
             neighbours={POOL: self._pool},
+            is_steady=lambda name, member, version: self._fleets[name].is_steady(member, version),
             snapshot_every=config.journal.snapshot_every_events,
         )
         self._machines = machines
@@ -72,8 +74,8 @@ class FrontDesk(ControlDesk):
     def start(self, *, new_session: bool, lines_on_file: Iterable[bytes] = ()) -> int:
         """Replays the journal and takes up the work; returns how many events lie behind.
 
-        Lines of steps that the journal knows and `lines_on_file` lacks are written again: a killed controller takes
-        those along that its writer had not got to.
+        Lines of steps and evaluations that the journal knows and `lines_on_file` lacks are written again: a killed
+        controller takes those along that its writer had not got to.
 
         In a new session of the run none of the former processes is left; after a mere restart all of them are.
         """
@@ -83,11 +85,14 @@ class FrontDesk(ControlDesk):
             for name in self.pipelines:
                 self.happen(name, RunResumed())
         self._pool.open(restarted=bool(replayed), resumed=resumed)
-        on_file = steps_in(lines_on_file) if replayed else set()
+        on_file = entries_in(lines_on_file) if replayed else set()
         for name, machine in self._machines.items():
             for summary in machine.state.recent:
-                if (name, summary.step) not in on_file:
+                if (name, "step", summary.step) not in on_file:
                     self._write_line(name, summary, {})
+            for result in machine.state.evaluation.results:
+                if (name, "evaluation", result.due) not in on_file:
+                    self._write_evaluation(name, result)
             if machine.weights is not None:
                 self._tell_fleet(name, weights.VersionPublished(machine.weights))
         return replayed
@@ -117,6 +122,8 @@ class FrontDesk(ControlDesk):
                 self._tell_fleet(request.pipeline, weights.VersionPublished(request.manifest, request.durable))
             case messages.ReportReplica(), Ok():
                 self._tell_fleet(request.pipeline, reported(request))
+                if self._machines[request.pipeline].evaluation.lacks_evaluator:
+                    self._wake(request.pipeline, "leases")
         return reply
 
     def close(self) -> None:
@@ -180,6 +187,8 @@ class FrontDesk(ControlDesk):
     def _instructed(self, name: PipelineName, effect: Effect) -> None:
         if isinstance(effect, effects.ReleasePayloads):
             self._discards.add(effect.payloads)
+        elif isinstance(effect, effects.NoteEvaluation):
+            self._write_evaluation(name, effect.result)
         elif isinstance(effect, effects.EvictMember):
             self._evicted[effect.member] = effect.reason
             self._pool.lost(effect.member, effect.reason)
@@ -213,16 +222,34 @@ class FrontDesk(ControlDesk):
             }
         )
 
+    def _write_evaluation(self, name: PipelineName, result: EvaluationResult) -> None:
+        line = {"kind": "evaluation", "at": self._clock.now(), "pipeline": name, "due": result.due}
+        line |= {"version": result.version, "took_s": result.took_s}
+        if result.skipped:
+            self._lines.write(line | {"skipped": result.skipped})
+            return
+        figures = {
+            "eval/reward": result.reward_mean,
+            "eval/reward_stderr": result.reward_stderr,
+            "eval/count": result.samples,
+            "eval/failed": result.failed,
+            "eval/length": result.length_mean,
+        }
+        self._lines.write(line | figures)
 
-def steps_in(lines: Iterable[bytes]) -> set[tuple[str, int]]:
-    """The steps that have a line; a torn last line counts as none."""
-    steps: set[tuple[str, int]] = set()
+
+def entries_in(lines: Iterable[bytes]) -> set[tuple[str, str, int]]:
+    """The steps and evaluations that have a line, by pipeline and kind; a torn last line counts as none."""
+    found: set[tuple[str, str, int]] = set()
     for line in lines:
-        if b'"kind":"step"' not in line:
+        if b'"kind":"step"' not in line and b'"kind":"evaluation"' not in line:
             continue
         try:
             entry = orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
-        steps.add((entry["pipeline"], entry["step"]))
-    return steps
+        if entry.get("kind") == "step":
+            found.add((entry["pipeline"], "step", entry["step"]))
+        elif entry.get("kind") == "evaluation":
+            found.add((entry["pipeline"], "evaluation", entry["due"]))
+    return found

@@ -1,18 +1,15 @@
-"""From the user's configuration to environments, policies and losses."""
+"""From the user's configuration to policies and losses."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from penstock.config.check import environment_options
 from penstock.config.pipeline import MlpModel, PathModel, PipelineSection, TinyModel
 from penstock.config.run import Config
-from penstock.envs.registry import make_environment
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings
 from penstock.train.model import (
     ControlPolicy,
@@ -24,19 +21,6 @@ from penstock.train.model import (
     build,
 )
 from penstock.train.step import OptimSettings
-
-
-def environment_of(config: Config, pipeline: PipelineSection) -> Any:
-    """Builds the environment. What its own code raises is the user's to fix, so it becomes a `ConfigError`."""
-    sys.path[:0] = [str(path) for path in config.run.extra_path]
-    try:
-        return make_environment(pipeline.env.name, environment_options(pipeline, config.run.seed))
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"environment {pipeline.env.name!r} could not be made: {type(error).__name__}: {error}"
-        ) from error
 
 
 def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ControlPolicy:

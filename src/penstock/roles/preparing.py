@@ -7,15 +7,13 @@ instead, unless another process computes it; every such process makes the enviro
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from penstock.config.check import environment_options
 from penstock.config.load import load
-from penstock.envs.registry import make_environment
+from penstock.roles.environments import environment_of
 from penstock.rollout.io.preparation_pool import PreparationPool
 
 LOOK_EVERY_S = 1.0
@@ -42,9 +40,8 @@ def _begin(config_path: Path, name: str, parent: int) -> None:
     global _environment
     threading.Thread(target=_end_with, args=(parent,), name="parent-watch", daemon=True).start()
     config = load(config_path)
-    sys.path[:0] = [str(path) for path in config.run.extra_path]
     pipeline = next(section for section in config.pipeline if section.name == name)
-    _environment = make_environment(pipeline.env.name, environment_options(pipeline, config.run.seed))
+    _environment = environment_of(config, pipeline)
 
 
 def _prompt(position: int) -> Any:

@@ -41,7 +41,7 @@ async def main(process: RoleProcess) -> None:
     torch.set_num_threads(rollout.threads)
     working = Offload(1, "rank")
     process.progress.moved("building the model")
-    _, engine, workload = await working.run(build, process)
+    _, engine, workload, _ = await working.run(build, process)
     ring = Ring.create(
         process.run.run_id,
         capacity_bytes=rollout.ring_mb << 20,

@@ -15,8 +15,10 @@ from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress
 from penstock.roles.carriers import served
 from penstock.roles.engines import engine_of, workload_of
+from penstock.roles.environments import environment_of
+from penstock.roles.evaluating import evaluating
 from penstock.roles.generation import Generation, GenerationLoop, OwnEngine, Resident
-from penstock.roles.models import device_at, environment_of, policy_of
+from penstock.roles.models import device_at, policy_of
 from penstock.roles.movers import mover_of
 from penstock.roles.preparing import PromptsElsewhere
 from penstock.roles.process import RoleProcess
@@ -24,10 +26,12 @@ from penstock.roles.ranks import RankGroup
 from penstock.roles.reporting import LEAVE_S, connected, heed_stop, report_gauges
 from penstock.roles.vllm_engine import VllmService, started
 from penstock.roles.worker_desk import RingStore, WorkerDesk
+from penstock.rollout.io.hook_calls import Evaluating
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
 from penstock.runtime.offload import Offload
 from penstock.runtime.tasks import Tasks
+from penstock.train.model import ControlPolicy, LanguagePolicy
 from penstock.weights.io.updater import ReplicaUpdater
 
 log = logging.getLogger(__name__)
@@ -42,13 +46,16 @@ async def main(process: RoleProcess) -> None:
     await ranks.start()
     building = Offload(1, "build")
     process.progress.moved("building the model")
-    environment, engine, workload = await building.run(build, process)
+    environment, engine, workload, policy = await building.run(build, process)
     building.close(timeout_s=1.0)
     ring = Ring.create(process.run.run_id, capacity_bytes=rollout.ring_mb << 20, slots=rollout.ring_slots)
     try:
-        with served(ring, process.config.payload, process.run.token()) as address:
+        with (
+            served(ring, process.config.payload, process.run.token()) as address,
+            evaluating(process, engine, policy) as evaluation,
+        ):
             async with started(engine), ranks.joined():
-                await _generate(process, environment, engine, workload, ring, address, ranks)
+                await _generate(process, environment, engine, workload, ring, address, ranks, evaluation)
     finally:
         # A dead worker's ring is still read by the trainer; the supervisor removes it at the end of the run.
         ring.close(unlink=False)
@@ -62,6 +69,7 @@ async def _generate(
     ring: Ring,
     address: RingAddress,
     ranks: RankGroup,
+    evaluation: Evaluating | None,
 ) -> None:
     pipeline = process.pipeline
     lag = process.lag_monitor()
@@ -86,7 +94,8 @@ async def _generate(
             if group is not None:
                 return group
             interrupt = getattr(engine, "interrupt", lambda: None)
-            return Runner(workload, desk, RingStore(ring), settings, progressed=moved, interrupt=interrupt)
+            options = {"progressed": moved, "interrupt": interrupt, "evaluating": evaluation}
+            return Runner(workload, desk, RingStore(ring), settings, **options)
 
         generation = Generation(resident, desk, make_runner, tasks, moved)
         deadline_s = pipeline.weights.deadline_s
@@ -113,8 +122,8 @@ async def _generate(
         tasks.cancel()
 
 
-def build(process: RoleProcess) -> tuple[Any, Any, Any]:
-    """Environment, engine and hooks, in host memory: devices are the pool's to give."""
+def build(process: RoleProcess) -> tuple[Any, Any, Any, LanguagePolicy | ControlPolicy]:
+    """Environment, engine, hooks and policy, in host memory: devices are the pool's to give."""
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)
     if processes := pipeline.rollout.preparation_processes:
@@ -125,9 +134,9 @@ def build(process: RoleProcess) -> tuple[Any, Any, Any]:
     kept = process.run.rollouts(pipeline.name) / "unfinished"
     if isinstance(pipeline.engine, VllmEngineSection):
         service = VllmService(process, policy, seed)
-        return environment, service, workload_of(pipeline, environment, policy, service.requests, kept)
+        return environment, service, workload_of(pipeline, environment, policy, service.requests, kept), policy
     engine = engine_of(policy, seed, lambda: process.progress.moved("generating"), pipeline.engine)
-    return environment, engine, workload_of(pipeline, environment, policy, engine, kept)
+    return environment, engine, workload_of(pipeline, environment, policy, engine, kept), policy
 
 
 def _settings(process: RoleProcess) -> RunnerSettings:

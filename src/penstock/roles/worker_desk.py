@@ -17,7 +17,7 @@ from penstock.payload.io.shm import Ring
 from penstock.payload.unread import Unread
 from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
-from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.records.weights import Manifest
 from penstock.roles.process import RoleProcess
 from penstock.runtime.tasks import Tasks
@@ -97,7 +97,11 @@ class WorkerDesk:
             await self.deliver((), (), [sample for lease in answer.leases for sample in lease.samples])
 
     async def deliver(
-        self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout], returned: Sequence[SampleId]
+        self,
+        rollouts: Sequence[Rollout],
+        failures: Sequence[FailedRollout],
+        returned: Sequence[SampleId],
+        scores: Sequence[Score] = (),
     ) -> Delivered:
         reply = await self._client.call(
             Deliver(
@@ -106,6 +110,7 @@ class WorkerDesk:
                 rollouts=tuple(rollouts),
                 failures=tuple(failures),
                 returned=tuple(returned),
+                scores=tuple(scores),
             )
         )
         if not isinstance(reply, Delivered):

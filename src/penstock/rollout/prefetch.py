@@ -2,7 +2,8 @@
 
 Invariants, checked by `check()`:
 - every lease taken leaves exactly once: delivered (finished or failed) or given back;
-- leases are generated in the order they were granted (one tried again alone keeps its place);
+- leases are generated in the order they were granted (one tried again alone keeps its place), those of an evaluation in
+  batches of their own;
 - with prefetch on, an ask never brings the waiting line above `queue_samples`; samples on the output side never exceed
   `output_samples` (or one batch, if that is larger); preparation does not start while `queue_bytes` are held;
 - with prefetch off nothing is leased while as many batches as there are engine slots are being made: a plain loop. Only
@@ -271,7 +272,8 @@ class Prefetch:
                 if chosen and not self.held.at(Stage.PREPARING):
                     break
                 return () if not chosen or samples < self.bounds.batch_samples else tuple(chosen)
-            if chosen and (held.alone or samples + held.samples > self.bounds.batch_samples):
+            full = samples + held.samples > self.bounds.batch_samples
+            if chosen and (held.alone or full or held.lease.evaluation != ready[chosen[0]].lease.evaluation):
                 return tuple(chosen)
             chosen.append(ticket)
             samples += held.samples

@@ -34,7 +34,8 @@ class TrainedRollout:
     sample: int
     version: int
     reward: float
-    advantage: float
+    advantage: float | None
+    """None: it was only evaluated."""
     arrays: Mapping[str, np.ndarray]
 
 
@@ -112,8 +113,9 @@ class RolloutLog:
             "sample": rollout.sample,
             "version": rollout.version,
             "reward": round(rollout.reward, 6),
-            "advantage": round(rollout.advantage, 6),
         }
+        if rollout.advantage is not None:
+            line["advantage"] = round(rollout.advantage, 6)
         arrays = rollout.arrays
         if "token_ids" in arrays:
             return line | {"length": int(arrays["loss_mask"].sum()), "pieces": self._pieces(arrays)}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from penstock.records.ids import MemberId
+from penstock.records.ids import MemberId, Version
 from penstock.records.weights import Manifest
 from penstock.weights import events
 from penstock.weights.fleet import TransactionSettings
+from penstock.weights.replica import ReplicaState
 from penstock.weights.transaction import WeightTransaction
 
 Level = Literal["info", "warning"]
@@ -51,6 +52,13 @@ class Coordination:
         if self.admission_stopped:
             return "throttled"
         return "version_too_old" if member in self.fenced else None
+
+    def is_steady(self, member: MemberId, version: Version) -> bool:
+        """Whether a replica serves `version`, as far as is known, and no update of it is under way."""
+        replica = self.transaction.replicas.get(member)
+        if replica is None or replica.offered:
+            return replica is None
+        return replica.state is not ReplicaState.SERVING or replica.version == version
 
     def reconcile(
         self, live: frozenset[MemberId], trainer: MemberId | None, lost: Mapping[MemberId, str], now: float

@@ -15,7 +15,7 @@ from penstock.records.ids import MemberId, PipelineName, PromptIndex, SampleId, 
 from penstock.records.payload import PayloadRef, RingAddress
 from penstock.records.pool import DeviceId, GrantedDevices, Order, OrderNumber, Priority
 from penstock.records.prompt import PromptLease
-from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.records.weights import Manifest
 
 Role = Literal["rollout", "trainer"]
@@ -76,6 +76,8 @@ class Deliver(Call, tag="deliver", frozen=True):
     rollouts: tuple[Rollout, ...] = ()
     failures: tuple[FailedRollout, ...] = ()
     returned: tuple[SampleId, ...] = ()
+    scores: tuple[Score, ...] = ()
+    """Finished samples of an evaluation; failed and unused ones are among the others."""
 
 
 class AskBatch(Call, tag="ask_batch", frozen=True):

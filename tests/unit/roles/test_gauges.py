@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.roles.front_desk import steps_in
+from penstock.roles.front_desk import entries_in
 from penstock.roles.gauges import gauges_of
 
 STATUS = {
@@ -36,4 +36,4 @@ def test_only_whole_lines_of_steps_count_as_written():
         b'{"kind":"step","at":1.0,"pipeline":"p","step":3}\n',
         b'{"kind":"step","at":1.0,"pipeline":"p","st',
     ]
-    assert steps_in(lines) == {("p", 3)}
+    assert entries_in(lines) == {("p", "step", 3)}

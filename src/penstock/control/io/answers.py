@@ -21,7 +21,8 @@ def noteworthy(decided: list[Effect]) -> bytes:
     for effect in decided:
         match effect:
             case effects.GrantLeases(leases=leases):
-                notes["leases"] = [(lease.prompt, lease.attempt, lease.samples) for lease in leases]
+                what = "evaluation_leases" if leases[0].evaluation is not None else "leases"
+                notes[what] = [(lease.prompt, lease.attempt, lease.samples) for lease in leases]
             case effects.GiveBatch(batch=batch):
                 notes["batch"] = [(group.prompt, group.attempt, group.samples) for group in batch.groups]
             case effects.AcceptDelivery(refused=refused, reason=reason) if refused:
@@ -30,6 +31,8 @@ def noteworthy(decided: list[Effect]) -> bytes:
                 notes["released"] = payloads
             case effects.NoteFiltered(groups=groups):
                 notes["filtered"] = groups
+            case effects.NoteEvaluation(result=result):
+                notes.setdefault("evaluations", []).append(msgspec.structs.asdict(result))
             case effects.EvictMember(member=member, reason=reason):
                 notes.setdefault("evicted", []).append((member, reason))
             case effects.Log(level=level, line=line) if level != "debug":

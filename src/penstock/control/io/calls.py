@@ -10,12 +10,15 @@ from penstock.control.effects import Effect
 from penstock.control.events import Event
 from penstock.control.io.answers import reply
 from penstock.control.io.waiting import WaitingRoom, deadline
-from penstock.records.ids import MemberId, PipelineName
+from penstock.records.ids import MemberId, PipelineName, Version
 from penstock.records.weights import Manifest
 from penstock.wire import messages
 from penstock.wire.messages import Reply
 
 Answerer = Callable[[Any], Awaitable[Reply]]
+
+
+Steadiness = Callable[[PipelineName, MemberId, Version], bool]
 
 
 class Weighted(Protocol):
@@ -43,8 +46,10 @@ class Desk(Protocol):
 class Calls:
     """One method per kind of call. Whatever an answer promises is committed before the method returns it."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, is_steady: Steadiness) -> None:
+        """`is_steady` says whether a worker's weights will stay what they are."""
         self._desk = desk
+        self._is_steady = is_steady
         self.answerers: dict[type, Answerer] = {
             messages.Register: self.register,
             messages.Unregister: self.unregister,
@@ -99,7 +104,8 @@ class Calls:
         return reply(answer)
 
     def _lease(self, request: messages.AskLease, others: int) -> Effect:
-        event = events.LeaseAsked(request.member, request.request, request.samples, request.version, others)
+        steady = self._is_steady(request.pipeline, request.member, request.version)
+        event = events.LeaseAsked(request.member, request.request, request.samples, request.version, others, steady)
         return self._desk.happen(request.pipeline, event)[0]
 
     async def ask_batch(self, request: messages.AskBatch) -> Reply:
@@ -128,7 +134,7 @@ class Calls:
                     return messages.NotYet(waiting_for, machine.phase)
 
     async def deliver(self, request: messages.Deliver) -> Reply:
-        event = events.Delivered(request.member, request.rollouts, request.failures, request.returned)
+        event = events.Delivered(request.member, request.rollouts, request.failures, request.returned, request.scores)
         return await self._decided(request.pipeline, event)
 
     async def ack_step(self, request: messages.AckStep) -> Reply:

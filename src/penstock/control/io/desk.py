@@ -22,7 +22,7 @@ from penstock.control import effects, events
 from penstock.control.effects import Effect
 from penstock.control.events import Event
 from penstock.control.io.answers import noteworthy
-from penstock.control.io.calls import Answerer, Calls
+from penstock.control.io.calls import Answerer, Calls, Steadiness
 from penstock.control.io.waiting import WaitingRoom
 from penstock.errors import PenstockError, RunFailed
 from penstock.journal.reader import replay
@@ -94,13 +94,14 @@ class ControlDesk:
         on_instruction: Callable[[PipelineName, Effect], None] | None = None,
         answerers: Mapping[type, Answerer] | None = None,
         neighbours: Mapping[PipelineName, Neighbour] | None = None,
+        is_steady: Steadiness = lambda pipeline, member, version: True,
         snapshot_every: int = 20_000,
         tick_s: float = 0.5,
     ) -> None:
         """`on_instruction` is given every instruction the desk does not carry out itself, after the commit.
 
         `answerers` take over whole kinds of calls (replica reports, say) from the desk; `neighbours` are replayed
-        from, and kept in, the same journal.
+        from, and kept in, the same journal. `is_steady` says whether a worker's weights will stay what they are.
         """
         self.pipelines = dict(pipelines)
         self.neighbours = dict(neighbours or {})
@@ -120,7 +121,7 @@ class ControlDesk:
         self._snapshot_not_before = 0.0
         self._latest = 0.0
         self._instructions: asyncio.Queue[tuple[int, PipelineName, Effect]] = asyncio.Queue()
-        self._answerers = Calls(self).answerers | dict(answerers or {})
+        self._answerers = Calls(self, is_steady).answerers | dict(answerers or {})
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -301,5 +302,12 @@ class ControlDesk:
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _INSTRUCTIONS = frozenset(
-    {effects.OfferWeights, effects.EvictMember, effects.ReleasePayloads, effects.Log, effects.FailRun}
+    {
+        effects.OfferWeights,
+        effects.EvictMember,
+        effects.ReleasePayloads,
+        effects.NoteEvaluation,
+        effects.Log,
+        effects.FailRun,
+    }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ class JsonLinesDataset:
         if len(self._starts) < 2:
             raise ConfigError(f"dataset {path!r} has no rows")
         self.cursor = Cursor(len(self._starts) - 1, seed, epochs=epochs, shuffle=shuffle)
+        self.first_row = 0
         self._lock = threading.Lock()
         self._file = self.path.open("rb")
         try:
@@ -50,8 +52,21 @@ class JsonLinesDataset:
     def count(self) -> int | None:
         return self.cursor.count
 
+    def hold_out(self, count: int) -> JsonLinesDataset:
+        """The last `count` rows of the file, in their order; this dataset goes on without them."""
+        cursor = self.cursor
+        left = cursor.rows - count
+        if left < 1:
+            raise ConfigError(
+                f"dataset {str(self.path)!r} has {cursor.rows} rows; {count} of them cannot be kept for evaluation"
+            )
+        held_out = copy.copy(self)  # the file is read under one lock
+        held_out.first_row, held_out.cursor = self.first_row + left, Cursor(count, cursor.seed, shuffle=False)
+        self.cursor = Cursor(left, cursor.seed, epochs=cursor.epochs, shuffle=cursor.shuffle)
+        return held_out
+
     def prompt(self, position: int) -> Prompt:
-        return self.row(self.cursor.row(position))
+        return self.row(self.first_row + self.cursor.row(position))
 
     def row(self, number: int) -> Prompt:
         """The prompt of one line of the file; the error for a bad one names the file and the line."""

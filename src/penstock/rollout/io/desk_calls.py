@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.records.ids import SampleId
-from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.rollout import flow, trace
 from penstock.rollout.io.hook_calls import Post
 from penstock.rollout.io.tracing import Tracing
@@ -28,6 +28,7 @@ class Desk(Protocol):
         rollouts: Sequence[Rollout],
         failures: Sequence[FailedRollout],
         returned: Sequence[SampleId],
+        scores: Sequence[Score] = (),
     ) -> Delivered: ...
 
 
@@ -82,10 +83,12 @@ class DeskCalls:
         if asking.cancelled():
             self._post(flow.LeaseAnswered((), "throttled"))
 
-    async def deliver(self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout]) -> Delivered | None:
+    async def deliver(
+        self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout], scores: Sequence[Score] = ()
+    ) -> Delivered | None:
         """What the desk said; None when it could not be reached, which ends the run."""
         try:
-            answer = await self._desk.deliver(rollouts, failures, ())
+            answer = await self._desk.deliver(rollouts, failures, (), scores)
         except Exception as error:  # noqa: BLE001 - raised by the loop
             self._post(error)
             return None

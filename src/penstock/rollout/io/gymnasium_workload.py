@@ -47,14 +47,16 @@ class Episode(msgspec.Struct):
 class GymnasiumWorkload:
     """One episode per sample; the reward is its undiscounted return."""
 
-    def __init__(self, environment: Environment, engine: PolicyEngine) -> None:
+    def __init__(self, environment: Environment, engine: PolicyEngine, *, greedy: bool = False) -> None:
+        """`greedy` takes the likeliest action instead of drawing one."""
         self.environment = environment
         self.engine = engine
+        self.greedy = greedy
 
     def preflight(self) -> None:
         """Plays one step of the first episode."""
         episodes = self.environment.start([0])
-        actions, _, _, _ = self.engine.act(episodes.observations[episodes.live])
+        actions, _, _, _ = self.engine.act(episodes.observations[episodes.live], greedy=self.greedy)
         episodes.step(actions)
         episodes.close()
 
@@ -71,7 +73,7 @@ class GymnasiumWorkload:
         while len(episodes.live):
             live = episodes.live
             observations = episodes.observations[live]
-            actions, logprobs, version, digest = self.engine.act(observations)
+            actions, logprobs, version, digest = self.engine.act(observations, greedy=self.greedy)
             rewards = episodes.step(actions)
             recording.add(live, observations, actions, logprobs, rewards, version, digest)
         played = iter(recording.cut(episodes))

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.errors import Aborted, LocalProtocolError, PeerLost, RunFailed
-from penstock.records.ids import SampleId
+from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
-from penstock.records.rollout import FailedRollout, Rollout, StageTimes
+from penstock.records.rollout import FailedRollout, Rollout, Score, StageTimes
 from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Arrays, Failed, Finished, Outcome, Unusable, Workload, held_bytes
 
@@ -44,6 +44,22 @@ class Store(Protocol):
         ...
 
 
+class Serving(Protocol):
+    """The engine, as far as an evaluation must know it."""
+
+    @property
+    def version(self) -> int: ...
+
+
+class Evaluating(msgspec.Struct, frozen=True):
+    """How leases of an evaluation are made: by hooks of their own, so that nothing of it touches training samples."""
+
+    workload: Workload[Any, Any, Any]
+    serving: Serving
+    keep: Callable[[PromptLease, int, Finished], None] = lambda lease, member, outcome: None
+    """Sees every sample, on the postprocessing thread: for people to read."""
+
+
 class Post(Protocol):
     """Tells the loop something, from any thread."""
 
@@ -59,13 +75,16 @@ class Work(msgspec.Struct):
     generated: Any = None
     rollouts: list[Rollout] = []
     failures: list[FailedRollout] = []
+    scores: list[Score] = []
+    served: Version = Version(0)
+    """What the engine served when it had been generated."""
     prepare_s: float = 0.0
     generate_s: float = 0.0
     waited_s: float = 0.0
 
     def fail(self, hook: str, error: str, *, poison: bool = False) -> None:
         """All samples of the lease failed for one reason."""
-        self.rollouts = []
+        self.rollouts, self.scores = [], []
         self.failures = [failed_rollout(sample, hook, error, poison) for sample in self.lease.samples]
         self.prepared = self.generated = None
 
@@ -89,10 +108,12 @@ class HookCalls:
         tell: Callable[[trace.Trace], None],
         progressed: Callable[[str], None],
         ends_the_run: Callable[[BaseException], bool] = is_nobodys_fault,
+        evaluating: Evaluating | None = None,
     ) -> None:
         """`ends_the_run` says which errors are not a lease's: they are posted as they are, instead of an event."""
         self._ends_the_run = ends_the_run
         self._workload = workload
+        self._evaluating = evaluating
         self._store = store
         self._works = works
         self._post = post
@@ -129,9 +150,16 @@ class HookCalls:
                 told_at = time.monotonic()
         self._post(*ended)
 
+    def _hooks_of(self, lease: PromptLease) -> Workload[Any, Any, Any]:
+        if lease.evaluation is None:
+            return self._workload
+        if self._evaluating is None:
+            raise LocalProtocolError("an evaluation was leased to a worker whose configuration has none")
+        return self._evaluating.workload
+
     def _prepare_one(self, ticket: flow.Ticket, work: Work) -> flow.Event:
         started = time.monotonic()
-        prepared = self._workload.prepare(work.lease)
+        prepared = self._hooks_of(work.lease).prepare(work.lease)
         work.prepare_s = time.monotonic() - started
         self._count("prepare_s", work.prepare_s)
         if isinstance(prepared, Unusable):
@@ -142,7 +170,7 @@ class HookCalls:
 
     def _postprocess_one(self, ticket: flow.Ticket, work: Work) -> flow.Event:
         started = time.monotonic()
-        outcomes = self._workload.postprocess(work.prepared, work.generated)
+        outcomes = self._hooks_of(work.lease).postprocess(work.prepared, work.generated)
         if len(outcomes) != len(work.lease.samples):
             raise LocalProtocolError(
                 f"postprocess must return one outcome per sample: expected {len(work.lease.samples)}, "
@@ -167,9 +195,10 @@ class HookCalls:
         started = time.monotonic()
         hook = "collate"
         try:
-            collated = self._workload.collate([work.prepared for work in works])
+            workload = self._hooks_of(works[0].lease)
+            collated = workload.collate([work.prepared for work in works])
             hook = "generate"
-            generated: Any = self._workload.generate(collated)
+            generated: Any = workload.generate(collated)
             self._left(batch, works, generated, started)
         except BaseException as error:  # noqa: BLE001 - sorted out by kind
             self._raised(batch, works, hook, error, started)
@@ -180,9 +209,10 @@ class HookCalls:
         started = time.monotonic()
         hook = "collate"
         try:
-            collated = self._workload.collate([work.prepared for work in works])
+            workload = self._hooks_of(works[0].lease)
+            collated = workload.collate([work.prepared for work in works])
             hook = "generate"
-            answer: Any = self._workload.generate(collated)
+            answer: Any = workload.generate(collated)
             self._left(batch, works, await answer, started)
         except asyncio.CancelledError:
             raise
@@ -206,8 +236,9 @@ class HookCalls:
                 f"generate must return one result per prompt: expected {len(works)}, found {len(generated)}"
             )
         now = time.monotonic()
+        served = Version(self._evaluating.serving.version if self._evaluating is not None else 0)
         for work, result in zip(works, generated, strict=True):
-            work.generated = result
+            work.generated, work.served = result, served
             work.generate_s = now - started
         self._count("batches", 1)
         self._count("generate_s", now - started)
@@ -229,16 +260,32 @@ class HookCalls:
 
     def _keep(self, work: Work, outcomes: Sequence[Outcome], started: float) -> None:
         """Writes the bulk of each sample and notes what is to be reported."""
-        work.rollouts, work.failures = [], []
+        work.rollouts, work.failures, work.scores = [], [], []
         try:
-            for sample, outcome in zip(work.lease.samples, outcomes, strict=True):
+            for sample, member, outcome in zip(work.lease.samples, work.lease.members, outcomes, strict=True):
                 if isinstance(outcome, Failed):
                     work.failures.append(failed_rollout(sample, "postprocess", outcome.error, outcome.poison))
+                elif work.lease.evaluation is not None:
+                    work.scores.append(self._scored(work, sample, member, outcome))
                 else:
                     work.rollouts.append(self._stored(work, sample, outcome, started))
         except BaseException:
             self.drop(work)  # the lease fails as a whole
             raise
+
+    def _scored(self, work: Work, sample: SampleId, member: int, outcome: Finished) -> Score:
+        """A sample of an evaluation: nothing of it is kept but what is counted, and what people may read."""
+        assert self._evaluating is not None
+        self._evaluating.keep(work.lease, member, outcome)
+        self._count("evaluated_samples", 1)
+        return Score(
+            sample=sample,
+            version=outcome.version,
+            newest=max(outcome.version, work.served),
+            weights_digest=outcome.weights_digest,
+            reward=outcome.reward,
+            length=outcome.length,
+        )
 
     def _stored(self, work: Work, sample: SampleId, outcome: Finished, started: float) -> Rollout:
         self._count("reward_sum", outcome.reward)

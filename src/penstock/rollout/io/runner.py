@@ -20,7 +20,7 @@ from penstock.records.ids import SampleId
 from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Workload
 from penstock.rollout.io.desk_calls import Desk, DeskCalls
-from penstock.rollout.io.hook_calls import HookCalls, Store, Work
+from penstock.rollout.io.hook_calls import Evaluating, HookCalls, Store, Work
 from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
 from penstock.rollout.prefetch import Bounds, Prefetch
 from penstock.runtime.offload import Offload
@@ -57,9 +57,10 @@ class Runner:
         progressed: Callable[[str], None] = lambda doing: None,
         interrupt: Callable[[], None] = lambda: None,
         traced: Callable[[trace.Trace], None] = lambda trace: None,
+        evaluating: Evaluating | None = None,
     ) -> None:
         """`progressed` hears what is being done, `traced` every trace; `interrupt` is called when a drain takes too
-        long, and should make a blocking `generate` return early."""
+        long, and should make a blocking `generate` return early; `evaluating` makes leases of an evaluation."""
         self.workload = workload
         self.settings = settings
         self.machine = Prefetch(settings.bounds, prefetch=settings.prefetch)
@@ -75,7 +76,9 @@ class Runner:
             count=self._tracing.count,
             tell=self._tracing.tell,
             progressed=progressed,
+            evaluating=evaluating,
         )
+        self._evaluating = evaluating
         self._calls = DeskCalls(
             desk,
             self._tracing,
@@ -131,6 +134,8 @@ class Runner:
         try:
             self._progressed("preflight")
             await threads[1].run(self.workload.preflight)
+            if self._evaluating is not None:
+                await threads[1].run(self._evaluating.workload.preflight)
             self._post(flow.Started())
             return await self._serve(*threads)
         finally:
@@ -244,7 +249,8 @@ class Runner:
         works = [self._works[ticket] for ticket in tickets]
         rollouts = [rollout for work in works for rollout in work.rollouts]
         failures = [failure for work in works for failure in work.failures]
-        if await self._calls.deliver(rollouts, failures) is not None:
+        scores = [score for work in works for score in work.scores]
+        if await self._calls.deliver(rollouts, failures, scores) is not None:
             for ticket in tickets:
                 del self._works[ticket]
             self._post(flow.DeliverEnded())

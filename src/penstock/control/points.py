@@ -1,0 +1,91 @@
+"""The rows of evaluation: what is asked for, the point that runs, and how points ended."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId, Version
+
+Cell = int
+"""One sample of a point: prompt * samples + member."""
+
+
+class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    every: int
+    """Versions between two points."""
+    prompts: int
+    samples: int = 1
+    """Per prompt."""
+    workers: int = 1
+    """That evaluate at once; the others go on generating for training."""
+    timeout_s: float = 600.0
+    """What a point may take once it is its turn."""
+    max_failures: int = 3
+    """A sample that fails so often is left out of the result, and counted."""
+
+    @property
+    def cells(self) -> int:
+        return self.prompts * self.samples
+
+
+class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How one point ended."""
+
+    due: Version
+    version: Version | None
+    """What was measured; None when nobody ever began."""
+    samples: int = 0
+    failed: int = 0
+    reward_mean: float = 0.0
+    reward_stderr: float = 0.0
+    """Over the prompts' means: samples of one prompt are not independent."""
+    length_mean: float = 0.0
+    took_s: float = 0.0
+    skipped: str = ""
+    """Why there are no scores."""
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"the evaluation due at version {self.due} was skipped: {self.skipped}"
+        reward = f"reward {self.reward_mean:.4g} ± {self.reward_stderr:.2g}"
+        return f"version {self.version} evaluated: {reward} over {self.samples} samples"
+
+
+class HeldCell(msgspec.Struct, frozen=True, array_like=True):
+    member: MemberId
+    cell: Cell
+
+
+class Point(msgspec.Struct):
+    """The running one."""
+
+    due: Version
+    since: float
+    deadline: float
+    open: list[Cell]
+    version: Version | None = None
+    digest: str = ""
+    held: dict[SampleId, HeldCell] = msgspec.field(default_factory=dict)
+    scores: dict[Cell, tuple[float, int]] = msgspec.field(default_factory=dict)
+    """Reward and length."""
+    failures: dict[Cell, int] = msgspec.field(default_factory=dict)
+    failed: dict[Cell, str] = msgspec.field(default_factory=dict)
+    evaluators: dict[MemberId, float] = msgspec.field(default_factory=dict)
+    """Who serves the version for it, and when they last took or brought something."""
+
+    def holds(self, member: MemberId) -> bool:
+        return any(held.member == member for held in self.held.values())
+
+
+class EvaluationState(msgspec.Struct):
+    """All that a snapshot carries."""
+
+    next_sample: SampleId = FIRST_EVALUATION_SAMPLE
+    next_due: Version | None = None
+    """None before the first version was published."""
+    running: Point | None = None
+    waiting: Version | None = None
+    """Due, and to begin when the running one has ended."""
+    results: list[EvaluationResult] = msgspec.field(default_factory=list)
+    moves: int = 0
+    """Grows iff anything else did."""

@@ -1,0 +1,57 @@
+"""What a worker makes evaluations with: a held-out environment, and hooks of its own around the one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from penstock.records.prompt import PromptLease
+from penstock.roles.engines import workload_of
+from penstock.roles.environments import evaluation_environment_of
+from penstock.roles.process import RoleProcess
+from penstock.roles.vllm_engine import VllmService
+from penstock.rollout.hooks import Finished
+from penstock.rollout.io.hook_calls import Evaluating
+from penstock.train.model import ControlPolicy, LanguagePolicy
+from penstock.train.rollout_log import RolloutLog, TrainedRollout
+
+CLOSE_S = 2.0
+
+
+@contextmanager
+def evaluating(
+    process: RoleProcess, engine: Any, policy: LanguagePolicy | ControlPolicy
+) -> Iterator[Evaluating | None]:
+    """What a worker makes evaluations with; what is written for people is on disk when the block ends."""
+    pipeline, section = process.pipeline, process.pipeline.evaluation
+    if not section.every_steps:
+        yield None
+        return
+    environment = evaluation_environment_of(process.config, pipeline)
+    asked = engine.requests if isinstance(engine, VllmService) else engine
+    drawn = {"temperature": section.temperature or 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
+    changed = {"env": section.env or pipeline.env, "rollout": pipeline.rollout.model_copy(update=drawn)}
+    greedy = not section.temperature
+    workload = workload_of(pipeline.model_copy(update=changed), environment, policy, asked, None, greedy=greedy)
+    tokenizer = getattr(policy, "tokenizer", None)
+    readable = RolloutLog(
+        process.run.rollouts(pipeline.name) / "evaluations.jsonl",
+        decode=tokenizer.decode if tokenizer is not None else None,
+        every_steps=1,
+        samples_per_step=1,
+    )
+
+    def keep(lease: PromptLease, member: int, made: Finished) -> None:
+        if lease.prompt < section.save_count:
+            arrays = {name: np.concatenate(a) if isinstance(a, list) else a for name, a in made.arrays.items()}
+            sample = lease.samples[lease.members.index(member)]
+            shown = TrainedRollout(lease.prompt, sample, made.version, made.reward, None, arrays)
+            readable.offer(made.version, [shown])
+
+    try:
+        yield Evaluating(workload, engine, keep)
+    finally:
+        readable.close(CLOSE_S)
