@@ -7,9 +7,10 @@ Two kinds of lines are known by their shape, not by their names, so that new met
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from penstock.dashboard.series import Series
@@ -58,7 +59,8 @@ class MetricsFold:
         """Torn by a killed writer, or not made by us."""
         self.left_out = 0
         """Points of series beyond the bound on their number."""
-        self._gathered: dict[Key, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        self._gathered: dict[tuple[str, str], tuple[list[float], list[dict[str, Any]]]] = defaultdict(lambda: ([], []))
+        """Rows that are not in their series yet, with their x, by whose they are: columns are added at once."""
 
     def __repr__(self) -> str:
         return f"<MetricsFold {self.lines} lines in {len(self.series)} series, {self.unreadable} unreadable>"
@@ -93,7 +95,6 @@ class MetricsFold:
             pipeline, step = str(record["pipeline"]), int(record["step"])
             if record.get("kind") == "step":
                 self._trained(pipeline, step, at, record)
-            del record["step"]  # the axis
             self._gather("step", pipeline, step, record)
         self.began_at = at if self.began_at is None else min(at, self.began_at)
         self.latest_at = at if self.latest_at is None else max(at, self.latest_at)
@@ -105,28 +106,40 @@ class MetricsFold:
                 if key.of == "step" and key.owner == pipeline:
                     series.forget_from(step)
             self.pace[pipeline].clear()
-        self.steps[pipeline] = dict(record)
+        self.steps[pipeline] = record
         samples, turn_s = int(record.get("samples") or 0), float(record.get("turn_s") or 0.0)
         self.pace[pipeline].append(Trained(at, step, samples, record.get("step_s"), turn_s))
 
-    def _gather(self, of: str, owner: str, x: float, values: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                xs, ys = self._gathered[Key(of, owner, name)]
-                xs.append(x)
-                ys.append(value)
+    def _gather(self, of: str, owner: str, x: float, values: dict[str, Any]) -> None:
+        xs, rows = self._gathered[of, owner]
+        xs.append(x)
+        rows.append(values)
 
     def _settle(self) -> None:
-        for key, (xs, ys) in self._gathered.items():
-            if key not in self.series and len(self.series) >= MOST_SERIES:
-                self._forget_the_gone()
-                if len(self.series) >= MOST_SERIES:
-                    self.left_out += len(xs)
-                    continue
-            if key not in self.series:
-                self.series[key] = Series()
-            self.series[key].add(xs, ys)
+        for (of, owner), (xs, rows) in self._gathered.items():
+            names: set[str] = set()
+            for row in rows:
+                names |= row.keys()
+            if of == "step":
+                names.discard("step")  # the axis itself
+            x = np.array(xs, np.float64)
+            for name in sorted(names):
+                try:
+                    y = np.array([row.get(name) for row in rows], np.float64)  # what is missing becomes NaN
+                except (ValueError, TypeError, OverflowError):
+                    continue  # words
+                self._add(Key(of, owner, name), x, y)
         self._gathered.clear()
+
+    def _add(self, key: Key, x: np.ndarray, y: np.ndarray) -> None:
+        if key not in self.series and len(self.series) >= MOST_SERIES:
+            self._forget_the_gone()
+            if len(self.series) >= MOST_SERIES:
+                self.left_out += len(x)
+                return
+        if key not in self.series:
+            self.series[key] = Series()
+        self.series[key].add(x, y)
 
     def _forget_the_gone(self) -> None:
         """A restarted process is a new one with series of its own: those of the dead make room."""

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from penstock.dashboard.series import Series
 
 STAGES: Final = {
@@ -81,7 +79,8 @@ class RingFold:
         self._dispatched_at: dict[int, float] = {}
         self._acked_at: dict[int, float] = {}
         self._reached: dict[str, int] = {}
-        self._spent: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        self._gathered: dict[Series, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        """Points that are not in their series yet: many at once cost little more than one."""
 
     def __repr__(self) -> str:
         return f"<RingFold {self.name}: {len(self._groups)} groups in flight, step {self.step}>"
@@ -100,15 +99,18 @@ class RingFold:
             self._forget(prompt)
 
     def settle(self) -> None:
-        """To be called after each run of events: brings the gathered seconds into their series."""
-        for stage, (times, seconds) in self._spent.items():
-            self.stages[stage].add(times, seconds)
-        self._spent.clear()
+        """To be called after each run of events: brings the gathered points into their series."""
+        for series, (xs, ys) in self._gathered.items():
+            series.add(xs, ys)
+        self._gathered.clear()
+
+    def _gather(self, series: Series, x: float, y: float) -> None:
+        xs, ys = self._gathered[series]
+        xs.append(x)
+        ys.append(y)
 
     def _spend(self, stage: str, at: float, seconds: float) -> None:
-        times, spent = self._spent[stage]
-        times.append(at)
-        spent.append(max(0.0, seconds))
+        self._gather(self.stages[stage], at, max(0.0, seconds))
 
     # -- prompt to payload --------------------------------------------------------------------------------------
 
@@ -168,6 +170,7 @@ class RingFold:
             return
         step = event["step"]
         if step <= self.step:
+            self.settle()
             for series in (*self.rewards.values(), self.lengths):
                 series.forget_from(step)
         self.step = step
@@ -181,12 +184,13 @@ class RingFold:
             for delivered_at in group.delivered_at:
                 self._spend("group", complete_at, complete_at - delivered_at)
             self.staleness.update(step - version for version in group.versions)
-        rewards = [reward for group in groups for reward in group.rewards]
+        rewards = sorted(reward for group in groups for reward in group.rewards)
         if rewards:
-            low, high = np.quantile(rewards, (0.1, 0.9))
-            for name, value in (("low", low), ("mean", float(np.mean(rewards))), ("high", high)):
-                self.rewards[name].add([step], [value])
-            self.lengths.add([step], [float(np.mean([length for group in groups for length in group.lengths]))])
+            self._gather(self.rewards["low"], step, rewards[len(rewards) // 10])
+            self._gather(self.rewards["mean"], step, sum(rewards) / len(rewards))
+            self._gather(self.rewards["high"], step, rewards[-1 - len(rewards) // 10])
+            lengths = [length for group in groups for length in group.lengths]
+            self._gather(self.lengths, step, sum(lengths) / len(lengths))
 
     def _on_step_acked(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         dispatched_at = self._dispatched_at.pop(event["step"], None)

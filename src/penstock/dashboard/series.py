@@ -39,7 +39,7 @@ class Series:
         self._low = np.full(capacity, np.inf)
         self._high = np.full(capacity, -np.inf)
 
-    def add(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+    def add(self, xs: Sequence[float] | np.ndarray, ys: Sequence[float] | np.ndarray) -> None:
         """Values that are not finite are passed over; what lies before the first point joins the first bucket."""
         x, y = np.asarray(xs, np.float64), np.asarray(ys, np.float64)
         finite = np.isfinite(x) & np.isfinite(y)

@@ -19,6 +19,7 @@ from penstock.dashboard.verdict import PipelineFacts
 
 MOST_POINTS = 320
 MOST_TROUBLES = 200
+MOST_WARNINGS = 2000
 RECENT_S = 120.0
 SMOOTHING_SHARE = 0.04
 TIME_DIGITS = 13
@@ -34,9 +35,16 @@ class Folds:
     """All that is remembered of one run."""
 
     metrics: MetricsFold = field(default_factory=MetricsFold)
+    tail: MetricsFold | None = None
+    """The last lines alone, while those before them are still being read: the present is not to wait for the past."""
     rings: dict[str, RingFold] = field(default_factory=dict)
     lanes: LanesFold = field(default_factory=LanesFold)
-    warnings: deque[Warned] = field(default_factory=lambda: deque(maxlen=2000))
+    warnings: deque[Warned] = field(default_factory=lambda: deque(maxlen=MOST_WARNINGS))
+
+    @property
+    def latest(self) -> MetricsFold:
+        """To be asked how things stand."""
+        return self.tail if self.tail is not None else self.metrics
 
 
 def curve(points: Points, *, spread: bool = False, digits: int = 5) -> dict[str, list[float]]:
@@ -67,10 +75,10 @@ def overview(folds: Folds, facts: Iterable[PipelineFacts]) -> dict[str, Any]:
 
 
 def _pipeline(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
-    metrics, name = folds.metrics, facts.name
-    gauges, last = metrics.gauges.get(name, {}), metrics.steps.get(name)
+    name, latest = facts.name, folds.latest
+    gauges, last = latest.gauges.get(name, {}), latest.steps.get(name)
     step = int(last["step"]) + 1 if last is not None else 0
-    pace = Pace.of(metrics.pace.get(name, ()))
+    pace = Pace.of(latest.pace.get(name, ()))
     steps = facts.steps or None
     return {
         "name": name,
@@ -96,7 +104,7 @@ def _pipeline(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
         "in_flight": _drawn(folds, "gauge", name, "in_flight"),
         "workers_alive": _drawn(folds, "gauge", name, "workers_alive"),
         "staleness": _drawn(folds, "step", name, "staleness_mean"),
-        "others": [one for one in metrics.names("step", name) if one not in ("at", "reward")],
+        "others": [one for one in folds.metrics.names("step", name) if one not in ("at", "reward")],
     }
 
 
@@ -158,7 +166,7 @@ class Pace:
 def flow(folds: Folds, name: str) -> dict[str, Any]:
     """Where samples are, how they ended, and how long each stage takes."""
     ring = folds.rings.get(name)
-    latest = folds.metrics.gauges.get(name, {})
+    latest = folds.latest.gauges.get(name, {})
     since = (folds.metrics.latest_at or 0.0) - RECENT_S
     stages = [
         {
@@ -189,7 +197,7 @@ def flow(folds: Folds, name: str) -> dict[str, Any]:
 def weights(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
     name, ring = facts.name, folds.rings.get(facts.name)
     counted = sorted(ring.staleness.items()) if ring else []
-    latest = folds.metrics.gauges.get(name, {})
+    latest = folds.latest.gauges.get(name, {})
     workers = [owner for owner in folds.metrics.processes if owner.startswith(f"{name}/")]
     return {
         "staleness": {"x": [age for age, _ in counted], "y": [count for _, count in counted]},
@@ -271,8 +279,8 @@ def _drawn(folds: Folds, of: str, owner: str, name: str, *, spread: bool = False
 
 
 def _mean_since(folds: Folds, name: str, gauge: str) -> float | None:
-    series = folds.metrics.series.get(Key("gauge", name, gauge))
-    return None if series is None else series.mean_since((folds.metrics.latest_at or 0.0) - RECENT_S)
+    series = folds.latest.series.get(Key("gauge", name, gauge))
+    return None if series is None else series.mean_since((folds.latest.latest_at or 0.0) - RECENT_S)
 
 
 def _plain(values: np.ndarray, digits: int = 5) -> list[float]:

@@ -102,6 +102,21 @@ def test_a_torn_last_line_waits_for_its_end(run: RunDir):
     assert reader.folds.metrics.unreadable == 0
 
 
+def test_the_present_of_a_long_run_does_not_wait_for_its_past(run: RunDir, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.dashboard.io.run_reader.LONG_BYTES", 2000)
+    monkeypatch.setattr("penstock.runtime.following.MOST_BYTES", 1000)
+    write_steps(run, *range(2000))
+    reader = RunReader(run.root)
+    assert not reader.refresh(0.0)
+    behind = answer(reader, "overview", {})
+    assert behind["share_read"] < 0.1
+    assert behind["pipelines"][0]["step"] == 2000
+    assert max(behind["pipelines"][0]["reward"]["steps"]["x"]) < 100
+    reader = opened(run)
+    assert reader.share_read() == 1.0
+    assert max(answer(reader, "overview", {})["pipelines"][0]["reward"]["steps"]["x"]) > 1990
+
+
 def test_the_journal_is_read_on_from_where_it_was(run: RunDir):
     said = ("p", {"type": "time_passed"}, {"said": ["one"]})
     write_events(run, said, said)

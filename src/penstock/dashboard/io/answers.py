@@ -29,7 +29,7 @@ def overview(reader: RunReader, query: Query) -> dict[str, Any]:
     return views.overview(reader.folds, reader.pipelines) | {
         "directory": str(reader.run.root),
         "began_at": metrics.began_at,
-        "latest_at": metrics.latest_at,
+        "latest_at": reader.folds.latest.latest_at,
         "lines": metrics.lines,
         "unreadable_lines": metrics.unreadable,
         "events": reader.seq,

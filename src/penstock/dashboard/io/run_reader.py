@@ -16,6 +16,7 @@ import msgspec
 import orjson
 
 from penstock.dashboard.log_lines import warned
+from penstock.dashboard.metrics_fold import MetricsFold
 from penstock.dashboard.ring_fold import RingFold
 from penstock.dashboard.sample_index import Row, SampleIndex
 from penstock.dashboard.verdict import Evidence, PipelineFacts, Verdict, judge
@@ -31,6 +32,8 @@ POOL = "<pool>"
 EVENTS_AT_ONCE = 2000
 LOG_BYTES_AT_FIRST = 1 << 20
 TAIL_BYTES = 64 << 10
+LONG_BYTES = 1 << 20
+"""Metrics longer than this are not read in an instant: their last lines are looked at first."""
 MOST_SAMPLE_BYTES = 4 << 20
 
 _decode: Callable[[bytes], dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any]).decode
@@ -51,6 +54,9 @@ class RunReader:
         self.samples: dict[str, SampleIndex] = {}
         self._sample_files: dict[str, Following] = {}
         self._metrics = Following(self.run.metrics_path)
+        if _size(self.run.metrics_path) > LONG_BYTES:
+            self.folds.tail = MetricsFold()
+            self.folds.tail.take(tail_of(self.run.metrics_path, LONG_BYTES).splitlines())
         self._logs: dict[str, Following] = {}
         self._newest_seq = 0
         self._config_at = 0.0
@@ -68,6 +74,8 @@ class RunReader:
             self._discover()
             while True:
                 read = [self._read_metrics(), self._read_journal(), self._read_samples(), self._read_logs()]
+                if not any(read):
+                    self.folds.tail = None
                 if not any(read) or time.monotonic() >= until:
                     return not any(read)
 
@@ -185,7 +193,7 @@ class RunReader:
         return words
 
     def verdict(self) -> Verdict:
-        metrics = self.folds.metrics
+        latest = self.folds.latest
         return judge(
             Evidence(
                 directory=str(self.run.root),
@@ -193,8 +201,8 @@ class RunReader:
                 ending=_ending(self.run),
                 alive=is_alive(self.run),
                 last_words=self.last_words(),
-                steps={name: int(line["step"]) + 1 for name, line in metrics.steps.items()},
-                gauges=metrics.gauges,
+                steps={name: int(line["step"]) + 1 for name, line in latest.steps.items()},
+                gauges=latest.gauges,
                 failed=next((ring.failed for ring in self.folds.rings.values() if ring.failed), ""),
                 silent_s=silent_s(self.run),
                 stall_after_s=self.stall_after_s,
@@ -208,13 +216,7 @@ class RunReader:
         """The end of one process's log, from a line's beginning."""
         if process not in self._logs:
             raise ConfigError(f"there is no log of {process!r}; there are {', '.join(self.logs())}")
-        with self.run.log_path(process).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            text = file.read(TAIL_BYTES)
-        if size > TAIL_BYTES:
-            text = text[text.find(b"\n") + 1 :]
-        return text.decode("utf-8", "replace")
+        return tail_of(self.run.log_path(process), TAIL_BYTES).decode("utf-8", "replace")
 
     def source(self, name: str) -> SampleIndex:
         if name not in self.samples:
@@ -270,6 +272,15 @@ def _facts(section: dict[str, Any]) -> PipelineFacts:
         groups_per_step=train.get("groups_per_step"),
         workers=rollout.get("workers"),
     )
+
+
+def tail_of(path: Path, most_bytes: int) -> bytes:
+    """The end of a file, from the beginning of a line on."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - most_bytes))
+        text = file.read(most_bytes)
+    return text[text.find(b"\n") + 1 :] if size > most_bytes else text
 
 
 def _size(path: Path) -> int:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.dashboard import page, views
-from penstock.dashboard.io.answers import UNLOCKED, answer
+from penstock.dashboard.io.answers import answer
 from penstock.dashboard.io.files import own_files
 from penstock.dashboard.io.shelf import Shelf
 from penstock.errors import ConfigError, PenstockError
@@ -108,8 +108,7 @@ class Dashboard:
 
     def _answer(self, run: str, view: str, query: Mapping[str, str]) -> dict[str, Any]:
         reader = self._shelf.reader(run)
-        if view not in UNLOCKED:
-            self._read_on(run)
+        self._read_on(run)
         return answer(reader, view, query)
 
     def _compared(self, names: list[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from penstock.dashboard.io.run_reader import RunReader, is_alive
+from penstock.dashboard.io.run_reader import RunReader, is_alive, tail_of
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.rundir import RunDir
 
@@ -83,10 +83,7 @@ class Shelf:
 def latest_steps(metrics: Path) -> dict[str, dict[str, Any]]:
     """The last step of each pipeline among the last lines."""
     try:
-        with metrics.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read(TAIL_BYTES).splitlines()
+        lines = tail_of(metrics, TAIL_BYTES).splitlines()
     except OSError:
         return {}
     steps: dict[str, dict[str, Any]] = {}
