@@ -96,7 +96,7 @@ class MetricsFold:
             if record.get("kind") == "step":
                 self._trained(pipeline, step, at, record)
             self._gather("step", pipeline, step, record)
-        self.began_at = at if self.began_at is None else min(at, self.began_at)
+        self.began_at = at if self.began_at is None else self.began_at
         self.latest_at = at if self.latest_at is None else max(at, self.latest_at)
 
     def _trained(self, pipeline: str, step: int, at: float, record: dict[str, Any]) -> None:

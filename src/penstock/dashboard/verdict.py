@@ -60,19 +60,18 @@ def judge(found: Evidence) -> Verdict:
     if found.alive:
         return _of_a_live_one(found)
     if found.ending is not None:
-        return _of_an_ended_one(found.ending)
+        return _of_an_ended_one(found, found.ending)
     if found.silent_s is not None and found.silent_s < RECENTLY_S and not found.last_words:
         return _of_a_live_one(found)  # on another machine, by its files
-    progress = _progress(found)
-    resume = f"Go on with: penstock run --resume {found.directory}"
     if found.last_words or found.failed:
         process, words = next(iter(found.last_words.items()), ("", found.failed))
         return Verdict("failed", "bad", f"{process}: {_first_line(words)}" if process else _first_line(words))
     if _is_complete(found):
-        return Verdict("complete", "well", f"Complete: {progress}.")
+        return Verdict("complete", "well", f"Complete: {_progress(found)}.")
     if found.silent_s is None:
         return Verdict("empty", "quiet", "Nothing has been written yet: the run was made, but no process has begun.")
-    return Verdict("killed", "bad", f"Its processes are gone without a word, after {progress}: it was killed. {resume}")
+    sentence = f"Its processes are gone without a word, after {_progress(found)}: it was killed."
+    return Verdict("killed", "bad", f"{sentence} {_resume(found)}")
 
 
 def _of_a_live_one(found: Evidence) -> Verdict:
@@ -94,13 +93,13 @@ def _of_a_live_one(found: Evidence) -> Verdict:
     return Verdict("running", "well", f"Running well: {_progress(found)}.")
 
 
-def _of_an_ended_one(ending: Mapping[str, Any]) -> Verdict:
+def _of_an_ended_one(found: Evidence, ending: Mapping[str, Any]) -> Verdict:
     sentence = _first_line(str(ending.get("sentence", "")))
     match ending.get("how"):
         case "complete":
-            return Verdict("complete", "well", sentence or "Complete.")
+            return Verdict("complete", "well", f"Complete: {_progress(found)}.")
         case "interrupted":
-            return Verdict("interrupted", "attention", sentence or "Interrupted; it can be resumed.")
+            return Verdict("interrupted", "attention", f"Interrupted after {_progress(found)}. {_resume(found)}")
     return Verdict("failed", "bad", sentence or "Failed without a sentence.")
 
 
@@ -119,6 +118,10 @@ def _progress(found: Evidence) -> str:
         for name, step in found.steps.items()
     ]
     return ", ".join(words) if words else "no step"
+
+
+def _resume(found: Evidence) -> str:
+    return f"Go on with: penstock run --resume {found.directory}"
 
 
 def _first_line(text: str) -> str:

@@ -60,9 +60,7 @@ def drawn(series: Series | None, *, spread: bool = False) -> dict[str, list[floa
 
 def smoothed(points: Points) -> Points:
     """A running mean over a small share of the curve, as wide at its ends as there are points."""
-    reach = int(len(points.x) * SMOOTHING_SHARE)
-    if not reach:
-        return points
+    reach = 1 + int(len(points.x) * SMOOTHING_SHARE)
     sums = np.concatenate([[0.0], np.cumsum(points.mean)])
     index = np.arange(len(points.x))
     reaches = np.minimum(reach, np.minimum(index, index[::-1]))

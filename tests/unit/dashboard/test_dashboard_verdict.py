@@ -48,10 +48,17 @@ def test_files_that_are_just_being_written_are_of_a_run_elsewhere():
     assert judge(found(gauges=WELL, silent_s=2.0)).word == "running"
 
 
-@pytest.mark.parametrize(("how", "tone"), [("complete", "well"), ("interrupted", "attention"), ("failed", "bad")])
-def test_a_run_that_said_how_it_ended_is_believed(how: str, tone: str):
+@pytest.mark.parametrize(
+    ("how", "tone", "sentence"),
+    [
+        ("complete", "well", "Complete: p step 4 of 10."),
+        ("interrupted", "attention", "Interrupted after p step 4 of 10. Go on with: penstock run --resume runs/x"),
+        ("failed", "bad", "so it was"),
+    ],
+)
+def test_a_run_that_said_how_it_ended_is_believed(how: str, tone: str, sentence: str):
     verdict = judge(found(ending={"how": how, "sentence": "so it was\nTraceback"}, silent_s=1.0))
-    assert (verdict.word, verdict.tone, verdict.sentence) == (how, tone, "so it was")
+    assert (verdict.word, verdict.tone, verdict.sentence) == (how, tone, sentence)
 
 
 def test_a_resumed_run_is_running_whatever_it_said_before():

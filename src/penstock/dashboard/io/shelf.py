@@ -8,9 +8,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from penstock.dashboard.io.run_reader import RunReader, is_alive, tail_of
+from penstock.dashboard.metrics_fold import MetricsFold
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.rundir import RunDir
 
@@ -81,18 +80,13 @@ class Shelf:
 
 
 def latest_steps(metrics: Path) -> dict[str, dict[str, Any]]:
-    """The last step of each pipeline among the last lines."""
+    """Where each pipeline stands, by the last lines."""
     try:
         lines = tail_of(metrics, TAIL_BYTES).splitlines()
     except OSError:
         return {}
-    steps: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        if b'"kind":"step"' not in line:
-            continue
-        try:
-            record = orjson.loads(line)
-            steps[record["pipeline"]] = {"step": record["step"] + 1, "reward": record.get("reward")}
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            continue
-    return steps
+    fold = MetricsFold()
+    fold.take(lines)
+    told = {name: {"step": one.get("step"), "reward": one.get("reward_mean")} for name, one in fold.gauges.items()}
+    trained = {name: {"step": one["step"] + 1, "reward": one.get("reward")} for name, one in fold.steps.items()}
+    return told | trained

@@ -28,8 +28,7 @@ const Charts = {
     const filled = traces.filter((trace) => trace.x.length);
     if (!Charts.there || !filled.length) {
       if (node.dataset.drawn) { Plotly.purge(node); delete node.dataset.drawn; }
-      const why = Charts.there ? [empty] : [document.getElementById("no-charts").content.cloneNode(true)];
-      node.replaceChildren(Dom.el("div", { class: "empty", style: `min-height: ${height - 40}px` }, Dom.el("span", {}, ...why)));
+      node.replaceChildren(Charts.there ? Dom.el("div", { class: "empty", style: `min-height: ${height - 40}px` }, empty) : Dom.empty("no charts without plotly"));
       return;
     }
     if (!node.dataset.drawn) {

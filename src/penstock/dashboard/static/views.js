@@ -187,18 +187,19 @@ function notes(lines, empty, isGrave = () => false) {
 }
 
 function drawProgress(card, pipeline, word) {
+  const goesOn = word === "running" && pipeline.phase !== "complete";
   const figures = pipeline.figures;
   const staleness = `${Words.number(figures.staleness, 2)}${figures.max_staleness === null ? "" : ` of ${figures.max_staleness}`}`;
   const shown = {
     step: `${Words.number(pipeline.step)}${pipeline.steps ? ` / ${Words.number(pipeline.steps)}` : ""}`,
-    ...(word === "running" ? { "time left": Words.duration(pipeline.eta_s) } : {}),
+    ...(goesOn ? { "time left": Words.duration(pipeline.eta_s) } : {}),
     reward: Words.number(figures.reward),
     "samples/s": Words.number(figures.samples_per_s),
     "per step": Words.seconds(figures.step_s),
     "in flight": Words.number(figures.in_flight),
     staleness,
     weights: figures.version === null ? "–" : `v${figures.version}`,
-    ...(word === "running" ? { workers: `${Words.number(figures.workers_alive)}${figures.workers === null ? "" : ` / ${figures.workers}`}` } : {}),
+    ...(goesOn ? { workers: `${Words.number(figures.workers_alive)}${figures.workers === null ? "" : ` / ${figures.workers}`}` } : {}),
   };
   const body = Dom.keep(card, "progress", () => Dom.el("div"));
   const share = pipeline.steps ? Math.min(1, pipeline.step / pipeline.steps) : 0;
