@@ -115,3 +115,9 @@ def test_actions_come_with_their_own_logprobs(kind: str) -> None:
     greedy, greedy_logprobs = policy.network.act(observations, torch.Generator(), greedy=True)
     assert bool((greedy_logprobs >= logprobs - 1e-6).all())
     assert greedy.shape == actions.shape
+
+
+def test_attention_that_plans_for_every_shape_is_not_used() -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    build(TinyLanguageModel(alphabet="ab", hidden_size=16, heads=2, layers=1))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
