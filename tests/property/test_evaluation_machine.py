@@ -66,10 +66,12 @@ class EvaluationMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(0, 2))
     def publish(self, steps):
         """The trainer made some versions and published the last of them."""
-        if self.newest is not None and steps == 0:
-            return
+        if self.newest is None or steps:
+            self.trained += steps if self.newest is not None else 0
+            self._published()
+
+    def _published(self) -> None:
         first = self.newest is None
-        self.trained += 0 if first else steps
         self.newest = self.trained
         every = self.settings.every
         if first or self.newest >= self.next_due:
@@ -179,12 +181,20 @@ class EvaluationMachine(RuleBasedStateMachine):
         """Another trainer begins at an earlier step; nothing of what came after it was ever made."""
         self.trained = max(0, self.trained - steps)
         self.lineage += 1
+        state = self.machine.state
+        points = [(result.due, result.version or 0) for result in state.results]
+        kept = [due for due, version in points if max(due, version) <= self.trained]
+        kept += [version for due, version in points if max(due, version) <= self.trained]
+        kept += [state.running.due, state.running.version] if state.running is not None else []
+        kept += [state.waiting]
+        for due in {due for due, version in points if due <= self.trained < version} - set(kept):
+            self.due[due] += 1  # measured later than it was due, and so once more
         self.machine.roll_back(self.trained, self.now)
         self.collect()
-        self.next_due = min(self.next_due, (self.trained // self.settings.every + 1) * self.settings.every)
+        every = self.settings.every
+        self.next_due = min(self.next_due, (self.trained // every + 1) * every)
         assert all((result.version or 0) <= self.trained for result in self.machine.state.results)
-        self.newest = self.trained
-        self.machine.published(self.newest, self.now)
+        self._published()
         for name in self.serves:
             self.serves[name] = (self.newest, self.digest(self.newest))
 

@@ -8,12 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.control.points import EvaluationSettings
 from penstock.errors import PenstockError
 from penstock.sim.faults import Faults, WholeFaults
 from penstock.sim.whole import WholeReport, WholeSettings, simulate_whole
 from penstock.sim.world import SimReport, SimSettings, simulate
 
-CONTROL = "ledger, admission, membership, phases"
+CONTROL = "ledger, admission, membership, phases, evaluation"
 EVERYTHING = f"{CONTROL}; prefetch; replicas, transaction; slots, exchange, ports, retries; pool"
 
 
@@ -37,6 +38,7 @@ def simulate_command(
         "group_size": group_size,
         "max_staleness": max_staleness,
         "seed": seed,
+        "evaluation": EvaluationSettings(every=max(1, steps // 10), prompts=16, samples=2),
     }
     began = time.perf_counter()
     try:
@@ -91,6 +93,7 @@ def _common_rows(report: SimReport | WholeReport) -> dict[str, str]:
         "dropped": _counts(report.dropped),
         "prompts set aside": str(report.set_aside),
         "faults fired": _counts(report.faults),
+        "evaluations": f"{report.evaluated:,} versions; skipped {_counts(report.evaluations_skipped)}",
         "controller restarts": str(report.controller_restarts),
     }
 

@@ -162,6 +162,7 @@ class Evaluation:
             return NOT_LEASED_TO_YOU
         if not score.version == score.newest == point.version or score.weights_digest != point.digest:
             self._reopen(point, cell)
+            self._dismiss(point, member)  # it does not serve what it said
             made = f"was made with versions {score.version} to {score.newest}, digest {score.weights_digest!r}"
             return f"{made}; version {point.version} is evaluated, digest {point.digest!r}"
         if not isfinite(score.reward):
@@ -288,8 +289,9 @@ class Evaluation:
         if settings is None or state.next_due is None:
             return
         state.moves += 1
+        undone = [result for result in state.results if max(result.due, result.version or 0) > version]
         state.next_due = min(state.next_due, _after(version, settings.every))
-        state.results = [result for result in state.results if max(result.due, result.version or 0) <= version]
+        state.results = [result for result in state.results if result not in undone]
         why = f"training was rolled back to version {version}"
         if state.waiting is not None and state.waiting > version:
             due, state.waiting = state.waiting, None
@@ -299,6 +301,9 @@ class Evaluation:
             self._skip(why, now, keep=False)
         elif point is not None and point.version is not None and point.version > version:
             self._begin(point, None, "")
+        for result in undone:
+            if result.due <= version:  # it was measured later than it was due
+                self._fall_due(result.due, now)
 
     def resume(self, now: float) -> None:
         """No former worker is left: a point that had begun is made again, with its whole time."""

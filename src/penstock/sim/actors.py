@@ -17,6 +17,7 @@ from penstock.records.weights import Manifest
 from penstock.sim.desk import AskWeights
 from penstock.sim.engine import Body, Call, Engine, Owner, Signal, Sleep, Until
 from penstock.sim.faults import FaultLog
+from penstock.sim.scoring import scores
 
 LONG_POLL_S = 20.0
 
@@ -104,14 +105,19 @@ class SimWorker:
         version = weights.version if weights is not None else Version(0)
         rollouts: list[Rollout] = []
         failures: list[FailedRollout] = []
+        evaluated: list[SampleId] = []
         for sample in lease.samples:
             if faults.faults.poisoned(lease.prompt):
                 failures.append(FailedRollout(sample, "prepare", "poisoned prompt"))
             elif faults.strikes("sample failed", faults.faults.sample_fails, now):
                 failures.append(FailedRollout(sample, "generate", "simulated failure"))
+            elif lease.evaluation is not None:
+                evaluated.append(sample)
             else:
                 rollouts.append(self._rollout(sample, version, digest))
-        answer = yield Call(events.Delivered(self.member, tuple(rollouts), tuple(failures)))
+        now_served = self.weights.version if self.weights is not None else Version(0)
+        counted = scores(lease, evaluated, [(version, digest), (now_served, self._digest)]) if evaluated else ()
+        answer = yield Call(events.Delivered(self.member, tuple(rollouts), tuple(failures), scores=tuple(counted)))
         if isinstance(answer, effects.RefuseCall):
             self.owner.alive = False
             return
@@ -125,7 +131,7 @@ class SimWorker:
     def _follow_weights(self) -> Body:
         while True:
             held = self._digest
-            manifest: Manifest | None = yield Call(AskWeights(held), LONG_POLL_S)
+            manifest: Manifest | None = yield Call(AskWeights(held, self.member), LONG_POLL_S)
             if manifest is None:
                 continue
             yield Sleep(self.pace.load_s)

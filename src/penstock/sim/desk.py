@@ -128,16 +128,20 @@ class SimDesk:
         """The answer to a call, and what to hold the call for if that may bring a better one."""
         request = pending.call.request
         if isinstance(request, AskWeights):
-            weights = self.control.weights
+            weights = None if self.control.is_pinned(request.member) else self.control.weights
             fresh = weights if weights is not None and weights.digest != request.held_digest else None
             return fresh, "weights" if fresh is None else ""
         if isinstance(request, events.LeaseAsked):
             others = sum(held.process is not pending.process for held in self._held["leases"])
-            request = msgspec.structs.replace(request, waiting=others)
+            request = msgspec.structs.replace(request, waiting=others, steady=self.is_steady(request))
         answer = self.happen(request)
         if isinstance(answer, effects.RefuseLease) and answer.verdict == "throttled":
             return answer, "leases"
         return answer, "batches" if isinstance(answer, effects.DeferBatch) else ""
+
+    def is_steady(self, request: events.LeaseAsked) -> bool:
+        """Whether the asker's weights will stay what they are; here nobody knows."""
+        return True
 
     def _hold(self, pending: Pending, topic: str, deadline: float) -> bool:
         if self.engine.now >= deadline:

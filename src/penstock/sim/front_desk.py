@@ -69,13 +69,16 @@ class FrontDesk(SimDesk):
             case AskWeights(held_digest=held, member=member):
                 if (refusal := self._refusal(member)) is not None:
                     return refusal, ""
-                offer = None if self.control.weights is None else self.fleet.offer(member, held, now)
+                none = self.control.weights is None or self.control.is_pinned(member)
+                offer = None if none else self.fleet.offer(member, held, now)
                 self._settle()
                 return offer, "weights" if offer is None else ""
             case weights.ReplicaReported(member=member):
                 if (refusal := self._refusal(member)) is not None:
                     return refusal, ""
                 self._tell(request)
+                if self.control.evaluation.lacks_evaluator:
+                    self.announce("leases")
                 return effects.Confirm(), ""
             case AskCheckpoint():
                 wanted = self.fleet.transaction.checkpoint_wanted
@@ -122,6 +125,9 @@ class FrontDesk(SimDesk):
         """A replica that may not serve, or a fleet without weights, is given nothing."""
         verdict = self.fleet.holds_back(request.member)
         return None if verdict is None else effects.RefuseLease(verdict, self.control.phase)
+
+    def is_steady(self, request: events.LeaseAsked) -> bool:
+        return self.fleet.is_steady(request.member, request.version)
 
     def _tell(self, event: weights.TransactionEvent) -> None:
         self.fleet.tell(event, self.engine.now)

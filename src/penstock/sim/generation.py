@@ -12,7 +12,7 @@ from penstock.errors import InvalidTransition
 from penstock.payload.unread import Unread
 from penstock.records.ids import MemberId, SampleId, Version
 from penstock.records.prompt import PromptLease
-from penstock.records.rollout import FailedRollout, Rollout
+from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.rollout import flow
 from penstock.rollout.prefetch import Bounds, Prefetch
 from penstock.sim.actors import LONG_POLL_S, Pace
@@ -21,6 +21,7 @@ from penstock.sim.faults import FaultLog, WholeFaults
 from penstock.sim.front_desk import LeaseReply
 from penstock.sim.replica import SimEngine
 from penstock.sim.rings import SimRing
+from penstock.sim.scoring import scores
 
 SEGMENTS = 3
 """Decode boundaries at which a generating batch looks at the weights it is made with."""
@@ -34,10 +35,11 @@ class Work(msgspec.Struct):
     """What is kept of one lease."""
 
     lease: PromptLease
-    made: tuple[Version, str] | None = None
-    """The oldest weights it was generated with."""
+    made: list[tuple[Version, str]] = []
+    """The weights it was generated with, at each decode boundary."""
     rollouts: list[Rollout] = []
     failures: list[FailedRollout] = []
+    scores: list[Score] = []
 
     def fail(self, hook: str, error: str, *, poison: bool = False) -> None:
         self.failures = [FailedRollout(sample, hook, error, poison) for sample in self.lease.samples]
@@ -190,7 +192,8 @@ class SimRunner:
         works = [self.works[ticket] for ticket in tickets]
         rollouts = [rollout for work in works for rollout in work.rollouts]
         failures = [failure for work in works for failure in work.failures]
-        answer = yield Call(events.Delivered(self._member, tuple(rollouts), tuple(failures)))
+        counted = tuple(score for work in works for score in work.scores)
+        answer = yield Call(events.Delivered(self._member, tuple(rollouts), tuple(failures), scores=counted))
         if not isinstance(answer, effects.AcceptDelivery):
             self._refused(str(answer))
             return
@@ -248,7 +251,7 @@ class SimRunner:
             self._post(flow.GenerateEnded(batch, failed=True))
             return
         for work in works:
-            work.made = min(seen)
+            work.made = [*seen, (engine.version, engine.digest)]
         self._post(flow.GenerateEnded(batch, tuple(2000 * len(work.lease.samples) for work in works)))
 
     def _postprocess(self, tickets: tuple[flow.Ticket, ...]) -> Body:
@@ -266,12 +269,15 @@ class SimRunner:
 
     def _keep(self, work: Work) -> Body:
         """Writes each sample's payload and notes what is to be reported."""
-        if work.made is None:
+        if not work.made:
             raise InvalidTransition(f"{work} is postprocessed and was never generated")
-        version, digest = work.made
+        version, digest = min(work.made)
         for sample in work.lease.samples:
             if self._strikes("sample failed", self._settings.sample_fails):
                 work.failures.append(FailedRollout(sample, "postprocess", "simulated failure"))
+                continue
+            if work.lease.evaluation is not None:
+                work.scores += scores(work.lease, [sample], work.made)
                 continue
             size_bytes = self._random.choice((700, 3000, 9000))
             slot, waited_s = self._ring.begin(size_bytes), 0.0

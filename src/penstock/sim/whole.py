@@ -10,6 +10,7 @@ RunFailed; both are reproduced exactly by the same settings.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -28,6 +29,7 @@ from penstock.sim.invariants import Truth, Watch, check_end, check_slots
 from penstock.sim.pool_host import SimPoolHost
 from penstock.sim.replica import Artifacts
 from penstock.sim.rings import TRAINERS_HOST, SimRing
+from penstock.sim.scoring import Points
 from penstock.sim.supervisor import Supervisor
 from penstock.sim.trainer import WholeTrainer
 from penstock.sim.worker import WholeWorker, WorkerShape
@@ -75,6 +77,9 @@ class WholeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Made over the network by the last trainer of each pipeline."""
     weight_updates: int
     """Since the controller's last start."""
+    evaluated: int
+    """Versions."""
+    evaluations_skipped: dict[str, int]
     moves: int
     """Wakes and sleeps ordered by the pool."""
     turns: dict[str, int]
@@ -93,6 +98,7 @@ class PipelineRun:
         self.lineage = Lineage()
         self.watch = Watch(settings.check_every, settings.max_staleness)
         self.truth = Truth(self.artifacts)
+        self.points = Points(settings.evaluation)
         self.rings: dict[str, SimRing] = {}
         self.desk = FrontDesk(
             world.pool,
@@ -202,6 +208,8 @@ class PipelineRun:
                 self.world.pool.lost(member, reason)
             case effects.ReleasePayloads(payloads=payloads):
                 self.desk.release(payloads)
+            case effects.NoteEvaluation(result=result):
+                self.points.saw(result)
 
     # -- faults -------------------------------------------------------------------------------------------------
 
@@ -254,6 +262,7 @@ class PipelineRun:
         """Nothing is lost or doubled, and no slot is leaked."""
         control = self.desk.control
         check_end(control, self.lineage.prompts)
+        self.points.check_end(control)
         wanted = {ref for group in control.ledger.state.groups.values() for ref in group.payloads if ref is not None}
         wanted |= set(self.desk.discards.waiting())
         for worker in self.processes.workers.values():
@@ -335,6 +344,8 @@ class WholeWorld:
             payloads_read=sum(run.truth.payloads for run in runs),
             payload_calls=sum(run.processes.trainer.fetcher.calls for run in runs),
             weight_updates=sum(run.desk.fleet.transaction.statistics.updates for run in runs),
+            evaluated=sum(run.points.evaluated.total() for run in runs),
+            evaluations_skipped=dict(sum((run.points.skipped for run in runs), Counter[str]())),
             moves=self.pool.pool.status(self.engine.now).moves,
             turns=dict(sorted(self.pool.turns.items())),
         )

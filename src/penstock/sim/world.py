@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.control import effects
 from penstock.control.ledger import GroupFilter
+from penstock.control.points import EvaluationSettings
 from penstock.control.settings import PipelineSettings
 from penstock.errors import RunFailed
 from penstock.records.ids import PipelineName
@@ -23,6 +24,7 @@ from penstock.sim.desk import SimDesk
 from penstock.sim.engine import Engine
 from penstock.sim.faults import FaultLog, Faults
 from penstock.sim.invariants import Watch, check_end
+from penstock.sim.scoring import Points
 from penstock.sim.supervisor import Supervisor
 
 
@@ -40,6 +42,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 10
     network_s: float = 0.002
     pace: Pace = Pace()
+    evaluation: EvaluationSettings | None = None
     faults: Faults = Faults()
     check_every: int = 0
     """Audit the whole state after every so many events; 0: only at the end."""
@@ -66,6 +69,10 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     """How often each fault really fired."""
     controller_restarts: int
     audits: int
+    evaluated: int
+    """Versions."""
+    evaluations_skipped: dict[str, int]
+    """By the first words of the reason."""
 
 
 class World:
@@ -75,6 +82,7 @@ class World:
         self.engine = Engine()
         self.faults = FaultLog(settings.faults, self.random)
         self.watch = Watch(settings.check_every, settings.max_staleness)
+        self.points = Points(settings.evaluation)
         self.lineage = Lineage()
         self.failure = ""
         self.desk = SimDesk(
@@ -108,6 +116,7 @@ class World:
             raise RunFailed(self.failure or "the simulation ran out of events")
         control = self.desk.control
         check_end(control, self.lineage.prompts)
+        self.points.check_end(control)
         books, elapsed_s = control.ledger.state, max(self.engine.now, 1e-9)
         worker_busy_s = processes.worker_busy_s + sum(worker.busy_s for worker in processes.workers.values())
         trainer_busy_s = processes.trainer_busy_s + processes.trainer.busy_s
@@ -127,6 +136,8 @@ class World:
             faults=dict(sorted(self.faults.fired.items())),
             controller_restarts=self.desk.restarts,
             audits=self.watch.checks,
+            evaluated=self.points.evaluated.total(),
+            evaluations_skipped=dict(self.points.skipped),
         )
 
     def _over(self) -> bool:
@@ -155,6 +166,8 @@ class World:
             self.failure = effect.sentence
         elif isinstance(effect, effects.EvictMember):
             self.processes.replace(effect.member)
+        elif isinstance(effect, effects.NoteEvaluation):
+            self.points.saw(effect.result)
 
     def _strike_controller(self) -> None:
         if self.desk.up:
@@ -178,6 +191,7 @@ def control_settings(settings: SimSettings, name: PipelineName) -> PipelineSetti
         straggler_wait_s=settings.straggler_wait_s,
         wedge_after_s=60.0,
         stall_fail_after_s=None,
+        evaluation=settings.evaluation,
     )
 
 
