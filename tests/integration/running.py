@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from penstock.journal.reader import history
 from penstock.payload.io.leftovers import sweep
 from penstock.runtime.rundir import RunDir
 
@@ -158,6 +161,31 @@ def step_lines(directory: Path) -> list[dict[str, Any]]:
 
 def trained_steps(directory: Path) -> int:
     return max((entry["step"] + 1 for entry in step_lines(directory)), default=0)
+
+
+def trained_prompts(directory: Path, pipeline: str | None = None) -> Counter[int]:
+    """How often each prompt is in the training that led to the final weights: the last batch given for each step.
+
+    Of one pipeline, or of the only one.
+    """
+    batches: dict[int, list[int]] = {}
+    missing: dict[int, set[int]] = {}
+    for entry in history(directory / "journal.sqlite"):
+        if pipeline is not None and entry.pipeline != pipeline:
+            continue
+        event = msgspec.msgpack.decode(entry.body)
+        decided = msgspec.msgpack.decode(entry.decided) if entry.decided else {}
+        if event["type"] == "batch_asked" and "batch" in decided:
+            batches[event["step"]] = [prompt for prompt, _, _ in decided["batch"]]
+        elif event["type"] == "step_acked":
+            missing[event["step"]] = set(event.get("missing_prompts", ()))
+    return Counter(
+        prompt
+        for step, prompts in batches.items()
+        if step in missing
+        for prompt in prompts
+        if prompt not in missing[step]
+    )
 
 
 def left_behind(folder: Path) -> list[str]:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections import Counter
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
-from running import Running, letters, start, trained_steps, wait_for
-
-from penstock.journal.reader import history
+from running import Running, letters, start, trained_prompts, trained_steps, wait_for
 
 PROMPTS = 240
 GROUPS_PER_STEP = 4
@@ -47,26 +43,6 @@ def finite(folder: Path, *, prompts: int = PROMPTS, rollout: str = "") -> Path:
     )
     config.write_text(config.read_text().replace('name = "copy"', 'name = "mine:Mine"'))
     return config
-
-
-def trained_prompts(directory: Path) -> Counter[int]:
-    """How often each prompt is in the training that led to the final weights: the last batch given for each step."""
-    batches: dict[int, list[int]] = {}
-    missing: dict[int, set[int]] = {}
-    for entry in history(directory / "journal.sqlite"):
-        event = msgspec.msgpack.decode(entry.body)
-        decided = msgspec.msgpack.decode(entry.decided) if entry.decided else {}
-        if event["type"] == "batch_asked" and "batch" in decided:
-            batches[event["step"]] = [prompt for prompt, _, _ in decided["batch"]]
-        elif event["type"] == "step_acked":
-            missing[event["step"]] = set(event.get("missing_prompts", ()))
-    return Counter(
-        prompt
-        for step, prompts in batches.items()
-        if step in missing
-        for prompt in prompts
-        if prompt not in missing[step]
-    )
 
 
 def assert_exact(run: Running, code: int, output: str, *, prompts: int = PROMPTS) -> None:

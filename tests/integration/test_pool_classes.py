@@ -1,0 +1,236 @@
+"""Initialisation, training and scoring contend for a device, in real processes: who goes first, whose end frees it.
+
+A worker on the device that is halted when it should leave makes everybody wait: then there is time to look, to halt
+whoever waits, and to kill it once it has been given the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from running import Running, start, step_lines, trained_prompts, wait_for
+
+from penstock.journal.reader import history
+from penstock.pool import events as pool
+from penstock.pool.book import State
+from penstock.pool.lease import Hold
+from penstock.pool.pool import Pool
+from penstock.pool.settings import PoolSettings
+from penstock.records.pool import Topology
+from penstock.runtime.rundir import RunDir
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+DEVICES = 4
+PROMPTS = 40
+
+RUN = """\
+[run]
+name = "classes"
+dir = "{folder}/runs"
+extra_path = ["{folder}"]
+max_restarts = 100
+[pool]
+devices = {devices}
+"""
+
+PIPELINE = """
+[[pipeline]]
+name = "{name}"
+steps = 1000
+epochs = 1
+train_devices = [0]
+[pipeline.env]
+name = "finite:Finite"
+[pipeline.model]
+kind = "tiny"
+hidden = 32
+layers = 1
+heads = 2
+[pipeline.rollout]
+workers = {workers}
+group_size = 4
+batch_samples = 16
+max_new_tokens = 4
+[pipeline.train]
+groups_per_step = 4
+[pipeline.token_loss]
+kl_coefficient = {kl}
+[pipeline.checkpoint]
+every_steps = 4
+"""
+
+FINITE = f"""
+import time
+from penstock.envs.tasks import Copy
+
+class Finite(Copy):
+    count = {PROMPTS}
+
+    def score(self, prompts, completions, **columns):
+        time.sleep(0.1)  # so that there is a run to look at
+        return super().score(prompts, completions, **columns)
+"""
+
+
+def started(folder: Path, kl: dict[str, float], *, workers: int) -> Running:
+    """Pipelines that all train on device 0 and generate anywhere; those with a divergence to weigh ask a reference."""
+    (folder / "finite.py").write_text(FINITE)
+    config = folder / "run.toml"
+    tables = [PIPELINE.format(name=name, kl=coefficient, workers=workers) for name, coefficient in kl.items()]
+    config.write_text(RUN.format(folder=folder, devices=DEVICES) + "".join(tables))
+    run = start(folder, config)
+    for name in kl:
+        wait_for(lambda name=name: trains(run, name), 180, f"{name} to train its first step")
+    return run
+
+
+def trains(run: Running, name: str) -> bool:
+    assert run.process.poll() is None, run.output()
+    return any(line["pipeline"] == name for line in step_lines(run.directory))
+
+
+def status(run: Running) -> dict[str, Any]:
+    """The pool as the controller sees it."""
+    directory = RunDir.open(run.directory)
+    endpoint = directory.read_endpoint()
+    assert endpoint is not None
+    headers = {"Authorization": f"Bearer {directory.token()}"}
+    return httpx.get(f"{endpoint.url}/v1/status", headers=headers, timeout=30).json()["pool"]
+
+
+def on_device_0(run: Running) -> dict[str, Any] | None:
+    return next((use for use in status(run)["uses"] if 0 in use["devices"]), None)
+
+
+def process_of(run: Running, member: str) -> psutil.Process | None:
+    """The process of this very incarnation."""
+    for child in run.children().values():
+        arguments = child.cmdline()
+        if arguments[arguments.index("--member") + 1] == member:
+            return child
+    return None
+
+
+def halted_worker(run: Running) -> psutil.Process:
+    """A worker that is on device 0, and stays there: it is halted."""
+
+    def halt() -> psutil.Process | None:
+        use = on_device_0(run)
+        worker = process_of(run, use["member"]) if use is not None and ".rollout." in use["member"] else None
+        if worker is None:
+            return None
+        worker.suspend()
+        now = on_device_0(run)
+        if now is not None and use is not None and now["member"] == use["member"]:
+            return worker
+        worker.resume()
+        return None
+
+    return wait_for(halt, 60, "a worker on device 0")
+
+
+def waiting(run: Running, kind: str, pipeline: str) -> bool:
+    return any(f"({kind})" in line and line.startswith(pipeline) for line in status(run)["waiting"])
+
+
+def contended(run: Running) -> psutil.Process | None:
+    """The halted worker on device 0 for which all three classes wait; None if they were not there in time.
+
+    After 40 s the pool ends a worker that does not leave.
+    """
+    kinds = {"new": "initialisation", "scoring": "scoring", "training": "training"}
+    run.child("new.trainer").send_signal(signal.SIGKILL)
+    worker = halted_worker(run)
+    try:
+        wait_for(lambda: all(waiting(run, kind, name) for name, kind in kinds.items()), 30)
+    except AssertionError:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.resume()
+        return None
+    return worker
+
+
+def kill_the_next_holder(run: Running, worker: psutil.Process, name: str, kind: str) -> None:
+    """The trainer that waits is halted, given device 0 when the worker has gone, and killed; the device comes back."""
+    trainer = run.child(f"{name}.trainer")
+    trainer.suspend()
+    worker.resume()
+
+    def holds() -> bool:
+        use = on_device_0(run)
+        return use is not None and (use["pipeline"], use["doing"]) == (name, kind)
+
+    wait_for(holds, 60, f"{name} to be given device 0 for {kind}")
+    trainer.send_signal(signal.SIGKILL)
+    wait_for(lambda: not holds(), 90, "the device to come back")
+
+
+def decisions(run: Running) -> list[tuple[pool.Event, dict[int, Hold], dict[int, Hold]]]:
+    """The journal, decided again: every event of the pool, with the requests before and after it."""
+    machine = Pool(PoolSettings(Topology((DEVICES,))))
+    decoder = msgspec.msgpack.Decoder(pool.Event)
+    told = []
+    before: dict[int, Hold] = {}
+    for entry in history(run.directory / "journal.sqlite"):
+        if entry.pipeline != "<pool>":
+            continue
+        event = decoder.decode(entry.body)
+        machine.handle(event, entry.at)
+        machine.check()
+        _, state = msgspec.msgpack.decode(machine.snapshot(), type=tuple[int, State])
+        told.append((event, before, state.holds))
+        before = state.holds
+    return told
+
+
+def assert_strict(run: Running) -> None:
+    """No class was served while a higher one waited for the same device, and nothing was taken from who held it."""
+    ends = (pool.DevicesReleased, pool.DevicesRequested, pool.MemberLost, pool.TimePassed)
+    for event, before, after in decisions(run):
+        for number, hold in after.items():
+            promised = hold.state in ("assigned", "held") and before.get(number, hold).state == "waiting"
+            if promised or (number not in before and hold.state in ("assigned", "held")):
+                passed = [one for one in after.values() if one.state == "waiting" and one.priority < hold.priority]
+                assert not [one for one in passed if set(one.among) & set(hold.devices)], f"{hold} before {passed}"
+        for number, hold in before.items():
+            if hold.state == "held" and number not in after:
+                assert isinstance(event, ends), event
+                assert getattr(event, "member", hold.member) == hold.member, f"{hold} was ended by {event}"
+
+
+def assert_exact(run: Running, code: int, output: str, names: dict[str, float]) -> None:
+    assert code == 0, output + run.logs()
+    for name in names:
+        counts = trained_prompts(run.directory, name)
+        assert sorted(counts) == list(range(PROMPTS)), f"{name} left prompts out"
+        assert set(counts.values()) == {1}, f"{name} trained prompts twice"
+
+
+def test_classes_are_strict_and_only_generation_makes_way(folder: Path):
+    pipelines = {"new": 0.0, "scoring": 0.05, "training": 0.0}
+    run = started(folder, pipelines, workers=2)
+    worker = next((worker for _ in range(4) if (worker := contended(run)) is not None), None)
+    assert worker is not None, f"the three never waited together: {status(run)['waiting']}"
+    kill_the_next_holder(run, worker, "new", "initialisation")
+    code, output = run.end(300)
+    assert_exact(run, code, output, pipelines)
+    assert_strict(run)
+
+
+def test_a_trainer_killed_while_it_scores_costs_only_its_turn(folder: Path):
+    pipelines = {"left": 0.05, "right": 0.0}
+    run = started(folder, pipelines, workers=2)
+    worker = halted_worker(run)
+    wait_for(lambda: waiting(run, "scoring", "left"), 35, "left to ask for scoring")
+    kill_the_next_holder(run, worker, "left", "scoring")
+    code, output = run.end(300)
+    assert_exact(run, code, output, pipelines)
+    assert_strict(run)
