@@ -1,7 +1,7 @@
 """What `metrics.jsonl` says, folded line by line into bounded series and the latest figures.
 
-Two kinds of lines are known by their shape, not by their names, so that new metrics appear by themselves: those with a
-`pipeline` and a `step` (training steps, evaluations) become series over steps, and `gauges` become series over time.
+Two kinds of lines are known by their shape, so that new metrics appear by themselves: those with a `pipeline` and a
+`step` or a `version` (training steps, evaluations) become series over steps, and `gauges` become series over time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from penstock.dashboard.series import Series
 MOST_SERIES = 1000
 MOST_PROCESSES = 100
 PACE_STEPS = 64
+AXES = frozenset({"step", "version", "due"})
+"""Numbers of steps, which are no metrics of them."""
 
 
 class Key(NamedTuple):
@@ -92,7 +94,7 @@ class MetricsFold:
             while len(self.processes) > MOST_PROCESSES:
                 del self.processes[next(iter(self.processes))]
         else:
-            pipeline, step = str(record["pipeline"]), int(record["step"])
+            pipeline, step = str(record["pipeline"]), int(record["step"] if "step" in record else record["version"])
             if record.get("kind") == "step":
                 self._trained(pipeline, step, at, record)
             self._gather("step", pipeline, step, record)
@@ -121,7 +123,7 @@ class MetricsFold:
             for row in rows:
                 names |= row.keys()
             if of == "step":
-                names.discard("step")  # the axis itself
+                names -= AXES
             x = np.array(xs, np.float64)
             for name in sorted(names):
                 try:

@@ -110,13 +110,18 @@ def reward(folds: Folds, name: str) -> dict[str, Any]:
     """The reward by step: each step (or the mean of some), smoothed, the spread within batches, and evaluations."""
     points = _points(folds, "step", name, "reward")
     ring = folds.rings.get(name)
-    evaluations = [one for one in folds.metrics.names("step", name) if one.startswith("eval") and "reward" in one]
+    evaluations = [
+        one for one in folds.metrics.names("step", name) if one.startswith("eval/") and one.endswith("reward")
+    ]
     return {
         "steps": curve(points),
         "smooth": curve(smoothed(points)),
         "low": drawn(ring.rewards["low"] if ring else None),
         "high": drawn(ring.rewards["high"] if ring else None),
-        "evaluations": {one: _drawn(folds, "step", name, one) for one in evaluations},
+        "evaluations": {
+            one: _drawn(folds, "step", name, one) | {"error": _drawn(folds, "step", name, f"{one}_stderr")["y"]}
+            for one in evaluations
+        },
         "at": curve(_points(folds, "step", name, "at"), digits=TIME_DIGITS),
     }
 

@@ -34,8 +34,8 @@ def test_steps_and_gauges_become_series():
 
 def test_metrics_nobody_knew_of_appear_by_themselves():
     fold = MetricsFold()
-    fold.take([orjson.dumps({"kind": "eval", "at": 5.0, "pipeline": "p", "step": 20, "eval/reward": 0.9})])
-    assert values_of(fold, "step", "eval/reward") == [0.9]
+    fold.take([orjson.dumps({"kind": "audit", "at": 5.0, "pipeline": "p", "step": 20, "doubt": 0.9})])
+    assert values_of(fold, "step", "doubt") == [0.9]
     assert fold.steps == {}
 
 

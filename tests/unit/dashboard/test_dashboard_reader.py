@@ -137,6 +137,31 @@ def test_a_damaged_journal_costs_the_journal_only(run: RunDir):
     assert found["pipelines"][0]["step"] == 2
 
 
+def test_events_of_another_version_are_counted_and_passed_over(run: RunDir):
+    write_events(
+        run,
+        ("p", {"type": "delivered", "rollouts": [{"unheard": "of"}]}, {}),
+        ("p", {"type": "lease_asked"}, {"leases": "all"}),
+        ("p", {"kind": "no type"}, {}),
+        ("<pool>", {"type": "pool_move_done"}, {}),
+        ("p", {"type": "time_passed"}, {"said": ["still read"]}),
+    )
+    reader = opened(run)
+    assert answer(reader, "overview", {})["unread_events"] == 4
+    assert [remark.text for remark in reader.folds.rings["p"].remarks] == ["still read"]
+
+
+def test_samples_of_another_shape_are_shown_as_they_are(run: RunDir):
+    path = run.rollouts("p") / "samples.jsonl"
+    path.parent.mkdir()
+    record = {"step": 0, "prompt": 1, "sample": 3, "version": 0, "reward": 1}
+    for pieces in (None, 5, ["text"], [{"by": "policy"}]):
+        path.write_bytes(orjson.dumps(record | {"pieces": pieces}) + b"\n")
+        reader = opened(run)
+        assert answer(reader, "samples", {})["rows"][0]["preview"] == ""
+        assert answer(reader, "sample", {"source": "p/samples", "sample": "3"})["sample"]["pieces"] == pieces
+
+
 def test_an_empty_run_answers_every_question(run: RunDir):
     reader = opened(run)
     queries = {"flow": {"pipeline": "p"}, "weights": {"pipeline": "p"}, "metric": {"pipeline": "p", "name": "loss"}}

@@ -80,10 +80,22 @@ def test_an_empty_run_is_drawn_too():
     assert views.pool(folds, 0.0)["devices"] == []
 
 
-def test_evaluations_are_found_by_their_name():
+def test_evaluations_are_drawn_at_their_version():
     folds = Folds()
-    folds.metrics.take([orjson.dumps({"kind": "eval", "at": 1.0, "pipeline": "p", "step": 3, "eval/reward": 0.5})])
-    assert views.reward(folds, "p")["evaluations"] == {"eval/reward": {"x": [3.0], "y": [0.5]}}
+    figures = {"eval/reward": 0.5, "eval/reward_stderr": 0.1, "eval/count": 64}
+    line = {"kind": "evaluation", "at": 1.0, "pipeline": "p", "due": 20, "version": 21, "took_s": 0.5, **figures}
+    skipped = {
+        "kind": "evaluation",
+        "at": 1.0,
+        "pipeline": "p",
+        "due": 40,
+        "version": 40,
+        "took_s": 9.0,
+        "skipped": "slow",
+    }
+    folds.metrics.take([orjson.dumps(line), orjson.dumps(skipped)])
+    assert views.reward(folds, "p")["evaluations"] == {"eval/reward": {"x": [21.0], "y": [0.5], "error": [0.1]}}
+    assert "due" not in folds.metrics.names("step", "p")
 
 
 def test_warnings_are_found_among_the_lines_of_a_log():

@@ -33,6 +33,7 @@ def overview(reader: RunReader, query: Query) -> dict[str, Any]:
         "lines": metrics.lines,
         "unreadable_lines": metrics.unreadable,
         "events": reader.seq,
+        "unread_events": reader.unread_events,
         "journal_trouble": reader.journal_trouble,
     }
 
@@ -80,8 +81,13 @@ def _preview(reader: RunReader, source: str, row: Row) -> str:
     """The beginning of what the policy wrote."""
     if row.size > PREVIEWED_BYTES:
         return ""
-    written = [piece for piece in reader.read_sample(source, row).get("pieces", ()) if piece.get("by") == "policy"]
+    written = [piece for piece in _pieces(reader.read_sample(source, row)) if piece.get("by") == "policy"]
     return str(written[0].get("text", ""))[:PREVIEW_CHARACTERS] if written else ""
+
+
+def _pieces(record: dict[str, Any]) -> list[dict[str, Any]]:
+    pieces = record.get("pieces")
+    return [piece for piece in pieces if isinstance(piece, dict)] if isinstance(pieces, list) else []
 
 
 def sample(reader: RunReader, query: Query) -> dict[str, Any]:
@@ -91,8 +97,8 @@ def sample(reader: RunReader, query: Query) -> dict[str, Any]:
         raise ConfigError(f"sample {number} was not written out: only some samples of some steps are")
     record = reader.read_sample(source, row)
     left = MOST_TEXT
-    for piece in record.get("pieces", ()):
-        if isinstance(piece, dict) and "text" in piece:
+    for piece in _pieces(record):
+        if "text" in piece:
             text = str(piece["text"])
             piece["text"], left = text[:left], max(0, left - len(text))
     return {"sample": record, "shortened": left == 0}

@@ -51,6 +51,7 @@ class RunReader:
         self.seq = 0
         self.journal_trouble = ""
         """Why the journal cannot be read, in a sentence."""
+        self.unread_events = 0
         self.samples: dict[str, SampleIndex] = {}
         self._sample_files: dict[str, Following] = {}
         self._metrics = Following(self.run.metrics_path)
@@ -119,16 +120,20 @@ class RunReader:
         return count > 0
 
     def _take(self, entry: Entry) -> None:
-        event = _decode(entry.body)
-        notes = _decode(entry.decided) if entry.decided else {}
+        """An event of another version of Penstock may lack what is looked for: it is counted and passed over."""
         self.seq = entry.seq
-        if entry.pipeline == POOL:
-            self.folds.lanes.take(entry.at, event, notes)
-            return
-        ring = self.folds.rings.get(entry.pipeline)
-        if ring is None:
-            ring = self.folds.rings[entry.pipeline] = RingFold(entry.pipeline)
-        ring.take(entry.at, event, notes)
+        try:
+            event = _decode(entry.body)
+            notes = _decode(entry.decided) if entry.decided else {}
+            if entry.pipeline == POOL:
+                self.folds.lanes.take(entry.at, event, notes)
+                return
+            ring = self.folds.rings.get(entry.pipeline)
+            if ring is None:
+                ring = self.folds.rings[entry.pipeline] = RingFold(entry.pipeline)
+            ring.take(entry.at, event, notes)
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError):
+            self.unread_events += 1
 
     def _read_samples(self) -> bool:
         read = False

@@ -46,7 +46,7 @@ function follow() {
   const [run, view, pipeline] = location.hash.slice(2).split("/").map(decodeURIComponent);
   if (run !== page.run) Object.assign(page, { sample: undefined, source: undefined, first: 0, pipelines: [] });
   Object.assign(page, { run: run || page.run, view: view in tabs ? view : "overview", pipeline: pipeline || undefined });
-  document.getElementById("main").replaceChildren();
+  document.getElementById("main").replaceChildren(Dom.el("div", { "data-key": "opening" }, Dom.empty("Opening …")));
   tick(true);
 }
 
@@ -79,7 +79,7 @@ async function tick(anew = false) {
   let wait = PACE_MS.other;
   try {
     if (page.view === "runs") {
-      await Runs.draw(document.getElementById("main"), mine, () => mine === round);
+      await Runs.draw(document.getElementById("main"), () => mine === round);
     } else {
       wait = await drawView(mine);
     }
@@ -95,7 +95,7 @@ async function tick(anew = false) {
 
 async function drawView(mine) {
   const view = Views[page.view];
-  if (!page.pipelines.length || !page.began) await learn();
+  if (page.view !== "overview" && !page.pipelines.length) await learn();
   page.pipeline ??= page.pipelines[0];
   const [name, query] = view.ask(page);
   const data = await page.ask(name, seen && !EXPORTED ? { ...query, seen } : query);
@@ -108,6 +108,7 @@ async function drawView(mine) {
   if (name === "overview") learnFrom(data);
   else if (data.state.word === "running" || data.share_read < 0.999) await learn();
   const main = document.getElementById("main");
+  main.querySelector('[data-key="opening"]')?.remove();
   if (view.perPipeline) drawPipelines(main);
   view.draw(main, data, page);
   return wait;

@@ -5,10 +5,12 @@ const Runs = {
   ticked: undefined,
   axis: "step",
 
-  async draw(main, mine, isCurrent) {
+  /** `isCurrent` says whether anybody still wants this drawn. */
+  async draw(main, isCurrent) {
     const runs = await listRuns();
     if (!isCurrent()) return;
     drawTabs();
+    main.querySelector('[data-key="opening"]')?.remove();
     Runs.ticked ??= new Set(runs.slice(0, 4).map((run) => run.id));
     const card = Dom.card(main, "runs", "Runs", `${runs.length} in this folder; tick those to compare`);
     Dom.keep(card, "table", () => Dom.el("div")).replaceChildren(Dom.table([

@@ -64,7 +64,7 @@ const Samples = {
 
   /** What the policy wrote is marked; what it was given is faint. */
   pieces(record) {
-    if (!record.pieces) {
+    if (!Array.isArray(record.pieces)) {
       const { step, prompt, sample, version, reward, advantage, ...rest } = record;
       return [Object.entries(rest).map(([name, value]) => `${name}: ${Array.isArray(value) ? value.join(" ") : value}`).join("\n")];
     }

@@ -11,6 +11,9 @@ const Views = {
       if (data.journal_trouble) {
         Dom.card(main, "journal", "The journal cannot be read", data.journal_trouble);
       }
+      if (data.unread_events) {
+        Dom.card(main, "unread", "Another version of Penstock?", `${Words.number(data.unread_events)} events of the journal are not understood here; what they said is missing below.`);
+      }
       const cards = Dom.grid(main, "pipelines", data.pipelines.length > 1 ? "pair" : "one");
       for (const pipeline of data.pipelines) {
         const time = Charts.elapsed(data.began_at, data.latest_at);
