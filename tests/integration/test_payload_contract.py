@@ -19,7 +19,8 @@ import pytest
 
 from penstock.errors import ConfigError, LocalProtocolError, Transient
 from penstock.payload.exchange import ExchangeLimits
-from penstock.payload.io.fetch import BatchFetcher, Carrier
+from penstock.payload.io.fetch import BatchFetcher, Carrier, FetchReport
+from penstock.payload.io.mapping import Mapping
 from penstock.payload.io.prefetch import Prefetcher
 from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Cancellation
@@ -373,6 +374,27 @@ class TestOnAWire:
             world.fetcher.fetch([ref], [world.address], cancellation)
         assert world.ring.statistics().ready == 1
 
+    def test_cancelling_breaks_off_a_call_that_waits(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("penstock.payload.io.mapping.SLOT_LOCK_TIMEOUT_S", 60.0)
+        ref = world.write(b"later")
+        stopped = Mapping.open(world.ring.name, world.directory)
+        stopped.lock(ref.slot)  # the server cannot answer
+        cancellation = Cancellation()
+        reports: list[FetchReport] = []
+        thread = threading.Thread(
+            target=lambda: reports.append(world.fetcher.fetch([ref], [world.address], cancellation))
+        )
+        thread.start()
+        eventually(lambda: "1 going on" in repr(cancellation))
+        cancellation.cancel("enough")
+        thread.join(15)  # a call alone has longer
+        assert [report.missing[ref].kind for report in reports] == ["cancelled"]
+        stopped.unlock(ref.slot)
+        stopped.close()
+        report = world.fetcher.fetch([ref], [world.address])
+        assert bytes(report.views[ref]) == b"later"
+        report.consumed()
+
 
 def test_the_nearest_carrier_is_chosen_with_a_way_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -395,6 +417,34 @@ def test_the_nearest_carrier_is_chosen_with_a_way_back(tmp_path: Path, caplog: p
         assert expected in caplog.text
         fetcher.close()
     server.close()
+    ring.close()
+
+
+@needs_ucxx
+@pytest.mark.parametrize("installed", [True, False])
+def test_ucx_is_preferred_where_it_is_installed(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from penstock.payload.io.ucxx import UcxxServer
+
+    caplog.set_level(logging.INFO)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "penstock.payload.io.ucxx_client", None)
+    ring = Ring.create("run-1", capacity_bytes=1 << 20, slots=4, directory=str(tmp_path))
+    tcp = TcpServer(ring.name, "secret", directory=str(tmp_path))
+    ucxx = UcxxServer(ring.name, "secret", directory=str(tmp_path))
+    address = ring.address(host_id="here", tcp_ports=tcp.ports, ucxx_ports=ucxx.ports)
+    fetcher = BatchFetcher(host_id="there", token="secret", directory=str(tmp_path), policy=QUICK)
+    ref = ring.write([b"x"], timeout_s=0)
+    report = fetcher.fetch([ref], [address])
+    assert bytes(report.views[ref]) == b"x"
+    report.consumed()
+    expected = "come by ucxx (not shm" if installed else "not ucxx: UCXX is not installed here"
+    assert expected in caplog.text
+    eventually(lambda: (ucxx if installed else tcp).statistics().sent == 1)
+    fetcher.close()
+    tcp.close()
+    ucxx.close()
     ring.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import os
 import random
 import socket
@@ -26,7 +27,7 @@ from penstock.payload.io.prefetch import Prefetcher
 from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring
-from penstock.payload.io.tcp import TcpServer
+from penstock.payload.io.tcp import RECEIVE_BYTES, TcpServer
 from penstock.payload.io.tcp_client import TcpWire
 from penstock.payload.io.wire_client import Broken, WireClient
 from penstock.payload.retry import Failure, RetryPolicy
@@ -231,6 +232,25 @@ def test_known_clients_are_not_thrown_out_for_strangers(world: World) -> None:
         assert server.statistics().connections == 2
 
 
+def test_a_client_that_only_asks_is_held_up_and_cut_off(world: World) -> None:
+    server = world.serve()
+    gone = world.ring.write([b"gone"], timeout_s=5)
+    world.ring.discard([gone])
+    read_ahead, cut_off = 0, False
+    with connected(server, hello("secret")) as connection:
+        while not cut_off:  # every answer waits to be received, and the next request for that
+            try:
+                connection.sendall(read(gone) * 1000)
+            except ConnectionError:
+                cut_off = True
+            with server._lock:
+                serving = [one for group in server._connections.values() for one in group]
+            read_ahead = max([read_ahead, *(len(one._buffer) for one in serving)])
+    assert 0 < read_ahead <= RECEIVE_BYTES + REQUEST.size
+    eventually(lambda: server.statistics().connections == 0)
+    world.expect_service(server)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nonsense_after_the_hello_costs_its_connection_only(world: World, seed: int) -> None:
     server = world.serve(PATIENT)
@@ -403,6 +423,53 @@ def test_a_sick_port_is_left_out_and_comes_back(world: World) -> None:
         fetcher.close()
 
 
+def test_a_late_answer_is_never_taken_for_the_next(world: World) -> None:
+    """Without digests, which would notice."""
+    first, second = (world.ring.write([body], timeout_s=5) for body in (b"first ", b"second"))
+    late = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer(body: bytes) -> None:
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(ConnectionError):
+                receive(peer, len(hello("x")) + REQUEST.size)
+                if body == b"first ":
+                    assert late.wait(30)
+                peer.sendall(STATUS.pack(Code.OK, len(body)) + body)
+                peer.recv(1)
+
+        threads = [threading.Thread(target=answer, args=(body,)) for body in (b"first ", b"second")]
+        threads[0].start()
+        client = WireClient(TcpWire(), "secret", Buffers(), verify=False)
+        address = world.ring.address(host_id="elsewhere", tcp_ports=[listener.getsockname()[1]])
+        failure = client.read(address, first, time.monotonic() + 0.3, set(), Cancellation())
+        assert isinstance(failure, Failure)
+        assert failure.kind == "timed_out"
+        late.set()
+        threads[0].join(30)  # it has come, to where nobody listens any more
+        threads[1].start()
+        received = client.read(address, second, time.monotonic() + 30, set(), Cancellation())
+        assert isinstance(received, Received)
+        assert bytes(received.view) == b"second"
+        client.close()
+        threads[1].join(30)
+
+
+def test_connections_are_used_again_and_retired_before_a_server_evicts_them(world: World) -> None:
+    retired_s = inspect.signature(WireClient).parameters["max_age_s"].default
+    assert retired_s < ExchangeLimits().idle_s
+    server = world.serve(PATIENT)
+    address = world.ring.address(host_id="elsewhere", tcp_ports=server.ports)
+    for max_age_s, accepted in ((retired_s, 1), (0.0, 4)):
+        client = WireClient(TcpWire(), "secret", Buffers(), max_age_s=max_age_s)
+        for _ in range(3):
+            ref = world.ring.write([b"x"], timeout_s=5)
+            assert isinstance(client.read(address, ref, time.monotonic() + 30, set(), Cancellation()), Received)
+        client.close()
+        assert server.statistics().accepted == accepted
+    eventually(lambda: server.statistics().connections == 0)
+
+
 def test_closing_a_fetcher_breaks_off_what_it_waits_for(world: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as blackhole:
         fetcher = BatchFetcher(
@@ -492,6 +559,24 @@ def test_a_server_closes_in_the_middle_of_everything(world: World) -> None:
         server.close(timeout_s=10)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("payload")]
     assert world.ring.statistics().ready == 1  # what was being sent can still be had
+
+
+@needs_ucxx
+def test_a_ucxx_server_closes_in_the_middle_of_a_body(world: World) -> None:
+    from penstock.payload.io.ucxx import UcxxServer
+    from penstock.payload.io.ucxx_client import UcxxWire
+
+    server = UcxxServer(world.ring.name, "secret", directory=world.directory, limits=PATIENT)
+    ref = world.ring.write([bytes(12 << 20)], timeout_s=5)
+    wire = UcxxWire()
+    client = wire.connect("127.0.0.1", server.ports[0], hello("secret"), time.monotonic() + 30)
+    client.ask(read(ref), memoryview(bytearray(12 << 20)), time.monotonic() + 30)
+    assert world.ring.statistics().reading == 1  # the status has come; nobody drives the rest
+    server.close(timeout_s=10)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("payload")]
+    assert world.ring.statistics().ready == 1
+    client.close()
+    wire.close()
 
 
 # Fuzz

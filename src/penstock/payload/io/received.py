@@ -59,6 +59,9 @@ class Cancellation:
         self._next = 0
         self.reason: str | None = None
 
+    def __repr__(self) -> str:
+        return f"<Cancellation {self.reason or 'not asked for'}, {len(self._breakers)} going on>"
+
     def cancel(self, reason: str) -> None:
         with self._lock:
             self.reason = reason
