@@ -4,14 +4,16 @@ A producer process writes into its ring and serves it; this process reads. Ours 
 payload and each first as often as the others, so that all meet the same noise and the same caches. What is timed:
 
     shm       write into the ring + take + finalise          beside one memcpy of the same bytes by the producer, into
-                                                             private memory (huge pages) and into /dev/shm (4 KB pages)
+                                                             private memory of huge pages, and into /dev/shm, which has
+                                                             pages of 4 KB as a ring has
     tcp       request to complete, digest-checked body,      beside a blocking socket that sends on request, and ZeroMQ
               and the word that it was used
     ucxx      the same                                       beside bare UCX with one request and one tagged message
 
 As a trainer does, this process ends payloads eight at a time (of 128 MB: one), and takes them so from shared memory: an
-eighth of what that costs is part of every payload's time. The memory that is read is in no cache, ours and the peers';
-all memory that is written was written before.
+eighth of what that costs is part of every payload's time. A memcpy has the same eight places to write to. The memory
+that the peers read is in no cache; all memory that is written was written before. Sockets have the same options, theirs
+and ours, and all peers of a wire are threads of the same two processes.
 Ratios are ours to the peer in bytes per second (of the medians): 1 is as fast as the peer.
 """
 
@@ -103,7 +105,7 @@ class Source:
 
 
 class Producer:
-    """Answers orders on a pipe; everything it serves is also served by the peers, from the same kind of memory."""
+    """Answers orders on a pipe; whatever it serves, the peers serve as much of."""
 
     def __init__(self, largest: int) -> None:
         capacity = max(64 * MB, (CONCURRENCY + 1) * min(largest, 16 * MB), 2 * largest)
@@ -359,6 +361,7 @@ class Bench:
         described = self.pipe.recv()
         self.address: RingAddress = described["address"]
         self.buffers = Buffers()
+        self.cancellation = Cancellation()
         self.tcp = WireClient(TcpWire(), TOKEN, self.buffers)
         self.readers = {
             True: RingReader.attach(self.address.ring, label="benchmark"),
@@ -395,12 +398,12 @@ class Bench:
         return self.pipe.recv() + time.process_time()
 
     def read(self, client: WireClient, ref: PayloadRef) -> None:
-        answer = client.read(self.address, ref, time.monotonic() + DEADLINE_S, set(), Cancellation())
+        answer = client.read(self.address, ref, time.monotonic() + DEADLINE_S, set(), self.cancellation)
         assert isinstance(answer, Received), answer
         self.buffers.give_back(answer.memory)
 
     def consume(self, client: WireClient, refs: list[PayloadRef]) -> None:
-        failure = client.consume(self.address, refs, time.monotonic() + DEADLINE_S, set(), Cancellation())
+        failure = client.consume(self.address, refs, time.monotonic() + DEADLINE_S, set(), self.cancellation)
         assert failure is None, failure
 
     def rounds(self, size: int) -> int:
@@ -421,7 +424,7 @@ class Bench:
                     ours += [write_s + read_s / count for write_s in written.seconds]
                     private += written.private_s
                     shared += written.shared_s
-            self.rows.add(name, size, Timing.of(size, ours), "memcpy", Timing.of(size, private))
+            self.rows.add(name, size, Timing.of(size, ours), "memcpy, huge pages", Timing.of(size, private))
             self.rows.add(name, size, Timing.of(size, ours), "memcpy to shm", Timing.of(size, shared))
 
     def take_all(self, digests: bool, refs: list[PayloadRef]) -> None:
