@@ -214,7 +214,23 @@ class _SampleTale(_GroupTale):
             self.prompt = prompt
 
 
+def _evaluated(notes: Notes, version: int) -> Iterable[str]:
+    """How the evaluation of a version ended, or the one that was due with it."""
+    for result in notes.get("evaluations", ()):
+        if result["skipped"] and version in (result["due"], result["version"]):
+            yield f"the evaluation due at version {result['due']} was skipped: {result['skipped']}"
+        elif result["version"] == version:
+            due = f", due since version {result['due']}" if result["due"] != version else ""
+            yield (
+                f"version {version} evaluated{due}: reward {result['reward_mean']:.4g} ± {result['reward_stderr']:.2g} "
+                f"over {result['samples']} samples, in {result['took_s']:.1f} s"
+            )
+
+
 class _StepTale(_Tale):
+    def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
+        return _evaluated(notes, self.id + 1)
+
     def on_batch_asked(self, event: Event, notes: Notes) -> Iterable[str]:
         self.highest = max(self.highest, event["step"])
         if event["step"] == self.id and "batch" in notes:
@@ -243,8 +259,18 @@ class _VersionTale(_Tale):
     def __init__(self, id: int) -> None:
         super().__init__(id)
         self.makers: set[str] = set()
+        self.evaluators: set[str] = set()
         self.samples = 0
         self.superseded = False
+
+    def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
+        return _evaluated(notes, self.id)
+
+    def on_lease_asked(self, event: Event, notes: Notes) -> Iterable[str]:
+        leases = notes.get("evaluation_leases", ())
+        if leases and event["version"] == self.id and event["member"] not in self.evaluators:
+            self.evaluators.add(event["member"])
+            yield f"{event['member']} began to evaluate it"
 
     def on_step_acked(self, event: Event, notes: Notes) -> Iterable[str]:
         if event["step"] == self.id - 1:

@@ -26,6 +26,8 @@ class Curve:
     rewards: dict[int, float] = field(default_factory=dict)
     staleness_mean: dict[int, float] = field(default_factory=dict)
     staleness_max: dict[int, int] = field(default_factory=dict)
+    evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By version: the mean reward and its standard error."""
 
     def points(self) -> list[tuple[int, float]]:
         return sorted(self.rewards.items())
@@ -35,6 +37,14 @@ class Curve:
 
     def final(self) -> float | None:
         return _mean([reward for _, reward in self.points()[-REWARD_WINDOW:]])
+
+    def evaluated(self) -> str:
+        """The first version that was evaluated, and the last."""
+        versions = sorted(self.evaluations)
+        if not versions:
+            return "-"
+        (first, _), (last, error) = self.evaluations[versions[0]], self.evaluations[versions[-1]]
+        return f"{_figure(first)} → {_figure(last)} ± {error:.2g}"
 
 
 def read_curves(metrics: Path) -> dict[str, Curve]:
@@ -53,6 +63,9 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
                 curve.rewards[entry["step"]] = entry["reward"]
                 curve.staleness_mean[entry["step"]] = entry["staleness_mean"]
                 curve.staleness_max[entry["step"]] = entry["staleness_max"]
+            elif entry.get("kind") == "evaluation" and "skipped" not in entry:
+                point = (entry["eval/reward"], entry["eval/reward_stderr"])
+                curves[entry["pipeline"]].evaluations[entry["version"]] = point
     return curves
 
 
@@ -71,6 +84,10 @@ def plot(run: RunDir) -> Path | None:
         steps, rewards = zip(*curve.points(), strict=True)
         axis.plot(steps, rewards, color="#9ecae1", linewidth=1, label="per step")
         axis.plot(steps, list(_smooth(rewards)), color="#08519c", linewidth=2, label=f"mean of {SMOOTHING_STEPS}")
+        if curve.evaluations:
+            versions, points = zip(*sorted(curve.evaluations.items()), strict=True)
+            means, errors = zip(*points, strict=True)
+            axis.errorbar(versions, means, errors, color="#d94801", fmt="o", markersize=4, label="evaluation")
         axis.set_title(name)
         axis.set_xlabel("optimiser step")
         axis.set_ylabel("mean reward")
@@ -91,7 +108,10 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
     curves = read_curves(run.metrics_path)
     picture = plot(run)
     table = Table(title=f"{run.root.name}: {ended} after {wall_s:.0f} s", title_justify="left")
-    columns = ("pipeline", "steps", "reward first → final", "samples trained", "dropped", "staleness mean / max")
+    columns = ["pipeline", "steps", "reward first → final", "samples trained", "dropped", "staleness mean / max"]
+    evaluates = any(curve.evaluations for curve in curves.values())
+    if evaluates:
+        columns.insert(3, "eval first → last")
     for column in columns:
         table.add_column(column, justify="left" if column in ("pipeline", "dropped") else "right")
     for name, one in status.get("pipelines", {}).items():
@@ -102,6 +122,7 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
             name,
             f"{one['step']}/{one['steps']}",
             f"{_figure(curve.first())} → {_figure(curve.final())}",
+            *([curve.evaluated()] if evaluates else []),
             f"{one['samples_trained']:,}",
             dropped,
             f"{_figure(_mean(list(curve.staleness_mean.values())))} / {max(curve.staleness_max.values(), default=0)}",

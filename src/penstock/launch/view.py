@@ -68,8 +68,10 @@ class RunView:
     def figures(self, name: str, one: dict[str, Any]) -> dict[str, str]:
         """The figures of one pipeline, ready to print."""
         pace = self._paces[name]
+        evaluated = f"{one['eval_reward']:.3g} (v{one['eval_version']})" if "eval_reward" in one else "-"
         return {
             "reward": f"{one['reward_mean']:.3g}" if one["step"] else "-",
+            **({"eval": evaluated} if "eval_points" in one else {}),
             "samples/s": f"{pace.samples_per_s:,.0f}",
             "in flight": f"{one['in_flight']}",
             "staleness": f"{one['staleness_mean']:.1f} (max {one['staleness_max']})",
