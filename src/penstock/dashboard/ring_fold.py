@@ -74,6 +74,8 @@ class RingFold:
         """The last step that was given a batch."""
         self.resumed = 0
         self.failed = ""
+        self.stalled = ""
+        """The controller's last diagnosis of a stall."""
         self._groups: dict[int, Group] = {}
         self._prompt_of: dict[int, int] = {}
         self._dispatched_at: dict[int, float] = {}
@@ -91,7 +93,10 @@ class RingFold:
             handler(at, event, notes)
         kind = str(event["type"])
         for line in notes.get("said", ()):
-            self.remarks.append(Remark(at, self.name, "stall" if "stalled for" in line else kind, line))
+            _, stalled, diagnosis = line.partition("stalled for ")
+            if stalled:
+                self.stalled = diagnosis.partition(": ")[2]
+            self.remarks.append(Remark(at, self.name, "stall" if stalled else kind, line))
         if "failed" in notes:
             self.failed = notes["failed"]
             self.remarks.append(Remark(at, self.name, "failure", self.failed))

@@ -42,6 +42,8 @@ class Evidence:
     steps: Mapping[str, int] = field(default_factory=dict)
     """Trained steps by pipeline."""
     gauges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    stalls: Mapping[str, str] = field(default_factory=dict)
+    """By pipeline, the controller's last diagnosis of a stall."""
     failed: str = ""
     """What the journal says the run failed of."""
     silent_s: float | None = None
@@ -78,8 +80,8 @@ def _of_a_live_one(found: Evidence) -> Verdict:
     for name, gauges in found.gauges.items():
         stalled_s = float(gauges.get("stalled_s", 0.0))
         if stalled_s > found.stall_after_s:
-            why = "see Troubles for who waits for what"
-            return Verdict("running", "attention", f"{name} has not moved for {stalled_s:.0f} s: {why}.")
+            why = found.stalls.get(name, "who waits for what is not said yet")
+            return Verdict("running", "attention", f"{name} has not moved for {stalled_s:.0f} s: {why}")
         if gauges.get("workers_suspected"):
             return Verdict("running", "attention", f"{name}: {gauges['workers_suspected']} workers do not answer.")
         if not gauges.get("trainer_alive", 1) and gauges.get("phase") == "running":

@@ -133,6 +133,7 @@ def test_stalls_and_failures_are_told_apart_from_chatter():
         ("failure", 3.0),
     ]
     assert fold.failed == "p: nothing moved for 600 s"
+    assert fold.stalled == "the trainer t waits"
 
 
 def test_events_of_other_versions_are_passed_over():

@@ -30,6 +30,12 @@ def test_a_live_run_in_trouble_wants_attention(gauge: str, value: float, word: s
     assert word in verdict.sentence
 
 
+def test_a_stall_is_told_with_its_diagnosis():
+    stalled = {"p": WELL["p"] | {"stalled_s": 99.0}}
+    verdict = judge(found(alive=True, silent_s=1.0, gauges=stalled, stalls={"p": "The trainer t waits for 2 groups."}))
+    assert verdict.sentence == "p has not moved for 99 s: The trainer t waits for 2 groups."
+
+
 def test_a_live_run_that_writes_nothing_wants_attention():
     assert judge(found(alive=True)).tone == "attention"
 

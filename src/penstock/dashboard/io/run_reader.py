@@ -208,6 +208,7 @@ class RunReader:
                 last_words=self.last_words(),
                 steps={name: int(line["step"]) + 1 for name, line in latest.steps.items()},
                 gauges=latest.gauges,
+                stalls={name: ring.stalled for name, ring in self.folds.rings.items() if ring.stalled},
                 failed=next((ring.failed for ring in self.folds.rings.values() if ring.failed), ""),
                 silent_s=silent_s(self.run),
                 stall_after_s=self.stall_after_s,

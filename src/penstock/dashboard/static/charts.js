@@ -98,10 +98,11 @@ const Charts = {
       Charts.line(reward.steps, "each step", blue, { line: { width: 1, color: Charts.colour("sky") }, opacity: 0.55 }),
       Charts.line(reward.smooth, "smoothed", blue, { line: { width: 2.4, color: blue } }),
       ...Object.entries(reward.evaluations).map(([name, curve], index) =>
-        Charts.line(curve, name, "", { error_y: { type: "data", array: curve.error, thickness: 1, width: 3, color: Charts.colour("red") }, mode: "markers+lines", line: { dash: "dot", width: 1, color: Charts.colour("red") },
+        Charts.line(curve, name, "", { cliponaxis: false, error_y: { type: "data", array: curve.error, thickness: 1, width: 3, color: Charts.colour("red") }, mode: "markers+lines", line: { dash: "dot", width: 1, color: Charts.colour("red") },
           marker: { symbol: ["diamond", "square", "circle"][index % 3], size: 9, color: Charts.colour("red") } })),
     ];
     Charts.draw(node, traces.filter((trace) => trace.x.length), {
-      x: "optimiser step", y: "mean reward", height, empty: "No step has been trained yet: the curve begins with the first." });
+      x: "optimiser step", y: "mean reward", height, empty: "No step has been trained yet: the curve begins with the first.",
+      layout: { xaxis: { rangemode: "nonnegative" } } });
   },
 };
