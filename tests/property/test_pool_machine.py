@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.errors import PenstockError
 from penstock.pool import events as ev
+from penstock.pool.book import State
+from penstock.pool.lease import Hold
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
@@ -53,6 +56,13 @@ class PoolMachine(RuleBasedStateMachine):
             elif isinstance(effect, ev.GrantDevices):
                 assert self.pool.granted(effect.member, effect.request) is not None
 
+    def holds(self) -> list[Hold]:
+        _, state = msgspec.msgpack.decode(self.pool.snapshot(), type=tuple[int, State])
+        return list(state.holds.values())
+
+    def held(self) -> list[Hold]:
+        return [hold for hold in self.holds() if hold.state == "held"]
+
     @rule(name=pipelines, bundle=st.sampled_from([1, 2]), weight=st.sampled_from([1.0, 2.0]))
     def open(self, name: PipelineName, bundle: int, weight: float) -> None:
         inference = tuple(DeviceId(device) for device in range(DEVICES))
@@ -96,6 +106,18 @@ class PoolMachine(RuleBasedStateMachine):
         devices = tuple(DeviceId(device) for device in among)
         member = MemberId(f"{name}t")
         self.tell(ev.DevicesRequested(name, member, self.requests, priority, devices, count, 25.0, release))
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data(), priority=st.sampled_from(list(Priority)[:-1]))
+    def change_class(self, data: st.DataObject, priority: Priority) -> None:
+        """A holder gives back and asks again in one event: nobody of a lower class comes in between."""
+        held = data.draw(st.sampled_from(self.held()))
+        self.requests += 1
+        asked = (self.requests, priority, held.devices, len(held.devices), 25.0, held.request)
+        self.tell(ev.DevicesRequested(held.pipeline, held.member, *asked))
+        for hold in self.holds():
+            if hold.state == "held" and hold.since == self.now and set(hold.devices) & set(held.devices):
+                assert hold.priority <= priority or hold.member == held.member
 
     @rule(name=pipelines, back=numbers)
     def release(self, name: PipelineName, back: int) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from penstock.errors import InvalidTransition
 from penstock.pool.plan import Plan, SeatView, Snapshot
-from penstock.records.pool import DeviceId
+from penstock.records.pool import DeviceId, Priority
 
 
 def validate(snapshot: Snapshot, plan: Plan) -> None:
     """Raises `InvalidTransition`, naming the move, unless the plan can be carried out and leaves every device right.
 
     Afterwards: no device has two owners, none is lost, requests hold exactly what they asked for, workers stand on
-    whole bundles they are allowed to use, and no pipeline has more workers than it can use.
+    whole bundles they are allowed to use, no pipeline has more workers than it can use, and no request was passed over
+    for one of a lower class.
     """
     seats = {seat.seat: seat for seat in snapshot.seats}
     occupant: dict[DeviceId, SeatView] = {}
@@ -41,6 +42,12 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
             del owner[device]
 
     requests = {request.request: request for request in snapshot.requests}
+    granted = {grant.request for grant in plan.grants}
+    passed_over: dict[DeviceId, Priority] = {}
+    for request in snapshot.requests:
+        if not request.assigned and request.request not in granted:
+            for device in request.among:
+                passed_over[device] = min(request.priority, passed_over.get(device, request.priority))
     for grant in plan.grants:
         request = requests.pop(grant.request, None)
         if request is None or request.assigned:
@@ -50,6 +57,12 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
                 f"plan grants request {grant.request} devices {grant.devices}; it asked for {request.count} "
                 f"of {request.among}"
             )
+        for device in grant.devices:
+            if passed_over.get(device, request.priority) < request.priority:
+                raise InvalidTransition(
+                    f"plan grants request {grant.request} device {device} for {request.priority.name.lower()} while "
+                    f"{passed_over[device].name.lower()} waits for it"
+                )
         _occupy(grant.devices, grant.after, f"request {grant.request}", owner, occupant, leaving, snapshot)
 
     views = {view.name: index for index, view in enumerate(snapshot.pipelines)}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import LocalProtocolError, Stale
+from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.pool import events as ev
+from penstock.pool.plan import Grant, Plan, RequestView, Snapshot
+from penstock.pool.validate import validate
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.pool import Priority
+from penstock.records.pool import DeviceId, Priority, Topology
 
 
 def test_training_takes_devices_from_generation_by_abort(town):
@@ -50,6 +52,24 @@ def test_classes_are_strict_whatever_the_arrival(town):
     assert town.held("p1", 1)
     town.release("p1", 1)
     assert town.held("p0", 1)
+
+
+def test_a_plan_that_passes_over_a_class_is_refused():
+    def view(number: int, priority: Priority) -> RequestView:
+        return RequestView(number, priority, (DeviceId(0), DeviceId(1)), 1, 0.0)
+
+    waiting = (view(1, Priority.SCORING), view(2, Priority.TRAINING))
+    snapshot = Snapshot(0.0, Topology((2,)), (), requests=waiting)
+    validate(snapshot, Plan(grants=(Grant(2, (DeviceId(0),)), Grant(1, (DeviceId(1),)))))
+    with pytest.raises(InvalidTransition, match="device 0 for scoring while training waits for it"):
+        validate(snapshot, Plan(grants=(Grant(1, (DeviceId(0),)),)))
+
+
+def test_a_pipeline_that_is_closed_is_told_so(town):
+    town.open("a")
+    town.tell(ev.PipelineClosed(PipelineName("a")))
+    with pytest.raises(Stale, match="'a' is closed: it is given no devices any more"):
+        town.ask("a", 1, (0,), priority=Priority.INITIALISATION)
 
 
 def test_a_lower_class_cannot_have_what_a_higher_one_waits_for(town):
