@@ -295,6 +295,15 @@ class Journal:
         )
 
 
+def is_in_use(path: Path) -> bool:
+    """Whether some controller writes this journal at present."""
+    try:
+        os.close(_lock(path))
+    except RunFailed:
+        return True
+    return False
+
+
 def _lock(path: Path) -> int:
     """Two writers would mix two histories: the kernel lets only one hold the lock, and frees it with its holder."""
     try:

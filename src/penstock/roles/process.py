@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 UNEXPECTED = 70
 """Exit code of a process that died of an error nobody named."""
 
+LOOPBACK = "127.0.0.1"
 TRACEBACK_CHARACTERS = 4000
 NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
@@ -75,7 +76,7 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
     try:
         process = RoleProcess(
             run=run,
-            config=load(run.config_path),
+            config=listening_on(load(run.config_path), options.host),
             name=options.name,
             member=options.member,
             session=options.session,
@@ -94,6 +95,16 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
         return _last_words(run, options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
     log.info("ended in good order")
     return 0
+
+
+def listening_on(config: Config, host: str) -> Config:
+    """The configuration with this machine's address wherever it says loopback; unchanged without one."""
+    sections = {
+        name: section.model_copy(update={"host": host})
+        for name, section in (("control", config.control), ("payload", config.payload))
+        if host and section.host == LOOPBACK
+    }
+    return config.model_copy(update=sections)
 
 
 def _last_words(run: RunDir, name: str, kind: str, sentence: str, exit_code: int) -> int:

@@ -30,9 +30,14 @@ def die_with_parent(parent_pid: int | None = None) -> None:
             code = ctypes.get_errno()
             raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     else:
-        threading.Thread(target=_watch_parent, args=(expected,), name="parent-watch", daemon=True).start()
+        watch_parent(expected)
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_parent(expected: int) -> None:
+    """The same by looking every second: for processes that cannot know which thread of their parent started them."""
+    threading.Thread(target=_watch_parent, args=(expected,), name="parent-watch", daemon=True).start()
 
 
 def _watch_parent(expected: int) -> None:
