@@ -30,12 +30,25 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="A .toml configuration.")] = None,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with an interrupted run in this directory.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="local or ray: sets launch.kind.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
 ) -> None:
     """Train: start the processes of a run, watch them, and end with a summary."""
     from penstock.cli.run import run_command
 
-    raise typer.Exit(run_command(config, overrides or [], resume=resume, dry_run=dry_run))
+    chosen = [f"launch.kind={launcher}"] if launcher else []
+    raise typer.Exit(run_command(config, [*(overrides or []), *chosen], resume=resume, dry_run=dry_run))
+
+
+@app.command()
+def attach(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run on Ray.")],
+    stop: Annotated[bool, typer.Option("--stop", help="Ask it to stop in good order, and watch it end.")] = False,
+) -> None:
+    """Watch a run on Ray from any terminal of the cluster; Ctrl-C leaves it running."""
+    from penstock.cli.run import attach_command
+
+    raise typer.Exit(attach_command(run_dir, stop=stop))
 
 
 @app.command()

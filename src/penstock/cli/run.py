@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from pathlib import Path
+from types import ModuleType
 
 import typer
 import uvloop
@@ -13,16 +15,14 @@ import penstock
 from penstock.config.check import check_environment
 from penstock.config.load import dump, load
 from penstock.config.run import Config
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.launch.local import LocalPlacer
 from penstock.launch.summary import print_summary
-from penstock.launch.supervisor import Outcome, Supervisor, exclusive
+from penstock.launch.supervisor import Outcome, View, exclusive, supervise
 from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
-from penstock.runtime.rundir import Ending, RunDir, write_atomically
+from penstock.runtime.rundir import RunDir, write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
-
-log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 
@@ -40,35 +40,40 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
         typer.echo(dump(resolved), nl=False)
         return 0
     console = Console()
+    _say(console, f"run directory: {run.root}")
+    if resolved.launch.kind == "ray":
+        return _conclude(console, run, uvloop.run(ray_launcher().run_on_ray(run, resolved, _view(run, console))))
     with exclusive(run):
+        write_atomically(run.config_path, dump(resolved))
         configure("supervisor", run.log_path("supervisor"), logging.INFO)
-        console.print(f"run directory: {run.root}", highlight=False, soft_wrap=True)
-        outcome = _run_to_its_end(run, resolved, console)
+        outcome = uvloop.run(_supervise(run, resolved, console))
+    return _conclude(console, run, outcome)
+
+
+def attach_command(run_dir: Path, *, stop: bool) -> int:
+    """Shows a run on Ray again, or how it ended."""
+    run, console = RunDir.open(run_dir), Console()
+    outcome = uvloop.run(ray_launcher().attach(run, _view(run, console), stop=stop))
+    if outcome is None:
+        _say(console, f"the run goes on; look again with: penstock attach {run.root}")
+        return 0
+    return _conclude(console, run, outcome)
+
+
+def ray_launcher() -> ModuleType:
+    try:
+        return importlib.import_module("penstock.launch.ray_run")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"runs on Ray need the extra penstock[ray]: {error}") from error
+
+
+def _conclude(console: Console, run: RunDir, outcome: Outcome) -> int:
     ended = "interrupted" if outcome.interrupted else "complete"
     print_summary(console, run, outcome.status, wall_s=outcome.wall_s, ended=ended)
     if outcome.interrupted:
-        console.print(f"go on with: penstock run --resume {run.root}", highlight=False, soft_wrap=True)
+        _say(console, f"go on with: penstock run --resume {run.root}")
         return INTERRUPTED
     return 0
-
-
-def _run_to_its_end(run: RunDir, config: Config, console: Console) -> Outcome:
-    """How it ended is also written down, for whoever looks at the directory later."""
-    run.ending_path.unlink(missing_ok=True)
-    try:
-        outcome = uvloop.run(_supervise(run, config, console))
-    except PenstockError as error:
-        _write_ending(run, "failed", error.message)
-        raise
-    _write_ending(run, "interrupted" if outcome.interrupted else "complete")
-    return outcome
-
-
-def _write_ending(run: RunDir, how: Ending, sentence: str = "") -> None:
-    try:
-        run.write_ending(how, sentence)
-    except OSError as error:  # a full disk, say: the terminal says it all the same
-        log.warning("how the run ended could not be written down: %s", error)
 
 
 def _prepare(
@@ -82,18 +87,26 @@ def _prepare(
         check_environment(resolved)
         if dry_run:
             return resolved, None
-        write_atomically(run.config_path, dump(resolved))
         return resolved, run
     assert config is not None
     resolved = load(config, overrides)
     check_environment(resolved)
+    if resolved.launch.kind == "ray":
+        ray_launcher().check(resolved)
     if dry_run:
         return resolved, None
     return resolved, RunDir.create(resolved.run.dir, resolved.run.name, dump(resolved), penstock.__version__)
 
 
+def _view(run: RunDir, console: Console) -> View:
+    return TerminalView(console, str(run.root)) if console.is_terminal else PlainView(console)
+
+
 async def _supervise(run: RunDir, config: Config, console: Console) -> Outcome:
-    view = TerminalView(console, str(run.root)) if console.is_terminal else PlainView(console)
     stop = ShutdownSignal()
     stop.install()
-    return await Supervisor(run, config, LocalPlacer(run, config), view, stop).run()
+    return await supervise(run, config, LocalPlacer(run, config), _view(run, console), stop)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from penstock.config.launch import LaunchSection
 from penstock.config.metrics import MetricsSection
 from penstock.config.pipeline import PipelineSection
 from penstock.config.section import NonNegative, NonNegativeFloat, Positive, Seconds, Section
@@ -97,6 +98,7 @@ class Config(Section):
     """One run: some pipelines on one machine or cluster."""
 
     run: RunSection = RunSection()
+    launch: LaunchSection = LaunchSection()
     control: ControlSection = ControlSection()
     lag: LagSection = LagSection()
     pool: PoolSection = PoolSection()

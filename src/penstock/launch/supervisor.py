@@ -37,7 +37,7 @@ from penstock.launch.restarts import (
 from penstock.launch.view import loops_of
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.lag import LagMonitor
-from penstock.runtime.rundir import RunDir
+from penstock.runtime.rundir import Ending, RunDir
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.tasks import Tasks
 from penstock.wire.messages import Unregister
@@ -298,6 +298,26 @@ class Supervisor:
         for placed in self._placed.values():
             if placed.running:
                 await placed.kill_tree(KILL_TREE_S)
+
+
+async def supervise(run: RunDir, config: Config, placer: Placer, view: View, stop: ShutdownSignal) -> Outcome:
+    """Runs to the end. How it ended is also written down, for whoever looks at the directory later."""
+    run.ending_path.unlink(missing_ok=True)
+    try:
+        outcome = await Supervisor(run, config, placer, view, stop).run()
+    except PenstockError as error:
+        _write_ending(run, "failed", error.message, mistake=isinstance(error, ConfigError))
+        raise
+    how = "interrupted" if outcome.interrupted else "complete"
+    _write_ending(run, how, status=outcome.status, wall_s=outcome.wall_s)
+    return outcome
+
+
+def _write_ending(run: RunDir, how: Ending, sentence: str = "", **details: Any) -> None:
+    try:
+        run.write_ending(how, sentence, **details)
+    except OSError as error:  # a full disk, say: the terminal says it all the same
+        log.warning("how the run ended could not be written down: %s", error)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@
   token            the run's secret, readable by its owner only
   controller.json  where the controller listens at present
   ending.json      how the run ended, once it has and was not killed
+  ray.json         the Ray cluster that the run was started on, if it was
 """
 
 from __future__ import annotations
@@ -172,9 +173,10 @@ class RunDir:
         except FileNotFoundError:
             return None
 
-    def write_ending(self, how: Ending, sentence: str = "") -> None:
+    def write_ending(self, how: Ending, sentence: str = "", **details: Any) -> None:
         """The supervisor's last words, for whoever looks at the directory later."""
-        write_atomically(self.ending_path, json.dumps({"how": how, "sentence": sentence, "at": time.time()}))
+        body = {"how": how, "sentence": sentence, "at": time.time(), **details}
+        write_atomically(self.ending_path, json.dumps(body))
 
     def read_ending(self) -> dict[str, Any] | None:
         """None while the run goes on, and for ever if it was killed."""

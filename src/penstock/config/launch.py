@@ -1,0 +1,17 @@
+"""Where the processes of a run are started."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from penstock.config.section import Seconds, Section
+
+
+class LaunchSection(Section):
+    kind: Literal["local", "ray"] = "local"
+    """`local` starts them on this machine, `ray` on the nodes of a Ray cluster, where the run outlives its terminal."""
+    address: str = ""
+    """Ray: the cluster as `host:port`, or `auto` for the one this machine is part of. Empty: what RAY_ADDRESS says, and
+    without that a Ray of its own on this machine, which ends with the run."""
+    wait_s: Seconds = 120.0
+    """Ray: how long processes may wait for free resources, at the start and after the loss of a node."""

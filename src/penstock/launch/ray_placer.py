@@ -1,0 +1,301 @@
+"""Processes on the nodes of a Ray cluster: a role host per process, in placement groups by what the process needs.
+
+A host serves all lives of its process for as long as its node lives. What a node that does not see the run directory
+needs of it is brought to the host, and the process's log is brought back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray  # type: ignore[import-not-found]
+from ray.exceptions import RayActorError, RayError  # type: ignore[import-not-found]
+from ray.util import (  # type: ignore[import-not-found]
+    get_placement_group,
+    list_named_actors,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # type: ignore[import-not-found]
+
+from penstock.config.run import Config
+from penstock.errors import RunFailed, Transient
+from penstock.journal.writer import is_in_use
+from penstock.launch.placing import Group, Node, check_pool, groups_of, homes_of, listens_outside, shortage
+from penstock.launch.processes import CONTROLLER, ProcessSpec
+from penstock.launch.ray_cluster import clear, first_line, free_resources, living, result, selector, survey
+from penstock.launch.ray_host import Belongings, LastSeen, RoleHost, StartOrder
+from penstock.launch.restarts import Ended
+from penstock.runtime.rundir import RunDir
+
+log = logging.getLogger(__name__)
+
+CALL_S = 10.0
+FORMER_LIFE_S = 60.0
+POLL_S = 0.2
+EXCHANGE_EVERY_S = 0.5
+REMOTE_HOST: Any = ray.remote(RoleHost)
+HOST_CALLS = 4
+"""At once: one waits for the end of the process all the time."""
+
+REMOTE_FILES = ("run.json", "config.toml", "token")
+"""What a process reads of the run directory, beside where the controller listens."""
+
+
+@dataclass(slots=True)
+class Host:
+    """A role host and where it is."""
+
+    process: str
+    actor: Any
+    node: Node
+    shares: bool
+    """It sees the run directory."""
+    log_bytes: int = 0
+    """So much of the process's log was brought back."""
+    lost: bool = False
+
+    def end(self) -> None:
+        """The kernel ends the process with its host; a host that nobody can reach is declared dead."""
+        self.lost = True
+        ray.kill(self.actor)
+
+
+class RayProcess:
+    """One life of a process below its host."""
+
+    def __init__(self, run: RunDir, host: Host, pid: int) -> None:
+        self._run = run
+        self._host = host
+        self._seen = asyncio.wrap_future(host.actor.wait.remote(host.process).future())
+        self._seen.add_done_callback(lambda seen: seen.cancelled() or seen.exception())  # nobody may be waiting
+        self.where = f"process {pid} on node {host.node.address}"
+
+    @property
+    def running(self) -> bool:
+        return not self._seen.done()
+
+    async def wait(self) -> Ended:
+        try:
+            seen: LastSeen = await asyncio.shield(self._seen)
+        except RayActorError as error:
+            log.info("%s was lost with its host: %s", self._host.process, first_line(error))
+            self.kill()  # it may be out of reach only, and must not come back
+            return Ended(-9, lost=f"its place on node {self._host.node.address} was lost")
+        if seen.last_words is not None:
+            words = seen.last_words
+            self._run.write_failure(self._host.process, words["kind"], words["message"], words["exit_code"])
+        return Ended(seen.exit_code)
+
+    def ask_to_end(self) -> None:
+        self._host.actor.ask_to_end.remote()
+
+    def kill(self) -> None:
+        self._host.end()
+
+    async def kill_tree(self, timeout_s: float) -> None:
+        try:
+            await result(self._host.actor.kill_tree.remote(timeout_s), 2 * timeout_s)
+        except (RayError, TimeoutError) as error:
+            log.info("%s is ended with its host: %s", self._host.process, first_line(error))
+            self.kill()
+
+
+class RayPlacer:
+    """Asks for all places before the first process is started, and gives all of them back in the end."""
+
+    def __init__(self, run: RunDir, config: Config, note: Callable[[str], None]) -> None:
+        self._run = run
+        self._config = config
+        self._note = note
+        self._nodes: list[Node] = []
+        self._outside = False
+        self._places: dict[str, tuple[Group, Any, int]] = {}
+        """Of each process: its group, the placement group of that, and which bundle is its own."""
+        self._hosts: dict[str, Host] = {}
+
+    async def open(self) -> None:
+        await self._end_former_life()
+        self._nodes = await survey(self._run)
+        await clear(self._run, self._nodes)
+        groups = groups_of(self._config, with_gpus=any(node.gpus for node in self._nodes))
+        check_pool(self._config, groups)
+        self._outside = listens_outside(self._nodes)
+        if self._outside:
+            addresses = ", ".join(sorted({node.address for node in self._nodes if not node.trouble}))
+            self._note(f"the run listens on the network, guarded by its token but not encrypted: {addresses}")
+        for node in self._nodes:
+            if node.trouble:
+                self._note(f"node {node.address} is left out: {node.trouble}")
+        for group in groups:
+            self._reserve(group)
+        await self._all_reserved(groups)
+
+    def _reserve(self, group: Group) -> None:
+        needs = {"CPU": group.needs.cpus} | ({"GPU": group.needs.gpus} if group.needs.gpus else {})
+        homes = homes_of(group, self._nodes)
+        if not homes:
+            raise RunFailed(shortage([group], self._nodes, free_resources(), waited_s=0.0))
+        wanted = selector(homes, self._nodes)
+        places = placement_group(
+            [needs] * len(group.members),
+            strategy=group.strategy,
+            name=f"{self._prefix}{group.name}",
+            bundle_label_selector=[wanted] * len(group.members),
+        )
+        for index, member in enumerate(group.members):
+            self._places[member] = (group, places, index)
+
+    async def _all_reserved(self, groups: Iterable[Group]) -> None:
+        wait_s = self._config.launch.wait_s
+        began, waiting, noted = time.monotonic(), list(groups), False
+        while waiting := [one for one in waiting if not self._is_reserved(one)]:
+            if time.monotonic() - began > wait_s:
+                raise RunFailed(shortage(waiting, self._nodes, free_resources(), wait_s))
+            if not noted and time.monotonic() - began > CALL_S:
+                self._note(f"waiting for a place for {', '.join(one.name for one in waiting)}, {wait_s:g} s at most")
+                noted = True
+            await asyncio.sleep(POLL_S)
+
+    def _is_reserved(self, group: Group) -> bool:
+        return placement_group_table(self._places[group.members[0]][1])["state"] == "CREATED"
+
+    async def place(self, spec: ProcessSpec, member: str, session: str) -> RayProcess:
+        wait_s = self._config.launch.wait_s
+        deadline = time.monotonic() + wait_s
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                alone = replace(self._places[spec.name][0], name=spec.name, members=(spec.name,))
+                raise Transient(shortage([alone], living(self._nodes), free_resources(), wait_s))
+            host = self._hosts.get(spec.name)
+            try:
+                if host is None or host.lost:
+                    host = self._hosts[spec.name] = await self._new_host(spec, left_s)
+                if spec.role == CONTROLLER.role:
+                    await self._journal_is_free(left_s)
+                pid = await result(host.actor.start.remote(self._order(spec, member, session, host)), CALL_S)
+                return RayProcess(self._run, host, pid)
+            except (RayActorError, TimeoutError) as error:
+                log.info("%s could not be started, trying again: %s", spec.name, first_line(error))
+                if host is not None:
+                    host.end()
+                await asyncio.sleep(POLL_S)
+
+    async def _journal_is_free(self, timeout_s: float) -> None:
+        """A controller that is out of reach, and so given up, may live on for as long as Ray lets its node live."""
+        deadline = time.monotonic() + timeout_s
+        while is_in_use(self._run.journal_path):
+            if time.monotonic() > deadline:
+                raise Transient(f"the former controller, on a node out of reach, holds {self._run.journal_path}")
+            await asyncio.sleep(POLL_S)
+
+    async def _new_host(self, spec: ProcessSpec, timeout_s: float) -> Host:
+        group, places, index = self._places[spec.name]
+        actor = REMOTE_HOST.options(
+            name=f"{self._prefix}{spec.name}:{secrets.token_hex(3)}",
+            max_concurrency=HOST_CALLS,
+            num_cpus=group.needs.cpus,
+            num_gpus=group.needs.gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=index),
+        ).remote()
+        try:
+            shares = await result(actor.open.remote(str(self._run.root), self._run.run_id), timeout_s)
+            node = await self._node_of(placement_group_table(places)["bundles_to_node_id"][index])
+            host = Host(spec.name, actor, node, shares)
+            if not shares:
+                await self._settle(host, group)
+        except BaseException:
+            ray.kill(actor)
+            raise
+        return host
+
+    async def _settle(self, host: Host, group: Group) -> None:
+        if group.needs.directory:
+            raise RunFailed(
+                f"node {host.node.address} was given to {host.process} but does not see the run directory "
+                f"{self._run.root}: put run.dir on a file system that all nodes share, and resume there"
+            )
+        files = {name: (self._run.root / name).read_text(encoding="utf-8") for name in REMOTE_FILES}
+        folder = await result(host.actor.settle.remote(Belongings(self._run.run_id, files)), CALL_S)
+        path = self._run.log_path(host.process)
+        log.info("%s on node %s logs to %s there, copied to %s", host.process, host.node.address, folder, path)
+
+    async def _node_of(self, node_id: str) -> Node:
+        """Nodes may have joined since the start."""
+        if node_id not in {node.id for node in self._nodes}:
+            self._nodes = [*self._nodes, *await survey(self._run, only=node_id)]
+        node = next(node for node in self._nodes if node.id == node_id)
+        if listens_outside(self._nodes) and not self._outside:
+            raise RunFailed(
+                f"node {node.address} is another machine and joined after the run had begun on one machine only, where "
+                "it listens on loopback: resume the run to use that node too"
+            )
+        return node
+
+    def _order(self, spec: ProcessSpec, member: str, session: str, host: Host) -> StartOrder:
+        return StartOrder(
+            spec,
+            member,
+            session,
+            host=host.node.address if self._outside else "",
+            gpus=self._places[spec.name][0].needs.gpus,
+            extra_path=tuple(map(str, self._config.run.extra_path)),
+        )
+
+    async def run(self) -> None:
+        """Brings to hosts that do not see the run directory where the controller listens, and their logs back."""
+        while True:
+            await self._exchange()
+            await asyncio.sleep(EXCHANGE_EVERY_S)
+
+    async def _exchange(self) -> None:
+        remote = [host for host in self._hosts.values() if not host.shares and not host.lost]
+        if not remote:
+            return
+        path = self._run.endpoint_path
+        endpoint = path.read_text(encoding="utf-8") if path.exists() else None
+        calls = [host.actor.exchange.remote(host.process, endpoint, host.log_bytes) for host in remote]
+        answers = await asyncio.gather(*(result(call, CALL_S) for call in calls), return_exceptions=True)
+        for host, answer in zip(remote, answers, strict=True):
+            if isinstance(answer, BaseException):
+                log.info("nothing was exchanged with the host of %s: %s", host.process, first_line(answer))
+                continue
+            host.log_bytes += len(answer)
+            with self._run.log_path(host.process).open("ab") as copy:
+                copy.write(answer)
+
+    async def close(self) -> None:
+        await self._exchange()
+        for host in self._hosts.values():
+            host.end()
+        for places in {id(places): places for _, places, _ in self._places.values()}.values():
+            remove_placement_group(places)
+        await clear(self._run, self._nodes)
+
+    async def _end_former_life(self) -> None:
+        """A supervisor that was lost with its node is started again elsewhere: nothing of its run may be left then."""
+        for info in placement_group_table().values():
+            if info["name"].startswith(self._prefix) and info["state"] != "REMOVED":
+                remove_placement_group(get_placement_group(info["name"]))
+        deadline = time.monotonic() + FORMER_LIFE_S
+        while names := [name for name in list_named_actors() if name.startswith(self._prefix)]:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"processes of this run's former life do not end: {', '.join(names)}")
+            for name in names:
+                try:
+                    ray.kill(ray.get_actor(name))
+                except ValueError:  # it has ended meanwhile
+                    continue
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self._run.run_id}:"

@@ -1,0 +1,260 @@
+"""A run on a Ray cluster: its supervisor is an actor of the cluster, and terminals come and go.
+
+The actor is detached, so the run outlives whoever launched it; and it is started again elsewhere when its node is
+lost, which to the run is what `--resume` is. How the run ended stands in the run directory for those who look later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+import warnings
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray  # type: ignore[import-not-found]
+import uvloop
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError  # type: ignore[import-not-found]
+
+from penstock.config.load import dump, load
+from penstock.config.run import Config
+from penstock.errors import ConfigError, PenstockError, RunFailed
+from penstock.launch.placing import groups_of
+from penstock.launch.ray_cluster import HEAD, NAMESPACE, check_address, connected, first_line, result, selector, survey
+from penstock.launch.ray_placer import RayPlacer
+from penstock.launch.supervisor import Outcome, View, exclusive, supervise
+from penstock.runtime.logs import configure
+from penstock.runtime.process import watch_parent
+from penstock.runtime.rundir import RunDir, write_atomically
+from penstock.runtime.shutdown import ShutdownSignal
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+CALL_S = 10.0
+SILENCE_S = 120.0
+TERMINALS = 4
+"""May look at once."""
+
+LINGER_S = 5.0
+"""How long a supervisor stays after the end, for those who look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a terminal has not seen yet."""
+
+    life: str
+    """Of the supervisor: another one has other notes."""
+    status: dict[str, Any]
+    notes: list[str]
+    failure: PenstockError | None
+    """Why there is nothing to supervise."""
+
+
+class KeptView:
+    """Keeps what a terminal would show, for as many as look and whenever they do."""
+
+    def __init__(self) -> None:
+        self.life = secrets.token_hex(4)
+        self.status: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def update(self, status: dict[str, Any]) -> None:
+        self.status = status
+
+    def note(self, line: str) -> None:
+        self.notes = [*self.notes, line]
+
+    def close(self) -> None:
+        pass
+
+
+class RunActor:
+    """Supervises a run in a thread of its own; its methods are for terminals."""
+
+    def __init__(self, run_root: str) -> None:
+        watch_parent(os.getppid())
+        self._run = RunDir.open(Path(run_root))
+        self._view = KeptView()
+        self._stop = ShutdownSignal()
+        self._failure: PenstockError | None = None
+        configure("supervisor", self._run.log_path("supervisor"), logging.INFO)
+        if _was_lost():
+            self._view.note("the supervisor was lost and started again: the run goes on from its journal")
+        threading.Thread(target=self._live, name="supervise", daemon=True).start()
+
+    def look(self, life: str, notes_seen: int) -> Look:
+        view = self._view
+        return Look(view.life, view.status, view.notes[notes_seen if life == view.life else 0 :], self._failure)
+
+    def stop(self, reason: str) -> None:
+        self._stop.request(reason)
+
+    def _live(self) -> None:
+        try:
+            if self._run.read_ending() is None:  # otherwise it was lost after the end and before it had left
+                self._supervise()
+        except PenstockError as error:
+            self._failure = error
+        except Exception as error:
+            log.exception("the supervisor failed")
+            self._failure = RunFailed(f"the supervisor failed: {type(error).__name__}: {error}")
+        time.sleep(LINGER_S)
+        # An end that Ray does not take for a loss.
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def _supervise(self) -> None:
+        config = load(self._run.config_path)
+        placer = RayPlacer(self._run, config, self._view.note)
+        with exclusive(self._run):
+            uvloop.run(supervise(self._run, config, placer, self._view, self._stop))
+
+
+def _was_lost() -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray asks itself in a way that it deprecates
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def _cluster_path(run: RunDir) -> Path:
+    return run.root / "ray.json"
+
+
+def _name_of(run: RunDir) -> str:
+    return f"run:{run.run_id}"
+
+
+def _find(run: RunDir) -> Any | None:
+    """The supervisor of the run, if it is on this cluster."""
+    try:
+        return ray.get_actor(_name_of(run), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def check(config: Config) -> None:
+    """Before anything is made for a run: is there somebody to run it?"""
+    check_address(config.launch.address)
+
+
+async def run_on_ray(run: RunDir, config: Config, view: View) -> Outcome:
+    """Starts the run on the cluster, or finds it there, and shows it to its end; a signal stops it in good order."""
+    needed_cpus = sum(group.needs.cpus * len(group.members) for group in groups_of(config, with_gpus=False))
+    with closing(view), connected(config.launch.address, needed_cpus) as cluster:
+        stop = ShutdownSignal()
+        stop.install()
+        actor = _find(run)
+        if actor is not None and await _answers(actor):
+            view.note(f"the run is alive on {cluster}: watching it")
+        else:
+            if actor is not None:  # it waits for a node that may never come
+                ray.kill(actor, no_restart=True)
+            write_atomically(run.config_path, dump(config))
+            write_atomically(_cluster_path(run), json.dumps({"address": ray.get_runtime_context().gcs_address}))
+            view.note(f"on {cluster}; watch it from elsewhere with: penstock attach {run.root}")
+            actor = await _launch(run)
+        outcome = await _follow(run, actor, view, stop, stops=True)
+        assert outcome is not None
+        return outcome
+
+
+async def attach(run: RunDir, view: View, *, stop: bool) -> Outcome | None:
+    """Shows a run to its end, or until a signal: then None. With `stop` the run is asked to end first."""
+    with closing(view):
+        ending = run.read_ending()
+        if ending is not None:
+            return _outcome(ending)
+        try:
+            address = json.loads(_cluster_path(run).read_text(encoding="utf-8"))["address"]
+        except FileNotFoundError:
+            raise ConfigError(f"{run.root} is not a run on Ray; watch it where it was started") from None
+        with connected(address, cpus=0):
+            signals = ShutdownSignal()
+            signals.install()
+            actor = _find(run)
+            if actor is None:
+                raise RunFailed(f"the Ray cluster at {address} does not know this run; {_go_on(run)}")
+            view.note("watching the run" + ("" if stop else "; Ctrl-C leaves it running"))
+            if stop:
+                signals.request("asked to stop by `penstock attach --stop`")
+            return await _follow(run, actor, view, signals, stops=stop)
+
+
+async def _launch(run: RunDir) -> Any:
+    """Starts the supervisor where the run directory is seen: on the head, if it can be, which a cluster cannot lose."""
+    nodes = await survey(run)
+    homes = [node for node in nodes if node.sees_directory and not node.trouble]
+    if not homes:
+        troubles = "; ".join(f"{node.address}: {node.trouble or 'does not see it'}" for node in nodes)
+        raise RunFailed(f"no node of the cluster can use the run directory {run.root} ({troubles})")
+    run.ending_path.unlink(missing_ok=True)
+    head = next((node for node in homes if node.is_head), None)
+    where = {"resources": HEAD} if head is not None else {"label_selector": selector(homes, nodes)}
+    actor: Any = ray.remote(RunActor)
+    detached = {"name": _name_of(run), "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1}
+    return actor.options(num_cpus=0, max_concurrency=TERMINALS, **detached, **where).remote(str(run.root))
+
+
+async def _follow(run: RunDir, actor: Any, view: View, stop: ShutdownSignal, *, stops: bool) -> Outcome | None:
+    """Shows the run until it has ended, and how. A signal ends the run in good order if this terminal `stops` it;
+    otherwise the terminal goes (None) and the run goes on.
+
+    Consumes: what the supervisor shows. Produces: the view's updates. Waits for: the end of the run.
+    Unblocked by: the end, a signal, or the silence of the supervisor for `SILENCE_S`.
+    """
+    life, notes_seen, heard_at = "", 0, time.monotonic()
+    while (ending := run.read_ending()) is None:
+        if stop.requested and not stops:
+            return None
+        try:
+            if stop.requested:
+                await result(actor.stop.remote(stop.reason), CALL_S)
+            look: Look = await result(actor.look.remote(life, notes_seen), CALL_S)
+        except ActorDiedError as error:
+            if run.read_ending() is None:
+                raise RunFailed(f"the supervisor of the run is no more ({first_line(error)}); {_go_on(run)}") from error
+        except (ActorUnavailableError, TimeoutError) as error:
+            if time.monotonic() - heard_at > SILENCE_S:
+                raise RunFailed(
+                    f"the supervisor of the run has been silent for {SILENCE_S:g} s ({first_line(error)}): its node "
+                    f"may be lost, and no other sees {run.root}. When one does, {_go_on(run)}"
+                ) from error
+        else:
+            if look.failure is not None:
+                raise look.failure
+            heard_at = time.monotonic()
+            notes_seen = notes_seen + len(look.notes) if look.life == life else len(look.notes)
+            life = look.life
+            for line in look.notes:
+                view.note(line)
+            if look.status:
+                view.update(look.status)
+        await asyncio.sleep(LOOK_EVERY_S)
+    return _outcome(ending)
+
+
+async def _answers(actor: Any) -> bool:
+    """Whether the supervisor lives; one that does not may be waiting for a node that never comes."""
+    try:
+        await result(actor.look.remote("", 0), CALL_S)
+    except (RayActorError, TimeoutError):
+        return False
+    return True
+
+
+def _outcome(ending: dict[str, Any]) -> Outcome:
+    if ending["how"] == "failed":
+        raise ConfigError(ending["sentence"]) if ending["mistake"] else RunFailed(ending["sentence"])
+    return Outcome(ending["status"], ending["how"] == "interrupted", ending["wall_s"])
+
+
+def _go_on(run: RunDir) -> str:
+    return f"go on with: penstock run --resume {run.root}"
