@@ -281,8 +281,11 @@ async def test_ranks_rest_between_two_runs_and_hear_of_weights_and_payloads_mean
         assert {said for _, said in made.did("announced")} == {manifest}
         rested = len(made.did("rest"))
         desk.prompts = 16
+        made.runner.devices = (4, 7)
         await made.runner.run()
-        assert len(made.did("wake")) >= RANKS
+        assert sorted(made.did("wake")[-RANKS:]) == [(rank, (4, 7)) for rank in range(RANKS)], (
+            "each finds its own among them"
+        )
         assert len(made.did("rest")) == rested + RANKS
         assert desk.settled() == list(range(32))
 
