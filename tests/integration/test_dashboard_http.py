@@ -145,8 +145,9 @@ def overview(watched: Watched, run: Running) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_live_run_is_watched_killed_resumed_and_finished(folder: Path):
-    run = start(folder, letters(folder, steps=400, run="grace_s = 5.0"))
+    run = start(folder, letters(folder, steps=20_000, run="grace_s = 5.0"))
     run.wait_for_step(2)
     watched = Watched(folder / "runs")
     try:

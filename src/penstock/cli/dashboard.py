@@ -15,6 +15,8 @@ from penstock.dashboard.io.shelf import Shelf
 from penstock.dashboard.page import INSTALL
 from penstock.errors import ConfigError
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 
 def dashboard_command(path: Path, *, host: str, port: int, open_browser: bool, export_to: Path | None) -> int:
     shelf = Shelf(path)
@@ -33,6 +35,8 @@ def dashboard_command(path: Path, *, host: str, port: int, open_browser: bool, e
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listener.getsockname()[1]}/{token}/"
     typer.echo(f"dashboard: {address}")
+    if host not in LOOPBACK:
+        typer.echo("whoever has this address sees samples and logs, and it travels without encryption", err=True)
     if open_browser:
         webbrowser.open(address)
     dashboard = Dashboard(shelf, plotly=plotly)

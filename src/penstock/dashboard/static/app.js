@@ -14,6 +14,13 @@ const page = {
   /** Asks about the present run. */
   ask: (view, query) => ask(page.run, view, query),
   refresh: () => tick(true),
+  /** Leads to the story of what was clicked at. */
+  wanted: undefined,
+  tell(pipeline, kind, number) {
+    if (EXPORTED) return;
+    page.wanted = { pipeline, kind, number };
+    go(page.run, "samples");
+  },
 };
 
 let timer = 0;

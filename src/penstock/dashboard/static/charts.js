@@ -12,6 +12,14 @@ const Charts = {
     return ["blue", "orange", "green", "purple", "red", "sky", "grey"].map(Charts.colour);
   },
 
+  /** Calls `act` with the x and the y of a point that is clicked at. */
+  clicked(node, act) {
+    node.onPointClicked = act;
+    if (!node.dataset.drawn || node.dataset.clickable) return;
+    node.dataset.clickable = "yes";
+    node.on("plotly_click", (event) => node.onPointClicked(event.points[0].x, event.points[0].y));
+  },
+
   /** Seconds since the start, in the unit that suits their range. */
   elapsed(began, latest) {
     const range = Math.max(1, latest - began);
@@ -27,7 +35,7 @@ const Charts = {
   draw(node, traces, { x = "", y = "", height = 220, empty = "Nothing has been recorded yet.", layout = {} } = {}) {
     const filled = traces.filter((trace) => trace.x.length);
     if (!Charts.there || !filled.length) {
-      if (node.dataset.drawn) { Plotly.purge(node); delete node.dataset.drawn; }
+      if (node.dataset.drawn) { Plotly.purge(node); delete node.dataset.drawn; delete node.dataset.clickable; }
       node.replaceChildren(Charts.there ? Dom.el("div", { class: "empty", style: `min-height: ${height - 40}px` }, empty) : Dom.empty("no charts without plotly"));
       return;
     }

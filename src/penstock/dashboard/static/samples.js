@@ -20,6 +20,11 @@ const Samples = {
     Samples.pages(list, data, page);
     Samples.storyBox(side, page);
     if (page.sample === undefined && rows.length) Samples.show(side, data.source, data.rows[0].sample, page);
+    if (page.wanted) {
+      const { pipeline, kind, number } = page.wanted;
+      page.wanted = undefined;
+      Samples.tell(side, pipeline, kind, number, page);
+    }
   },
 
   filters(list, data, page) {
@@ -27,7 +32,7 @@ const Samples = {
       const number = (name, title, step) => Dom.el("input", { type: "number", placeholder: title, "aria-label": title, step,
         oninput: (event) => { page[name] = event.target.value; page.first = 0; page.refresh(); } });
       const source = Dom.el("select", { "aria-label": "Source", onchange: (event) => { page.source = event.target.value; page.first = 0; page.sample = undefined; page.refresh(); } });
-      const conditions = page.exported ? [] : [number("step", "step", 1), number("low", "reward from", "any"), number("high", "reward to", "any")];
+      const conditions = page.exported ? [] : [number("step", "step", 1), number("low", "reward ≥", "any"), number("high", "reward ≤", "any")];
       return Dom.el("div", { class: "row" }, source, ...conditions);
     });
     Dom.options(row.firstChild, data.sources, data.source);
@@ -38,7 +43,7 @@ const Samples = {
     const turn = (by) => () => { page.first = Math.max(0, data.first + by); page.refresh(); };
     const row = Dom.keep(list, "pages", () => Dom.el("div", { class: "row", style: "margin: 10px 0 0" }));
     row.replaceChildren(
-      data.first > 0 ? Dom.el("button", { onclick: turn(-25) }, "newer") : null ?? "",
+      data.first > 0 ? Dom.el("button", { onclick: turn(-25) }, "newer") : "",
       data.first + shown < data.count ? Dom.el("button", { onclick: turn(25) }, "older") : "",
       Dom.el("span", { class: "faint small" }, shown ? `${data.first + 1} to ${data.first + shown} of ${Words.number(data.count)}` : ""),
       data.left_out ? Dom.el("span", { class: "faint small" }, `${Words.number(data.left_out)} older ones are not in this file`) : "");

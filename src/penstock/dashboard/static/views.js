@@ -19,7 +19,9 @@ const Views = {
         const time = Charts.elapsed(data.began_at, data.latest_at);
         const card = Dom.card(cards, `pipeline ${pipeline.name}`, pipeline.name, pipeline.phase);
         drawProgress(card, pipeline, data.state.word);
-        Charts.reward(Charts.place(card, "reward", "Reward"), pipeline.reward);
+        const reward = Charts.place(card, "reward", "Reward");
+        Charts.reward(reward, pipeline.reward);
+        Charts.clicked(reward, (step) => page.tell(pipeline.name, "step", Math.round(step)));
         const small = Dom.grid(card, "small", "four");
         const draw = (key, title, curve, y, more = {}) =>
           Charts.overTime(Charts.place(small, key, title), { [title]: curve }, time, { y, height: 150, empty: NO_GAUGES, ...more });
@@ -88,8 +90,9 @@ const Views = {
         { mean: data.staleness_mean, greatest: { x: data.staleness_max.x, y: data.staleness_max.high } }, { y: "versions" });
       const versions = { x: data.versions.map((one) => one.at), y: data.versions.map((one) => one.version) };
       const last = data.versions.at(-1);
-      Charts.overTime(Charts.place(Dom.card(grid, "published", "Versions published", last ? `v${last.version}, ${Words.bytes(last.size_bytes)}` : ""), "chart", ""),
-        { version: versions }, page.time, { y: "version", empty: "No weights have been published yet.", trace: { line: { shape: "hv" } } });
+      const published = Charts.place(Dom.card(grid, "published", "Versions published", last ? `v${last.version}, ${Words.bytes(last.size_bytes)}` : ""), "chart", "");
+      Charts.overTime(published, { version: versions }, page.time, { y: "version", empty: "No weights have been published yet.", trace: { line: { shape: "hv" } } });
+      Charts.clicked(published, (_, version) => page.tell(page.pipeline, "version", version));
       Charts.overTime(Charts.place(Dom.card(grid, "pauses", "How long an engine stood still for its last update"), "chart", ""),
         short(data.pauses), page.time, { y: "seconds", empty: NO_GAUGES });
       Charts.overTime(Charts.place(Dom.card(grid, "updates", "From hearing of a version to serving it"), "chart", ""),
