@@ -233,5 +233,6 @@ class RingFold:
 
     def _on_run_resumed(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         self.resumed += 1
+        self.failed = self.stalled = ""
         self._groups.clear()
         self._prompt_of.clear()

@@ -19,11 +19,8 @@ class PipelineFacts:
     """What the configuration says of a pipeline, as far as it can be read."""
 
     name: str
-    kind: str = "language"
     steps: int | None = None
     max_staleness: int | None = None
-    group_size: int | None = None
-    groups_per_step: int | None = None
     workers: int | None = None
 
 

@@ -20,6 +20,7 @@ from penstock.dashboard.verdict import PipelineFacts
 MOST_POINTS = 320
 MOST_TROUBLES = 200
 MOST_WARNINGS = 2000
+MOST_STAYS = 1500
 RECENT_S = 120.0
 SMOOTHING_SHARE = 0.04
 TIME_DIGITS = 13
@@ -80,7 +81,6 @@ def _pipeline(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
     steps = facts.steps or None
     return {
         "name": name,
-        "kind": facts.kind,
         "phase": gauges.get("phase", ""),
         "step": step,
         "steps": steps,
@@ -102,6 +102,8 @@ def _pipeline(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
         "in_flight": _drawn(folds, "gauge", name, "in_flight"),
         "workers_alive": _drawn(folds, "gauge", name, "workers_alive"),
         "staleness": _drawn(folds, "step", name, "staleness_mean"),
+        "length": drawn(folds.rings[name].lengths if name in folds.rings else None),
+        "step_s": curve(rates(_points(folds, "step", name, "at"))),
         "others": [one for one in folds.metrics.names("step", name) if one not in ("at", "reward")],
     }
 
@@ -215,7 +217,6 @@ def weights(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
         else [],
         "pauses": {one: _drawn(folds, "process", one, "weights_last_pause_s", spread=True) for one in workers},
         "updates": {one: _drawn(folds, "process", one, "weights_last_update_s", spread=True) for one in workers},
-        "behind": _drawn(folds, "gauge", name, "weights_versions_behind_max", spread=True),
         "totals": {key: value for key, value in latest.items() if key.startswith("weights_")},
         "reach_s": _figure(ring.stages["reach"].mean_since()) if ring else None,
         "publish_s": _figure(ring.stages["publish"].mean_since()) if ring else None,
@@ -240,7 +241,7 @@ def pool(folds: Folds, now: float) -> dict[str, Any]:
     for stay in lanes.present.values():
         uses = busy.setdefault(stay.device, {})
         uses[stay.doing] = uses.get(stay.doing, 0.0) + max(0.0, now - stay.since)
-    stays = [*lanes.past, *lanes.present.values()]
+    stays = [*lanes.past, *lanes.present.values()][-MOST_STAYS:]
     return {
         "began_at": lanes.began_at,
         "now": now,

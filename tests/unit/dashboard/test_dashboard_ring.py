@@ -136,6 +136,14 @@ def test_stalls_and_failures_are_told_apart_from_chatter():
     assert fold.stalled == "the trainer t waits"
 
 
+def test_a_resumed_run_has_not_failed():
+    fold = folded(
+        (1.0, ({"type": "time_passed"}, {"failed": "p: nothing moved", "said": ["p: stalled for 9 s: why"]})),
+        (2.0, ({"type": "run_resumed"}, {})),
+    )
+    assert (fold.failed, fold.stalled) == ("", "")
+
+
 def test_events_of_other_versions_are_passed_over():
     fold = folded((1.0, ({"type": "something_new", "member": "x"}, {"unheard_of": 1})))
     assert not fold.remarks

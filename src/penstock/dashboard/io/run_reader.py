@@ -61,16 +61,24 @@ class RunReader:
         self._logs: dict[str, Following] = {}
         self._newest_seq = 0
         self._config_at = 0.0
+        self._refreshed_at = 0.0
 
     def __repr__(self) -> str:
         return f"<RunReader {self.run.root.name}: event {self.seq}, {self.folds.metrics}>"
 
     # -- reading on -----------------------------------------------------------------------------------------------
 
+    def refresh_if_due(self, every_s: float, budget_s: float) -> None:
+        """Reads on unless everything was read a moment ago: several pages that look at one run read its files once."""
+        with self.lock:
+            if time.monotonic() - self._refreshed_at >= every_s or self.share_read() < 1.0:
+                self.refresh(budget_s)
+
     def refresh(self, budget_s: float) -> bool:
         """Reads on for about so long; True when everything that is there has been read."""
-        until = time.monotonic() + budget_s
         with self.lock:
+            self._refreshed_at = time.monotonic()
+            until = self._refreshed_at + budget_s
             self._read_config()
             self._discover()
             while True:
@@ -268,15 +276,11 @@ def _ending(run: RunDir) -> dict[str, Any] | None:
 
 
 def _facts(section: dict[str, Any]) -> PipelineFacts:
-    rollout, train = section.get("rollout", {}), section.get("train", {})
     return PipelineFacts(
         name=str(section["name"]),
-        kind="gymnasium" if section.get("env", {}).get("name") == "gymnasium" else "language",
         steps=section.get("steps"),
-        max_staleness=train.get("max_staleness"),
-        group_size=rollout.get("group_size"),
-        groups_per_step=train.get("groups_per_step"),
-        workers=rollout.get("workers"),
+        max_staleness=section.get("train", {}).get("max_staleness"),
+        workers=section.get("rollout", {}).get("workers"),
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,6 @@ class Dashboard:
         self._files = own_files()
         self._reading = Offload(4, "dashboard")
         self._stories = asyncio.Semaphore(STORIES_AT_ONCE)
-        self._refreshed_at: dict[str, float] = {}
 
     def app(self, token: str) -> ASGIApp:
         routes = [
@@ -90,10 +89,8 @@ class Dashboard:
         run, view = request.path_params["run"], request.path_params["view"]
         query = dict(request.query_params)
         try:
-            if view == "story":
-                async with self._stories:
-                    return _json(await self._reading.run(self._answer, run, view, query))
-            return _json(await self._reading.run(self._answer, run, view, query))
+            async with self._stories if view == "story" else contextlib.nullcontext():
+                return _json(await self._reading.run(self._answer, run, view, query))
         except ConfigError as error:
             return _json({"error": error.message}, 404)
         except (PenstockError, OSError, ValueError) as error:
@@ -108,27 +105,18 @@ class Dashboard:
 
     def _answer(self, run: str, view: str, query: Mapping[str, str]) -> dict[str, Any]:
         reader = self._shelf.reader(run)
-        self._read_on(run)
+        reader.refresh_if_due(REFRESH_EVERY_S, READ_BUDGET_S)
         return answer(reader, view, query)
 
     def _compared(self, names: list[str]) -> dict[str, Any]:
         compared = {}
         for name in names:
             reader = self._shelf.reader(name)
-            self._read_on(name)
+            reader.refresh_if_due(REFRESH_EVERY_S, READ_BUDGET_S)
             with reader.lock:
                 curves = {one.name: views.reward(reader.folds, one.name) for one in reader.pipelines}
                 compared[name] = {"share_read": reader.share_read(), "pipelines": curves}
         return {"runs": compared}
-
-    def _read_on(self, run: str) -> None:
-        """Several pages that look at one run read its files once."""
-        reader = self._shelf.reader(run)
-        with reader.lock:
-            if time.monotonic() - self._refreshed_at.get(run, 0.0) < REFRESH_EVERY_S and reader.share_read() == 1.0:
-                return
-            reader.refresh(READ_BUDGET_S)
-            self._refreshed_at[run] = time.monotonic()
 
 
 class Guarded:

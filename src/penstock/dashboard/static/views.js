@@ -22,13 +22,16 @@ const Views = {
         const reward = Charts.place(card, "reward", "Reward");
         Charts.reward(reward, pipeline.reward);
         Charts.clicked(reward, (step) => page.tell(pipeline.name, "step", Math.round(step)));
-        const small = Dom.grid(card, "small", "four");
-        const draw = (key, title, curve, y, more = {}) =>
-          Charts.overTime(Charts.place(small, key, title), { [title]: curve }, time, { y, height: 150, empty: NO_GAUGES, ...more });
-        draw("rate", "Samples trained per second", pipeline.samples_per_s, "samples/s");
-        draw("flight", "Samples in flight", pipeline.in_flight, "samples");
-        draw("workers", "Workers alive", pipeline.workers_alive, "workers");
-        Charts.bySteps(Charts.place(small, "staleness", "Staleness"), { staleness: pipeline.staleness }, { y: "versions", height: 150 });
+        const small = Dom.grid(card, "small", "small");
+        const overTime = (key, title, curve, y) =>
+          Charts.overTime(Charts.place(small, key, title), { [title]: curve }, time, { y, height: 150, empty: NO_GAUGES });
+        const bySteps = (key, title, curve, y) => Charts.bySteps(Charts.place(small, key, title), { [title]: curve }, { y, height: 150 });
+        bySteps("length", "Mean length of a sample", pipeline.length, "tokens or steps");
+        bySteps("pace", "Time per step", pipeline.step_s, "seconds");
+        bySteps("staleness", "Staleness", pipeline.staleness, "versions");
+        overTime("rate", "Samples trained per second", pipeline.samples_per_s, "samples/s");
+        overTime("flight", "Samples in flight", pipeline.in_flight, "samples");
+        overTime("workers", "Workers alive", pipeline.workers_alive, "workers");
         drawOtherMetric(card, pipeline, page);
       }
       if (!data.pipelines.length) main.replaceChildren(Dom.empty("The configuration of this run names no pipeline that can be read."));
