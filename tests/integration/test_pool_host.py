@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,24 @@ from penstock.errors import ConfigError
 from penstock.journal.writer import Journal
 from penstock.records.ids import MemberId, PipelineName, RunId
 from penstock.records.payload import RingAddress
+from penstock.records.pool import DeviceId, Priority
 from penstock.roles.controller import machine_of
 from penstock.roles.front_desk import FrontDesk
 from penstock.roles.pool_host import PoolHost
 from penstock.runtime.clock import ManualClock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines
-from penstock.wire.messages import AskOrders, Heartbeat, Orders, Register, ReportOrder
+from penstock.wire.messages import (
+    AskDevices,
+    AskOrders,
+    DevicesGranted,
+    Heartbeat,
+    Orders,
+    Refused,
+    Register,
+    Reply,
+    ReportOrder,
+)
 
 LEFT, RIGHT = PipelineName("left"), PipelineName("right")
 
@@ -174,3 +186,28 @@ async def test_the_stall_sentence_names_who_is_in_the_way(enter: Callable[[], Ro
     room.clock.advance(4.0)
     sentence = room.desk.diagnosis()[RIGHT]
     assert "In the pool: right has 6 samples to generate and no worker since 7 s: l0 is generating on [0]" in sentence
+
+
+async def test_a_request_that_times_out_is_told_so_and_its_number_is_used_up(enter: Callable[[], Room]):
+    room = enter()
+
+    async def ask(name: PipelineName, number: int, priority: Priority, wait_s: float = 0.0) -> Reply:
+        among = (DeviceId(0),)
+        return await room.desk.call(
+            AskDevices(name, MemberId(f"{name}t"), number, priority, among, 1, timeout_s=5.0, wait_s=wait_s)
+        )
+
+    assert isinstance(await ask(LEFT, 0, Priority.INITIALISATION), DevicesGranted)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(ask(RIGHT, 0, Priority.SCORING, wait_s=30.0))
+        await asyncio.sleep(0)  # it has asked, and is held
+        assert "rightt (scoring) waits for 1 of devices [0]" in room.pool()["waiting"][0]
+        room.clock.advance(6.0)
+        room.desk.tick()
+    late = waiting.result()
+    assert isinstance(late, Refused)
+    assert (late.kind, late.message) == ("Transient", "not served within 6.0 s")
+    again = await ask(RIGHT, 0, Priority.SCORING)
+    assert isinstance(again, Refused)
+    assert again.kind == "Stale"
+    assert room.pool()["uses"][0]["doing"] == "initialisation"

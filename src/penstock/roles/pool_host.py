@@ -92,6 +92,8 @@ class PoolHost:
                     self.waiting.wake(name, "orders")
                 case pool.GrantDevices(pipeline=name):
                     self.waiting.wake(name, "devices")
+                case pool.RejectRequest(kind="cancelled"):
+                    pass  # whoever cancelled it does not ask for it again
                 case pool.RejectRequest(pipeline=name, member=member, request=request, kind=kind, reason=reason):
                     error = "Transient" if kind == "timed_out" else "Stale"
                     self._rejected[member, request] = Refused(error, reason)
@@ -168,10 +170,10 @@ class PoolHost:
         until = deadline(request.wait_s)
         with self.waiting.seat(request.pipeline, "ask_devices"):
             while True:
-                if (refused := self._try(asked)) is not None:
-                    return refused
                 if (rejected := self._rejected.pop((request.member, request.request), None)) is not None:
                     return rejected
+                if (refused := self._try(asked)) is not None:
+                    return refused
                 if (grant := self.pool.granted(request.member, request.request)) is not None:
                     await self._journal.committed(self._journal.last_seq)
                     return messages.DevicesGranted(grant)

@@ -17,7 +17,7 @@ import torch
 
 from penstock.config.devices import Placement
 from penstock.control.io.client import ControlClient
-from penstock.errors import PeerLost, RemoteProtocolError, RunFailed, Transient
+from penstock.errors import PeerLost, RemoteProtocolError, RunFailed, Stale, Transient
 from penstock.records.pool import DeviceId, Priority
 from penstock.roles.process import RoleProcess
 from penstock.runtime.offload import Offload
@@ -131,7 +131,7 @@ class Turns:
         if priority is Priority.SCORING:
             try:
                 return await self._asked(priority, SCORE_WITHIN_S, held)
-            except Transient:
+            except (Transient, Stale):  # in vain; a controller that was started again only knows that it is over
                 priority, held = Priority.TRAINING, None
         return await self._asked(priority, PATIENCE_S, held)
 
