@@ -39,6 +39,7 @@ def evaluation_environment_of(config: Config, pipeline: PipelineSection) -> Any:
             f"environment {pipeline.env.name!r} has only {environment.count} prompts and no method hold_out(count): "
             "name another environment in evaluation.env, or give it that method"
         )
+    getattr(environment, "close", lambda: None)()  # it was only made to be asked
     seed = pipeline.env.options.get("seed", config.run.seed)
     options = pipeline.env.options | {"seed": draw(int(seed), 0, HELD_OUT) & 0x7FFF_FFFF}  # type: ignore[arg-type]
     return _made(config, pipeline.env.model_copy(update={"options": options}))

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from penstock.records.prompt import PromptLease
 from penstock.roles.engines import workload_of
 from penstock.roles.environments import evaluation_environment_of
@@ -46,9 +44,8 @@ def evaluating(
 
     def keep(lease: PromptLease, member: int, made: Finished) -> None:
         if lease.prompt < section.save_count:
-            arrays = {name: np.concatenate(a) if isinstance(a, list) else a for name, a in made.arrays.items()}
             sample = lease.samples[lease.members.index(member)]
-            shown = TrainedRollout(lease.prompt, sample, made.version, made.reward, None, arrays)
+            shown = TrainedRollout(lease.prompt, sample, made.version, made.reward, None, made.arrays)
             readable.offer(made.version, [shown])
 
     try:
