@@ -69,6 +69,8 @@ kl_coefficient = {kl}
 every_steps = 4
 """
 
+DOING = {"initialisation": "initialising", "scoring": "scoring"}
+
 FINITE = f"""
 import time
 from pathlib import Path
@@ -166,7 +168,7 @@ def killed_as_holder(run: Running, name: str, kinds: dict[str, str]) -> bool:
 
     def holds() -> bool:
         use = on_device_0(run)
-        return use is not None and (use["pipeline"], use["doing"]) == (name, kinds[name])
+        return use is not None and (use["pipeline"], use["doing"]) == (name, DOING[kinds[name]])
 
     wait_for(holds, 120, f"{name} to be given device 0 for {kinds[name]}")
     trainer.send_signal(signal.SIGKILL)

@@ -202,6 +202,8 @@ async def test_a_request_that_times_out_is_told_so_and_its_number_is_used_up(ent
         waiting = tasks.create_task(ask(RIGHT, 0, Priority.SCORING, wait_s=30.0))
         await asyncio.sleep(0)  # it has asked, and is held
         assert "rightt (scoring) waits for 1 of devices [0]" in room.pool()["waiting"][0]
+        assert "rightt (scoring) waits for 1 of devices [0]" in room.desk.diagnosis()[RIGHT]
+        assert "leftt is initialising on [0]" in room.desk.diagnosis()[RIGHT]
         room.clock.advance(6.0)
         room.desk.tick()
     late = waiting.result()
@@ -210,4 +212,4 @@ async def test_a_request_that_times_out_is_told_so_and_its_number_is_used_up(ent
     again = await ask(RIGHT, 0, Priority.SCORING)
     assert isinstance(again, Refused)
     assert again.kind == "Stale"
-    assert room.pool()["uses"][0]["doing"] == "initialisation"
+    assert room.pool()["uses"][0]["doing"] == "initialising"

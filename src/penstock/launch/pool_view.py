@@ -39,7 +39,8 @@ def panel_of(pool: dict[str, Any]) -> Panel:
         table.add_row(f"and {len(groups) - ROWS_SHOWN} more")
     rows: list[RenderableType] = [table, *(Text(line, style="yellow") for line in troubles_of(pool))]
     states = ("generating", "held", "moving", "idle")
-    counts = ", ".join(f"{pool[state]} {'training' if state == 'held' else state}" for state in states if pool[state])
+    named = {"held": "held by trainers"}
+    counts = ", ".join(f"{pool[state]} {named.get(state, state)}" for state in states if pool[state])
     return Panel(Group(*rows), title=f"pool · {counts} · {_moves(pool)}", title_align="left")
 
 

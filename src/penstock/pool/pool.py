@@ -26,7 +26,7 @@ from penstock.pool.moves import Moves
 from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.settings import PoolSettings
-from penstock.pool.status import describe
+from penstock.pool.status import describe, troubles
 from penstock.pool.validate import validate
 from penstock.pool.view import view_of, workers_by_pipeline
 from penstock.records.ids import MemberId, PipelineName
@@ -128,6 +128,9 @@ class Pool:
 
     def status(self, now: float) -> PoolStatus:
         return describe(self._state, self.settings.topology, now)
+
+    def troubles(self, now: float) -> dict[PipelineName, str]:
+        return troubles(self._state, self.settings.topology, now)
 
     def snapshot(self) -> bytes:
         """The whole state, for a journal snapshot."""

@@ -9,8 +9,9 @@ from penstock.pool.book import Entry, State
 from penstock.pool.lease import Hold, Seat
 from penstock.pool.view import useful_bundles, workers_by_pipeline
 from penstock.records.ids import PipelineName
-from penstock.records.pool import DeviceId, DeviceUse, PipelineShare, PoolStatus, Topology
+from penstock.records.pool import DeviceId, DeviceUse, PipelineShare, PoolStatus, Priority, Topology
 
+_WORK = {Priority.INITIALISATION: "initialising", Priority.TRAINING: "training", Priority.SCORING: "scoring"}
 _DOING = {"waking": "waking", "serving": "generating", "leaving": "leaving", "fenced": "fenced"}
 
 
@@ -44,13 +45,23 @@ def describe(state: State, topology: Topology, now: float) -> PoolStatus:
         moving=moving,
         shares=tuple(shares),
         uses=tuple(uses),
-        waiting=tuple(
-            _request(hold, uses, now) for hold in state.holds.values() if hold.state in ("waiting", "assigned")
-        ),
+        waiting=tuple(_request(hold, uses, now) for hold in _waiting(state)),
         moves=state.moves,
         failed_moves=state.failed_moves,
         refused_plans=state.refused_plans,
     )
+
+
+def troubles(state: State, topology: Topology, now: float) -> dict[PipelineName, str]:
+    """Per pipeline, why it is not served and what it waits for, for its diagnosis; only those with something to say."""
+    status = describe(state, topology, now)
+    said = [(share.pipeline, share.trouble) for share in status.shares if share.trouble]
+    said += [(hold.pipeline, sentence) for hold, sentence in zip(_waiting(state), status.waiting, strict=True)]
+    return {name: "; ".join(line for whose, line in said if whose == name) for name, _ in said}
+
+
+def _waiting(state: State) -> list[Hold]:
+    return [hold for hold in state.holds.values() if hold.state in ("waiting", "assigned")]
 
 
 def _trouble(name: PipelineName, entry: Entry, workers: int, uses: Iterable[DeviceUse], now: float) -> str:
@@ -83,7 +94,7 @@ def _use(claim: Seat | Hold, now: float) -> DeviceUse:
     if isinstance(claim, Seat):
         doing = _DOING[claim.state]
     else:
-        doing = claim.priority.name.lower() if claim.state == "held" else "fenced"
+        doing = _WORK[claim.priority] if claim.state == "held" else "fenced"
     return DeviceUse(claim.devices, claim.pipeline, claim.member, doing, now - claim.since)
 
 

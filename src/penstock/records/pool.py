@@ -70,7 +70,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
     pipeline: PipelineName
     member: MemberId
     doing: str
-    """`training` and the like, or the state of a generation worker: `waking`, `generating`, `leaving`, `fenced`."""
+    """`initialising`, `training`, `scoring`; of a worker: `waking`, `generating`, `leaving`; `fenced`."""
     since_s: float
 
 

@@ -151,8 +151,7 @@ class PoolHost:
 
     def troubles(self) -> dict[PipelineName, str]:
         """Per pipeline, why the pool does not serve it; only those with something to say."""
-        status = self.pool.status(self._now())
-        return {share.pipeline: share.trouble for share in status.shares if share.trouble}
+        return self.pool.troubles(self._now())
 
     # -- calls ----------------------------------------------------------------------------------------------------
 

@@ -147,6 +147,6 @@ def test_the_terminal_view_draws_the_pool():
     view.update(STATUS | {"pool": POOL})
     view.close()
     text = out.getvalue()
-    assert "pool · 3 generating, 2 training, 1 moving, 2 idle · 37 moves (1 failed)" in text
+    assert "pool · 3 generating, 2 held by trainers, 1 moving, 2 idle · 37 moves (1 failed)" in text
     assert "2-3      right     generating  4 s" in text
     assert "left has 64 samples to generate and no worker since 12 s" in text
