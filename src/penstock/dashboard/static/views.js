@@ -1,7 +1,7 @@
 "use strict";
 /* One object per view: what to ask for, and how to draw the answer into `main`. Called again for every refresh. */
 
-const NO_GAUGES = "This run has no gauges: they are written every two seconds while a controller runs, since version 0.1.";
+const NO_GAUGES = "No gauges yet: the controller writes them every two seconds (early versions did not).";
 
 const Views = {
   overview: {
@@ -219,11 +219,11 @@ function drawProgress(card, pipeline, word) {
 }
 
 function drawOtherMetric(card, pipeline, page) {
+  if (!pipeline.others.length) return;
   const body = Dom.keep(card, "metric", () => Dom.el("div", {}, Dom.el("div", { class: "row", style: "margin: 10px 0 4px" },
     Dom.el("h3", {}, "Any other metric"), Dom.el("select", { "aria-label": "Metric", onchange: () => page.refresh() })), Dom.el("div", { class: "chart" })));
   const [select, chart] = [body.querySelector("select"), body.lastChild];
   const chosen = select.value || (pipeline.others.includes("loss") ? "loss" : pipeline.others[0]);
-  if (!pipeline.others.length) return;
   Dom.options(select, pipeline.others, chosen);
   page.ask("metric", { pipeline: pipeline.name, name: select.value }).then((curve) => {
     const traces = [...Charts.band({ x: curve.x, y: curve.low }, { x: curve.x, y: curve.high }, "least to greatest"),
