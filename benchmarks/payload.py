@@ -1,7 +1,8 @@
 """Payloads between two processes, by every carrier, beside what the machine itself can do.
 
 A producer process writes into its ring and serves it; this process reads. Ours and its peers take turns, payload by
-payload and each first as often as the others, so that all meet the same noise and the same caches. What is timed:
+payload and in an order drawn anew each time, so that all meet the same noise and the same caches: what one leaves
+behind (threads that tidy up, full caches) would otherwise always meet the same next one. What is timed:
 
     shm       write into the ring + take + finalise          beside one memcpy of the same bytes by the producer, into
                                                              private memory of huge pages, and into /dev/shm, which has
@@ -24,6 +25,7 @@ import importlib.util
 import json
 import mmap
 import os
+import random
 import socket
 import statistics
 import struct
@@ -144,7 +146,7 @@ class Producer:
                 (written.private_s, lambda body, place=place: copy(self.private[place], body)),
                 (written.shared_s, lambda body, place=place: copy(self.shared[place], body)),
             ]
-            for seconds, action in turns[number % 3 :] + turns[: number % 3]:
+            for seconds, action in random.sample(turns, len(turns)):
                 body = self.source.next(size)
                 seconds.append(timed(lambda action=action, body=body: action(body)))
         return written
@@ -447,13 +449,12 @@ class Bench:
                     mine += [timed(lambda ref=ref: self.read(client, ref)) for ref in refs]
                     cpu_s.append((self.cpu_s() - busy) / count)
                 else:
-                    for turn, ref in enumerate(refs):
+                    for ref in refs:
                         turns = [(mine, lambda ref=ref: self.read(client, ref))]
                         turns += [
                             (theirs[peer], lambda read=read, size=size: read(size)) for peer, read in peers.items()
                         ]
-                        first = (turn + number) % len(turns)
-                        for seconds, action in turns[first:] + turns[:first]:
+                        for seconds, action in random.sample(turns, len(turns)):
                             seconds.append(timed(action))
                 told_s = timed(lambda refs=refs: self.consume(client, refs))
                 if number % 4 != 1:
@@ -469,7 +470,7 @@ class Bench:
             for size in [size for size in self.sizes if size <= 16 * MB]:
                 ours: list[float] = []
                 theirs: list[float] = []
-                for number in range(max(6, self.rounds(size) // CONCURRENCY) + 1):
+                for _ in range(max(6, self.rounds(size) // CONCURRENCY) + 1):
                     refs = self.write(size, CONCURRENCY).refs
 
                     def read_all(refs: list[PayloadRef] = refs) -> None:
@@ -480,7 +481,7 @@ class Bench:
                         list(threads.map(lambda one: one.read(size), peers))
 
                     turns = [(ours, read_all), (theirs, read_peers)]
-                    for seconds, action in turns if number % 2 else reversed(turns):
+                    for seconds, action in random.sample(turns, len(turns)):
                         seconds.append(timed(action))
                 total = size * CONCURRENCY
                 timing, peer = Timing.of(total, ours[1:]), Timing.of(total, theirs[1:])
