@@ -82,7 +82,7 @@ class RoleHost:
     """Hosts one process of the run, one life after the other. Several of its methods may run at once."""
 
     def __init__(self) -> None:
-        watch_parent(os.getppid())  # Ray takes a minute to end a process whose node is gone, and it may go on meanwhile
+        watch_parent(os.getppid())  # Ray looks too, but takes a raylet that nobody has reaped for alive
         self._run: RunDir | None = None
         self._shares = True
         self._child: subprocess.Popen[bytes] | None = None
@@ -112,6 +112,7 @@ class RoleHost:
             raise ConfigError(f"run.extra_path {missing[0]!r} is not a directory on node {os.uname().nodename}")
         self._started.clear()
         self._ended.clear()
+        self._problem = None
         # The kernel ends the child with the thread that started it, so that thread stays until the child has ended.
         threading.Thread(target=self._live, args=(order,), name=order.spec.name, daemon=True).start()
         self._started.wait()

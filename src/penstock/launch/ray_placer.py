@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -284,16 +285,15 @@ class RayPlacer:
         """A supervisor that was lost with its node is started again elsewhere: nothing of its run may be left then."""
         for info in placement_group_table().values():
             if info["name"].startswith(self._prefix) and info["state"] != "REMOVED":
-                remove_placement_group(get_placement_group(info["name"]))
+                with suppress(ValueError):  # it has gone meanwhile
+                    remove_placement_group(get_placement_group(info["name"]))
         deadline = time.monotonic() + FORMER_LIFE_S
         while names := [name for name in list_named_actors() if name.startswith(self._prefix)]:
             if time.monotonic() > deadline:
                 raise RunFailed(f"processes of this run's former life do not end: {', '.join(names)}")
             for name in names:
-                try:
+                with suppress(ValueError):
                     ray.kill(ray.get_actor(name))
-                except ValueError:  # it has ended meanwhile
-                    continue
             await asyncio.sleep(POLL_S)
 
     @property

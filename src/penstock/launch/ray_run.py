@@ -21,7 +21,7 @@ from typing import Any
 
 import ray  # type: ignore[import-not-found]
 import uvloop
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError  # type: ignore[import-not-found]
+from ray.exceptions import ActorDiedError, RayError  # type: ignore[import-not-found]
 
 from penstock.config.load import dump, load
 from penstock.config.run import Config
@@ -152,11 +152,10 @@ async def run_on_ray(run: RunDir, config: Config, view: View) -> Outcome:
         stop = ShutdownSignal()
         stop.install()
         actor = _find(run)
-        if actor is not None and await _answers(actor):
+        if actor is not None and run.read_ending() is None and await _answers(actor):
             view.note(f"the run is alive on {cluster}: watching it")
         else:
-            if actor is not None:  # it waits for a node that may never come
-                ray.kill(actor, no_restart=True)
+            await _dismiss(run)
             write_atomically(run.config_path, dump(config))
             write_atomically(_cluster_path(run), json.dumps({"address": ray.get_runtime_context().gcs_address}))
             view.note(f"on {cluster}; watch it from elsewhere with: penstock attach {run.root}")
@@ -221,7 +220,7 @@ async def _follow(run: RunDir, actor: Any, view: View, stop: ShutdownSignal, *, 
         except ActorDiedError as error:
             if run.read_ending() is None:
                 raise RunFailed(f"the supervisor of the run is no more ({first_line(error)}); {_go_on(run)}") from error
-        except (ActorUnavailableError, TimeoutError) as error:
+        except (RayError, TimeoutError) as error:
             if time.monotonic() - heard_at > SILENCE_S:
                 raise RunFailed(
                     f"the supervisor of the run has been silent for {SILENCE_S:g} s ({first_line(error)}): its node "
@@ -241,11 +240,21 @@ async def _follow(run: RunDir, actor: Any, view: View, stop: ShutdownSignal, *, 
     return _outcome(ending)
 
 
+async def _dismiss(run: RunDir) -> None:
+    """Ends a supervisor that has nothing left to do, or that waits for a node that may never come."""
+    deadline = time.monotonic() + SILENCE_S
+    while (actor := _find(run)) is not None:
+        if time.monotonic() > deadline:
+            raise RunFailed(f"the former supervisor of {run.root} does not end; stop the actor {_name_of(run)!r}")
+        ray.kill(actor, no_restart=True)
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
 async def _answers(actor: Any) -> bool:
-    """Whether the supervisor lives; one that does not may be waiting for a node that never comes."""
+    """Whether the supervisor lives."""
     try:
         await result(actor.look.remote("", 0), CALL_S)
-    except (RayActorError, TimeoutError):
+    except (RayError, TimeoutError):
         return False
     return True
 
