@@ -16,7 +16,7 @@ Promises, checked by `check()`:
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from itertools import groupby
 from math import isfinite, sqrt
 
@@ -67,6 +67,16 @@ class Evaluation:
     def pins(self, member: MemberId) -> bool:
         """Whether the member must go on serving what it serves."""
         return self.state.running is not None and member in self.state.running.evaluators
+
+    def keeps(self, member: MemberId, digest: str, published: Mapping[Version, str]) -> bool:
+        """Whether a member that serves `digest` should go on doing so: it is pinned, or could begin the running point
+        the next time it asks for work. Where weights change as fast as they can be loaded, nobody would be found that
+        serves any for a while.
+        """
+        point = self.state.running
+        if point is None or not self.lacks_evaluator:
+            return self.pins(member)
+        return any(version >= point.due and known == digest for version, known in published.items())
 
     def take_notes(self, pipeline: str) -> list[NoteEvaluation | Log]:
         """What there is to be said about points that ended since this was last asked."""

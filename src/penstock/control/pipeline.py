@@ -111,9 +111,9 @@ class PipelineControl:
         books = self.state.ledger
         return self.admission.wanted() + self.evaluation.outstanding, books.next_sample - books.counts["leased"]
 
-    def is_pinned(self, member: MemberId) -> bool:
-        """Whether a worker must go on serving what it serves, because it evaluates that."""
-        return self.evaluation.pins(member)
+    def keeps_weights(self, member: MemberId, digest: str) -> bool:
+        """Whether a worker is to go on serving what it serves: it evaluates that, or should, the next time it asks."""
+        return self.evaluation.keeps(member, digest, self.state.digests)
 
     def attendance(self) -> tuple[frozenset[MemberId], MemberId | None, dict[MemberId, str]]:
         """The workers there are, the trainer if there is one, and who was lost and why.
@@ -177,7 +177,7 @@ class PipelineControl:
         lacks = self.evaluation.lacks_evaluator and (not lacked or state.newest != newest)
         if (opened and self.admission.can_lease()) or lacks:
             effects.append(Announce("leases"))
-        if pinned - self.evaluation.evaluators:
+        if pinned - self.evaluation.evaluators or (lacked and not self.evaluation.lacks_evaluator):
             effects.append(Announce("weights"))
         if not could_batch and self._trainer_side.can_give_batch(now):
             effects.append(Announce("batches"))

@@ -18,7 +18,7 @@ class Machine(Protocol):
     def phase(self) -> Phase: ...
     @property
     def weights(self) -> Manifest | None: ...
-    def is_pinned(self, member: MemberId) -> bool: ...
+    def keeps_weights(self, member: MemberId, digest: str) -> bool: ...
 
 
 class FleetCalls:
@@ -43,10 +43,10 @@ class FleetCalls:
         fleet, machine = self._fleets[name], self._machines[name]
         with waiting.seat(name, "ask_weights"):
             # Between a trainer's return to an earlier step and its first publication nothing is worth loading; and one
-            # that evaluates a version goes on serving it.
+            # that evaluates a version, or is about to, goes on serving it.
             while (
                 machine.weights is None
-                or machine.is_pinned(request.member)
+                or machine.keeps_weights(request.member, request.held_digest)
                 or (offer := self._offer(fleet, request)) is None
             ):
                 if machine.phase == "stopped" or not await waiting.hold(name, ("weights", "phase"), until):

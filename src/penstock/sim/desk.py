@@ -128,7 +128,8 @@ class SimDesk:
         """The answer to a call, and what to hold the call for if that may bring a better one."""
         request = pending.call.request
         if isinstance(request, AskWeights):
-            weights = None if self.control.is_pinned(request.member) else self.control.weights
+            keeps = self.control.keeps_weights(request.member, request.held_digest)
+            weights = None if keeps else self.control.weights
             fresh = weights if weights is not None and weights.digest != request.held_digest else None
             return fresh, "weights" if fresh is None else ""
         if isinstance(request, events.LeaseAsked):

@@ -69,7 +69,7 @@ class FrontDesk(SimDesk):
             case AskWeights(held_digest=held, member=member):
                 if (refusal := self._refusal(member)) is not None:
                     return refusal, ""
-                none = self.control.weights is None or self.control.is_pinned(member)
+                none = self.control.weights is None or self.control.keeps_weights(member, held)
                 offer = None if none else self.fleet.offer(member, held, now)
                 self._settle()
                 return offer, "weights" if offer is None else ""

@@ -43,6 +43,10 @@ def ended(driver) -> list[EvaluationResult]:
     return [note.result for note in driver.instructed(effects.NoteEvaluation)]
 
 
+def pinned(driver, member: str) -> bool:
+    return driver.control.keeps_weights(MemberId(member), "none of those that are known")
+
+
 def step(driver, number: int) -> None:
     driver.fill()
     driver.train(number)
@@ -75,12 +79,12 @@ def test_training_does_not_see_it(ready, drive):
 def test_only_one_worker_evaluates_and_is_pinned_meanwhile(ready):
     driver = ready()
     leases = driver.lease(2, "w")
-    assert driver.control.is_pinned(MemberId("w"))
+    assert pinned(driver, "w")
     assert driver.lease(2, "v")[0].evaluation is None
-    assert not driver.control.is_pinned(MemberId("v"))
+    assert not pinned(driver, "v")
     leases += driver.lease(2, "w")
     evaluate(driver, leases)
-    assert not driver.control.is_pinned(MemberId("w"))
+    assert not pinned(driver, "w")
     assert "weights" in driver.announced()
 
 
@@ -93,6 +97,22 @@ def test_an_unsteady_worker_or_one_that_lags_behind_is_not_asked(ready):
     step(driver, 1)
     assert driver.control.evaluation.state.running.due == 2
     assert driver.ask(2, "v", version=1).leases[0].evaluation is None
+
+
+def test_workers_keep_what_they_serve_until_one_of_them_begins(ready):
+    """Or where weights change as fast as they can be loaded nobody would ever be steady."""
+    driver = ready()
+    evaluate(driver, driver.lease(8))
+    step(driver, 0)
+    assert not driver.control.keeps_weights(MemberId("w"), "digest1"), "no point is due"
+    step(driver, 1)
+    assert driver.control.keeps_weights(MemberId("w"), "digest2")
+    assert driver.control.keeps_weights(MemberId("v"), "digest2")
+    assert not driver.control.keeps_weights(MemberId("v"), "digest1"), "too old for it"
+    assert not driver.control.keeps_weights(MemberId("v"), "of a lost lineage")
+    driver.lease(8, "v")
+    assert "weights" in driver.announced()
+    assert not driver.control.keeps_weights(MemberId("w"), "digest2")
 
 
 def test_the_point_is_of_the_version_that_its_worker_serves(ready):
@@ -116,7 +136,7 @@ def test_a_sample_of_other_weights_does_not_count_and_is_made_again(ready, chang
     answer = evaluate(driver, driver.lease(1), **changed)
     assert len(answer.refused) == 1
     assert "version 0 is evaluated" in answer.reason
-    assert not driver.control.is_pinned(MemberId("w")), "it does not serve what it said"
+    assert not pinned(driver, "w"), "it does not serve what it said"
     again = driver.lease(8)
     assert [lease.prompt for lease in again] == [0, 1, 2]
     evaluate(driver, again)
@@ -313,4 +333,4 @@ def test_strangers_cannot_fail_or_give_back(ready):
     ):
         assert driver.send(delivery).refused == (sample,)
     driver.send(events.Delivered(MemberId("w"), returned=(sample,)))
-    assert not driver.control.is_pinned(MemberId("w"))
+    assert not pinned(driver, "w")
