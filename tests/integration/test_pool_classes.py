@@ -26,7 +26,7 @@ from penstock.pool.settings import PoolSettings
 from penstock.records.pool import Topology
 from penstock.runtime.rundir import RunDir
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DEVICES = 4
 PROMPTS = 100
@@ -229,6 +229,6 @@ def test_classes_are_strict_only_generation_makes_way_and_a_kill_costs_one_turn(
     assert any(killed_as_holder(run, "scoring", {"scoring": "scoring"}) for _ in range(4)), status(run)
     assert any(killed_as_it_comes_up(run) for _ in range(4)), status(run)
     (folder / HURRY).touch()
-    code, output = run.end(300)
+    code, output = run.end(600)
     assert_exact(run, code, output, pipelines)
     assert_strict(run)
