@@ -37,11 +37,14 @@ class Sink(Protocol):
 
 
 def figures_of(line: bytes) -> Figures | None:
-    """None for a line that is torn or belongs to no step."""
+    """None for a line that is torn or belongs to no step. An evaluation's belong to the step its version began."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
+    if isinstance(record, dict) and record.get("kind") == "evaluation" and "skipped" not in record:
+        figures = {key: value for key, value in record.items() if key.startswith("eval/")}
+        record = figures | {"pipeline": record["pipeline"], "step": record["version"], "at": record["at"]}
     if not isinstance(record, dict) or not {"pipeline", "step", "at"} <= record.keys():
         return None
     pipeline, step, at = record.pop("pipeline"), record.pop("step"), record.pop("at")

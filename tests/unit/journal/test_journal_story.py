@@ -11,13 +11,14 @@ import pytest
 from penstock.control import effects, events
 from penstock.control.io.answers import noteworthy
 from penstock.control.pipeline import PipelineControl
+from penstock.control.points import EvaluationSettings
 from penstock.control.settings import PipelineSettings
 from penstock.errors import ConfigError, RunFailed
 from penstock.journal.story import Kind, story, tell
 from penstock.journal.writer import Journal
 from penstock.records.ids import MemberId, PipelineName, PromptIndex, RunId, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef
-from penstock.records.rollout import FailedRollout, Rollout, StageTimes
+from penstock.records.rollout import FailedRollout, Rollout, Score, StageTimes
 from penstock.records.weights import BucketSpec, Manifest
 
 A = PipelineName("a")
@@ -27,12 +28,13 @@ W, W2, T, T2 = MemberId("w1"), MemberId("w2"), MemberId("t1"), MemberId("t2")
 class Run:
     """One pipeline's machine and its journal, a second per event."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, evaluation: EvaluationSettings | None = None) -> None:
         self.path = path
         self.journal = Journal(path, RunId("run"))
-        self.machine = PipelineControl(
-            PipelineSettings(name=A, groups_per_step=1, group_size=2, max_staleness=1, steps=9, max_failures=3)
+        settings = PipelineSettings(
+            name=A, groups_per_step=1, group_size=2, max_staleness=1, steps=9, max_failures=3, evaluation=evaluation
         )
+        self.machine = PipelineControl(settings)
         self.now = 1_700_000_000.0
         self.requests = 0
 
@@ -228,3 +230,20 @@ def test_an_event_that_cannot_be_read_is_named(run: Run) -> None:
     run.journal.close(10)
     with pytest.raises(RunFailed, match="event 1 cannot be read"):
         story(run.path, "sample", 0)
+
+
+def test_an_evaluation_is_part_of_the_life_of_its_version(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite", EvaluationSettings(every=5, prompts=2))
+    run.register(W)
+    run.register_trainer(T, 0)
+    run.happen(events.WeightsPublished(T, Manifest(Version(0), "l", "d", (), "weights/a")))
+    scores = (Score(sample, Version(0), Version(0), "d", 0.5, 3) for sample in run.lease(W))
+    run.happen(events.Delivered(W, scores=tuple(scores)))
+    first, _ = run.lease(W)
+    told = run.told("version", 0)
+    assert told[1:] == [
+        "w1 began to evaluate it",
+        "version 0 evaluated: reward 0.5 ± 0 over 2 samples, in 2.0 s",
+    ]
+    assert len(run.told("prompt", 0)) == 1, "held-out prompts have numbers of their own"
+    assert run.told("sample", first)[0].startswith(f"sample {first} of prompt 0, attempt 0, leased to w1")

@@ -50,3 +50,23 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
     assert str(run.root) in text
     assert (run.plots / "rewards.png").stat().st_size > 1000
     assert (run.plots / "rewards.svg").exists()
+
+
+def test_evaluations_are_in_the_summary_and_beside_the_curve(tmp_path: Path):
+    run = RunDir.create(tmp_path, "demo", "", "0")
+    entry = {"kind": "evaluation", "pipeline": "letters", "at": 0.0}
+    points = [(0, 0.125, 0.01), (10, 0.5, 0.02), (20, 0.75, 0.03)]
+    lines = [step(i, i / 100) for i in range(20)]
+    lines += [
+        json.dumps(entry | {"version": version, "due": version, "eval/reward": reward, "eval/reward_stderr": error})
+        for version, reward, error in points
+    ]
+    lines.append(json.dumps(entry | {"version": None, "due": 15, "skipped": "superseded by version 20"}))
+    run.metrics_path.write_text("\n".join(lines))
+    assert read_curves(run.metrics_path)["letters"].evaluations == {0: (0.125, 0.01), 10: (0.5, 0.02), 20: (0.75, 0.03)}
+    out = StringIO()
+    one = {"step": 20, "steps": 20, "samples_trained": 128}
+    print_summary(Console(file=out, width=200), run, {"pipelines": {"letters": one}}, wall_s=1.0, ended="complete")
+    assert "eval first → last" in out.getvalue()
+    assert "0.125 → 0.75 ± 0.03" in out.getvalue()
+    assert "evaluation" in (run.plots / "rewards.svg").read_text()

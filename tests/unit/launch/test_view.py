@@ -54,6 +54,15 @@ def test_plain_lines_carry_every_figure():
     assert "killed by SIGKILL" in text
 
 
+def test_the_newest_evaluation_stands_beside_the_reward():
+    out = StringIO()
+    PlainView(Console(file=out, width=300)).update({"pipelines": {"letters": PIPELINE | {"eval_points": 0}}})
+    assert "reward 0.25  eval -  samples/s" in out.getvalue()
+    evaluated = {"eval_points": 1, "eval_reward": 0.875, "eval_version": 2}
+    PlainView(Console(file=out, width=300)).update({"pipelines": {"letters": PIPELINE | evaluated}})
+    assert "eval 0.875 (v2)" in out.getvalue()
+
+
 def test_plain_lines_do_not_flood():
     out = StringIO()
     view = PlainView(Console(file=out, width=300))

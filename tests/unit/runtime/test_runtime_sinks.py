@@ -58,6 +58,14 @@ def test_figures_are_the_numbers_of_a_step():
     assert sinks.figures_of(line.encode()) == ("letters", 3, 12.5, {"letters/reward": 0.25, "letters/samples": 16.0})
 
 
+def test_figures_of_an_evaluation_belong_to_its_version():
+    entry = {"kind": "evaluation", "at": 12.5, "pipeline": "letters", "due": 2, "version": 3, "took_s": 0.5}
+    line = json.dumps(entry | {"eval/reward": 0.25, "eval/count": 64})
+    figures = {"letters/eval/reward": 0.25, "letters/eval/count": 64.0}
+    assert sinks.figures_of(line.encode()) == ("letters", 3, 12.5, figures)
+    assert sinks.figures_of(json.dumps(entry | {"skipped": "superseded"}).encode()) is None
+
+
 @pytest.mark.parametrize("line", [b'{"kind": "st', b"[1, 2]", b'{"kind": "process", "at": 1.0}', b""])
 def test_lines_without_a_step_have_no_figures(line: bytes):
     assert sinks.figures_of(line) is None
