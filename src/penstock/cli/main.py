@@ -97,7 +97,7 @@ def publish(
 
 @app.command()
 def dashboard(
-    path: Annotated[Path, typer.Argument(metavar="[RUN]", help="A run directory, or a folder of them.")] = Path("runs"),
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder of them.")] = Path("runs"),
     host: Annotated[
         str, typer.Option(help="Address to listen on. Anything but loopback shows the run to the network.")
     ] = "127.0.0.1",
