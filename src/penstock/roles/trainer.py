@@ -15,8 +15,8 @@ from penstock.config.devices import devices_of
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex
 from penstock.roles.emergencies import heed_checkpoints
-from penstock.roles.feed import Feed
 from penstock.roles.environments import environment_of
+from penstock.roles.feed import Feed
 from penstock.roles.models import device_at, loss_of, optimizer_of, policy_of
 from penstock.roles.offering import Offering, offering
 from penstock.roles.process import RoleProcess
