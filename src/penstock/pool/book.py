@@ -28,6 +28,8 @@ class Entry(msgspec.Struct):
     paused_since: float | None = None
     """Since when it has had no work, after it had some."""
     last_pause_s: float = 0.0
+    home: tuple[DeviceId, ...] = ()
+    """The devices it was last granted: it trains there."""
     wake_s: float = 0.0
     """What waking one of its workers takes, as measured."""
     alone: bool = True

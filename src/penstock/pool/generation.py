@@ -2,10 +2,13 @@
 
 1. Pipelines with work and no worker, longest wait first: any open place, then what others should give up, then by
    turns: the place whose workers have all had their turn, else keep the place where that happens first.
-2. Pipelines a whole bundle short of their ideal share, from those that have a whole bundle too many.
-3. Idle devices, and those of workers that have nothing to do, to whoever can use them.
+2. Pipelines below their equal part and their ideal share: idle devices, those of workers that have nothing to do, and
+   what others have beyond their own part.
+3. Pipelines a whole bundle short of their ideal share, from those that have a whole bundle too many.
+4. Idle devices, and those of workers that have nothing to do, to whoever can use them.
 
-In the last two a worker is woken only if that pays: see `PipelineView.overdue` and `worth`.
+In the last two a worker is woken only if that pays: see `PipelineView.overdue` and `worth`. Everybody's own home
+(where it trains) comes first; another's home is taken only if it is left for long enough (`away_s`, `stay_s`).
 """
 
 from __future__ import annotations
@@ -22,9 +25,16 @@ from penstock.pool.share import Share, ideal_devices
 from penstock.records.pool import DeviceId
 
 _MUST_WAIT = 1.0
+_HOME = 4.0
 _SURPLUS = 16.0
+_BORROWED = 32.0
 _SPARE = 64.0
-"""What taking a device costs, in order of harm: somebody is leaving it, somebody cannot use it, somebody has it."""
+_TOO_SHORT = 256.0
+"""What taking a device costs, in order of harm: somebody is leaving it, somebody will train there, somebody cannot use
+it, somebody has it beyond its part, somebody has it, it would have to be left again at once."""
+
+_IDLE, _LENT, _BUSY = range(3)
+"""Whose workers may have to leave: those that have nothing to do, those beyond their pipeline's part, any."""
 
 
 class _Kind(NamedTuple):
@@ -33,6 +43,8 @@ class _Kind(NamedTuple):
     number: int
     bundle: int
     places_K: np.ndarray
+    row_D: np.ndarray
+    """Which of the places a device belongs to, or NOBODY."""
 
 
 class Generation:
@@ -49,10 +61,21 @@ class Generation:
             min(share.surplus, max(0, share.held - share.part)) if view.lingers else share.surplus
             for view, share in zip(self._pipelines, self._shares, strict=True)
         ]
-        self._spare = [share.spare for share in self._shares]
+        # Whoever has no work has no spare workers either: they are in surplus, or they linger.
+        self._spare = [
+            share.spare if view.useful else 0 for view, share in zip(self._pipelines, self._shares, strict=True)
+        ]
+        self._away_D = np.full(len(ground.taken), np.inf)
+        for view in snapshot.pipelines:
+            home = list(view.home)
+            self._away_D[home] = np.minimum(self._away_D[home], view.away_s)
+        self._away: list[float] = self._away_D.tolist()
+        self._stay_s = min((view.stay_s for view in snapshot.pipelines), default=0.0)
         self._block = max((view.bundle for view in snapshot.pipelines), default=1)
         self._asleep = [view.asleep for view in snapshot.pipelines]
         self._searches: dict[int, list[list[int]]] = {}
+        self._homes: dict[int, list[list[int]]] = {}
+        """Places where a pipeline trains and that it has not been tried on yet."""
         self._turns: _Turns | None = None
 
     def share_out(self) -> None:
@@ -62,8 +85,10 @@ class Generation:
         for index in sorted(starving, key=self._queue_order):
             if not self._take(index):
                 self._take_turn(index)
-        self._grow([i for i in waking if shares[i].held > 0 and self._short[i] > 0 and self._pipelines[i].overdue])
-        self._fill([i for i in waking if shares[i].held > 0])
+        served = [i for i in waking if shares[i].held > 0]
+        self._fill(served, owed=True)
+        self._grow([i for i in served if self._short[i] > 0 and self._pipelines[i].overdue])
+        self._fill(served)
         self._ground.short += [self._pipelines[i].name for i in waking if shares[i].held > 0 and self._short[i] > 0]
 
     # ---------------------------------------------------------------------------------------------- the stages
@@ -93,13 +118,13 @@ class Generation:
             if self._take(index, overdue=True) and self._short[index] > 0:
                 heapq.heappush(heap, (size, -self._shares[index].gap_ratio, name, index))
 
-    def _fill(self, waking: list[int]) -> None:
-        heap = [(*self._gap_order(i), i) for i in waking]
+    def _fill(self, served: list[int], *, owed: bool = False) -> None:
+        heap = [(*self._gap_order(i), i) for i in served]
         heapq.heapify(heap)
         while heap:
             _, name, index = heapq.heappop(heap)
             share = self._shares[index]
-            if share.held < share.useful and self._take(index):
+            if (self._is_owed(index) if owed else share.held < share.useful) and self._take(index):
                 heapq.heappush(heap, (-share.gap_ratio, name, index))
 
     def _queue_order(self, index: int) -> tuple[float, str]:
@@ -114,12 +139,17 @@ class Generation:
     def _take(self, index: int, *, overdue: bool = False) -> bool:
         """Give the pipeline the cheapest place that is open or that others should give up; False if there is none.
 
-        One that has no worker, or is overdue, may have workers that are in use; the others only while it pays.
+        One that has no worker, or is overdue, may have workers that are in use; one that is owed some, those that
+        others have beyond their part; the others only what is idle, while it pays.
         """
-        view, held = self._pipelines[index], self._shares[index].held
-        enough = max(view.worth, self._shares[index].part)
-        if not self._asleep[index] or (held >= enough and held and not overdue):
+        view, share = self._pipelines[index], self._shares[index]
+        below = share.held < share.part
+        if not self._asleep[index] or (share.held >= view.worth and share.held and not below and not overdue):
             return False
+        if self._take_home(index):
+            return True
+        owed = self._is_owed(index)
+        reach = _BUSY if overdue or not share.held else _LENT if owed else _IDLE
         kind = self._kinds[index]
         places = self._searches.get(kind.number)
         if places is None:
@@ -129,14 +159,60 @@ class Generation:
             if standing is None:
                 places.pop()
                 continue
-            in_use = any(self._surplus[self._ground.seats[seat].pipeline] <= 0 for seat in standing)
-            if in_use and held and not overdue:
+            if any(self._state_of(seat) > reach for seat in standing):
+                return False
+            if share.held and min(self._away[device] for device in places[-1]) < view.stay_s:
                 return False
             place = places.pop()
-            if not standing or self._may_all_give(standing):
+            if not standing or self._may_all_give(standing, owed=owed):
                 self._seize(index, place, "devices follow the remaining work")
                 return True
         return False
+
+    def _take_home(self, index: int) -> bool:
+        """Let the pipeline stand where it trains, if it is open there or others have no right to stay.
+
+        If it is owed a worker it may send away whoever is idle, however soon that one will have work again.
+        """
+        homes = self._homes.get(index)
+        if homes is None:
+            kind = self._kinds[index]
+            rows = sorted(set(kind.row_D[list(self._pipelines[index].home)].tolist()) - {NOBODY}, reverse=True)
+            homes = self._homes[index] = kind.places_K[rows].tolist()
+        while homes:
+            place = homes.pop()
+            standing = self._standing(place)
+            if standing is None or any(self._ground.calm[device] for device in place):
+                continue
+            if all(self._leaves_home(seat, index) for seat in standing):
+                self._seize(index, place, "it trains there")
+                return True
+        return False
+
+    def _leaves_home(self, seat_index: int, owner: int) -> bool:
+        seat = self._ground.seats[seat_index]
+        if seat.pipeline == owner or seat.phase != "serving":
+            return False
+        state = self._state_of(seat_index)
+        if not self._is_owed(owner):
+            return state == _IDLE
+        return self._shares[seat.pipeline].surplus > 0 or (state == _LENT and self._may_give(seat_index, owed=True))
+
+    def _is_owed(self, index: int) -> bool:
+        """Below its equal part and below its ideal share: what others have beyond their part is its own."""
+        share = self._shares[index]
+        return share.held < share.part and self._short[index] > 0
+
+    def _state_of(self, seat_index: int) -> int:
+        pipeline = self._ground.seats[seat_index].pipeline
+        if self._surplus[pipeline] > 0:
+            return _IDLE
+        return _LENT if self._lent(pipeline) > 0 else _BUSY
+
+    def _lent(self, pipeline: int) -> int:
+        """Bundles beyond its equal part and its quota: whoever is owed some may have them."""
+        share = self._shares[pipeline]
+        return share.held - max(1, share.part, self._pipelines[pipeline].min_bundles)
 
     def _places_by_cost(self, kind: _Kind) -> list[list[int]]:
         """Places with the cheapest to take at the end. What has become impossible since then the caller drops."""
@@ -147,11 +223,15 @@ class Generation:
         free_B = np.add.reduceat(open_D, np.arange(0, len(open_D), self._block))
         cost_D = np.repeat(free_B, self._block)[: len(open_D)] / (2.0 * self._block * kind.bundle)
         cost_D = np.where(open_D, cost_D + np.where(occupied_D, _MUST_WAIT, 0.0), np.inf)
+        # Of the places where somebody trains, first those that are left to others for longest.
+        cost_D += np.where(np.isfinite(self._away_D), _HOME / (1.0 + self._away_D / 60.0) / kind.bundle, 0.0)
+        cost_D += np.where(self._away_D < self._stay_s, _TOO_SHORT / kind.bundle, 0.0)
         over_served = sorted(range(len(self._shares)), key=self._gap_order, reverse=True)
         value = dict(zip(over_served, np.linspace(_SPARE, _SPARE + 1, len(over_served)).tolist(), strict=True))
         for seat_index, seat in enumerate(ground.seats):
-            if self._may_give(seat_index):
-                price = _SURPLUS if self._surplus[seat.pipeline] > 0 else value[seat.pipeline]
+            if self._may_give(seat_index, owed=True):
+                state = self._state_of(seat_index)
+                price = (_SURPLUS, _BORROWED, value[seat.pipeline])[state]
                 cost_D[list(seat.devices)] = price / min(len(seat.devices), kind.bundle)
         cost_D[np.array(ground.taken) | np.array(ground.calm)] = np.inf
         cost_K = cost_D[kind.places_K].sum(axis=1)
@@ -170,21 +250,25 @@ class Generation:
                 found.add(occupant)
         return found
 
-    def _may_give(self, seat_index: int) -> bool:
+    def _may_give(self, seat_index: int, *, owed: bool) -> bool:
         seat = self._ground.seats[seat_index]
         if seat.phase != "serving" or self._ground.leaving[seat_index]:
             return False
         if self._surplus[seat.pipeline] > 0:
             return True
-        return self._spare[seat.pipeline] > 0 and seat.since + self._pipelines[seat.pipeline].turn_s <= self._now
+        may_go = self._spare[seat.pipeline] > 0 or (owed and self._lent(seat.pipeline) > 0)
+        return may_go and seat.since + self._pipelines[seat.pipeline].turn_s <= self._now
 
-    def _may_all_give(self, standing: set[int]) -> bool:
-        if not all(self._may_give(seat_index) for seat_index in standing):
+    def _may_all_give(self, standing: set[int], *, owed: bool) -> bool:
+        if not all(self._may_give(seat_index, owed=owed) for seat_index in standing):
             return False
         if len(standing) == 1:
             return True
         givers = [self._ground.seats[seat_index].pipeline for seat_index in standing]
-        return all(givers.count(giver) <= max(self._surplus[giver], self._spare[giver]) for giver in set(givers))
+        return all(
+            givers.count(giver) <= max(self._surplus[giver], self._spare[giver], self._lent(giver) if owed else 0)
+            for giver in set(givers)
+        )
 
     def _seize(self, index: int, place: list[int], reason: str) -> None:
         ground = self._ground
@@ -288,6 +372,8 @@ def _kinds(snapshot: Snapshot) -> list[_Kind]:
                 places_K = places(snapshot.topology, view.inference, view.bundle)
             else:
                 places_K = np.array(view.places, dtype=np.int64).reshape(len(view.places), view.bundle)
-            kinds[key] = _Kind(len(kinds), view.bundle, places_K)
+            row_D = np.full(snapshot.topology.device_count, NOBODY)
+            row_D[places_K] = np.arange(len(places_K))[:, None]
+            kinds[key] = _Kind(len(kinds), view.bundle, places_K, row_D)
         found.append(kinds[key])
     return found

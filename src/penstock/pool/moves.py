@@ -133,6 +133,9 @@ class Moves:
         else:
             self._book.step_hold(claim, "cleared")
             claim.deadline, claim.since = None, now
+            entry = self._state.pipelines.get(claim.pipeline)
+            if entry is not None:
+                entry.home = claim.devices
             self._effects.append(ev.GrantDevices(claim.pipeline, claim.member, claim.request, claim.devices))
 
     def _step(self, seat: Seat, what: SeatInput, now: float, *, abort: bool = False, reason: str = "") -> None:

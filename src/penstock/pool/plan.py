@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -36,8 +37,14 @@ class PipelineView(msgspec.Struct, frozen=True):
     turn_s: float = 10.0
     """A woken worker of it is not taken for another pipeline's generation before this has passed."""
     lingers: bool = False
-    """Workers of it that lack work will have some again before a move repays: up to its equal part nobody may take them
-    for idle."""
+    """Workers of it that lack work will have some again before the moves repay: up to its equal part nobody may take
+    them for idle."""
+    home: tuple[DeviceId, ...] = ()
+    """Devices it trains on: its own workers stand best there, others must leave when it trains or comes back."""
+    away_s: float = math.inf
+    """How long it will probably leave its home to others: until it trains, or until it has work again."""
+    stay_s: float = 0.0
+    """A worker of it is woken at another pipeline's home only if that is left to others for so long."""
     may_wake: bool = True
     """False after failed moves, until the bench time is over."""
     places: tuple[tuple[DeviceId, ...], ...] | None = None

@@ -6,8 +6,9 @@ Promises:
 - A pipeline with work and no worker comes before every pipeline that would grow, longest wait first. If all places it
   could use are occupied it takes turns: it keeps the place that becomes takeable first, where a worker becomes
   takeable when its turn is over. Nobody is woken in a kept place, so it never becomes takeable later than promised.
-- Between pipelines that are served a bundle moves only if the taker is short of its ideal share by a whole bundle, the
-  giver is a whole bundle above its own, and the move pays: a plan made again after its moves are done moves nothing.
+- Between pipelines that are served a busy bundle moves only if the taker is short of its ideal share by a whole bundle,
+  and either the giver is a whole bundle above its own and the move pays, or the taker is below its equal part and the
+  giver above: made again after its moves are done, plans come to rest.
 - Idle devices, and workers that have nothing to do, go to whoever can use them, where that pays. Waking stops where the
   remaining work cannot use more workers.
 - Equal snapshots give equal plans; ties fall to the smaller name and the lower device.

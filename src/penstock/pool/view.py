@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 from penstock.pool.book import Entry, State
 from penstock.pool.plan import PipelineView, RequestView, SeatView, Snapshot
 from penstock.pool.settings import PoolSettings
@@ -34,10 +37,20 @@ def _worth(entry: Entry, useful: int, repay_s: float) -> int:
     return min(useful, max(1, int(entry.demand.remaining / samples_to_repay))) if samples_to_repay else useful
 
 
-def _lingers(entry: Entry, repay_s: float, now: float) -> bool:
-    """Whether work comes back before a move would repay: judged by its last pause, and by this one."""
+def _pause_s(entry: Entry, now: float) -> float:
+    """How long its pause will go on, or its next one last: as long as its last one; beyond that, as long again."""
     paused_s = 0.0 if entry.paused_since is None else now - entry.paused_since
-    return max(entry.last_pause_s, paused_s) < repay_s
+    return entry.last_pause_s - paused_s if paused_s < entry.last_pause_s else paused_s
+
+
+def _away_s(entry: Entry, workers: int, asks: bool, now: float) -> float:
+    """How long others may probably stay on the devices it trains on."""
+    if asks:
+        return 0.0
+    if entry.paused_since is not None:
+        return _pause_s(entry, now)
+    pace = entry.demand.pace * workers
+    return entry.demand.remaining / pace if pace else math.inf
 
 
 def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, int], now: float) -> Snapshot:
@@ -53,6 +66,8 @@ def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, in
     for member in state.members.values():
         if member.bound and not member.silent and member.member not in leaving:
             bound.setdefault(member.pipeline, []).append(member.bound)
+    awake = Counter(seat.pipeline for seat in state.seats.values() if seat.stays)
+    asking = {hold.pipeline for hold in state.holds.values() if hold.state in ("waiting", "assigned")}
     pipelines = []
     for name in names:
         entry = state.pipelines[name]
@@ -67,13 +82,16 @@ def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, in
                 remaining=entry.demand.remaining if not entry.demand.lapsed else 1,
                 useful=useful,
                 worth=useful if entry.alone else _worth(entry, useful, repay_s),
-                overdue=entry.short_since is not None and now >= entry.short_since + repay_s,
+                overdue=entry.short_since is not None and now >= entry.short_since + 2 * repay_s,
                 asleep=asleep[name],
                 weight=shape.weight,
                 min_bundles=shape.min_bundles,
                 waiting_since=entry.waiting_since,
                 turn_s=settings.turn_s * shape.weight,
-                lingers=_lingers(entry, repay_s, now),
+                lingers=_pause_s(entry, now) < 2 * repay_s,
+                home=entry.home,
+                away_s=_away_s(entry, awake[name], name in asking, now),
+                stay_s=repay_s / 2,
                 may_wake=now >= entry.benched_until,
                 places=tuple(sorted(bound[name])) if name in bound else None,
             )

@@ -60,7 +60,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     """Time that counts."""
     workers_factor: int = 4
     """Worker processes per pipeline, as a multiple of its equal part."""
-    payback: float = 12.0
+    payback: float = 13.5
     seed: int = 0
 
     @property
@@ -348,12 +348,13 @@ def fewest_moves(mix: Mix, round_s: float) -> float:
     """A lower bound on the moves per round of any schedule of the alternating mix whose rounds take `round_s`.
 
     Generation must fit into what training and the time apart leave of the round, which takes a number of devices on
-    average. Workers kept over the pause stand idle through it, and device time bounds how many those can be. Whoever is
-    not kept is woken once and put to sleep once. Stragglers, waking times and who stands where are left out.
+    average. Workers kept over the pause stand idle through it, and device time bounds how many those can be; nor can
+    they be more than the devices nobody trains on, because a stay on any other ends with the next training. Whoever
+    is not kept is woken once and put to sleep once. Stragglers and waking times are left out; rounds are taken as even.
     """
     pause_s = mix.train_s + mix.apart_s
     generating_s = mix.samples_per_device * mix.part * mix.sample_s / mix.concurrency
-    training_s = max(1, round(mix.part * mix.train_part)) * mix.train_s
+    trained_on = max(1, round(mix.part * mix.train_part))
     needed = generating_s / (round_s - pause_s)
-    kept = (mix.part * round_s - generating_s - training_s) / pause_s
-    return 2.0 * max(0.0, needed - kept) / mix.bundle
+    kept = (mix.part * round_s - generating_s - trained_on * mix.train_s) / pause_s
+    return 2.0 * max(0.0, needed - min(kept, mix.part - trained_on)) / mix.bundle

@@ -152,11 +152,37 @@ def test_workers_without_work_are_replaced_while_that_pays():
 
 
 def test_a_pipeline_below_its_share_takes_busy_workers_only_when_it_was_so_for_long():
-    plan = plan_for(view("a", 100, worth=8), view("b", 100, worth=8), 6, 2)
+    plan = plan_for(view("a", 100, worth=8), view("b", 300, worth=8), 4, 4)
     assert not plan
     assert plan.short == ("b",)
-    later = plan_for(view("a", 100, worth=8), view("b", 100, worth=1, overdue=True), 6, 2)
+    later = plan_for(view("a", 100, worth=8), view("b", 300, worth=1, overdue=True), 4, 4)
     assert (len(later.shrinks), len(later.expands), later.short) == (2, 2, ())
+
+
+def test_what_others_have_beyond_their_part_is_given_back_at_once():
+    plan = plan_for(view("a", 100, worth=8), view("b", 100), 6, 2)
+    assert (len(plan.shrinks), len(plan.expands)) == (2, 2)
+    assert not plan_for(view("a", 100, worth=8), view("b", 20), 6, 2), "it is below its part, but not below its share"
+
+
+def test_a_pipeline_stands_where_it_trains():
+    plan = plan_for(view("a", 100, home=EIGHT[4:6]), view("b", 0), 0, 0)
+    assert sorted(expand.devices for expand in plan.expands) == [(0,), (1,), (4,), (5,)]
+
+
+@pytest.mark.parametrize(("away_s", "borrowed"), [(40.0, 2), (20.0, 0)])
+def test_where_others_train_a_worker_is_woken_only_if_they_stay_away_for_long(away_s, borrowed):
+    a = view("a", 100, worth=6, stay_s=30.0)
+    b = view("b", 0, lingers=True, home=EIGHT[6:], away_s=away_s)
+    assert len(plan_for(a, b, 4, 2).expands) == borrowed
+
+
+def test_nobody_lingers_where_another_trains():
+    idle = view("a", 0, lingers=True)
+    assert not plan_for(idle, view("b", 100), 4, 3).shrinks
+    plan = plan_for(idle, view("b", 100, home=EIGHT[:2]), 4, 3)
+    assert [shrink.seat for shrink in plan.shrinks] == [0]
+    assert [expand.devices for expand in plan.expands] == [(0,)]
 
 
 def test_nobody_without_a_worker_waits_for_anything_to_pay():
