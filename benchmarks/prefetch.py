@@ -101,7 +101,9 @@ class CountingDesk:
             samples -= self.group
         return Leased(tuple(leases), "granted" if leases else "exhausted", "running")
 
-    async def deliver(self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[Any]) -> Delivered:
+    async def deliver(
+        self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[Any], scores: Sequence[Any] = ()
+    ) -> Delivered:
         if self.round_trip_s:
             await asyncio.sleep(self.round_trip_s)
         assert not failures, failures[0].error

@@ -294,7 +294,7 @@ async def test_what_the_desk_refuses_is_discarded_in_the_ring_it_lies_in() -> No
     desk = ScriptedDesk(4)
     deliver = desk.deliver
 
-    async def refusing(rollouts: Any, failures: Any, returned: Any) -> Any:
+    async def refusing(rollouts: Any, failures: Any, returned: Any, scores: Any = ()) -> Any:
         answer = await deliver(rollouts, failures, returned)
         return type(answer)(refused=tuple(rollout.sample for rollout in rollouts))
 
