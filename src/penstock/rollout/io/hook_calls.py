@@ -192,6 +192,8 @@ class HookCalls:
     def generate(self, batch: int, tickets: Sequence[flow.Ticket]) -> None:
         """For a workload whose `generate` blocks."""
         works = self._entered(batch, tickets)
+        if not works:
+            return
         started = time.monotonic()
         hook = "collate"
         try:
@@ -206,6 +208,8 @@ class HookCalls:
     async def generate_awaiting(self, batch: int, tickets: Sequence[flow.Ticket]) -> None:
         """For a workload with `async def generate`: on the loop, many at once."""
         works = self._entered(batch, tickets)
+        if not works:
+            return
         started = time.monotonic()
         hook = "collate"
         try:
@@ -220,7 +224,11 @@ class HookCalls:
             self._raised(batch, works, hook, error, started)
 
     def _entered(self, batch: int, tickets: Sequence[flow.Ticket]) -> list[Work]:
+        """What there is to generate. A batch that was given back before its turn came has ended with that."""
         works = [work for ticket in tickets if (work := self._works.get(ticket)) is not None]
+        if not works:
+            self._post(flow.GenerateEnded(batch, failed=True))
+            return works
         now = time.monotonic()
         samples = 0
         for work in works:
