@@ -21,6 +21,7 @@ class FakeEngine:
         self.version = 0
         self.digest = ""
         self.asleep = False
+        self.devices: tuple[int, ...] = ()
         self.interrupted = False
 
     def load(self, loaded: Manifest) -> None:
@@ -32,8 +33,9 @@ class FakeEngine:
     def check_vacated(self, timeout_s: float) -> None:
         assert self.asleep
 
-    def occupy(self, timeout_s: float) -> None:
+    def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
         self.asleep = False
+        self.devices = devices
 
     def interrupt(self) -> None:
         self.interrupted = True
@@ -64,8 +66,9 @@ async def test_a_resting_rank_sleeps_and_loads_nothing(tmp_path: Path) -> None:
     assert engine.asleep
     await asyncio.to_thread(weights.announced, manifest(1))
     assert await weights.next_manifest("", 0.05) is None
-    await asyncio.to_thread(weights.wake)
+    await asyncio.to_thread(weights.wake, (2, 3))
     assert not engine.asleep
+    assert engine.devices == (2, 3), "where the order says"
     assert await weights.next_manifest("", 10.0) == manifest(1)
 
 
@@ -86,5 +89,5 @@ async def test_an_interruption_ends_the_waiting_until_the_rank_is_woken(tmp_path
     weights.interrupt()
     assert not await asyncio.to_thread(weights.wait_for, Version(1))
     assert engine.interrupted
-    await asyncio.to_thread(weights.wake)
+    await asyncio.to_thread(weights.wake, (0,))
     assert not engine.interrupted
