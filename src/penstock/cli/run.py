@@ -25,6 +25,8 @@ from penstock.runtime.rundir import RunDir, write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
 
 INTERRUPTED = 130
+PIPE_COLUMNS = 140
+"""A pipe has no width of its own, and what is assumed for it would fold the cells of the summary."""
 
 
 def check_command(config: Path, overrides: list[str]) -> int:
@@ -39,7 +41,7 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
     if run is None:
         typer.echo(dump(resolved), nl=False)
         return 0
-    console = Console()
+    console = _console()
     _say(console, f"run directory: {run.root}")
     if resolved.launch.kind == "ray":
         return _conclude(console, run, uvloop.run(ray_launcher().run_on_ray(run, resolved, _view(run, console))))
@@ -52,7 +54,7 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
 
 def attach_command(run_dir: Path, *, stop: bool) -> int:
     """Shows a run on Ray again, or how it ended."""
-    run, console = RunDir.open(run_dir), Console()
+    run, console = RunDir.open(run_dir), _console()
     outcome = uvloop.run(ray_launcher().attach(run, _view(run, console), stop=stop))
     if outcome is None:
         _say(console, f"the run goes on; look again with: penstock attach {run.root}")
@@ -96,6 +98,11 @@ def _prepare(
     if dry_run:
         return resolved, None
     return resolved, RunDir.create(resolved.run.dir, resolved.run.name, dump(resolved), penstock.__version__)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
 def _view(run: RunDir, console: Console) -> View:
