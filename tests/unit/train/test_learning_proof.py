@@ -57,7 +57,8 @@ def test_a_tiny_language_model_learns_to_copy_letters(seed: int) -> None:
     assert isinstance(policy, LanguagePolicy)
     assert 100_000 < policy.parameter_count() < 500_000
     recommended = RECOMMENDED["tiny"]
-    learner = Learner(policy, TokenLossSettings(**recommended["token_loss"]), OptimSettings(**recommended["optimizer"]))
+    settings = OptimSettings(**recommended["optimizer"], decay_steps=steps)
+    learner = Learner(policy, TokenLossSettings(**recommended["token_loss"]), settings)
     engine = TorchEngine(served.module, pad_id=policy.tokenizer.pad_id, seed=seed)
     weights = OldWeights(engine, learner)
     sampling = Sampling(max_new_tokens=task.answer_characters, eos_id=policy.tokenizer.eos_id)
@@ -86,7 +87,7 @@ def test_a_tiny_language_model_learns_to_copy_letters(seed: int) -> None:
         learner.step(pack(samples, advantages, PackSettings()))  # type: ignore[arg-type]
         curve.append(float(np.mean(scores)))
     assert np.mean(curve[:10]) < 0.35
-    assert np.mean(curve[-10:]) > 0.85
+    assert np.mean(curve[-10:]) > 0.95
 
 
 @pytest.mark.parametrize("seed", [0, 1])
