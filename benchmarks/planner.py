@@ -1,7 +1,8 @@
 """Planning time, from 2 pipelines on 4 devices to 256 on 4096, beside the plain gap-ratio loop.
 
 steady: every pipeline has its share and nothing is to be done. cold: all devices idle, everybody asks. drift: equal
-shares, remaining work from 1 to P. hog: one pipeline holds everything, all others ask.
+shares, remaining work from 1 to P. hog: one pipeline holds everything, all others ask. Everybody trains on half of its
+equal part of the devices.
 
 The peer is the textbook loop, written for this benchmark: one activation at a time, everything recomputed after each.
 It gets a time cap per case; where it does not finish, the cap is what is shown. Times are CPU time of the planning
@@ -42,6 +43,7 @@ def make_snapshot(pipelines: int, devices: int, bundle: int, case: str) -> Snaps
         owners = [0] * len(rows)
     elif case != "cold":
         owners = [number % pipelines for number in range(len(rows))]
+    part = devices // pipelines
     views = tuple(
         PipelineView(
             name=PipelineName(f"p{number:04d}"),
@@ -50,6 +52,7 @@ def make_snapshot(pipelines: int, devices: int, bundle: int, case: str) -> Snaps
             remaining=(number + 1) * 100 if case == "drift" else 10_000,
             useful=len(rows),
             waiting_since=None if number in set(owners) else 0.0,
+            home=inference[number * part : number * part + (part + 1) // 2],
         )
         for number in range(pipelines)
     )
