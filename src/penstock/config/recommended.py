@@ -1,9 +1,9 @@
 """Settings that learn, by kind of model: what a run uses for whatever its configuration leaves open.
 
 The tiny model's were chosen over several seeds on copying letters with data two versions old, the gymnasium policy's
-on CartPole likewise. An entropy bonus is what keeps a model trained from nothing off plateaus; a pretrained one must not
-have it. The learning rate of both falls over the run: once all rewards are the same, the steps that are left would else
-be as long as ever, and lead away.
+on CartPole likewise. An entropy bonus is what keeps a model trained from nothing off plateaus; a pretrained one must
+not have it. The learning rate of both falls over the run: once all rewards are the same, the steps that are left would
+else be as long as ever, and lead away.
 """
 
 from __future__ import annotations
