@@ -72,7 +72,7 @@ def connected(configured: str, cpus: float) -> Iterator[str]:
             namespace=NAMESPACE,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            **(own if address == LOCAL else {}),
+            **own,
         )
     except (RayError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(_nobody(address, error)) from error

@@ -110,19 +110,20 @@ class RoleHost:
         missing = [path for path in order.extra_path if not Path(path).is_dir()]
         if missing:
             raise ConfigError(f"run.extra_path {missing[0]!r} is not a directory on node {os.uname().nodename}")
+        run = self._open_run()
+        run.failure_path(order.spec.name).unlink(missing_ok=True)
         self._started.clear()
         self._ended.clear()
         self._problem = None
         # The kernel ends the child with the thread that started it, so that thread stays until the child has ended.
-        threading.Thread(target=self._live, args=(order,), name=order.spec.name, daemon=True).start()
+        threading.Thread(target=self._live, args=(run, order), name=order.spec.name, daemon=True).start()
         self._started.wait()
         if self._problem is not None:
             raise self._problem
         return self._running_child().pid
 
-    def _live(self, order: StartOrder) -> None:
-        run, spec = self._open_run(), order.spec
-        run.failure_path(spec.name).unlink(missing_ok=True)
+    def _live(self, run: RunDir, order: StartOrder) -> None:
+        spec = order.spec
         hidden = {} if order.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # whoever asked for no GPU must not find one
         try:
             with run.log_path(spec.name).open("ab") as output:

@@ -257,24 +257,29 @@ class RayPlacer:
             await self._exchange()
             await asyncio.sleep(EXCHANGE_EVERY_S)
 
-    async def _exchange(self) -> None:
+    async def _exchange(self) -> bool:
+        """Whether a log grew: there may be more of it."""
         remote = [host for host in self._hosts.values() if not host.shares and not host.lost]
         if not remote:
-            return
+            return False
         path = self._run.endpoint_path
         endpoint = path.read_text(encoding="utf-8") if path.exists() else None
         calls = [host.actor.exchange.remote(host.process, endpoint, host.log_bytes) for host in remote]
         answers = await asyncio.gather(*(result(call, CALL_S) for call in calls), return_exceptions=True)
+        grew = False
         for host, answer in zip(remote, answers, strict=True):
             if isinstance(answer, BaseException):
                 log.info("nothing was exchanged with the host of %s: %s", host.process, first_line(answer))
                 continue
+            grew = grew or bool(answer)
             host.log_bytes += len(answer)
             with self._run.log_path(host.process).open("ab") as copy:
                 copy.write(answer)
+        return grew
 
     async def close(self) -> None:
-        await self._exchange()
+        while await self._exchange():  # the processes have ended, so their logs have ends
+            pass
         for host in self._hosts.values():
             host.end()
         for places in {id(places): places for _, places, _ in self._places.values()}.values():
