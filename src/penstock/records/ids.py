@@ -10,6 +10,9 @@ RunId = NewType("RunId", str)
 PipelineName = NewType("PipelineName", str)
 """The `name` of a `[[pipeline]]` table."""
 
+POOL = PipelineName("<pool>")
+"""In the journal, stands where a pipeline's name would for what concerns them all. No pipeline can be called so."""
+
 MemberId = NewType("MemberId", str)
 """One incarnation of one process: a restarted worker is a new member."""
 

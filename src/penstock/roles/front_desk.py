@@ -20,10 +20,10 @@ from penstock.control.points import EvaluationResult
 from penstock.control.settings import StepSummary
 from penstock.journal.writer import Journal
 from penstock.payload.discards import Discards
-from penstock.records.ids import MemberId, PipelineName, Version
+from penstock.records.ids import POOL, MemberId, PipelineName, Version
 from penstock.roles.fleet import fleet_of, reported
 from penstock.roles.fleet_calls import FleetCalls
-from penstock.roles.pool_host import POOL, PoolHost
+from penstock.roles.pool_host import PoolHost
 from penstock.runtime.clock import Clock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines

@@ -17,16 +17,13 @@ from penstock.journal.writer import Journal
 from penstock.pool import events as pool
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
-from penstock.records.ids import MemberId, PipelineName
+from penstock.records.ids import POOL, MemberId, PipelineName
 from penstock.records.pool import DeviceId, Topology
 from penstock.roles.pool_notes import noteworthy
 from penstock.wire import messages
 from penstock.wire.messages import NotYet, Ok, Refused, Reply
 
 log = logging.getLogger(__name__)
-
-POOL = PipelineName("<pool>")
-"""The pool's name in the journal: no pipeline can be called so."""
 
 _decoder = msgspec.msgpack.Decoder(pool.Event)
 _encode = msgspec.msgpack.Encoder().encode

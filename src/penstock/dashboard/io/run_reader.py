@@ -24,11 +24,10 @@ from penstock.dashboard.views import Folds
 from penstock.errors import ConfigError, PenstockError
 from penstock.journal.reader import history, newest_seq
 from penstock.journal.schema import Entry
+from penstock.records.ids import POOL
 from penstock.runtime.following import Following
 from penstock.runtime.rundir import RunDir
 
-POOL = "<pool>"
-"""The pool's name in the journal."""
 EVENTS_AT_ONCE = 2000
 LOG_BYTES_AT_FIRST = 1 << 20
 TAIL_BYTES = 64 << 10
