@@ -17,7 +17,7 @@ from penstock.roles.turns import Turns
 from penstock.runtime.offload import Offload
 from penstock.train import checkpoint
 from penstock.train.rollout_log import RolloutLog
-from penstock.train.step import Learner, Score
+from penstock.train.step import Learner, PriorLogprobs
 from penstock.wire.messages import AckCheckpoint, AckStep
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class TrainingLoop:
     async def _train(self, batch: PreparedBatch) -> bool:
         """One step, with the turns it needs; False when asked to stop before it began."""
         began, waited_before_s = time.monotonic(), self._turns.waited_s
-        scores = [Score()] * len(batch.micro_batches)
+        scores = [PriorLogprobs()] * len(batch.micro_batches)
         if self._learner.scored_by:
             if not await self._turns.take(Priority.SCORING):
                 return False

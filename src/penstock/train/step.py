@@ -56,7 +56,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 HOST = torch.device("cpu")
 
 
-class Score(msgspec.Struct, frozen=True):
+class PriorLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of a micro-batch's trained tokens before the step's first update, in host memory."""
 
     reference_M: Tensor | None = None
@@ -111,18 +111,18 @@ class Learner:
                 needed.append("reference")
         return tuple(needed)
 
-    def score(self, micro_batches: Sequence[TokenBatch] | Sequence[EpisodeBatch]) -> list[Score]:
+    def score(self, micro_batches: Sequence[TokenBatch] | Sequence[EpisodeBatch]) -> list[PriorLogprobs]:
         """What a step over this batch compares with, one for each micro-batch. Changes nothing."""
         settings = self._loss
         if not isinstance(settings, TokenLossSettings):
-            return [Score()] * len(micro_batches)
+            return [PriorLogprobs()] * len(micro_batches)
         batches = cast("Sequence[TokenBatch]", micro_batches)
         several = self._several_updates(sum(bool(batch.loss_mask_RT.any()) for batch in batches))
         proximal = self.policy if several else None
         reference = self.reference if settings.kl_coefficient else None
         self.policy.module.train()
         return [
-            Score(
+            PriorLogprobs(
                 reference_M=_logprobs(batch, reference, settings.temperature),
                 proximal_M=_logprobs(batch, proximal, settings.temperature),
             )
@@ -132,7 +132,7 @@ class Learner:
     def step(
         self,
         micro_batches: Sequence[TokenBatch] | Sequence[EpisodeBatch],
-        scores: Sequence[Score] | None = None,
+        scores: Sequence[PriorLogprobs] | None = None,
     ) -> dict[str, float]:
         """Train on one batch and return its metrics. Without `scores` it is scored first.
 
@@ -208,7 +208,7 @@ class Learner:
                 self._optimizer.state[self._named[name]][key] = tensor.clone()
 
     def _token_step(
-        self, batches: Sequence[TokenBatch], scores: Sequence[Score], settings: TokenLossSettings
+        self, batches: Sequence[TokenBatch], scores: Sequence[PriorLogprobs], settings: TokenLossSettings
     ) -> dict[str, float]:
         module, device = self.policy.module, self._parameters[0].device
         scored = [(TokenTensors(batch, device), score) for batch, score in zip(batches, scores, strict=True)]
