@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 from rich.console import Console
 from rich.table import Table
 
@@ -52,11 +52,11 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
     curves: dict[str, Curve] = defaultdict(Curve)
     if not metrics.exists():
         return curves
-    with metrics.open(encoding="utf-8") as lines:
+    with metrics.open("rb") as lines:
         for line in lines:
             try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
+                entry = orjson.loads(line)
+            except orjson.JSONDecodeError:
                 continue
             if entry.get("kind") == "step" and entry.get("reward") is not None:
                 curve = curves[entry["pipeline"]]

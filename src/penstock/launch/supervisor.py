@@ -323,7 +323,7 @@ def _write_ending(run: RunDir, how: Ending, sentence: str = "", **details: Any) 
 @contextlib.contextmanager
 def exclusive(run: RunDir) -> Iterator[None]:
     """Holds the run directory for one supervisor; the kernel lets go when this process dies, however it dies."""
-    with (run.root / "supervisor.lock").open("w") as lock:
+    with run.lock_path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

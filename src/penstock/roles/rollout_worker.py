@@ -94,8 +94,8 @@ async def _generate(
             if group is not None:
                 return group
             interrupt = getattr(engine, "interrupt", lambda: None)
-            options = {"progressed": moved, "interrupt": interrupt, "evaluating": evaluation}
-            return Runner(workload, desk, RingStore(ring), settings, **options)
+            store = RingStore(ring)
+            return Runner(workload, desk, store, settings, progressed=moved, interrupt=interrupt, evaluating=evaluation)
 
         generation = Generation(resident, desk, make_runner, tasks, moved)
         deadline_s = pipeline.weights.deadline_s
