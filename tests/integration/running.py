@@ -23,7 +23,23 @@ from penstock.journal.reader import history
 from penstock.payload.io.leftovers import sweep
 from penstock.runtime.rundir import RunDir
 
-LETTERS = """\
+TINY = """\
+[pipeline.model]
+kind = "tiny"
+hidden = 32
+layers = 1
+heads = 2
+[pipeline.train]
+groups_per_step = 4
+[pipeline.rollout]
+group_size = 4
+batch_samples = 16
+max_new_tokens = 4
+"""
+"""The smallest that learns; more keys of `[pipeline.rollout]` may follow."""
+
+LETTERS = (
+    """\
 [run]
 name = "test"
 dir = "{dir}"
@@ -35,21 +51,13 @@ steps = {steps}
 {pipeline}
 [pipeline.env]
 name = "copy"
-[pipeline.model]
-kind = "tiny"
-hidden = 32
-layers = 1
-heads = 2
-[pipeline.rollout]
-group_size = 4
-batch_samples = 16
-max_new_tokens = 4
-{rollout}
-[pipeline.train]
-groups_per_step = 4
+"""
+    + TINY
+    + """{rollout}
 [pipeline.checkpoint]
 every_steps = {checkpoint_every}
 """
+)
 
 
 def letters(
@@ -122,9 +130,9 @@ class Running:
         )
 
 
-def start(folder: Path, *arguments: str | Path) -> Running:
+def start(folder: Path, *arguments: str | Path, command: str = "run") -> Running:
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", "run", *map(str, arguments)],
+        [sys.executable, "-m", "penstock.cli.main", command, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

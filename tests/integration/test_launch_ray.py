@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from running import Running, left_behind, letters, start, step_lines, trained_steps, wait_for
+from running import left_behind, letters, start, step_lines, trained_steps, wait_for
 from test_kill_matrix import assert_exact, finite
 
 if importlib.util.find_spec("ray") is None:
@@ -94,19 +94,6 @@ def on(cluster: RayNodes) -> tuple[str, ...]:
     return ("--launcher", "ray", "--set", f"launch.address={cluster.address}")
 
 
-def attach(folder: Path, *arguments: str | Path) -> Running:
-    command = [sys.executable, "-m", "penstock.cli.main", "attach", *map(str, arguments)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"COLUMNS": "200"},
-    )
-    return Running(process, folder)
-
-
 def assert_nothing_left(cluster: RayNodes, folder: Path) -> None:
     wait_for(lambda: cluster.left() == {"actors": [], "groups": []}, 30, "all actors and placement groups to go")
     assert left_behind(folder) == []
@@ -124,7 +111,7 @@ def test_a_run_outlives_a_worker_a_whole_node_and_its_launcher_with_exact_books(
     role(folder, "letters.rollout.0", other_than=worker.pid)
     run.process.kill()
     run.process.communicate(timeout=10)
-    watching = attach(folder, run.directory)
+    watching = start(folder, run.directory, command="attach")
     before = role(folder, lost)
     node = cluster.node_of(before)
     neighbours = [process for process in roles(folder).values() if cluster.node_of(process) == node]
@@ -150,7 +137,7 @@ def test_a_lost_supervisor_comes_back_and_terminals_come_and_go(folder: Path, no
     role(folder, "controller", 120, other_than=controller.pid)
     run.wait_for_step(8, timeout_s=120)
 
-    watching = attach(folder, run.directory)
+    watching = start(folder, run.directory, command="attach")
     assert watching.process.stdout is not None
     assert watching.process.stdout.readline() == "watching the run; Ctrl-C leaves it running\n"
     watching.interrupt()
@@ -159,7 +146,7 @@ def test_a_lost_supervisor_comes_back_and_terminals_come_and_go(folder: Path, no
     assert "the run goes on" in output
     assert run.process.poll() is None
 
-    code, output = attach(folder, run.directory, "--stop").end(120)
+    code, output = start(folder, run.directory, "--stop", command="attach").end(120)
     assert code == 130, output
     code, output = run.end(60)
     assert code == 130, output
@@ -169,7 +156,7 @@ def test_a_lost_supervisor_comes_back_and_terminals_come_and_go(folder: Path, no
     code, output = start(folder, "--resume", run.directory, "--set", f"pipeline.letters.steps={steps}").end(300)
     assert code == 0, output
     assert {entry["step"] for entry in step_lines(run.directory)} == set(range(steps))
-    assert attach(folder, run.directory).end(60)[0] == 0, "how it ended can still be seen"
+    assert start(folder, run.directory, command="attach").end(60)[0] == 0, "how it ended can still be seen"
     assert_nothing_left(cluster, folder)
 
 

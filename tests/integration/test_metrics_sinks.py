@@ -29,6 +29,11 @@ def test_tensorboard_gets_every_step_of_a_run_that_is_resumed(folder: Path):
     rewards = {event.step: pytest.approx(event.tensor_proto.float_val[0]) for event in events.Tensors("letters/reward")}
     assert rewards == {entry["step"]: entry["reward"] for entry in step_lines(run.directory)}
     assert len(events.Tensors("letters/reward")) == 24, "each step once"
+    (run.directory / "sinks" / "tensorboard.offset").unlink()  # as if it had not been told anything
+    for sent in (24, 0):
+        code, output = start(folder, run.directory, "--to", "tensorboard", command="publish").end(60)
+        assert code == 0, output
+        assert f"sent {sent} lines" in output
 
 
 def test_libraries_that_fail_or_hang_cost_their_own_processes_only(folder: Path):

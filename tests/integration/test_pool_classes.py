@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from running import Running, start, step_lines, trained_prompts, wait_for
+from running import TINY, Running, start, step_lines, trained_prompts, wait_for
 
 from penstock.journal.reader import history
 from penstock.pool import events as pool
@@ -43,7 +43,8 @@ max_restarts = 100
 devices = {devices}
 """
 
-PIPELINE = """
+PIPELINE = (
+    """
 [[pipeline]]
 name = "{name}"
 steps = 1000
@@ -51,23 +52,15 @@ epochs = 1
 train_devices = [0]
 [pipeline.env]
 name = "finite:Finite"
-[pipeline.model]
-kind = "tiny"
-hidden = 32
-layers = 1
-heads = 2
-[pipeline.rollout]
-workers = {workers}
-group_size = 4
-batch_samples = 16
-max_new_tokens = 4
-[pipeline.train]
-groups_per_step = 4
+"""
+    + TINY
+    + """workers = {workers}
 [pipeline.token_loss]
 kl_coefficient = {kl}
 [pipeline.checkpoint]
 every_steps = 4
 """
+)
 
 DOING = {"initialisation": "initialising", "scoring": "scoring"}
 

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from running import Running, start, step_lines, wait_for
+from running import TINY, Running, start, step_lines, wait_for
 
 from penstock.journal.reader import history
 from penstock.runtime.rundir import RunDir
@@ -27,7 +27,8 @@ dir = "{folder}/runs"
 devices = 4
 """
 
-PIPELINE = """
+PIPELINE = (
+    """
 [[pipeline]]
 name = "{name}"
 steps = {steps}
@@ -35,21 +36,13 @@ train_devices = {train}
 rollout_devices = [0, 1, 2, 3]
 [pipeline.env]
 name = "copy"
-[pipeline.model]
-kind = "tiny"
-hidden = 32
-layers = 1
-heads = 2
-[pipeline.rollout]
-workers = {workers}
-group_size = 4
-batch_samples = 16
-max_new_tokens = 4
-[pipeline.train]
-groups_per_step = 4
+"""
+    + TINY
+    + """workers = {workers}
 [pipeline.checkpoint]
 every_steps = 4
 """
+)
 
 
 def overlapping(folder: Path, trains: dict[str, list[int]], *, steps: int, workers: int) -> Path:
