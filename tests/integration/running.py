@@ -130,6 +130,9 @@ class Running:
         )
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
 def start(folder: Path, *arguments: str | Path, command: str = "run") -> Running:
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.cli.main", command, *map(str, arguments)],
@@ -139,6 +142,7 @@ def start(folder: Path, *arguments: str | Path, command: str = "run") -> Running
         cwd=folder,
         env=os.environ | {"COLUMNS": "200"},
     )
+    _started.append(process)
     return Running(process, folder)
 
 
@@ -209,9 +213,14 @@ def left_behind(folder: Path) -> list[str]:
 def no_leftovers(folder: Path) -> Iterator[None]:
     """Body of a fixture: after the test no process and no shared memory of its runs may be left."""
     yield
-    wait_for(lambda: not left_behind(folder), 10, f"all processes of {folder} to end")
-    for marker in folder.glob("runs/*/run.json"):
-        assert sweep(RunDir.open(marker.parent).run_id) == [], "shared memory was left behind"
+    try:
+        wait_for(lambda: not left_behind(folder), 10, f"all processes of {folder} to end")
+        for marker in folder.glob("runs/*/run.json"):
+            assert sweep(RunDir.open(marker.parent).run_id) == [], "shared memory was left behind"
+    finally:
+        while _started:  # one test that failed must not disturb the next
+            with _started.pop() as process:
+                process.kill()
 
 
 def outside_address() -> str:

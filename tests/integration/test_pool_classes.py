@@ -23,6 +23,7 @@ from penstock.pool.book import State
 from penstock.pool.lease import Hold
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
+from penstock.records.ids import POOL
 from penstock.records.pool import Topology
 from penstock.runtime.rundir import RunDir
 
@@ -32,6 +33,8 @@ DEVICES = 4
 PROMPTS = 100
 HURRY = "hurry"
 """Rewards are slow until there is a file of this name."""
+GATE = "gate"
+"""The trainer of `new` does not come up while there is a file of this name; another one says that it is there."""
 
 RUN = """\
 [run]
@@ -65,12 +68,21 @@ every_steps = 4
 DOING = {"initialisation": "initialising", "scoring": "scoring"}
 
 FINITE = f"""
+import sys
 import time
 from pathlib import Path
 from penstock.envs.tasks import Copy
 
 class Finite(Copy):
     count = {PROMPTS}
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        gate = Path(__file__).with_name("{GATE}")
+        if "new.trainer" in sys.argv and gate.exists():
+            gate.with_suffix(".reached").touch()
+            while gate.exists():
+                time.sleep(0.05)
 
     def score(self, prompts, completions, **columns):
         if not Path(__file__).with_name("{HURRY}").exists():
@@ -140,17 +152,21 @@ def waiting(run: Running, kind: str, pipeline: str) -> bool:
     return any(f"({kind})" in line and line.startswith(pipeline) for line in status(run)["waiting"])
 
 
-def killed_as_holder(run: Running, name: str, kinds: dict[str, str]) -> bool:
-    """Once everybody waits for device 0 as said, one of them is halted, given the device, and killed with it.
+def killed_as_holder(run: Running, name: str, kind: str, gate: Path | None = None) -> bool:
+    """Once it waits for device 0, a trainer is halted, given the device, and killed with it.
 
-    False if they did not come together before the pool ended the halted worker, which it does after 40 s.
+    One that is held back at a gate is let through when somebody waits already. False if they did not come before the
+    pool ended the halted worker, which it does after 40 s.
     """
     worker = halted_worker(run)
     try:
-        wait_for(lambda: all(waiting(run, kind, who) for who, kind in kinds.items()), 30)
+        if gate is not None:
+            wait_for(lambda: status(run)["waiting"], 25)
+            gate.unlink()
+        wait_for(lambda: waiting(run, kind, name), 30 if gate is None else 12)
         trainer = run.child(f"{name}.trainer")
         trainer.suspend()
-        if not waiting(run, kinds[name], name):
+        if not waiting(run, kind, name):
             trainer.resume()
             return False
     except AssertionError:
@@ -161,18 +177,24 @@ def killed_as_holder(run: Running, name: str, kinds: dict[str, str]) -> bool:
 
     def holds() -> bool:
         use = on_device_0(run)
-        return use is not None and (use["pipeline"], use["doing"]) == (name, DOING[kinds[name]])
+        return use is not None and (use["pipeline"], use["doing"]) == (name, DOING[kind])
 
-    wait_for(holds, 120, f"{name} to be given device 0 for {kinds[name]}")
+    wait_for(holds, 120, f"{name} to be given device 0 for {kind}")
     trainer.send_signal(signal.SIGKILL)
     wait_for(lambda: not holds(), 120, "the device to come back")
     return True
 
 
 def killed_as_it_comes_up(run: Running) -> bool:
-    """The same for a trainer that has just been started again, while the other classes wait too."""
-    run.child("new.trainer").send_signal(signal.SIGKILL)
-    return killed_as_holder(run, "new", {"new": "initialisation", "scoring": "scoring", "training": "training"})
+    """The same for a trainer that has just been started again, while other classes wait already."""
+    gate = run.folder / GATE
+    if not gate.exists():
+        reached = gate.with_suffix(".reached")
+        reached.unlink(missing_ok=True)
+        gate.touch()
+        run.child("new.trainer").send_signal(signal.SIGKILL)
+        wait_for(reached.exists, 120, "the next trainer of new to come up")
+    return killed_as_holder(run, "new", "initialisation", gate)
 
 
 def decisions(run: Running) -> list[tuple[pool.Event, dict[int, Hold], dict[int, Hold]]]:
@@ -182,7 +204,7 @@ def decisions(run: Running) -> list[tuple[pool.Event, dict[int, Hold], dict[int,
     told = []
     before: dict[int, Hold] = {}
     for entry in history(run.directory / "journal.sqlite"):
-        if entry.pipeline != "<pool>":
+        if entry.pipeline != POOL:
             continue
         event = decoder.decode(entry.body)
         machine.handle(event, entry.at)
@@ -219,8 +241,8 @@ def assert_exact(run: Running, code: int, output: str, names: dict[str, float]) 
 def test_classes_are_strict_only_generation_makes_way_and_a_kill_costs_one_turn(folder: Path):
     pipelines = {"new": 0.0, "scoring": 0.05, "training": 0.0}
     run = started(folder, pipelines, workers=2)
-    assert any(killed_as_holder(run, "scoring", {"scoring": "scoring"}) for _ in range(4)), status(run)
-    assert any(killed_as_it_comes_up(run) for _ in range(4)), status(run)
+    assert any(killed_as_holder(run, "scoring", "scoring") for _ in range(6)), status(run)
+    assert any(killed_as_it_comes_up(run) for _ in range(6)), status(run)
     (folder / HURRY).touch()
     code, output = run.end(600)
     assert_exact(run, code, output, pipelines)
