@@ -299,7 +299,7 @@ class RawUcxx:
     def close(self) -> None:
         from penstock.payload.io.ucxx_core import close
 
-        close(self._endpoint, [])
+        close(self._worker, self._endpoint, [])
 
 
 class Rows:

@@ -562,20 +562,30 @@ def test_a_server_closes_in_the_middle_of_everything(world: World) -> None:
 
 
 @needs_ucxx
-def test_a_ucxx_server_closes_in_the_middle_of_a_body(world: World) -> None:
+def test_a_ucxx_server_closes_in_the_middle_of_everything_and_frees_its_port(world: World) -> None:
     from penstock.payload.io.ucxx import UcxxServer
-    from penstock.payload.io.ucxx_client import UcxxWire
+    from penstock.payload.io.ucxx_client import UcxxConnection, UcxxWire
 
     server = UcxxServer(world.ring.name, "secret", directory=world.directory, limits=PATIENT)
-    ref = world.ring.write([bytes(12 << 20)], timeout_s=5)
+    used, ref = (world.ring.write([body], timeout_s=5) for body in (b"used", bytes(12 << 20)))
     wire = UcxxWire()
-    client = wire.connect("127.0.0.1", server.ports[0], hello("secret"), time.monotonic() + 30)
-    client.ask(read(ref), memoryview(bytearray(12 << 20)), time.monotonic() + 30)
+
+    def connect(said: bytes) -> UcxxConnection:
+        return wire.connect("127.0.0.1", server.ports[0], said, time.monotonic() + 30)
+
+    stranger, idle, reading = connect(b"P"), connect(hello("secret")), connect(hello("secret"))
+    with pytest.raises(Broken, match="no answer in time"):
+        stranger.ask(b"", memoryview(b""), time.monotonic() + 0.1)
+    idle.ask(consume([used]), memoryview(b""), time.monotonic() + 30)
+    eventually(lambda: stranger.reusable and server.statistics().connections == 3)
+    reading.ask(read(ref), memoryview(bytearray(12 << 20)), time.monotonic() + 30)
     assert world.ring.statistics().reading == 1  # the status has come; nobody drives the rest
     server.close(timeout_s=10)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("payload")]
     assert world.ring.statistics().ready == 1
-    client.close()
+    socket.create_server(("", server.ports[0])).close()  # nobody listens there any more
+    for client in (stranger, idle, reading):
+        client.close()
     wire.close()
 
 

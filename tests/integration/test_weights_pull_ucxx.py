@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +92,25 @@ def test_a_server_on_loopback_is_out_of_reach_by_other_interfaces(tmp_path: Path
         mover().bring(msgspec.structs.replace(manifest, ucxx_addresses=(elsewhere,)), 3.0)
     assert server.served_bytes == 0
     assert digest_of(mover().bring(manifest, DEADLINE_S)) == manifest.digest
+
+
+def test_a_closed_server_frees_its_port_whatever_its_connections_were_doing(tmp_path: Path) -> None:
+    server = UcxxArtifactServer(tmp_path, TOKEN, ucxx_core)
+    manifest = published(tmp_path, server, 1)
+    idle = mover()
+    assert digest_of(idle.bring(manifest, DEADLINE_S)) == manifest.digest
+    port = int(server.address.rpartition(":")[2])
+    worker = ucxx_core.Worker()
+    stranger = ucxx_core.core.UCXEndpoint.create(worker.ucx, "127.0.0.1", port, True)
+    said = ucxx_core.stream_send(stranger, b"P")
+    deadline = time.monotonic() + DEADLINE_S
+    while not said.done or len(server._connections) < 2:
+        assert time.monotonic() < deadline
+        worker.wait(0.01)
+    server.close(10.0)
+    socket.create_server(("", port)).close()  # nobody listens there any more
+    ucxx_core.close(worker, stranger, [said])
+    worker.close()
 
 
 SERVE = """

@@ -1,7 +1,7 @@
-"""The exchange over UCX (extra `ucxx`), server's side: statuses on an endpoint's stream, the rest as tagged messages.
+"""The exchange over UCX (extra `ucxx`), server's side: control on an endpoint's stream, bodies as tagged messages.
 
 Each port has a thread of its own, which owns a UCX worker and drives its connections. A client begins each connection
-on the stream with a tag chosen at random and its hello; under that tag it sends its requests and gets its bodies.
+with the tag under which it wants its bodies, chosen at random; then the exchange is as on every carrier.
 
 UCX buffers what arrives unasked, without a bound that we could set: offer these ports on trusted networks only. It
 cannot listen on one address. Given a loopback host the server knows of no other device and refuses whoever comes by
@@ -26,7 +26,6 @@ from penstock.payload.io.ucxx_core import (
     Transfer,
     UCXError,
     Worker,
-    body_receive,
     body_send,
     close,
     core,
@@ -82,7 +81,7 @@ class UcxxServer:
         return sum(port.break_off() for port in self._ports)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End all connections and threads within `timeout_s`; what was being sent stays readable."""
+        """End connections and threads and free the ports within `timeout_s`; what was being sent stays readable."""
         deadline = time.monotonic() + timeout_s
         for port in self._ports:
             port.stop()
@@ -126,8 +125,9 @@ class _Port:
         return len(self.connections)
 
     def _run(self) -> None:
+        arrived: list[Any] = []
+        listener = None
         try:
-            arrived: list[Any] = []
             listener = core.UCXListener.create(self._worker.ucx, self._wish, arrived.append, deliver_endpoint=True)
             self._bound.put(listener.port)
             self._serve(arrived)
@@ -137,6 +137,9 @@ class _Port:
             log.exception("UCXX payload port stopped")
         finally:
             self._close_all("the server is closing")
+            # Nobody may remember the listener, not even the failure of this function: that is what frees the port.
+            arrived.clear()
+            del listener
             self._worker.close()
 
     def _serve(self, arrived: list[Any]) -> None:
@@ -210,9 +213,7 @@ class _Connection:
             return False
         self._handler.handle(event)
         if self._exchange.expects_bytes and self._receiving is None:
-            # Not from the stream: UCXX never lets go of a stream's receive that was pending at the end, nor of the
-            # listener behind it, and so the port would stay bound.
-            self._receiving = body_receive(self._endpoint, bytearray(self._exchange.expects_bytes), self._tag)
+            self._receiving = stream_receive(self._endpoint, self._exchange.expects_bytes)
         return True
 
     def close(self, reason: str) -> None:
@@ -238,8 +239,7 @@ class _Connection:
 
     def _close_endpoint(self) -> None:
         self._lingers_until = None
-        close(self._endpoint, [*self._sending, *([self._receiving] if self._receiving else [])])
-        self._worker.ucx.progress()
+        close(self._worker, self._endpoint, [*self._sending, *([self._receiving] if self._receiving else [])])
         # A listener keeps its port for as long as an endpoint of it, or a transfer, is remembered anywhere.
         self._endpoint = None
         self._receiving = None

@@ -10,14 +10,13 @@ from typing import Any, Literal
 import xxhash
 
 from penstock.errors import Aborted
-from penstock.payload.exchange import REQUEST, STATUS
+from penstock.payload.exchange import STATUS
 from penstock.payload.io.ucxx_core import (
     TAG,
     Transfer,
     UCXError,
     Worker,
     body_receive,
-    body_send,
     close,
     core,
     pieces,
@@ -62,7 +61,7 @@ class UcxxWire:
 
 
 class UcxxConnection:
-    """One connection to a server: hello and statuses on the endpoint's stream, the rest under a tag of its own."""
+    """One connection to a server: requests and statuses on the endpoint's stream, bodies under a tag of its own."""
 
     def __init__(self, worker: Worker, endpoint: Any, hello: bytes) -> None:
         self.born = time.monotonic()
@@ -70,7 +69,7 @@ class UcxxConnection:
         self._endpoint = endpoint
         self._tag = secrets.randbits(63)
         self._unsaid = TAG.pack(self._tag) + hello
-        """Goes out right before the first request."""
+        """Goes out together with the first request."""
         self._in_flight: list[Transfer] = []
         self._pieces: list[Transfer] = []
         self._answered = False
@@ -89,12 +88,8 @@ class UcxxConnection:
         # Asked for before it is sent: what arrives unexpected would be copied once more.
         self._pieces = [body_receive(self._endpoint, piece, self._tag) for piece in pieces(body)]
         status = stream_receive(self._endpoint, STATUS.size)
-        if self._unsaid:
-            self._in_flight.append(stream_send(self._endpoint, self._unsaid))
-            self._unsaid = b""
-        # The server asks for what a request announces when it has seen the request: that is a message of its own.
-        parts = [memoryview(request)[: REQUEST.size], memoryview(request)[REQUEST.size :]]
-        self._in_flight += [body_send(self._endpoint, part, self._tag) for part in parts if part]
+        self._in_flight.append(stream_send(self._endpoint, self._unsaid + request))
+        self._unsaid = b""
         data = self._finish(status, deadline)
         self._answered = True
         self._unanswered = False
@@ -116,9 +111,7 @@ class UcxxConnection:
         self._worker.wake()
 
     def close(self) -> bool:
-        freed = close(self._endpoint, [*self._in_flight, *self._pieces])
-        self._worker.ucx.progress()
-        return freed
+        return close(self._worker, self._endpoint, [*self._in_flight, *self._pieces])
 
     def _finish(self, transfer: Transfer, deadline: float) -> bytes:
         """Wait for `transfer`; what it received, if it is one of the stream's."""

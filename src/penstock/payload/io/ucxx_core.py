@@ -7,12 +7,14 @@ it waits, and here an idle server must use no CPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import os
 import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,8 @@ os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # it warns of variables 
 
 import ucxx  # pyright: ignore[reportMissingImports]
 from ucxx._lib.arr import Array  # pyright: ignore[reportMissingImports]
+
+from penstock.errors import RunFailed
 
 core = ucxx.libucxx
 UCXError = ucxx.exceptions.UCXError
@@ -29,11 +33,17 @@ PIECE_BYTES = 1 << 22
 """A body travels as messages of this size and a rest, so that one is hashed while the next is on its way."""
 SETTINGS = {"TCP_CM_REUSEADDR": "y"}
 """A port may be listened on again although connections of a former server have only just ended."""
-CLOSE_PERIOD_NS = 500_000_000
+CLOSE_S = 0.5
+"""How long a transfer may take to end with its endpoint; it takes microseconds."""
 LONGEST_WAIT_S = 60.0
 
 _unfinished: list[object] = []
 """Transfers that outlived their endpoint, with their memory: UCX may still write to it, so it is never used again."""
+
+_count_cancelling = getattr(ctypes.CDLL("libucxx.so"), "_ZNK4ucxx8Endpoint16getCancelingSizeEv", lambda endpoint: 0)
+"""`Endpoint::getCancelingSize`, which UCXX offers in C++ only. An endpoint forgets the transfers that ended while it
+was cancelling them only when it is asked how many are left; until then they keep each other alive, and with them the
+listener and its port."""
 
 
 def is_loopback(host: str) -> bool:
@@ -45,10 +55,13 @@ class Worker:
 
     def __init__(self, host: str = "") -> None:
         """One that listens on a loopback `host` is out of reach of the rest of the world, and it out of theirs."""
-        # A user's own choice of devices stands.
-        confined = host and is_loopback(host) and "UCX_NET_DEVICES" not in os.environ
-        self.ucx = core.UCXWorker(core.UCXContext({**SETTINGS, **({"NET_DEVICES": "lo"} if confined else {})}))
-        self.ucx.init_blocking_progress_mode()
+        try:
+            # A user's own choice of devices stands.
+            confined = host and is_loopback(host) and "UCX_NET_DEVICES" not in os.environ
+            self.ucx = core.UCXWorker(core.UCXContext({**SETTINGS, **({"NET_DEVICES": "lo"} if confined else {})}))
+            self.ucx.init_blocking_progress_mode()
+        except (UCXError, OSError) as error:
+            raise RunFailed(f"UCX cannot be set up{f' for host {host!r}' * bool(host)}: {error}") from error
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
         self._closed = False
@@ -66,10 +79,6 @@ class Worker:
             if any(fd == self._wake for fd, _ in ready):
                 os.eventfd_read(self._wake)
         self.ucx.progress()
-
-    def also_wake_on(self, fd: int) -> None:
-        """Let `wait` return when something can be read from `fd`, too."""
-        self._poll.register(fd, select.POLLIN)
 
     def wake(self) -> None:
         """From any thread: let the present `wait`, or else the next, return at once."""
@@ -123,13 +132,18 @@ def body_receive(endpoint: Any, view: memoryview | bytearray, tag: int) -> Trans
     return Transfer(endpoint.tag_recv(array, core.UCXXTag(tag)), view, array)
 
 
-def close(endpoint: Any, transfers: Sequence[Transfer]) -> bool:
+def close(worker: Worker, endpoint: Any, transfers: Sequence[Transfer]) -> bool:
     """End a connection and everything in flight on it. False when UCX would not let go of some memory.
 
-    The other side hears of it only when the worker is driven once more.
+    Only then does the endpoint stay in the process, with the port that its listener was bound to.
     """
     with contextlib.suppress(UCXError):
-        endpoint.close_blocking(CLOSE_PERIOD_NS, 1)
+        endpoint.close_blocking()
+    deadline = time.monotonic() + CLOSE_S
+    worker.ucx.progress()  # the other side hears of it only now
+    while not all(transfer.done for transfer in transfers) and time.monotonic() < deadline:
+        worker.ucx.progress()
+    _count_cancelling(ctypes.c_void_p(endpoint.ucxx_ptr))
     left = [transfer for transfer in transfers if not transfer.done]
     _unfinished.extend(left)
     return not left

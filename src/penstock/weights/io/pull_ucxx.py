@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import logging
 import mmap
-import os
 import queue
 import secrets
 import threading
@@ -60,7 +59,7 @@ class Ucx(Protocol):
     @staticmethod
     def body_receive(endpoint: Any, view: memoryview, tag: int) -> Any: ...
     @staticmethod
-    def close(endpoint: Any, transfers: Any) -> bool: ...
+    def close(worker: Any, endpoint: Any, transfers: Any) -> bool: ...
 
 
 class UcxxArtifactServer:
@@ -73,11 +72,11 @@ class UcxxArtifactServer:
         self.shelf = Shelf(run_dir, keep)
         self.served_bytes = 0
         self.refusals = 0
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.worker = ucx.Worker(host)
         self._stopping = False
         self._connections: list[_Connection] = []
         bound: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(host, bound), name="weights-ucxx", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(bound,), name="weights-ucxx", daemon=True)
         self._thread.start()
         port = bound.get(timeout=30.0)
         if isinstance(port, BaseException):
@@ -91,23 +90,24 @@ class UcxxArtifactServer:
         self.shelf.offer(manifest)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread and every connection; returns at the deadline if it must."""
+        """Ends the thread and every connection and frees the port; returns at the deadline if it must."""
         self._stopping = True
-        os.write(self._wake_write, b"!")
+        self.worker.wake()
         self._thread.join(timeout_s)
         self.shelf.clear()
 
-    def _run(self, host: str, bound: queue.SimpleQueue[int | BaseException]) -> None:
+    def _run(self, bound: queue.SimpleQueue[int | BaseException]) -> None:
+        arrived: list[Any] = []
+        listener = None
         try:
-            worker = self.ucx.Worker(host)
-            worker.also_wake_on(self._wake_read)
-            arrived: list[Any] = []
-            listener = self.ucx.core.UCXListener.create(worker.ucx, 0, arrived.append, deliver_endpoint=True)
+            listener = self.ucx.core.UCXListener.create(self.worker.ucx, 0, arrived.append, deliver_endpoint=True)
             bound.put(listener.port)
             while not self._stopping:
-                worker.wait(1.0)
+                self.worker.wait(1.0)
                 while arrived:
-                    self._connections = [*self._connections[1 - MAX_CONNECTIONS :], _Connection(self, arrived.pop(0))]
+                    self._connections.append(_Connection(self, arrived.pop(0)))
+                    if len(self._connections) > MAX_CONNECTIONS:
+                        self._connections.pop(0).close()
                 self._connections = [one for one in self._connections if one.advance()]
         except Exception as error:
             bound.put(error)
@@ -115,6 +115,11 @@ class UcxxArtifactServer:
         finally:
             for connection in self._connections:
                 connection.close()
+            # A port stays bound for as long as its listener, or an endpoint of it, is remembered anywhere.
+            self._connections = []
+            arrived.clear()
+            del listener
+            self.worker.close()
 
 
 class _Connection:
@@ -184,7 +189,7 @@ class _Connection:
             self._sent = None
 
     def close(self) -> None:
-        self._ucx.close(self._endpoint, [self._receiving, *self._sending])
+        self._ucx.close(self._server.worker, self._endpoint, [self._receiving, *self._sending])
         self._release()
 
 
@@ -222,7 +227,7 @@ class UcxxCarrier:
         except BaseException as error:
             self._link = None
             if endpoint is not None:
-                ucx.close(endpoint, in_flight)
+                ucx.close(self._worker, endpoint, in_flight)
             if isinstance(error, ucx.UCXError):
                 raise Transient(f"pulling {describe(manifest)} from {peer} by UCXX failed: {error}") from error
             raise
@@ -234,7 +239,7 @@ class UcxxCarrier:
         if self._worker is None:
             self._worker = self._ucx.Worker()
         if self._link is not None:
-            self._ucx.close(self._link[1], [])
+            self._ucx.close(self._worker, self._link[1], [])
         tag = secrets.randbits(62) + 1
         endpoint = self._ucx.core.UCXEndpoint.create(self._worker.ucx, *peer, True)
         self._link = (peer, endpoint, tag)
