@@ -196,17 +196,13 @@ async def test_a_signal_wakes_those_who_wait() -> None:
             asyncio.get_running_loop().remove_signal_handler(number)
 
 
-def test_a_signal_without_a_loop() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+async def test_a_request_from_another_thread_wakes_those_who_wait() -> None:
     shutdown = ShutdownSignal()
-    shutdown.install()
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert shutdown.wait_blocking(20)
-        assert shutdown.reason == "received SIGINT"
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        waiting = group.create_task(shutdown.wait())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(shutdown.request, "asked elsewhere")
+    assert waiting.result() == "asked elsewhere"
 
 
 async def test_teardown_goes_on_past_steps_that_fail_or_hang(caplog: pytest.LogCaptureFixture) -> None:

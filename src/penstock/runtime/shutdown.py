@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from types import FrameType
 
 logger = logging.getLogger(__name__)
 
@@ -18,33 +17,23 @@ class ShutdownSignal:
     """Becomes `requested` on SIGINT, SIGTERM or a call of `request`, and stays so. May be asked from any thread."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self.requested = False
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._lock = threading.Lock()
         self.reason = ""
 
     def install(self) -> None:
-        """Takes over SIGINT and SIGTERM; call from the main thread, inside the loop when there is one."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._on_signal)
-        else:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self.request, f"received {number.name}")
-
-    @property
-    def requested(self) -> bool:
-        return self._event.is_set()
+        """Takes over SIGINT and SIGTERM; call from the loop of the main thread."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.request, f"received {number.name}")
 
     def request(self, reason: str) -> None:
         """Ends the run for `reason`; the first reason is kept."""
         with self._lock:
-            if self._event.is_set():
+            if self.requested:
                 return
-            self.reason = reason
-            self._event.set()
+            self.reason, self.requested = reason, True
             waiters, self._waiters = self._waiters, []
         for loop, future in waiters:
             loop.call_soon_threadsafe(_resolve, future)
@@ -54,7 +43,7 @@ class ShutdownSignal:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            if self._event.is_set():
+            if self.requested:
                 return self.reason
             self._waiters.append((loop, future))
         try:
@@ -63,14 +52,6 @@ class ShutdownSignal:
             with self._lock:
                 self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
         return self.reason
-
-    def wait_blocking(self, timeout_s: float) -> bool:
-        """For threads without a loop: True as soon as shutdown is requested, False after `timeout_s`."""
-        return self._event.wait(timeout_s)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # A Python handler may interrupt the very thread that holds the lock, so another one makes the request.
-        threading.Thread(target=self.request, args=(f"received {signal.Signals(number).name}",), daemon=True).start()
 
     def __repr__(self) -> str:
         return f"ShutdownSignal(requested={self.requested}, reason={self.reason!r})"
