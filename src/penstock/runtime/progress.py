@@ -18,7 +18,7 @@ MAX_DOING_BYTES = 200
 
 # The counter stands before and behind the fields, and one call writes them in that order: a reader that finds the
 # two counters equal has seen one whole write.
-CELL = struct.Struct(f"<Qdd H{MAX_DOING_BYTES}s Q")
+CELL = struct.Struct(f"<Qd H{MAX_DOING_BYTES}s Q")
 READ_ATTEMPTS = 5
 
 
@@ -29,8 +29,6 @@ class Progress:
     ago_s: float
     """Since the last sign of progress."""
     doing: str
-    doing_for_s: float
-    """Since `doing` last changed."""
 
 
 class ProgressCell:
@@ -44,8 +42,6 @@ class ProgressCell:
         self._fd = fd
         self._cell = mmap.mmap(fd, CELL.size)
         self._writes = 0
-        self._doing = b""
-        self._since = time.monotonic()
 
     def fileno(self) -> int:
         """To be passed to the sidecar (`pass_fds`)."""
@@ -53,26 +49,22 @@ class ProgressCell:
 
     def moved(self, doing: str = "") -> None:
         """Says: progress was made just now, and this is what comes next. Takes about a microsecond."""
-        now = time.monotonic()
         said = doing.encode()[:MAX_DOING_BYTES]
-        if said != self._doing:
-            self._doing, self._since = said, now
         self._writes += 1
-        CELL.pack_into(self._cell, 0, self._writes, now, self._since, len(said), said, self._writes)
+        CELL.pack_into(self._cell, 0, self._writes, time.monotonic(), len(said), said, self._writes)
 
     def read(self) -> Progress | None:
         """The latest report; None before the first."""
-        begun, moved, since, size, said, ended = CELL.unpack_from(self._cell, 0)
+        begun, moved, size, said, ended = CELL.unpack_from(self._cell, 0)
         for _ in range(READ_ATTEMPTS):
             if begun == ended:
                 break
-            begun, moved, since, size, said, ended = CELL.unpack_from(self._cell, 0)
-        if begun != ended:  # the writer died within a write: the times are whole words, the text may be torn
+            begun, moved, size, said, ended = CELL.unpack_from(self._cell, 0)
+        if begun != ended:  # the writer died within a write: the time is a whole word, the text may be torn
             size = 0
         if moved == 0.0:
             return None
-        now = time.monotonic()
-        return Progress(max(0.0, now - moved), said[:size].decode(errors="replace"), max(0.0, now - since))
+        return Progress(max(0.0, time.monotonic() - moved), said[:size].decode(errors="replace"))
 
     def close(self) -> None:
         self._cell.close()
