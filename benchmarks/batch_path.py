@@ -52,7 +52,6 @@ from penstock.records.rollout import Rollout
 from penstock.rollout.episode import Episode
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
-from penstock.runtime.metrics import Metrics
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
@@ -217,7 +216,7 @@ async def controller(pipe: Connection, folder: Path, workload: Workload, rounds:
     journal = Journal(folder / "journal.sqlite", RunId("bench"))
     desk = ControlDesk({PIPELINE: PipelineControl(settings, keep)}, journal, SystemClock())
     desk.recover()
-    server = ControlServer(ControlApp(desk, TOKEN, Metrics()))
+    server = ControlServer(ControlApp(desk, TOKEN))
     body = {"host": "127.0.0.1", "port": server.bind(), "pid": os.getpid()}
     (folder / "controller.json").write_text(json.dumps(body))
     async with Tasks() as tasks:

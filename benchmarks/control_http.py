@@ -54,7 +54,6 @@ from penstock.records.prompt import PromptLease
 from penstock.records.rollout import Rollout
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
-from penstock.runtime.metrics import Metrics
 from penstock.runtime.tasks import Tasks
 from penstock.wire.messages import AckCheckpoint, AckStep, AskBatch, AskLease, BatchReady, Deliver, Leased, Register
 
@@ -90,7 +89,7 @@ async def serve_ours(folder: Path) -> dict[str, float]:
     journal = Journal(folder / "journal.sqlite", RunId("bench"))
     desk = ControlDesk({PIPELINE: machine()}, journal, SystemClock())
     desk.recover()
-    server = ControlServer(ControlApp(desk, TOKEN, Metrics()))
+    server = ControlServer(ControlApp(desk, TOKEN))
     port = server.bind()
     lag = LagMonitor("controller", period_s=0.005, window=20_000)
     async with Tasks() as tasks:

@@ -16,7 +16,6 @@ from penstock.control.settings import PipelineSettings
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName, RunId
 from penstock.runtime.clock import SystemClock
-from penstock.runtime.metrics import Metrics
 from penstock.runtime.process import die_with_parent
 from penstock.runtime.rundir import write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
@@ -33,7 +32,7 @@ async def serve(folder: Path) -> None:
     desk = ControlDesk({PIPELINE: PipelineControl(SETTINGS)}, journal, SystemClock(), snapshot_every=100, tick_s=0.05)
     desk.recover()
     desk.check()
-    server = ControlServer(ControlApp(desk, TOKEN, Metrics()))
+    server = ControlServer(ControlApp(desk, TOKEN))
     port = server.bind()
     shutdown = ShutdownSignal()
     shutdown.install()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.metrics import JsonLines, Metrics
+from penstock.runtime.metrics import JsonLines
 from penstock.runtime.process import host_id, is_alive, kill_tree, start_time
 
 
@@ -109,23 +109,6 @@ def test_a_parent_that_died_before_the_call_is_noticed() -> None:
 
 
 # -- metrics ------------------------------------------------------------------------------------------------------
-
-
-def test_metrics_are_handed_out_once_and_snapshot_flat() -> None:
-    metrics = Metrics()
-    metrics.counter("calls_total", "Calls", ("kind",)).labels("lease").inc(3)
-    metrics.counter("calls_total", "Calls", ("kind",)).labels("lease").inc()
-    metrics.gauge("depth", "Depth").set(2.5)
-    metrics.histogram("took_seconds", "Took").observe(0.25)
-    assert metrics.snapshot() == {
-        "calls_total{kind=lease}": 4.0,
-        "depth": 2.5,
-        "took_seconds_count": 1.0,
-        "took_seconds_sum": 0.25,
-    }
-    assert b'calls_total{kind="lease"} 4.0' in metrics.render()
-    with pytest.raises(ValueError, match="is a Gauge"):
-        metrics.counter("depth", "Depth")
 
 
 def test_json_lines_are_written_in_order(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from penstock.roles.front_desk import FrontDesk
 from penstock.roles.gauges import write_gauges
 from penstock.roles.process import RoleProcess
 from penstock.runtime.clock import SystemClock
-from penstock.runtime.metrics import JsonLines, Metrics
+from penstock.runtime.metrics import JsonLines
 from penstock.runtime.rundir import Endpoint, write_atomically
 from penstock.runtime.shutdown import teardown
 from penstock.runtime.tasks import Tasks
@@ -41,7 +41,7 @@ async def main(process: RoleProcess) -> None:
     lines = JsonLines(run.metrics_path)
     lag = process.lag_monitor()
     desk = FrontDesk(config, machines, journal, SystemClock(), lines, lag)
-    server = ControlServer(ControlApp(desk, run.token(), Metrics()), host=config.control.host, port=config.control.port)
+    server = ControlServer(ControlApp(desk, run.token()), host=config.control.host, port=config.control.port)
     try:
         replayed = desk.start(new_session=_is_new_session(process), lines_on_file=_lines_of(run.metrics_path))
         await desk.settle()

@@ -1,4 +1,4 @@
-"""Figures of one process: a Prometheus registry to be scraped, and a file of JSON lines to be read afterwards."""
+"""Figures of a run as a file of JSON lines, to be read while it lasts and afterwards."""
 
 from __future__ import annotations
 
@@ -9,54 +9,11 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 logger = logging.getLogger(__name__)
-
-C = TypeVar("C", Counter, Gauge, Histogram)
-
-
-class Metrics:
-    """Hands out counters, gauges and histograms; asking again for a name gives the same one."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._known: dict[str, Counter | Gauge | Histogram] = {}
-
-    def counter(self, name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
-        return self._get(Counter, name, help, labels)
-
-    def gauge(self, name: str, help: str, labels: tuple[str, ...] = ()) -> Gauge:
-        return self._get(Gauge, name, help, labels)
-
-    def histogram(self, name: str, help: str, labels: tuple[str, ...] = ()) -> Histogram:
-        return self._get(Histogram, name, help, labels)
-
-    def snapshot(self) -> dict[str, float]:
-        """Every present value by name; labelled ones as `name{label=value}`."""
-        values: dict[str, float] = {}
-        for family in self.registry.collect():
-            for sample in family.samples:
-                if sample.name.endswith(("_created", "_bucket")):
-                    continue
-                labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
-                values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-        return values
-
-    def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
-        return generate_latest(self.registry)
-
-    def _get(self, kind: type[C], name: str, help: str, labels: tuple[str, ...]) -> C:
-        known = self._known.get(name)
-        if known is None:
-            known = self._known[name] = kind(name, help, labels, registry=self.registry)
-        if not isinstance(known, kind):
-            raise ValueError(f"metric {name!r} is a {type(known).__name__}, asked for as a {kind.__name__}")
-        return known
 
 
 class JsonLines:

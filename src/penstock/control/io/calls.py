@@ -11,32 +11,20 @@ from penstock.control.events import Event
 from penstock.control.io.answers import reply
 from penstock.control.io.waiting import WaitingRoom, deadline
 from penstock.records.ids import MemberId, PipelineName, Version
-from penstock.records.weights import Manifest
 from penstock.wire import messages
 from penstock.wire.messages import Reply
 
 Answerer = Callable[[Any], Awaitable[Reply]]
-
-
 Steadiness = Callable[[PipelineName, MemberId, Version], bool]
-
-
-class Weighted(Protocol):
-    @property
-    def phase(self) -> messages.Phase: ...
-    @property
-    def weights(self) -> Manifest | None: ...
 
 
 class Desk(Protocol):
     """What answering takes."""
 
     @property
-    def pipelines(self) -> Mapping[PipelineName, Weighted]: ...
+    def pipelines(self) -> Mapping[PipelineName, object]: ...
     @property
     def metrics(self) -> dict[tuple[PipelineName, MemberId], dict[str, float]]: ...
-    @property
-    def replicas(self) -> dict[tuple[PipelineName, MemberId], messages.ReportReplica]: ...
     @property
     def waiting(self) -> WaitingRoom: ...
     def happen(self, name: PipelineName, event: Event) -> list[Effect]: ...
@@ -60,7 +48,6 @@ class Calls:
             messages.AckStep: self.ack_step,
             messages.AckCheckpoint: self.ack_checkpoint,
             messages.PublishWeights: self.publish_weights,
-            messages.AskWeights: self.ask_weights,
             messages.ReportReplica: self.report_replica,
             messages.ReportMetrics: self.report_metrics,
             messages.Stop: self.stop,
@@ -84,7 +71,6 @@ class Calls:
         left = events.MemberLeft(request.member, request.reason, request.died)
         answer = await self._decided(request.pipeline, left)
         self._desk.metrics.pop((request.pipeline, request.member), None)
-        self._desk.replicas.pop((request.pipeline, request.member), None)
         return answer
 
     async def heartbeat(self, request: messages.Heartbeat) -> Reply:
@@ -119,20 +105,6 @@ class Calls:
         await self._desk.settle()
         return reply(answer)
 
-    async def ask_weights(self, request: messages.AskWeights) -> Reply:
-        name, waiting = request.pipeline, self._desk.waiting
-        machine = self._desk.pipelines[name]
-        until = deadline(request.wait_s)
-        with waiting.seat(name, "ask_weights"):
-            while True:
-                newest = machine.weights
-                if newest is not None and newest.digest != request.held_digest:
-                    await self._desk.settle()
-                    return messages.Weights(newest)
-                if machine.phase == "stopped" or not await waiting.hold(name, ("weights", "phase"), until):
-                    waiting_for = "newer weights" if newest is not None else "the first weights of the trainer"
-                    return messages.NotYet(waiting_for, machine.phase)
-
     async def deliver(self, request: messages.Deliver) -> Reply:
         event = events.Delivered(request.member, request.rollouts, request.failures, request.returned, request.scores)
         return await self._decided(request.pipeline, event)
@@ -156,8 +128,7 @@ class Calls:
         return await self._decided(request.pipeline, events.WeightsPublished(request.member, request.manifest))
 
     async def report_replica(self, request: messages.ReportReplica) -> Reply:
-        self._desk.replicas[request.pipeline, request.member] = request
-        return messages.Ok()
+        return messages.Ok()  # no event of the pipeline's: it is for whoever keeps the fleet
 
     async def report_metrics(self, request: messages.ReportMetrics) -> Reply:
         self._desk.metrics[request.pipeline, request.member] = request.values

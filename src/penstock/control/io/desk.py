@@ -27,10 +27,8 @@ from penstock.control.io.waiting import WaitingRoom
 from penstock.errors import PenstockError, RunFailed
 from penstock.journal.reader import replay
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.weights import Manifest
 from penstock.runtime.clock import Clock
 from penstock.runtime.tasks import Tasks
-from penstock.wire import messages
 from penstock.wire.messages import Refused, Reply, Request
 
 logger = logging.getLogger(__name__)
@@ -49,10 +47,6 @@ class Machine(Protocol):
 
     @property
     def revision(self) -> int: ...
-    @property
-    def phase(self) -> messages.Phase: ...
-    @property
-    def weights(self) -> Manifest | None: ...
     def handle(self, event: Event, now: float) -> list[Effect]: ...
     def snapshot(self) -> bytes: ...
     def restore(self, snapshot: bytes) -> None: ...
@@ -100,15 +94,14 @@ class ControlDesk:
     ) -> None:
         """`on_instruction` is given every instruction the desk does not carry out itself, after the commit.
 
-        `answerers` take over whole kinds of calls (replica reports, say) from the desk; `neighbours` are replayed
-        from, and kept in, the same journal. `is_steady` says whether a worker's weights will stay what they are.
+        `answerers` answer further kinds of calls; `neighbours` are replayed from, and kept in, the same journal.
+        `is_steady` says whether a worker's weights will stay what they are.
         """
         self.pipelines = dict(pipelines)
         self.neighbours = dict(neighbours or {})
         self.journal = journal
         self.metrics: dict[tuple[PipelineName, MemberId], dict[str, float]] = {}
         """The latest figures of every process that reports any."""
-        self.replicas: dict[tuple[PipelineName, MemberId], messages.ReportReplica] = {}
         self.failure: str = ""
         """The sentence with which the run failed, once it has."""
         self.waiting = WaitingRoom()
@@ -291,7 +284,6 @@ class ControlDesk:
                 self._fail(effect.sentence)
             elif isinstance(effect, effects.EvictMember):
                 self.metrics.pop((name, effect.member), None)
-                self.replicas.pop((name, effect.member), None)
             if self._on_instruction is not None:
                 self._on_instruction(name, effect)
 

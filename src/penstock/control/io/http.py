@@ -22,11 +22,11 @@ from typing import Any
 
 import orjson
 import uvicorn
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from penstock.control.io.desk import ControlDesk
 from penstock.control.io.exposition import StatusCollector
 from penstock.errors import ConfigError, RemoteProtocolError, RunFailed
-from penstock.runtime.metrics import Metrics
 from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
 from penstock.wire.messages import Refused, Reply, Request
 
@@ -55,25 +55,28 @@ class Rejected(Exception):
 class ControlApp:
     """The ASGI application: checks the token, bounds the body, decodes, asks the desk."""
 
-    def __init__(
-        self, desk: ControlDesk, token: str, metrics: Metrics, *, max_body_bytes: int = MAX_MESSAGE_BYTES
-    ) -> None:
+    def __init__(self, desk: ControlDesk, token: str, *, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._desk = desk
         self._credential = f"Bearer {token}".encode()
-        self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._requests: Codec[Request] = Codec(Request, max_bytes=max_body_bytes)
         self._replies: Codec[Reply] = Codec(Reply)
-        self._rejected = metrics.counter(
-            "penstock_control_rejected_total", "Requests rejected before they reached the desk", ("status",)
+        self.registry = CollectorRegistry()
+        self._rejected = Counter(
+            "penstock_control_rejected_total",
+            "Requests rejected before they reached the desk",
+            ("status",),
+            registry=self.registry,
         )
-        self._calls = metrics.counter("penstock_control_calls_total", "Calls answered by the desk")
-        self._refused = metrics.counter("penstock_control_refused_total", "Calls the desk refused", ("kind",))
-        metrics.registry.register(StatusCollector(desk.status))
+        self._calls = Counter("penstock_control_calls_total", "Calls answered by the desk", registry=self.registry)
+        self._refused = Counter(
+            "penstock_control_refused_total", "Calls the desk refused", ("kind",), registry=self.registry
+        )
+        self.registry.register(StatusCollector(desk.status))
         self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
             "/v1/status": lambda: (JSON, orjson.dumps(desk.status(), option=orjson.OPT_NON_STR_KEYS)),
             "/v1/diagnosis": lambda: (JSON, orjson.dumps(desk.diagnosis())),
-            "/metrics": lambda: (PROMETHEUS, metrics.render()),
+            "/metrics": lambda: (PROMETHEUS, generate_latest(self.registry)),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
