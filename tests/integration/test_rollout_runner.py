@@ -202,7 +202,8 @@ async def test_an_error_that_is_no_prompts_fault_ends_the_worker_and_gives_every
 ) -> None:
     desk = ScriptedDesk(50)
     runner = Runner(ToyWorkload(hook, frozenset({5}), error), desk, NumberedStore(), settings())
-    with pytest.raises(error, match="broke on purpose"):
+    raised = error if issubclass(error, Exception) else RunFailed  # an exit must not pass for a good end
+    with pytest.raises(raised, match="broke on purpose"):
         await runner.run()
     runner.machine.check()
     assert desk.issued < 50

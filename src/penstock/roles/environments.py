@@ -52,5 +52,5 @@ def _made(config: Config, section: EnvSection) -> Any:
         return make_environment(section.name, environment_options(section, config.run.seed))
     except PenstockError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"environment {section.name!r} could not be made: {type(error).__name__}: {error}") from error

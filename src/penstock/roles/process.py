@@ -87,7 +87,7 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
     except PenstockError as error:
         log.error("%s: %s", type(error).__name__, error, exc_info=True)
         return _last_words(run, options.name, type(error).__name__, str(error), error.exit_code)
-    except Exception as error:
+    except BaseException as error:  # an exit that the user's code asked for, too: it must not pass for a good end
         log.exception("unexpected %s", type(error).__name__)
         if isinstance(error, OSError) and error.errno in NO_SPACE_ERRORS:
             return NO_SPACE

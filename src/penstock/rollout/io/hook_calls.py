@@ -139,7 +139,7 @@ class HookCalls:
                 ended.append(call(ticket, work))
             except BaseException as error:  # noqa: BLE001 - sorted out by kind
                 if self._ends_the_run(error):
-                    self._post(error)
+                    self._post(_as_failure(hook, error))
                     return
                 work.fail(hook, _text(error))
                 preparing = hook == "prepare"
@@ -258,7 +258,7 @@ class HookCalls:
         now = time.monotonic()
         self._tell(trace.GenerateLeft(now, batch, now - started, f"{hook}: {type(error).__name__}: {error}"))
         if self._ends_the_run(error):
-            self._post(error)
+            self._post(_as_failure(hook, error))
             return
         if not isinstance(error, Aborted):
             logger.warning("%s of %d prompts raised %s: %s", hook, len(works), type(error).__name__, error)
@@ -320,6 +320,15 @@ class HookCalls:
 
 def failed_rollout(sample: SampleId, hook: str, error: str, poison: bool) -> FailedRollout:
     return FailedRollout(sample=sample, hook=hook, error=error[-ERROR_CHARACTERS:], poison=poison)
+
+
+def _as_failure(hook: str, error: BaseException) -> Exception:
+    """An exit that a hook asked for would end the process without a word, and `sys.exit(0)` as if all were well."""
+    if isinstance(error, Exception):
+        return error
+    failure = RunFailed(f"{hook} raised {type(error).__name__}: {error}; a hook must not end the process, let it raise")
+    failure.__cause__ = error
+    return failure
 
 
 def _text(error: BaseException) -> str:
