@@ -128,8 +128,8 @@ class Feed:
     def _fetch_and_pack(self, batch: Batch, rings: tuple[RingAddress, ...], waited_s: float) -> PreparedBatch:
         began = time.monotonic()
         report = self._fetcher.fetch((ref for group in batch.groups for ref in group.payloads), rings)
-        kept = [group for group in batch.groups if not any(ref in report.missing for ref in group.payloads)]
-        missing = tuple(group.prompt for group in batch.groups if group not in kept)
+        kept = [group for group in batch.groups if report.missing.keys().isdisjoint(group.payloads)]
+        missing = tuple(group.prompt for group in batch.groups if not report.missing.keys().isdisjoint(group.payloads))
         reason = next((f"{why.kind}: {why.detail}" for why in report.missing.values()), "")
         if missing:
             log.warning("step %d: payloads of %d prompts are missing (%s)", batch.step, len(missing), reason)

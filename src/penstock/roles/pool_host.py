@@ -12,7 +12,7 @@ from penstock.config.devices import Devices
 from penstock.config.run import Config
 from penstock.control.io.waiting import WaitingRoom, deadline
 from penstock.control.pipeline import PipelineControl
-from penstock.errors import ConfigError, LocalProtocolError, PenstockError, Stale
+from penstock.errors import ConfigError, PenstockError, Stale
 from penstock.journal.writer import Journal
 from penstock.pool import events as pool
 from penstock.pool.pool import Pool
@@ -135,6 +135,8 @@ class PoolHost:
         if pipeline is not None:
             self.happen(pool.MemberLost(pipeline, member, reason))
         self.fenced.pop(member, None)
+        for key in [key for key in self._rejected if key[0] == member]:
+            del self._rejected[key]
 
     def tick(self) -> None:
         """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
@@ -209,6 +211,6 @@ class PoolHost:
             self.happen(event)
         except Stale as error:
             return Refused("Stale", error.message)
-        except (LocalProtocolError, PenstockError) as error:
+        except PenstockError as error:
             return Refused("LocalProtocolError", error.message)
         return None
