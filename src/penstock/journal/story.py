@@ -46,7 +46,7 @@ def story(path: Path | str, kind: Kind, id: int, pipeline: PipelineName | None =
         try:
             event = _decode(entry.body)
             notes = _decode(entry.decided) if entry.decided else {}
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RunFailed(f"journal {path} is corrupt: event {entry.seq} cannot be read: {error}") from error
         telling = getattr(tale, f"on_{event.get('type')}", None)
         texts = telling(event, notes) if telling is not None else ()

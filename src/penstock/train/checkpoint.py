@@ -135,7 +135,7 @@ def verify(candidate: Path) -> Checkpoint:
                     f"checkpoint {candidate} is damaged: {name} should have {expected.size_bytes} bytes and digest "
                     f"{expected.digest}, found {found.size_bytes} and {found.digest}"
                 )
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"checkpoint {candidate} is damaged: {error}") from error
     return Checkpoint(candidate, record)
 

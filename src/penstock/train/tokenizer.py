@@ -91,7 +91,7 @@ def load_tokenizer(directory: Path, gguf_file: str | None = None) -> Tokenizer:
     if own.exists():
         try:
             return CharacterTokenizer(msgspec.json.decode(own.read_bytes(), type=_Saved).alphabet)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{own} is damaged: {error}") from error
     from transformers import AutoTokenizer
 

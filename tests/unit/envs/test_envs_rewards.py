@@ -148,6 +148,15 @@ def test_a_bad_row_further_down_fails_by_name_when_it_is_met(tmp_path: Path) -> 
     environment.close()
 
 
+def test_a_row_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "caf\xe9"}\n'.encode("latin-1"))
+    environment = JsonLinesDataset(path=str(path))
+    with pytest.raises(RunFailed, match="row 2: expected a JSON object in UTF-8"):
+        environment.row(1)
+    environment.close()
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [

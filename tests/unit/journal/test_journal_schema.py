@@ -115,6 +115,9 @@ def test_a_damaged_block_is_named(path: Path) -> None:
         unpack(path, 7, 1, b"not compressed")
     with pytest.raises(RunFailed, match="from number 7 on are damaged"):
         unpack(path, 7, 0, b"\xc1")
+    good = pack([Entry(7, PipelineName("name"), 0.0, b"body")], compress=False)
+    with pytest.raises(RunFailed, match="from number 7 on are damaged"):
+        unpack(path, 7, 0, good.replace(b"name", b"\xffame"))
 
 
 def test_blocks_survive_packing(path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from penstock.control import effects, events
@@ -225,8 +224,9 @@ def test_strangers_and_wrong_pipelines(run: Run) -> None:
         story(run.path, "step", 0, A)
 
 
-def test_an_event_that_cannot_be_read_is_named(run: Run) -> None:
-    run.journal.append(A, 0.0, msgspec.msgpack.encode([1, 2, 3]))
+@pytest.mark.parametrize("body", [b"\x93\x01\x02\x03", b"\x81\xa1\xff\x01"], ids=["no mapping", "no text"])
+def test_an_event_that_cannot_be_read_is_named(run: Run, body: bytes) -> None:
+    run.journal.append(A, 0.0, body)
     run.journal.close(10)
     with pytest.raises(RunFailed, match="event 1 cannot be read"):
         story(run.path, "sample", 0)

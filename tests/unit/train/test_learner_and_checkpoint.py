@@ -219,6 +219,7 @@ DAMAGES = {
     "file gone": lambda path: (path / checkpoint.MODEL_FILE).unlink(),
     "record gone": lambda path: (path / checkpoint.RECORD_FILE).unlink(),
     "record not JSON": lambda path: (path / checkpoint.RECORD_FILE).write_text("{"),
+    "record not text": lambda path: (path / checkpoint.RECORD_FILE).write_bytes(b'{"step": 2, "files": {"\xff": 1}}'),
     "another format": lambda path: (path / checkpoint.RECORD_FILE).write_text(
         '{"step": 2, "files": {}, "format_version": 99}'
     ),

@@ -33,9 +33,10 @@ def test_mistakes_in_text_alphabet_and_file_are_named(tmp_path: Path) -> None:
     for alphabet in ("", "aba"):
         with pytest.raises(ConfigError, match="alphabet"):
             CharacterTokenizer(alphabet)
-    (tmp_path / FILE_NAME).write_text("{}")
-    with pytest.raises(ConfigError, match="damaged"):
-        load_tokenizer(tmp_path)
+    for content in (b"{}", b'{"alphabet": "\xff"}'):
+        (tmp_path / FILE_NAME).write_bytes(content)
+        with pytest.raises(ConfigError, match="damaged"):
+            load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ class JsonLinesDataset:
         where = f"{self.path}, row {number + 1}"
         try:
             columns = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise RunFailed(f"{where}: expected a JSON object, found something else: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RunFailed(f"{where}: expected a JSON object in UTF-8, found something else: {error}") from error
         shown = columns.pop(self.prompt_column, None)
         if isinstance(shown, str) and shown:
             return Prompt(text=shown, columns=columns)
