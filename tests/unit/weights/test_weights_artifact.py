@@ -16,7 +16,7 @@ from penstock.records.weights import Manifest, TensorSpec
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.buckets import layout, plan, size_of
 from penstock.weights.io.digest import digest_of
-from penstock.weights.io.files import FileSource, Publisher, load, map_version, newest_durable
+from penstock.weights.io.files import MANIFEST_FILE, FileSource, Publisher, load, map_version, newest_durable
 from penstock.weights.manifest import check_manifest, parameter_bytes
 
 
@@ -213,10 +213,16 @@ def test_a_new_incarnation_clears_up_after_the_old_one(tmp_path: Path) -> None:
 def test_publishing_twice_is_harmless_and_changing_a_version_is_refused(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path, "l1")
     first = publisher.publish(Version(3), model(3))
-    path = tmp_path / first.directory / first.buckets[0].file
-    path.write_bytes(b"damaged")
+    for damaged, content in (
+        (first.buckets[0].file, b"damaged"),
+        (MANIFEST_FILE, b"{"),
+        (MANIFEST_FILE, b'{"\xff": 1}'),
+    ):
+        (tmp_path / first.directory / damaged).write_bytes(content)
+        assert publisher.publish(Version(3), model(3)) == first
+        assert_same(load(tmp_path, first), model(3))
+    (tmp_path / first.directory / MANIFEST_FILE).unlink()
     assert publisher.publish(Version(3), model(3)) == first
-    assert_same(load(tmp_path, first), model(3))
     with pytest.raises(LocalProtocolError, match="other weights"):
         publisher.publish(Version(3), model(4))
     assert_same(load(tmp_path, first), model(3))

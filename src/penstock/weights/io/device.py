@@ -217,7 +217,7 @@ class DeviceMover:
             return None
         try:
             copy = msgspec.json.decode(body, type=DeviceCopy)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"{describe(manifest)}: {DEVICE_FILE} is damaged: {error}") from error
         return copy if copy.slot.device_uuid == self._uuid and copy.digest == manifest.digest else None
 

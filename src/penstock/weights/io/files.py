@@ -114,8 +114,11 @@ class Publisher:
 
     def _retire(self, final: Path, manifest: Manifest) -> None:
         """Makes way for the same version written afresh; refused when it is not the same."""
-        before = read_manifest(final)
-        if before.digest != manifest.digest:
+        try:
+            before = read_manifest(final)
+        except (Stale, RemoteProtocolError):
+            before = None  # it is damaged too, so that nobody can say what it was
+        if before is not None and before.digest != manifest.digest:
             raise LocalProtocolError(
                 f"{describe(before)} is already published by lineage {self._lineage!r} with other weights than "
                 f"{describe(manifest)}; a restarted trainer must use a new lineage"
@@ -203,7 +206,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise Stale(f"{directory} holds no manifest: the version was removed") from error
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RemoteProtocolError(f"{directory / MANIFEST_FILE} is damaged: {error}") from error
     check_manifest(manifest)
     return manifest

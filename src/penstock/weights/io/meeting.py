@@ -254,5 +254,5 @@ def _as_aborted(manifest: Manifest) -> Iterator[None]:
     """What the store's client and sockets raise when the trainer is gone."""
     try:
         yield
-    except (RuntimeError, OSError, msgspec.DecodeError) as error:
+    except (RuntimeError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Aborted(f"the meeting at {manifest.meeting} broke up: {error}") from error
