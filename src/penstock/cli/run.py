@@ -44,7 +44,9 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
     console = _console()
     _say(console, f"run directory: {run.root}")
     if resolved.launch.kind == "ray":
-        return _conclude(console, run, uvloop.run(ray_launcher().run_on_ray(run, resolved, _view(run, console))))
+        return _conclude(
+            console, run, uvloop.run(ray_launcher().run_on_ray(run, resolved, _view(run, resolved, console)))
+        )
     with exclusive(run):
         write_atomically(run.config_path, dump(resolved))
         configure("supervisor", run.log_path("supervisor"), logging.INFO)
@@ -55,7 +57,8 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
 def attach_command(run_dir: Path, *, stop: bool) -> int:
     """Shows a run on Ray again, or how it ended."""
     run, console = RunDir.open(run_dir), _console()
-    outcome = uvloop.run(ray_launcher().attach(run, _view(run, console), stop=stop))
+    config = load(run.config_path)
+    outcome = uvloop.run(ray_launcher().attach(run, _view(run, config, console), stop=stop))
     if outcome is None:
         _say(console, f"the run goes on; look again with: penstock attach {run.root}")
         return 0
@@ -105,14 +108,17 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
-def _view(run: RunDir, console: Console) -> View:
-    return TerminalView(console, str(run.root)) if console.is_terminal else PlainView(console)
+def _view(run: RunDir, config: Config, console: Console) -> View:
+    shares_devices = config.pool.devices > 0
+    if console.is_terminal and not console.is_dumb_terminal:
+        return TerminalView(console, str(run.root), shares_devices=shares_devices)
+    return PlainView(console, shares_devices=shares_devices)
 
 
 async def _supervise(run: RunDir, config: Config, console: Console) -> Outcome:
     stop = ShutdownSignal()
     stop.install()
-    return await supervise(run, config, LocalPlacer(run, config), _view(run, console), stop)
+    return await supervise(run, config, LocalPlacer(run, config), _view(run, config, console), stop)
 
 
 def _say(console: Console, line: str) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
-from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 ROWS_SHOWN = 16
-
-
-def is_worth_showing(pool: dict[str, Any] | None) -> bool:
-    """A pipeline that has its devices to itself needs no picture of them, unless something is wrong."""
-    return bool(pool) and (len(pool["shares"]) > 1 or bool(troubles_of(pool)))
 
 
 def line_of(pool: dict[str, Any]) -> str:
@@ -24,9 +19,10 @@ def line_of(pool: dict[str, Any]) -> str:
     return f"pool: {uses}{idle}  {_moves(pool)}"
 
 
-def troubles_of(pool: dict[str, Any]) -> list[str]:
-    """One sentence for each who waits or is in trouble."""
-    return [share["trouble"] for share in pool["shares"] if share["trouble"]] + list(pool["waiting"])
+def troubles_of(pool: dict[str, Any], pipelines: Container[str]) -> list[str]:
+    """One sentence for each of these pipelines that is in trouble, and for everyone who waits for devices."""
+    shares = [share for share in pool["shares"] if share["pipeline"] in pipelines]
+    return [share["trouble"] for share in shares if share["trouble"]] + list(pool["waiting"])
 
 
 def panel_of(pool: dict[str, Any]) -> Panel:
@@ -37,11 +33,13 @@ def panel_of(pool: dict[str, Any]) -> Panel:
         table.add_row(_span(devices), name, doing, f"{since_s:.0f} s")
     if len(groups) > ROWS_SHOWN:
         table.add_row(f"and {len(groups) - ROWS_SHOWN} more")
-    rows: list[RenderableType] = [table, *(Text(line, style="yellow") for line in troubles_of(pool))]
-    states = ("generating", "held", "moving", "idle")
-    named = {"held": "held by trainers"}
-    counts = ", ".join(f"{pool[state]} {named.get(state, state)}" for state in states if pool[state])
-    return Panel(Group(*rows), title=f"pool · {counts} · {_moves(pool)}", title_align="left")
+    return Panel(table, title=counts_of(pool), title_align="left")
+
+
+def counts_of(pool: dict[str, Any]) -> str:
+    states = {"generating": "generating", "held": "held by trainers", "moving": "moving", "idle": "idle"}
+    counts = ", ".join(f"{pool[state]} {named}" for state, named in states.items() if pool[state])
+    return f"pool · {counts} · {_moves(pool)}"
 
 
 def _grouped(pool: dict[str, Any]) -> list[tuple[list[int], str, str, float]]:

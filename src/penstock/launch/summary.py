@@ -12,6 +12,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from penstock.launch.view import figure
 from penstock.runtime.rundir import RunDir
 
 SMOOTHING_STEPS = 10
@@ -156,4 +157,4 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "-" if value is None else figure(value)

@@ -16,6 +16,8 @@ from penstock.launch import pool_view
 
 PLAIN_EVERY_S = 5.0
 NOTES_SHOWN = 4
+NAME_COLUMNS = 24
+CURVE_COLUMNS = 60
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -27,6 +29,8 @@ class Pace:
         self._seen: list[tuple[float, int, int]] = []
 
     def saw(self, now: float, step: int, samples: int) -> None:
+        if len(self._seen) == 1 and step == self._seen[0][1]:
+            self._seen.clear()  # what passes before the first step is the start, and says nothing of the pace
         self._seen.append((now, step, samples))
         while len(self._seen) > 2 and self._seen[0][0] < now - self._window_s:
             self._seen.pop(0)
@@ -47,19 +51,21 @@ class Pace:
 
 
 class RunView:
-    """Keeps the last status per pipeline; subclasses show it."""
+    """Keeps the pace and the curve of every pipeline; subclasses show them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_devices: bool = False) -> None:
+        """Who is on which device is news only where pipelines share them; troubles with them always are."""
+        self._shares_devices = shares_devices
         self._paces: dict[str, Pace] = {}
-        self._curves: dict[str, list[float]] = {}
+        self._curves: dict[str, dict[int, float]] = {}
 
     def update(self, status: dict[str, Any]) -> None:
         now = time.monotonic()
         for name, one in status.get("pipelines", {}).items():
             self._paces.setdefault(name, Pace()).saw(now, one["step"], one["samples_trained"])
-            curve = self._curves.setdefault(name, [])
-            if one["step"] and (not curve or curve[-1] != one["reward_mean"]):
-                curve.append(one["reward_mean"])
+            curve = self._curves.setdefault(name, {})
+            if one["step"]:
+                curve[one["step"]] = one["reward_mean"]
         self.show(status)
 
     def show(self, status: dict[str, Any]) -> None:
@@ -68,24 +74,35 @@ class RunView:
     def figures(self, name: str, one: dict[str, Any]) -> dict[str, str]:
         """The figures of one pipeline, ready to print."""
         pace = self._paces[name]
-        evaluated = f"{one['eval_reward']:.3g} (v{one['eval_version']})" if "eval_reward" in one else "-"
+        evaluated = f"{figure(one['eval_reward'])} (v{one['eval_version']})" if "eval_reward" in one else "-"
         return {
-            "reward": f"{one['reward_mean']:.3g}" if one["step"] else "-",
+            "reward": figure(one["reward_mean"]) if one["step"] else "-",
             **({"eval": evaluated} if "eval_points" in one else {}),
             "samples/s": f"{pace.samples_per_s:,.0f}",
             "in flight": f"{one['in_flight']}",
-            "staleness": f"{one['staleness_mean']:.1f} (max {one['staleness_max']})",
+            "staleness": f"{one['staleness_mean']:.1f} / {one['staleness_max']}",
             "weights": f"v{one['version']}",
             "workers": f"{one['workers_alive']}",
             "left": clock(pace.eta_s(one["steps"])),
         }
 
+    def curve(self, name: str, width: int) -> str:
+        """The rewards so far between their lowest and their highest."""
+        rewards = list(self._curves.get(name, {}).values())
+        drawn = sparkline(rewards, width)
+        return f"{figure(min(rewards))} {drawn} {figure(max(rewards))}" if drawn else ""
+
+    def troubles(self, status: dict[str, Any]) -> list[str]:
+        """What is wrong with the devices. A pipeline that waits for its first worker says so itself."""
+        pool = status.get("pool")
+        return pool_view.troubles_of(pool, started_of(status)) if pool else []
+
 
 class PlainView(RunView):
     """One line per pipeline every few seconds: for pipes and logs."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
+    def __init__(self, console: Console, *, shares_devices: bool = False) -> None:
+        super().__init__(shares_devices=shares_devices)
         self._console = console
         self._last_at = 0.0
 
@@ -95,15 +112,15 @@ class PlainView(RunView):
             return
         self._last_at = now
         for name, one in status.get("pipelines", {}).items():
+            awaited = awaited_by(one)
             figures = "  ".join(f"{key} {value}" for key, value in self.figures(name, one).items())
-            self._print(f"{name}: step {one['step']}/{one['steps']} ({one['phase']})  {figures}{lag_of(status)}")
+            self._print(f"{name}: step {one['step']}/{one['steps']} ({one['phase']})  {awaited or figures}")
             if one.get("diagnosis"):
                 self._print(f"{name}: {one['diagnosis']}")
-        pool = status.get("pool")
-        if pool and pool_view.is_worth_showing(pool):
-            self._print(pool_view.line_of(pool))
-            for trouble in pool_view.troubles_of(pool):
-                self._print(f"pool: {trouble}")
+        if self._shares_devices and status.get("pool"):
+            self._print(pool_view.line_of(status["pool"]))
+        for trouble in self.troubles(status):
+            self._print(f"pool: {trouble}")
 
     def note(self, line: str) -> None:
         self._print(line)
@@ -116,25 +133,27 @@ class PlainView(RunView):
 
 
 class TerminalView(RunView):
-    """A panel per pipeline, redrawn in place."""
+    """A panel per pipeline, redrawn in place; a line per pipeline where the terminal is too low for panels."""
 
-    def __init__(self, console: Console, title: str) -> None:
-        super().__init__()
+    def __init__(self, console: Console, title: str, *, shares_devices: bool = False) -> None:
+        super().__init__(shares_devices=shares_devices)
+        self._console = console
         self._title = title
         self._notes: list[str] = []
         self._live = Live(Text("starting processes …"), console=console, refresh_per_second=4, transient=False)
         self._live.start()
 
     def show(self, status: dict[str, Any]) -> None:
-        panels: list[RenderableType] = [
-            self._panel(name, one) for name, one in status.get("pipelines", {}).items() if name in self._paces
-        ]
-        pool = status.get("pool")
-        if pool and pool_view.is_worth_showing(pool):
-            panels.append(pool_view.panel_of(pool))
-        footer = Text(f"{self._title}{lag_of(status)}", style="dim")
-        notes = [Text(line, style="yellow") for line in self._notes]
-        self._live.update(Group(*panels, *notes, footer))
+        notes = [Text(line, style="bold") for line in [*self.troubles(status), *self._notes]]
+        footer = [Text(line, style="dim") for line in (self._title, lag_of(status)) if line]
+        pool = status.get("pool") if self._shares_devices else None
+        pools: list[RenderableType] = [pool_view.panel_of(pool)] if pool else []
+        panels = [self._panel(name, one) for name, one in status.get("pipelines", {}).items()]
+        drawn = Group(*panels, *pools, *notes, *footer)
+        if len(self._console.render_lines(drawn, pad=False)) >= self._console.height:
+            lines = [Text(pool_view.counts_of(pool))] if pool else []
+            drawn = Group(*self._compact(status), *lines, *notes, *footer)
+        self._live.update(drawn)
 
     def note(self, line: str) -> None:
         self._notes = [*self._notes, line][-NOTES_SHOWN:]
@@ -150,29 +169,58 @@ class TerminalView(RunView):
             expand=True,
         )
         bar.add_task("", completed=one["step"], total=one["steps"])
-        grid = Table.grid(expand=True, padding=(0, 2))
+        grid = Table.grid(expand=True, padding=(0, 1))
         figures = self.figures(name, one)
         for _ in figures:
             grid.add_column(justify="left")
         grid.add_row(*(Text(key, style="dim") for key in figures))
         grid.add_row(*(Text(value, style="bold") for value in figures.values()))
-        rows: list[RenderableType] = [bar, grid, Text(sparkline(self._curves.get(name, [])), style="green")]
+        curve = self.curve(name, min(CURVE_COLUMNS, self._console.width - 24))
+        rows: list[RenderableType] = [bar, grid, Text(awaited_by(one) or curve, style="green", no_wrap=True)]
         if one.get("diagnosis"):
             rows.append(Text(one["diagnosis"], style="bold red"))
-        return Panel(Group(*rows), title=f"{name} · {one['phase']}", title_align="left")
+        return Panel(Group(*rows), title=f"{shortened(name)} · {one['phase']}", title_align="left")
+
+    def _compact(self, status: dict[str, Any]) -> list[RenderableType]:
+        table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
+        columns = ("pipeline", "step", "reward", "eval", "samples/s", "left")
+        for column in columns:
+            table.add_column(column, no_wrap=True)
+        table.add_column("", no_wrap=True, ratio=1)
+        diagnoses: list[RenderableType] = []
+        for name, one in status.get("pipelines", {}).items():
+            figures = self.figures(name, one) | {"pipeline": shortened(name), "step": f"{one['step']}/{one['steps']}"}
+            table.add_row(*(figures.get(column, "-") for column in columns), awaited_by(one) or self.curve(name, 12))
+            if one.get("diagnosis"):
+                diagnoses.append(Text(f"{name}: {one['diagnosis']}", style="bold red"))
+        return [table, *diagnoses]
+
+
+def awaited_by(one: dict[str, Any]) -> str:
+    """Which processes a running pipeline cannot do without, and has not."""
+    if one["phase"] != "running":
+        return ""
+    there = {"a rollout worker": one["workers_alive"], "the trainer": one.get("trainer_alive", 1)}
+    missing = [who for who, alive in there.items() if not alive]
+    return f"waiting for {' and '.join(missing)} to start" if missing else ""
+
+
+def started_of(status: dict[str, Any]) -> set[str]:
+    """The pipelines that have a worker to wake."""
+    return {name for name, one in status.get("pipelines", {}).items() if one["workers_alive"]}
 
 
 def lag_of(status: dict[str, Any]) -> str:
-    """The controller's loop in full, and the latest of all the others by its name."""
+    """How late the controller's loop is (its wait-p99), and the latest of all the others by its name."""
     lag = status.get("lag")
     if not lag:
         return ""
-    p99_ms, wait_ms, max_ms = (lag[name] * 1e3 for name in ("p99_s", "wait_p99_s", "max_s"))
-    line = f"  loop lag p99 {p99_ms:.1f} ms wait-p99 {wait_ms:.1f} ms max {max_ms:.0f} ms"
+    line = f"loop lag: controller {lag['wait_p99_s'] * 1e3:.1f} ms"
     others = loops_of(status)
     if others:
         name = max(others, key=lambda one: others[one]["loop_lag_wait_p99_s"])
-        line += f" ({name} wait-p99 {others[name]['loop_lag_wait_p99_s'] * 1e3:.1f} ms)"
+        late_ms = others[name]["loop_lag_wait_p99_s"] * 1e3
+        line += f", {name.rpartition('/')[2]} {late_ms:.1f} ms"
     return line
 
 
@@ -180,6 +228,15 @@ def loops_of(status: dict[str, Any]) -> dict[str, dict[str, float]]:
     """The figures of every process that watches a loop, but for the controller's."""
     processes = status.get("members", {}) | {"supervisor": status.get("supervisor", {})}
     return {name: values for name, values in processes.items() if "loop_lag_wait_p99_s" in values}
+
+
+def figure(value: float) -> str:
+    """Three significant digits, or all those before the point."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= NAME_COLUMNS else f"{name[: NAME_COLUMNS - 1]}…"
 
 
 def clock(seconds: float | None) -> str:
@@ -190,7 +247,7 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def sparkline(values: list[float], width: int = 72) -> str:
+def sparkline(values: list[float], width: int) -> str:
     """The whole curve in one line of block characters."""
     if len(values) < 2:
         return ""

@@ -1,8 +1,10 @@
+import re
 from io import StringIO
+from typing import Any
 
 from rich.console import Console
 
-from penstock.launch.view import Pace, PlainView, TerminalView, clock, sparkline
+from penstock.launch.view import Pace, PlainView, TerminalView, clock, figure, sparkline
 
 PIPELINE = {
     "step": 3,
@@ -49,8 +51,7 @@ def test_plain_lines_carry_every_figure():
     view.note("letters.rollout.0 ended (killed by SIGKILL); starting it again in 0.5 s")
     text = out.getvalue()
     assert "letters: step 3/10 (running)  reward 0.25" in text
-    assert "loop lag p99 2.1 ms wait-p99 3.4 ms" in text
-    assert "(letters/w-1 wait-p99 7.1 ms)" in text
+    assert "staleness 1.0 / 2" in text
     assert "killed by SIGKILL" in text
 
 
@@ -98,10 +99,10 @@ def test_clock():
 
 
 def test_sparkline():
-    assert sparkline([]) == ""
-    assert sparkline([0.0, 1.0]) == "▁█"
-    assert sparkline([1.0, 1.0]) == "▁▁"
-    assert len(sparkline([float(i) for i in range(1000)])) == 72
+    assert sparkline([], 10) == ""
+    assert sparkline([0.0, 1.0], 10) == "▁█"
+    assert sparkline([1.0, 1.0], 10) == "▁▁"
+    assert len(sparkline([float(i) for i in range(1000)], 72)) == 72
 
 
 def use(devices: list[int], pipeline: str, doing: str, since_s: float) -> dict:
@@ -134,7 +135,7 @@ POOL = {
 
 def test_plain_lines_say_who_is_on_which_device_and_who_waits():
     out = StringIO()
-    PlainView(Console(file=out, width=300)).update(STATUS | {"pool": POOL})
+    PlainView(Console(file=out, width=300), shares_devices=True).update({"pipelines": {"left": PIPELINE}, "pool": POOL})
     lines = out.getvalue().splitlines()
     assert lines[1] == (
         "pool: 0-1 right training  2-3 right generating  5 right generating  6 left waking  2 idle  37 moves (1 failed)"
@@ -143,19 +144,80 @@ def test_plain_lines_say_who_is_on_which_device_and_who_waits():
     assert lines[3].startswith("pool: left.trainer (training) waits for 2 of devices [0, 1] since 3 s")
 
 
-def test_a_pipeline_alone_on_its_devices_has_no_pool_to_look_at():
+def test_devices_that_nobody_shares_are_no_news_but_trouble_with_them_is():
     out = StringIO()
-    alone = POOL | {"shares": [share("letters")], "waiting": []}
-    PlainView(Console(file=out, width=300)).update(STATUS | {"pool": alone})
+    PlainView(Console(file=out, width=300)).update(STATUS | {"pool": POOL | {"waiting": []}})
     assert "pool" not in out.getvalue()
+    troubled = POOL | {"shares": [share("letters", "letters.rollout.0 did not wake on [1]")]}
+    PlainView(Console(file=out, width=300)).update(STATUS | {"pool": troubled})
+    assert "pool: letters.rollout.0 did not wake on [1]" in out.getvalue()
+
+
+def test_who_is_awaited_is_said_instead_of_zeros_and_of_troubles_with_devices():
+    out = StringIO()
+    fresh = PIPELINE | {"step": 0, "workers_alive": 0, "trainer_alive": 0}
+    pool = POOL | {
+        "waiting": [],
+        "shares": [share("letters", "letters has 64 samples to generate, but no live worker")],
+    }
+    PlainView(Console(file=out, width=300)).update({"pipelines": {"letters": fresh}, "pool": pool})
+    assert out.getvalue().splitlines() == [
+        "letters: step 0/10 (running)  waiting for a rollout worker and the trainer to start"
+    ]
 
 
 def test_the_terminal_view_draws_the_pool():
     out = StringIO()
-    view = TerminalView(Console(file=out, width=120, force_terminal=True, color_system=None), "runs/demo")
-    view.update(STATUS | {"pool": POOL})
+    console = Console(file=out, width=120, height=40, force_terminal=True, color_system=None)
+    view = TerminalView(console, "runs/demo", shares_devices=True)
+    view.update({**STATUS, "pipelines": {"left": PIPELINE}, "pool": POOL})
     view.close()
     text = out.getvalue()
     assert "pool · 3 generating, 2 held by trainers, 1 moving, 2 idle · 37 moves (1 failed)" in text
     assert "2-3      right     generating  4 s" in text
     assert "left has 64 samples to generate and no worker since 12 s" in text
+
+
+def drawn(status: dict[str, Any], width: int, height: int) -> list[str]:
+    """The last frame, line by line."""
+    out = StringIO()
+    view = TerminalView(Console(file=out, width=width, height=height, force_terminal=True, color_system=None), "runs/x")
+    out.truncate(out.seek(0))
+    view.update(status)
+    view.close()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "").splitlines()
+
+
+def test_many_pipelines_in_a_low_terminal_take_a_line_each_and_notes_stay_in_sight():
+    pipelines = {f"pipeline{number}": PIPELINE for number in range(8)}
+    lines = drawn(STATUS | {"pipelines": pipelines}, 80, 24)
+    assert sum(line.startswith("pipeline") and "3/10" in line for line in lines) == 8
+    assert "loop lag: controller 3.4 ms, w-1 7.1 ms" in lines[-1]
+    assert any("╭─ pipeline7" in line for line in drawn(STATUS | {"pipelines": pipelines}, 80, 60))
+
+
+def test_a_panel_fits_eighty_columns():
+    """No figure is folded or cut, whatever its size."""
+    one = PIPELINE | {"reward_mean": -1234.56, "eval_points": 1, "eval_reward": -1234.56, "eval_version": 12345}
+    lines = drawn({"pipelines": {"a-pipeline-with-a-name-of-some-length": one | {"steps": 1_000_000}}}, 80, 24)
+    assert "a-pipeline-with-a-name-…" in lines[0]
+    assert any("-1,235" in line and "-1,235 (v12345)" in line and "1.0 / 2" in line for line in lines)
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_figures_keep_their_digits():
+    assert [figure(value) for value in (0.0, 0.12345, -1234.5, 12345678.0, 1.2e-7)] == [
+        "0",
+        "0.123",
+        "-1,234",
+        "1.23e+07",
+        "1.2e-07",
+    ]
+
+
+def test_the_start_is_no_part_of_the_pace():
+    pace = Pace()
+    for second in range(20):
+        pace.saw(float(second), 0, 0)
+    pace.saw(20.0, 1, 128)
+    assert pace.samples_per_s == 128
