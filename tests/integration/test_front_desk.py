@@ -12,6 +12,7 @@ import pytest
 
 from penstock.config.load import validate
 from penstock.control.effects import ReleasePayloads
+from penstock.errors import ConfigError
 from penstock.journal.writer import Journal
 from penstock.records.ids import MemberId, PipelineName, RunId, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef, RingAddress
@@ -32,17 +33,28 @@ MANIFEST = Manifest(Version(0), "lineage", "d0", (), "weights/p/lineage/0")
 class Room:
     """A front desk with a worker and a trainer at it."""
 
-    def __init__(self, folder: Path, lines_on_file: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self, folder: Path, lines_on_file: Sequence[bytes] = (), *, group_size: int = 1, max_staleness: int = 2
+    ) -> None:
         table = {"name": "p", "steps": 3, "env": {"name": "copy"}, "model": {"kind": "tiny"}}
-        table |= {"rollout": {"group_size": 1}, "train": {"groups_per_step": 2, "max_staleness": 2}}
+        table |= {"rollout": {"group_size": group_size}}
+        table |= {"train": {"groups_per_step": 2, "max_staleness": max_staleness}}
         config = validate({"pipeline": [table]})
         self.metrics = folder / "metrics.jsonl"
         self.journal = Journal(folder / "journal.sqlite", RunId("r"))
         self.lines = JsonLines(self.metrics)
         machines = {P: machine_of(config.pipeline[0], config.control)}
         self.desk = FrontDesk(config, machines, self.journal, ManualClock(100.0), self.lines, LagMonitor("test"))
-        self.desk.start(new_session=True, lines_on_file=lines_on_file)
+        try:
+            self.desk.start(new_session=True, lines_on_file=lines_on_file)
+        except BaseException:
+            self.close()
+            raise
         self.request = 0
+
+    def close(self) -> None:
+        self.journal.close(5.0)
+        self.lines.close(5.0)
 
     async def seat(self) -> None:
         ring, of_rank_1 = (RingAddress(name, 1, "host", "127.0.0.1") for name in ("ring", "ring of rank 1"))
@@ -74,8 +86,7 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
     await room.seat()
     yield room
     room.desk.check()
-    room.journal.close(5.0)
-    room.lines.close(5.0)
+    room.close()
 
 
 async def test_a_trained_step_becomes_one_line_however_often_it_is_acknowledged(room: Room):
@@ -92,17 +103,33 @@ async def test_a_line_that_died_with_the_controller_is_written_by_the_next(room:
     await room.deliver(await room.lease(2))
     await room.desk.call(AskBatch(P, T, step=StepIndex(0)))
     await room.desk.call(AckStep(P, T, step=StepIndex(0)))
-    room.journal.close(5.0)
-    room.lines.close(5.0)
+    room.close()
     whole = room.metrics.read_bytes()
     room.metrics.write_bytes(whole[:20])
     for on_file in (room.metrics.read_bytes(), whole):
         again = Room(tmp_path, on_file.splitlines())
-        again.journal.close(5.0)
-        again.lines.close(5.0)
+        again.close()
     torn, line = room.metrics.read_text().splitlines()
     assert torn == whole[:20].decode()
     assert json.loads(line)["step"] == 0, "written once for the torn file, and not at all for the whole one"
+
+
+async def test_a_resumed_run_goes_on_by_other_settings_but_its_past_is_replayed_by_those_it_had(
+    room: Room, tmp_path: Path
+):
+    await room.deliver(await room.lease(6))
+    for step in (0, 1):
+        await room.desk.call(AskBatch(P, T, step=StepIndex(step)))
+        assert await room.desk.call(AckStep(P, T, step=StepIndex(step))) == messages.Ok()
+    room.close()
+    for max_staleness in (0, 1):  # with no staleness two samples could never have been leased, let alone six
+        again = Room(tmp_path, max_staleness=max_staleness)
+        again.close()
+        status = again.desk.status()["pipelines"][P]
+        assert (status["step"], status["samples_trained"], status["dropped_lost"]) == (2, 4, 2)
+        assert again.desk.pipelines[P].oldest_trainable == 2 - max_staleness  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"pipeline 'p' .* rollout.group_size must stay 1"):
+        Room(tmp_path, group_size=4)
 
 
 async def test_a_torn_replica_is_given_nothing_until_it_serves_again(room: Room):

@@ -195,7 +195,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.journal: list[tuple[bytes, float]] = []
         self.now, self.joined, self.requests = 0.0, 0, Counter()
         self.trainer, self.filtered_since = "", 0
-        self.send(events.TimePassed())
+        self.send(events.SettingsTaken(self.settings))
         self.start_trainer_at(0)
         self.join()
 
@@ -251,9 +251,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.start_trainer_at(data.draw(st.integers(self.model.checkpoints[0], self.model.version)))
 
     @precondition(lambda self: self.control.phase != "complete")
-    @rule()
-    def resume(self):
+    @rule(groups=st.integers(1, 3), staleness=st.integers(0, 3), more=st.integers(0, 1))
+    def resume(self, groups, staleness, more):
+        """Perhaps with other settings; a replay begins with the latest."""
         self.send(events.RunResumed())
+        steps = self.settings.steps and self.settings.steps + more
+        changes = {"groups_per_step": groups, "max_staleness": staleness, "steps": steps}
+        self.settings = msgspec.structs.replace(self.settings, **changes)
+        assert isinstance(self.send(events.SettingsTaken(self.settings)), effects.Confirm)
+        self.model.max_staleness = staleness
         for row in self.model.rows.values():
             if row.state in LIVE:
                 row.state = "dropped lost"

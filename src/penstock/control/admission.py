@@ -109,6 +109,12 @@ class ThrottleChange(msgspec.Struct, frozen=True):
     what: Literal["engaged", "still engaged", "released"]
     lasted_s: float
 
+    def line(self, ledger: Ledger) -> str:
+        counts = ledger.state.counts
+        held = ", ".join(f"{counts[name]} {name}" for name in ("leased", "delivered", "buffered", "dispatched"))
+        lasted = f" after {self.lasted_s:.1f} s" if self.lasted_s else ""
+        return f"throttle {self.what}{lasted} at step {ledger.state.version}: {held}"
+
 
 def watch_throttle(state: ThrottleState, *, closed: bool, now: float, report_every_s: float) -> ThrottleChange | None:
     """Advances the throttle's own record and says what is worth a line; each engagement and release exactly one."""

@@ -93,7 +93,7 @@ class Observer:
         state = self.state
         if state.started_at is None or state.phase not in ("running", "draining"):
             return 0.0
-        grace_s = self.settings.startup_grace_s if state.ledger.next_sample == 0 else 0.0
+        grace_s = self.settings.startup_grace_s if state.ledger.next_sample == state.issued_before else 0.0
         return max(0.0, now - max(state.progressed_at, state.started_at + grace_s))
 
     def batch_waits_for(self) -> str:

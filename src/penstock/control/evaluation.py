@@ -322,9 +322,9 @@ class Evaluation:
             self._begin(point, None, "")
             point.since, point.deadline = now, now + settings.timeout_s
 
-    def stop(self, now: float) -> None:
-        """The run stops: whatever has not ended is skipped."""
-        state, why = self.state, "the run was stopped"
+    def stop(self, now: float, why: str) -> None:
+        """Whatever has not ended is skipped."""
+        state = self.state
         if state.waiting is not None:
             state.moves += 1
             due, state.waiting = state.waiting, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.control.settings import PipelineSettings
 from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import RingAddress
 from penstock.records.rollout import FailedRollout, Rollout, Score
@@ -94,6 +95,12 @@ class RunResumed(msgspec.Struct, tag="run_resumed", frozen=True):
     """The whole run was started again on its directory: no former process, and none of its payloads, is left."""
 
 
+class SettingsTaken(msgspec.Struct, tag="settings_taken", frozen=True):
+    """A life of the run began, by these settings: what happened before was decided by others."""
+
+    settings: PipelineSettings
+
+
 class StopAsked(msgspec.Struct, tag="stop_asked", frozen=True):
     reason: str
     failed: bool = False
@@ -111,5 +118,6 @@ Event = (
     | WeightsPublished
     | TimePassed
     | RunResumed
+    | SettingsTaken
     | StopAsked
 )

@@ -91,6 +91,12 @@ class Ledger:
         state = self.state
         return bool(state.redo) or state.prompt_limit is None or state.next_prompt < state.prompt_limit
 
+    def limit_prompts(self, count: int) -> bool:
+        """The stream has so many prompts; False if another number was said before, which holds."""
+        if self.state.prompt_limit is None:
+            self.state.prompt_limit = count
+        return self.state.prompt_limit == count
+
     def overtaken_groups(self) -> int:
         """Open groups that will most likely be outdated if the next batch is formed without them."""
         last = self.state.next_step - self.max_staleness

@@ -9,15 +9,18 @@ is charged to nobody.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from penstock.control.events import HeartbeatHeard, MemberRegistered
+from penstock.control.effects import RefuseCall
 from penstock.records.ids import MemberId, Version
 from penstock.records.payload import RingAddress
 from penstock.records.prompt import PromptLease
 from penstock.wire.messages import Role
+
+if TYPE_CHECKING:  # events carry settings, and those carry this module's
+    from penstock.control.events import HeartbeatHeard, MemberRegistered
 
 FORMER_KEPT = 256
 """Departed members remembered by name, so that their late calls are told apart from strangers'."""
@@ -94,6 +97,15 @@ class Membership:
         """Why a caller is not live, for the answer that refuses it."""
         reason = self.state.former.get(member)
         return f"{member} is no longer a member: {reason}" if reason else f"{member} is not registered"
+
+    def caller(self, member: MemberId, role: Role) -> Member | RefuseCall:
+        """The live member that makes a call of its role, or why it may not."""
+        found = self.get(member)
+        if found is None:
+            return RefuseCall("Stale", self.why_unknown(member))
+        if found.role != role:
+            return RefuseCall("LocalProtocolError", f"{member} is a {found.role}; this call is for a {role}")
+        return found
 
     def having(self, role: Role) -> list[Member]:
         """The live members of a role, in the order they joined."""

@@ -2,8 +2,8 @@
 
 Completion is not shutdown. A pipeline is *draining* when every sample its remaining steps need has been issued, and
 *complete* only when no sample, buffered or in flight, can fill a further step and the last step can no longer be lost.
-Stopping is always explicit. Drops and trainer rollbacks lead back from draining to running; nothing leads back from
-complete, because workers told `exhausted` have left.
+Stopping is always explicit. Drops and trainer rollbacks lead back from draining to running; only another life of the
+run leads back from complete, because workers told `exhausted` have left.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ PHASES: Final[dict[tuple[Phase, Phase], str]] = {
     ("running", "stopped"): "a stop was asked for, or the run failed",
     ("draining", "stopped"): "a stop was asked for, or the run failed",
     ("complete", "stopped"): "a stop was asked for",
+    ("complete", "running"): "the run was resumed with more to do",
     ("stopped", "running"): "the run was resumed",
     ("stopped", "draining"): "the run was resumed",
     ("stopped", "complete"): "the run was resumed and has nothing left to do",

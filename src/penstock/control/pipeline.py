@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.control import events, phase
-from penstock.control.admission import Admission, ThrottleChange, watch_throttle
+from penstock.control import events, lives, phase
+from penstock.control.admission import Admission, watch_throttle
 from penstock.control.diagnosis import Observer
 from penstock.control.effects import (
     AcceptHeartbeat,
@@ -28,7 +28,7 @@ from penstock.control.effects import (
 )
 from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import GroupFilter, Ledger
-from penstock.control.membership import Member, Membership
+from penstock.control.membership import Membership
 from penstock.control.samples import LedgerState
 from penstock.control.settings import Outcome, PipelineSettings, PipelineState
 from penstock.control.trainer_side import TrainerSide
@@ -36,7 +36,7 @@ from penstock.control.worker_side import WorkerSide
 from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId, StepIndex, Version
 from penstock.records.weights import Manifest
-from penstock.wire.messages import Phase, Role
+from penstock.wire.messages import Phase
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PipelineState)
@@ -76,8 +76,10 @@ class PipelineControl:
         return _encoder.encode(self.state)
 
     def restore(self, snapshot: bytes) -> None:
-        """Becomes the pipeline that `snapshot` was taken of. The settings and the filter must be the same."""
-        self._adopt(_decoder.decode(snapshot))
+        """Becomes the pipeline that `snapshot` was taken of, with its settings. The filter must be the same."""
+        state = _decoder.decode(snapshot)
+        self.settings = state.settings or self.settings
+        self._adopt(state)
 
     # -- what one may ask ---------------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class PipelineControl:
         state.last_event_at = now
         if not isinstance(event, events.HeartbeatHeard | events.TimePassed):
             state.progressed_at = now
-            if not isinstance(event, events.RunResumed | events.StopAsked):
+            if not isinstance(event, events.RunResumed | events.SettingsTaken | events.StopAsked):
                 self.members.hear(event.member, now)
         self._watch(effects, now)
         opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
@@ -195,10 +197,12 @@ class PipelineControl:
                 return self._on_left(event, now)
             case events.RunResumed():
                 return self._on_resumed(now)
+            case events.SettingsTaken():
+                return self._on_settings(event.settings, now)
             case events.StopAsked():
                 return self._on_stop(event)
         workers_call = isinstance(event, events.LeaseAsked | events.Delivered)
-        caller = self._caller(event.member, "rollout" if workers_call else "trainer")
+        caller = self.members.caller(event.member, "rollout" if workers_call else "trainer")
         if isinstance(caller, RefuseCall):
             return [caller], False
         match event:
@@ -227,14 +231,6 @@ class PipelineControl:
         line = f"the controller itself was away for {away_s:.0f} s; nobody's silence counts"
         return [Log("warning", f"{self.settings.name}: {line}")]
 
-    def _caller(self, member: MemberId, role: Role) -> Member | RefuseCall:
-        found = self.members.get(member)
-        if found is None:
-            return RefuseCall("Stale", self.members.why_unknown(member))
-        if found.role != role:
-            return RefuseCall("LocalProtocolError", f"{member} is a {found.role}; this call is for a {role}")
-        return found
-
     def _watch(self, effects: list[Effect], now: float) -> None:
         """Draws what follows from any change: payloads nobody will read, a ready batch, the phase, the throttle."""
         state, admission = self.state, self.admission
@@ -251,7 +247,7 @@ class PipelineControl:
         if admission.finished and state.phase in ("running", "draining"):
             self.evaluation.training_ended(state.ledger.version, now)
         if state.stop_asked:
-            self.evaluation.stop(now)
+            self.evaluation.stop(now, "the run was stopped")
         effects.extend(self.evaluation.take_notes(self.settings.name))
         prospects = phase.Prospects(
             stop_asked=state.stop_asked,
@@ -269,14 +265,8 @@ class PipelineControl:
         closed = state.phase == "running" and not admission.can_lease()
         change = watch_throttle(state.throttle, closed=closed, now=now, report_every_s=self.settings.throttle_report_s)
         if change is not None:
-            effects.append(self._throttle_line(change))
-
-    def _throttle_line(self, change: ThrottleChange) -> Log:
-        counts = self.state.ledger.counts
-        held = ", ".join(f"{counts[name]} {name}" for name in ("leased", "delivered", "buffered", "dispatched"))
-        lasted = f" after {change.lasted_s:.1f} s" if change.lasted_s else ""
-        line = f"{self.settings.name}: throttle {change.what}{lasted} at step {self.ledger.state.version}: {held}"
-        return Log("info" if change.what == "still engaged" else "debug", line)
+            level = "info" if change.what == "still engaged" else "debug"
+            effects.append(Log(level, f"{self.settings.name}: {change.line(self.ledger)}"))
 
     # -- members ------------------------------------------------------------------------------------------------
 
@@ -297,9 +287,7 @@ class PipelineControl:
             state.trainer_lost_at, state.trainer_left_well = None, False
         if event.prompt_count is not None and self.settings.epochs is not None:
             counted = self.settings.epochs * event.prompt_count
-            if ledger.prompt_limit is None:
-                ledger.prompt_limit = counted
-            elif ledger.prompt_limit != counted:
+            if not self.ledger.limit_prompts(counted):
                 line = f"{event.member} counts {counted} prompts in the run, which began with {ledger.prompt_limit}"
                 effects.append(Log("warning", f"{self.settings.name}: {line}; has the environment changed?"))
         self.members.register(event, now)
@@ -388,13 +376,25 @@ class PipelineControl:
         for member in list(state.members.live):
             self._evict(member, "the run was resumed without it")
         self.evaluation.resume(now)
-        lost = self.ledger.lose_payloads()
-        self.ledger.take_released()
-        state.members.rings.clear()
-        state.members.departed_rings.clear()
-        state.weights, state.stop_asked, state.stop_reason, state.failure = None, False, "", ""
-        state.digests.clear()
-        state.started_at = state.progressed_at = now
-        state.trainer_lost_at, state.trainer_left_well, state.set_aside_in_a_row = None, False, 0
+        lost = lives.forget_processes(state, self.ledger, now)
         line = f"{self.settings.name}: resumed at step {state.ledger.version}; {lost} prompts are issued again"
         return [Confirm(), Log("info", line)], True
+
+    def _on_settings(self, wanted: PipelineSettings, now: float) -> Outcome:
+        """Goes on by other settings, or by the same. What was decided by the former ones stands."""
+        state, former = self.state, self.settings
+        if wanted == state.settings:
+            return [Confirm()], False
+        if refusal := lives.why_not(state, former, wanted):
+            return [RefuseCall("LocalProtocolError", refusal)], False
+        if wanted.epochs != former.epochs:
+            state.ledger.prompt_limit = wanted.prompt_limit
+        state.settings = self.settings = wanted
+        self._adopt(state)
+        if wanted.evaluation is None:
+            self.evaluation.stop(now, "evaluation was switched off")
+        elif wanted.evaluation != former.evaluation:
+            self.evaluation.resume(now)
+        if state.phase == "complete" and not self.admission.finished:
+            state.phase = "running"
+        return [Confirm()], True

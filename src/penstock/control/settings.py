@@ -50,6 +50,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     throttle_report_s: float = 30.0
     evaluation: EvaluationSettings | None = None
     """None: versions are never evaluated."""
+    filters: tuple[str, ...] = ()
+    """Names of what the group filter is made of: it decided what was filtered, so a replay needs the same."""
 
     @property
     def patience(self) -> Patience:
@@ -80,6 +82,8 @@ class PipelineState(msgspec.Struct):
     """All that a snapshot carries."""
 
     ledger: LedgerState
+    settings: PipelineSettings | None = None
+    """Those that were taken; None in a run that began without taking any."""
     members: MembershipState = msgspec.field(default_factory=MembershipState)
     throttle: ThrottleState = msgspec.field(default_factory=ThrottleState)
     revision: int = 0
@@ -90,6 +94,9 @@ class PipelineState(msgspec.Struct):
     weights: Manifest | None = None
     digests: dict[Version, str] = msgspec.field(default_factory=dict)
     started_at: float | None = None
+    """This life of the run."""
+    issued_before: int = 0
+    """Samples of former lives."""
     last_event_at: float = 0.0
     progressed_at: float = 0.0
     stall_reported_at: float = 0.0

@@ -171,5 +171,6 @@ class TrainerSide:
         state.digests[version] = manifest.digest
         for old in [old for old in state.digests if old < version - self.settings.max_staleness - 1]:
             del state.digests[old]
-        self.evaluation.published(version, now)
+        if state.phase != "complete":
+            self.evaluation.published(version, now)
         return [Confirm(), OfferWeights(manifest), Announce("weights")], True

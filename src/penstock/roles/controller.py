@@ -93,6 +93,7 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
         stall_fail_after_s=control.stall_fail_after_s,
         exit_without_trainer_s=control.exit_without_trainer_s,
         evaluation=_evaluation_of(pipeline.evaluation),
+        filters=tuple(pipeline.train.filters),
     )
     group_filter = filters.build(
         filters.FilterSettings(

@@ -13,11 +13,12 @@ from penstock.config.devices import devices_of
 from penstock.config.run import Config
 from penstock.control import effects
 from penstock.control.effects import Effect
-from penstock.control.events import MemberLeft, RunResumed, StopAsked
+from penstock.control.events import MemberLeft, RunResumed, SettingsTaken, StopAsked
 from penstock.control.io.desk import ControlDesk
 from penstock.control.pipeline import PipelineControl
 from penstock.control.points import EvaluationResult
 from penstock.control.settings import StepSummary
+from penstock.errors import ConfigError
 from penstock.journal.writer import Journal
 from penstock.payload.discards import Discards
 from penstock.records.ids import POOL, MemberId, PipelineName, Version
@@ -64,6 +65,7 @@ class FrontDesk(ControlDesk):
             snapshot_every=config.journal.snapshot_every_events,
         )
         self._machines = machines
+        self._wanted = {name: machine.settings for name, machine in machines.items()}
         self._lines = lines
         self._lag = lag
         self._evicted: dict[MemberId, str] = {}
@@ -84,6 +86,8 @@ class FrontDesk(ControlDesk):
         if resumed:
             for name in self.pipelines:
                 self.happen(name, RunResumed())
+        if not replayed or new_session:  # a mere restart goes on by what it had
+            self._take_settings()
         self._pool.open(restarted=bool(replayed), resumed=resumed)
         on_file = entries_in(lines_on_file) if replayed else set()
         for name, machine in self._machines.items():
@@ -96,6 +100,12 @@ class FrontDesk(ControlDesk):
             if machine.weights is not None:
                 self._tell_fleet(name, weights.VersionPublished(machine.weights))
         return replayed
+
+    def _take_settings(self) -> None:
+        for name, wanted in self._wanted.items():
+            answer = self.happen(name, SettingsTaken(wanted))[0]
+            if isinstance(answer, effects.RefuseCall):
+                raise ConfigError(f"pipeline {name!r} of this run cannot go on so: {answer.message}")
 
     async def call(self, request: Request) -> Reply:
         if isinstance(request, AskLease) and (verdict := self._held_back(request)) is not None:
