@@ -37,6 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.holders: dict[tuple[MemberId, int], tuple[DeviceId, ...]] = {}
         self.completed = dict.fromkeys(NAMES, 0)
         self.requests = 0
+        self.asked_at: dict[int, float] = {}
 
     def tell(self, event: ev.Event) -> None:
         before, bytes_before = self.pool.revision, self.pool.snapshot()
@@ -55,6 +56,17 @@ class PoolMachine(RuleBasedStateMachine):
                 self.orders.setdefault(effect.member, []).append(effect.order.number)
             elif isinstance(effect, ev.GrantDevices):
                 assert self.pool.granted(effect.member, effect.request) is not None
+        self._look_at_classes()
+
+    def _look_at_classes(self) -> None:
+        """Nobody is promised what a higher class waits for, and nobody becomes younger by losing a promise."""
+        waiting = [hold for hold in self.holds() if hold.state == "waiting"]
+        for hold in self.holds():
+            if hold.state in ("waiting", "assigned"):
+                assert hold.since == self.asked_at.setdefault(hold.hold, hold.since)
+            if hold.state == "assigned":
+                above = [one for one in waiting if one.priority < hold.priority and set(one.among) & set(hold.devices)]
+                assert not above, f"{hold} was promised what {above} wait for"
 
     def holds(self) -> list[Hold]:
         _, state = msgspec.msgpack.decode(self.pool.snapshot(), type=tuple[int, State])
@@ -62,6 +74,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def held(self) -> list[Hold]:
         return [hold for hold in self.holds() if hold.state == "held"]
+
+    def promised(self) -> list[Hold]:
+        """Requests with a promise that a higher class could take."""
+        return [hold for hold in self.holds() if hold.state == "assigned" and hold.priority > min(Priority)]
 
     @rule(name=pipelines, bundle=st.sampled_from([1, 2]), weight=st.sampled_from([1.0, 2.0]))
     def open(self, name: PipelineName, bundle: int, weight: float) -> None:
@@ -106,6 +122,22 @@ class PoolMachine(RuleBasedStateMachine):
         devices = tuple(DeviceId(device) for device in among)
         member = MemberId(f"{name}t")
         self.tell(ev.DevicesRequested(name, member, self.requests, priority, devices, count, 25.0, release))
+
+    @precondition(lambda self: self.promised())
+    @rule(data=st.data())
+    def outrank(self, data: st.DataObject) -> None:
+        """A higher class asks for devices that are promised: the promise is taken back, nothing that is held is."""
+        promised = data.draw(st.sampled_from(self.promised()))
+        priority = data.draw(st.sampled_from([one for one in Priority if one < promised.priority]))
+        name = data.draw(pipelines)
+        held = {hold.hold: hold.devices for hold in self.held()}
+        self.requests += 1
+        asked = (self.requests, priority, promised.devices, len(promised.devices), 25.0)
+        self.tell(ev.DevicesRequested(name, MemberId(f"{name}t"), *asked))
+        if any(hold.request == self.requests for hold in self.holds()):
+            after = next(hold for hold in self.holds() if hold.hold == promised.hold)
+            assert not set(after.devices) & set(promised.devices)
+        assert held.items() <= {hold.hold: hold.devices for hold in self.held()}.items()
 
     @precondition(lambda self: self.held())
     @rule(data=st.data(), priority=st.sampled_from(list(Priority)[:-1]))

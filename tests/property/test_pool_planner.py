@@ -65,11 +65,14 @@ def snapshots(draw: st.DrawFn, *, requests: bool = True) -> Snapshot:
             since = draw(st.sampled_from([900.0, 985.0, 999.0]))
             seats.append(SeatView(SeatId(len(seats) + 1), pipeline, place, phase, since))
     waiting: list[RequestView] = []
+    clearing = {device for seat in seats for device in seat.devices if seat.phase in ("leaving", "fenced")}
     for number in range(draw(st.integers(0, 3)) if requests else 0):
         among = tuple(sorted(draw(st.sets(st.sampled_from(devices), min_size=1, max_size=4))))
         priority = draw(st.sampled_from([Priority.INITIALISATION, Priority.TRAINING, Priority.SCORING]))
         since = draw(st.sampled_from([900.0, 999.0]))
-        waiting.append(RequestView(number, priority, among, len(among), since))
+        assigned = among if clearing.issuperset(among) and draw(st.booleans()) else ()
+        clearing.difference_update(assigned)
+        waiting.append(RequestView(number, priority, among, len(among), since, assigned))
     return Snapshot(NOW, topology, tuple(views), tuple(seats), tuple(held), tuple(waiting))
 
 
@@ -150,6 +153,9 @@ def test_the_validator_refuses_a_plan_that_was_tampered_with(snapshot: Snapshot,
         wrong.append(msgspec.structs.replace(plan, shrinks=()))
     if plan.grants:
         wrong.append(msgspec.structs.replace(plan, grants=(*plan.grants, plan.grants[0])))
+    if plan.withdrawals:
+        wrong.append(msgspec.structs.replace(plan, withdrawals=()))
+        wrong.append(msgspec.structs.replace(plan, withdrawals=plan.withdrawals * 2))
     wrong.append(msgspec.structs.replace(plan, shrinks=(*plan.shrinks, Shrink(SeatId(777), False, ""))))
     for tampered in wrong:
         with pytest.raises(InvalidTransition):

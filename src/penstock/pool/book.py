@@ -114,10 +114,14 @@ class Book:
     def step_hold(self, hold: Hold, what: HoldInput) -> list[Seat | Hold]:
         """Apply one input; returns the claims that can go on because devices became free."""
         before = hold.state
-        if hold.step(what) == "held":
+        after = hold.step(what)
+        if after == "held":
             self._unindex(hold, self.promised)
             self._index(hold)
-        if hold.state != "gone":
+        elif after == "waiting":
+            self._unindex(hold, self.promised)
+            hold.devices = ()
+        if after != "gone":
             return []
         del self.state.holds[hold.hold]
         if before == "waiting":
@@ -169,6 +173,13 @@ class Book:
                 raise InvalidTransition(f"seat {seat.seat} stays, but its pipeline {seat.pipeline} is closed")
             if entry is not None and len(seat.devices) != entry.shape.bundle:
                 raise InvalidTransition(f"seat {seat.seat} has {len(seat.devices)} devices, not a whole bundle")
-        for claim in self.promised.values():
-            if claim.state in ("planned", "assigned") and self.is_clear(claim):
+        waiting = [hold for hold in self.state.holds.values() if hold.state == "waiting"]
+        for device, claim in self.promised.items():
+            if self.is_clear(claim):
                 raise InvalidTransition(f"{claim!r} waits although its devices are clear")
+            if isinstance(claim, Hold):
+                for hold in waiting:
+                    if hold.priority < claim.priority and device in hold.among:
+                        raise InvalidTransition(
+                            f"device {device} is promised to {claim!r}, while {hold!r} waits for it"
+                        )

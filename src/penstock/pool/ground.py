@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from penstock.pool.plan import Expand, Grant, Plan, Shrink, Snapshot
+from penstock.pool.plan import Expand, Grant, Plan, RequestView, Shrink, Snapshot, Withdraw
 from penstock.records.ids import PipelineName
 from penstock.records.pool import DeviceId, SeatId
 
@@ -26,6 +26,8 @@ class Ground:
         """Index of the seat that physically stands on a device."""
         self.planned = [NOBODY] * count
         """Index of the seat that is promised a device but waits for another seat to leave it."""
+        self.promised: dict[int, RequestView] = {}
+        """Requests that are promised a device on which a seat is still leaving."""
         self.taken = [False] * count
         """Held or promised: out of reach for everybody else."""
         self.calm = [False] * count
@@ -36,6 +38,7 @@ class Ground:
         self._shrinks: list[Shrink] = []
         self._expands: list[Expand] = []
         self._grants: list[Grant] = []
+        self._withdrawals: list[Withdraw] = []
         self.take(snapshot.held)
         for index, seat in enumerate(snapshot.seats):
             where = self.planned if seat.phase == "planned" else self.occupant
@@ -45,6 +48,7 @@ class Ground:
                     self.taken[device] = True
         for request in snapshot.requests:
             self.take(request.assigned)
+            self.promised |= dict.fromkeys(request.assigned, request)
 
     def take(self, devices: Iterable[int]) -> None:
         for device in devices:
@@ -76,8 +80,21 @@ class Ground:
         self._grants.append(Grant(request, devices, self._leavers(devices)))
         self.take(devices)
 
+    def withdraw(self, request: RequestView) -> None:
+        """Record that a promise is taken back: its devices are open to the moves that follow."""
+        for device in request.assigned:
+            self.taken[device] = False
+            del self.promised[device]
+        self._withdrawals.append(Withdraw(request.request))
+
     def plan(self) -> Plan:
-        return Plan(tuple(self._shrinks), tuple(self._expands), tuple(self._grants), tuple(self.short))
+        return Plan(
+            tuple(self._shrinks),
+            tuple(self._expands),
+            tuple(self._grants),
+            tuple(self._withdrawals),
+            tuple(self.short),
+        )
 
     def _leavers(self, devices: tuple[DeviceId, ...]) -> tuple[SeatId, ...]:
         occupants = {self.occupant[device] for device in devices} - {NOBODY}

@@ -45,7 +45,7 @@ SEAT_TABLE: dict[tuple[SeatState, SeatInput], SeatState] = {
 """`finished` answers the present order; `proved` is a failure after which the worker verifiably holds nothing."""
 
 HoldState = Literal["waiting", "assigned", "held", "fenced", "gone"]
-HoldInput = Literal["promised", "cleared", "released", "ended", "silent", "overdue", "lost"]
+HoldInput = Literal["promised", "withdrawn", "cleared", "released", "ended", "silent", "overdue", "lost"]
 
 HOLD_TABLE: dict[tuple[HoldState, HoldInput], HoldState] = {
     ("waiting", "promised"): "assigned",
@@ -53,6 +53,7 @@ HOLD_TABLE: dict[tuple[HoldState, HoldInput], HoldState] = {
     ("waiting", "silent"): "gone",
     ("waiting", "lost"): "gone",
     ("assigned", "cleared"): "held",
+    ("assigned", "withdrawn"): "waiting",
     ("assigned", "ended"): "gone",
     ("assigned", "silent"): "gone",
     ("assigned", "lost"): "gone",
@@ -63,7 +64,8 @@ HOLD_TABLE: dict[tuple[HoldState, HoldInput], HoldState] = {
     ("fenced", "overdue"): "gone",
     ("fenced", "lost"): "gone",
 }
-"""`ended` is a cancelled or timed-out request, or a closed pipeline; what is held is never taken by it."""
+"""`withdrawn` is a promise that passes to a higher class; `ended` is a cancelled or timed-out request, or a closed
+pipeline. Neither takes what is held."""
 
 
 class Seat(msgspec.Struct):

@@ -30,6 +30,8 @@ class Moves:
         """Start every move of a validated plan; those that must wait for a device start when it is clear."""
         for shrink in plan.shrinks:
             self.recall(self._state.seats[shrink.seat], now, abort=shrink.abort, reason=shrink.reason)
+        for withdrawal in plan.withdrawals:
+            self._book.step_hold(self._state.holds[withdrawal.request], "withdrawn")
         for grant in plan.grants:
             hold = self._state.holds[grant.request]
             self._book.promise(hold, grant.devices)

@@ -107,6 +107,13 @@ class Expand(msgspec.Struct, frozen=True):
     after: tuple[SeatId, ...] = ()
 
 
+class Withdraw(msgspec.Struct, frozen=True):
+    """Take back what was promised to this request: one of a higher class needs it. It waits again, as if never promised
+    anything."""
+
+    request: int
+
+
 class Grant(msgspec.Struct, frozen=True):
     """Give these devices to the request, once the seats in `after` are gone."""
 
@@ -121,8 +128,9 @@ class Plan(msgspec.Struct, frozen=True):
     shrinks: tuple[Shrink, ...] = ()
     expands: tuple[Expand, ...] = ()
     grants: tuple[Grant, ...] = ()
+    withdrawals: tuple[Withdraw, ...] = ()
     short: tuple[PipelineName, ...] = ()
     """Served pipelines that are left below their share, because making it good would not repay the move yet."""
 
     def __bool__(self) -> bool:
-        return bool(self.shrinks or self.expands or self.grants)
+        return bool(self.shrinks or self.expands or self.grants or self.withdrawals)

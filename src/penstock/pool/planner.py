@@ -2,7 +2,8 @@
 
 Promises:
 
-- A request above generation takes devices from generation at once, from another request never.
+- A request above generation takes devices from generation at once, and from a lower class what that is only promised;
+  what another request holds, never.
 - A pipeline with work and no worker comes before every pipeline that would grow, longest wait first. If all places it
   could use are occupied it takes turns: it keeps the place that becomes takeable first, where a worker becomes
   takeable when its turn is over. Nobody is woken in a kept place, so it never becomes takeable later than promised.

@@ -11,8 +11,8 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
     """Raises `InvalidTransition`, naming the move, unless the plan can be carried out and leaves every device right.
 
     Afterwards: no device has two owners, none is lost, requests hold exactly what they asked for, workers stand on
-    whole bundles they are allowed to use, no pipeline has more workers than it can use, and no request was passed over
-    for one of a lower class.
+    whole bundles they are allowed to use, no pipeline has more workers than it can use, and no request is passed over
+    for one of a lower class, neither by what is granted now nor by what was promised before.
     """
     seats = {seat.seat: seat for seat in snapshot.seats}
     occupant: dict[DeviceId, SeatView] = {}
@@ -41,28 +41,18 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
         for device in seat.devices:
             del owner[device]
 
+    _check_classes(snapshot, plan)
     requests = {request.request: request for request in snapshot.requests}
-    granted = {grant.request for grant in plan.grants}
-    passed_over: dict[DeviceId, Priority] = {}
-    for request in snapshot.requests:
-        if not request.assigned and request.request not in granted:
-            for device in request.among:
-                passed_over[device] = min(request.priority, passed_over.get(device, request.priority))
+    for withdrawal in plan.withdrawals:
+        for device in requests[withdrawal.request].assigned:
+            del owner[device]
     for grant in plan.grants:
-        request = requests.pop(grant.request, None)
-        if request is None or request.assigned:
-            raise InvalidTransition(f"plan grants request {grant.request}, which does not wait")
+        request = requests[grant.request]
         if len(set(grant.devices)) != request.count or not set(grant.devices) <= set(request.among):
             raise InvalidTransition(
                 f"plan grants request {grant.request} devices {grant.devices}; it asked for {request.count} "
                 f"of {request.among}"
             )
-        for device in grant.devices:
-            if passed_over.get(device, request.priority) < request.priority:
-                raise InvalidTransition(
-                    f"plan grants request {grant.request} device {device} for {request.priority.name.lower()} while "
-                    f"{passed_over[device].name.lower()} waits for it"
-                )
         _occupy(grant.devices, grant.after, f"request {grant.request}", owner, occupant, leaving, snapshot)
 
     views = {view.name: index for index, view in enumerate(snapshot.pipelines)}
@@ -91,6 +81,46 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
         if served[index] > view.useful:
             raise InvalidTransition(f"plan wakes {what}: {served[index]} workers, of which it can use {view.useful}")
         _occupy(expand.devices, expand.after, what, owner, occupant, leaving, snapshot)
+
+
+def _check_classes(snapshot: Snapshot, plan: Plan) -> None:
+    """Who waits is granted, only promises are taken back, and both only so that no higher class is passed over."""
+    waiting = {request.request: request for request in snapshot.requests if not request.assigned}
+    promised = {request.request: request for request in snapshot.requests if request.assigned}
+    devices_of = {request.request: request.assigned for request in promised.values()}
+    withdrawn = []
+    for withdrawal in plan.withdrawals:
+        request = promised.pop(withdrawal.request, None)
+        if request is None:
+            raise InvalidTransition(f"plan takes a promise back from request {withdrawal.request}, which has none")
+        withdrawn.append(request)
+        waiting[request.request] = request
+    for grant in plan.grants:
+        request = waiting.pop(grant.request, None)
+        if request is None:
+            raise InvalidTransition(f"plan grants request {grant.request}, which does not wait")
+        promised[request.request] = request
+        devices_of[request.request] = grant.devices
+    wanted: dict[DeviceId, Priority] = {}
+    for request in waiting.values():
+        for device in request.among:
+            wanted[device] = min(request.priority, wanted.get(device, request.priority))
+    for request in promised.values():
+        for device in devices_of[request.request]:
+            if wanted.get(device, request.priority) < request.priority:
+                raise InvalidTransition(
+                    f"plan leaves device {device} to request {request.request} for {request.priority.name.lower()} "
+                    f"while {wanted[device].name.lower()} waits for it"
+                )
+    for request in promised.values():
+        for device in devices_of[request.request]:
+            wanted[device] = min(request.priority, wanted.get(device, request.priority))
+    for request in withdrawn:
+        if all(wanted.get(device, request.priority) >= request.priority for device in request.assigned):
+            raise InvalidTransition(
+                f"plan takes devices {request.assigned} back from request {request.request} for "
+                f"{request.priority.name.lower()}, and nobody of a higher class needs them"
+            )
 
 
 def _occupy(

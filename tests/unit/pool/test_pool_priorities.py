@@ -6,10 +6,10 @@ import pytest
 
 from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.pool import events as ev
-from penstock.pool.plan import Grant, Plan, RequestView, Snapshot
+from penstock.pool.plan import Grant, Plan, RequestView, SeatView, Snapshot, Withdraw
 from penstock.pool.validate import validate
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.pool import DeviceId, Priority, Topology
+from penstock.records.pool import DeviceId, Priority, SeatId, Topology
 
 
 def test_training_takes_devices_from_generation_by_abort(town):
@@ -61,8 +61,31 @@ def test_a_plan_that_passes_over_a_class_is_refused():
     waiting = (view(1, Priority.SCORING), view(2, Priority.TRAINING))
     snapshot = Snapshot(0.0, Topology((2,)), (), requests=waiting)
     validate(snapshot, Plan(grants=(Grant(2, (DeviceId(0),)), Grant(1, (DeviceId(1),)))))
-    with pytest.raises(InvalidTransition, match="device 0 for scoring while training waits for it"):
+    with pytest.raises(InvalidTransition, match="device 0 to request 1 for scoring while training waits for it"):
         validate(snapshot, Plan(grants=(Grant(1, (DeviceId(0),)),)))
+
+
+def test_a_plan_that_takes_a_promise_back_for_nobody_or_leaves_it_in_the_way_is_refused():
+    devices = DeviceId(0), DeviceId(1)
+    seat = SeatView(SeatId(1), -1, (DeviceId(0),), "leaving", 0.0)
+    scoring = RequestView(1, Priority.SCORING, devices, 1, 0.0, assigned=(DeviceId(0),))
+    training = RequestView(2, Priority.TRAINING, devices[:1], 1, 1.0)
+    snapshot = Snapshot(1.0, Topology((2,)), (), (seat,), requests=(scoring, training))
+    take_back, grant = (Withdraw(1),), Grant(2, devices[:1], (SeatId(1),))
+    validate(snapshot, Plan(withdrawals=take_back, grants=(grant,)))
+    validate(snapshot, Plan(withdrawals=take_back, grants=(grant, Grant(1, devices[1:]))))
+    wrong = {
+        "device 0 to request 1 for scoring while training waits for it": Plan(),
+        "which belongs to request 1": Plan(grants=(grant,)),
+        "from request 2, which has none": Plan(withdrawals=(Withdraw(2),)),
+        "from request 1, which has none": Plan(withdrawals=take_back * 2, grants=(grant,)),
+    }
+    for reason, plan in wrong.items():
+        with pytest.raises(InvalidTransition, match=reason):
+            validate(snapshot, plan)
+    alone = Snapshot(1.0, Topology((2,)), (), (seat,), requests=(scoring,))
+    with pytest.raises(InvalidTransition, match="nobody of a higher class needs them"):
+        validate(alone, Plan(withdrawals=take_back))
 
 
 def test_a_pipeline_that_is_closed_is_told_so(town):
@@ -197,3 +220,102 @@ def test_no_worker_is_woken_where_a_request_waits(town):
     assert town.ask("b", 1, (0, 1)) is None
     town.demand("a", 100)
     assert sorted(e.order.devices for e in town.told(ev.WakeWorker)) == [(2,), (3,)]
+
+
+def leave(town, member: str) -> None:
+    """A deaf worker obeys after all."""
+    town.deaf.discard(member)
+    order = town.pool.orders(MemberId(member))[0]
+    town.tell(ev.MoveDone(PipelineName(member.rsplit("-", 1)[0]), MemberId(member), order.number))
+
+
+@pytest.fixture
+def leaving(town):
+    """Pipeline `a` generates on all four devices, and its workers are slow to leave."""
+    town.open("a")
+    town.demand("a", 100)
+    for name in "bcdef":
+        town.open(name)
+    town.deaf = {"a-0", "a-1", "a-2", "a-3"}
+    return town
+
+
+def test_a_promise_passes_to_a_higher_class_that_comes_before_it_is_kept(leaving):
+    assert leaving.ask("b", 1, (0,), priority=Priority.SCORING) is None
+    assert leaving.ask("c", 1, (0,), priority=Priority.TRAINING) is None
+    assert leaving.ask("d", 1, (0,), priority=Priority.INITIALISATION) is None
+    leave(leaving, "a-0")
+    assert (leaving.held("d", 1), leaving.held("c", 1), leaving.held("b", 1)) == ((0,), None, None)
+    leaving.release("d", 1)
+    assert (leaving.held("c", 1), leaving.held("b", 1)) == ((0,), None)
+    leaving.release("c", 1)
+    assert leaving.held("b", 1) == (0,)
+
+
+def test_what_is_held_and_what_the_same_class_was_promised_stays(leaving):
+    assert leaving.ask("b", 1, (0,)) is None
+    assert leaving.ask("c", 1, (0,)) is None
+    leave(leaving, "a-0")
+    assert leaving.held("b", 1) == (0,)
+    assert leaving.ask("d", 1, (0,), priority=Priority.INITIALISATION) is None
+    assert leaving.held("b", 1) == (0,)
+
+
+def test_a_request_that_lost_its_promise_keeps_its_place_and_its_age(leaving):
+    assert leaving.ask("b", 1, (0, 1), priority=Priority.SCORING) is None
+    leaving.after(20)
+    assert leaving.ask("c", 1, (0,), priority=Priority.SCORING) is None
+    assert leaving.ask("d", 1, (0, 1), priority=Priority.INITIALISATION) is None
+    leave(leaving, "a-0")
+    leave(leaving, "a-1")
+    assert leaving.held("d", 1) == (0, 1)
+    leaving.after(leaving.pool.settings.patience_s - 20)
+    assert leaving.ask("d", 2, (1,), release=1) == (1,)
+    assert leaving.held("c", 1) is None, "b has waited its patience and is not overtaken on device 0 any more"
+    leaving.release("d", 2)
+    assert leaving.held("b", 1) == (0, 1)
+
+
+def test_a_request_that_lost_its_promise_still_ends_at_its_time_limit(leaving):
+    assert leaving.ask("b", 1, (0,), priority=Priority.SCORING, timeout_s=20.0) is None
+    leaving.after(15)
+    assert leaving.ask("c", 1, (0,)) is None
+    leaving.after(4)
+    assert not leaving.told(ev.RejectRequest)
+    leaving.after(1)
+    assert [(e.member, e.kind) for e in leaving.told(ev.RejectRequest)] == [("b-trainer", "timed_out")]
+
+
+def test_a_promise_is_also_lost_to_a_higher_class_that_has_to_wait_for_more(leaving):
+    assert leaving.ask("c", 1, (1,)) is None
+    leave(leaving, "a-1")
+    assert leaving.held("c", 1) == (1,)
+    assert leaving.ask("b", 1, (0,), priority=Priority.SCORING) is None
+    assert leaving.ask("d", 1, (0, 1), priority=Priority.INITIALISATION) is None
+    leave(leaving, "a-0")
+    assert leaving.held("b", 1) is None, "nothing of a lower class comes in between"
+    leaving.release("c", 1)
+    assert leaving.held("d", 1) == (0, 1)
+
+
+def test_what_a_lost_promise_leaves_over_goes_to_others(leaving):
+    assert leaving.ask("b", 1, (0, 1), priority=Priority.SCORING) is None
+    assert leaving.ask("c", 1, (0,)) is None
+    assert leaving.ask("e", 1, (1,), priority=Priority.TRAINING) is None
+    leave(leaving, "a-1")
+    assert leaving.held("e", 1) == (1,)
+
+
+def test_a_request_with_a_choice_that_lost_its_promise_is_promised_another_place(leaving):
+    assert leaving.ask("b", 1, (0, 1), count=1, priority=Priority.SCORING) is None
+    assert leaving.ask("c", 1, (0,)) is None
+    leave(leaving, "a-1")
+    assert leaving.held("b", 1) == (1,)
+
+
+def test_a_choice_falls_on_devices_that_nobody_was_promised(leaving):
+    assert leaving.ask("b", 1, (0,), priority=Priority.SCORING) is None
+    leaving.deaf = {"a-0"}
+    assert leaving.ask("c", 1, (0, 1), count=1) == (1,)
+    leave(leaving, "a-0")
+    assert leaving.held("b", 1) == (0,)
