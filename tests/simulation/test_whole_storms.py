@@ -182,6 +182,15 @@ def test_pipelines_that_share_too_few_devices_all_finish() -> None:
     assert {"move failed"} <= shared.faults.keys()
 
 
+def test_trainers_that_come_up_are_given_what_lower_classes_were_only_promised() -> None:
+    """Three pipelines train on two devices; workers that hang when they are to leave keep promises open for long."""
+    rates = faults(kill_trainer_every_s=20.0, move_hangs=0.2, kill_controller_every_s=60.0)
+    reports = [run(calm(seed=seed, pipelines=3, workers=2, devices=2, steps=10, faults=rates)) for seed in range(2)]
+    assert sum(report.promises_withdrawn for report in reports) > 0, "no promise was open when a higher class came"
+    assert all(report.faults["trainer killed"] and report.faults["controller killed"] for report in reports)
+    assert all(report.steps == 30 for report in reports)
+
+
 def test_a_controller_killed_again_and_again_forgets_nothing() -> None:
     report = run(calm(pipelines=2, faults=faults(kill_controller_every_s=10.0, lose_reply=0.1, repeat_request=0.1)))
     assert report.controller_restarts > 3

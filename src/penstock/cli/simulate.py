@@ -76,7 +76,8 @@ def _whole_rows(report: WholeReport) -> dict[str, str]:
     return {
         "machines": EVERYTHING,
         "pipelines": f"{report.pipelines} on one pool, {report.moves:,} wakes and sleeps ordered",
-        "turns of trainers": ", ".join(f"{count:,} {name}" for name, count in report.turns.items()),
+        "turns of trainers": ", ".join(f"{count:,} {name}" for name, count in report.turns.items())
+        + f"; {report.promises_withdrawn:,} promises passed to a higher class",
         "events": f"{report.events:,}",
         "samples trained": f"{report.samples_trained:,}",
         "weights": f"{report.weight_updates:,} updates since the controller's last start",

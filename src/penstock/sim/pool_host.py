@@ -10,6 +10,8 @@ import msgspec
 from penstock.control.pipeline import PipelineControl
 from penstock.errors import InvalidTransition, PenstockError
 from penstock.pool import events as pool
+from penstock.pool.plan import Plan, Snapshot
+from penstock.pool.planner import make_plan
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
@@ -66,15 +68,22 @@ class SimPoolHost:
         now: Callable[[], float],
     ) -> None:
         self.settings = PoolSettings(Topology((devices,)), wake_s=40.0, drain_s=10.0, sleep_s=30.0)
-        self.pool = Pool(self.settings)
+        self.pool = Pool(self.settings, self._plan)
         self.training: dict[PipelineName, tuple[DeviceId, ...]] = {}
         self.floor = Floor()
         self.turns: Counter[str] = Counter()
         """Grants that were answered, by class."""
+        self.withdrawn = 0
+        """Promises that passed to a higher class."""
         self._announce = announce
         self._fence = fence
         self._now = now
         self._journal: list[tuple[bytes, float]] = []
+
+    def _plan(self, snapshot: Snapshot) -> Plan:
+        plan = make_plan(snapshot)
+        self.withdrawn += len(plan.withdrawals)
+        return plan
 
     def open(self, name: PipelineName, inference: range, training: range, concurrency: int) -> None:
         self.training[name] = tuple(DeviceId(device) for device in training)
@@ -86,6 +95,7 @@ class SimPoolHost:
         decided = self.pool.handle(event, self._now())
         if self.pool.revision != before:
             self._journal.append((_encode(event), self._now()))
+            self.pool.check()
         for effect in decided:
             match effect:
                 case pool.WakeWorker(pipeline=name) | pool.SleepWorker(pipeline=name):
@@ -158,5 +168,5 @@ class SimPoolHost:
             replayed.handle(_decoder.decode(event), at)
         if replayed.snapshot() != self.pool.snapshot():
             raise InvalidTransition(f"replay gave {replayed!r}, the lost pool was {self.pool!r}")
-        self.pool = replayed
+        self.pool.restore(replayed.snapshot())
         self.happen(pool.ControllerRestarted())

@@ -84,6 +84,7 @@ class WholeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Wakes and sleeps ordered by the pool."""
     turns: dict[str, int]
     """Of trainers on the pool's devices, by class."""
+    promises_withdrawn: int
 
 
 class PipelineRun:
@@ -320,13 +321,10 @@ class WholeWorld:
     def _report(self, finished_s: float) -> WholeReport:
         runs = list(self.pipelines.values())
         books = [run.desk.control.ledger.state for run in runs]
-        dropped: dict[str, int] = {}
-        staleness: dict[int, int] = {}
+        dropped, staleness = Counter[str](), Counter[int]()
         for run, state in zip(runs, books, strict=True):
-            for reason, count in state.dropped.items():
-                dropped[str(reason)] = dropped.get(str(reason), 0) + count
-            for age, count in run.watch.staleness.items():
-                staleness[age] = staleness.get(age, 0) + count
+            dropped.update({str(reason): count for reason, count in state.dropped.items()})
+            staleness.update(run.watch.staleness)
         return WholeReport(
             seed=self.settings.seed,
             pipelines=len(runs),
@@ -334,7 +332,7 @@ class WholeWorld:
             virtual_s=finished_s,
             events=self.engine.handled,
             samples_trained=sum(state.counts["trained"] for state in books),
-            dropped=dropped,
+            dropped=dict(dropped),
             set_aside=sum(len(state.set_aside) for state in books),
             staleness=dict(sorted(staleness.items())),
             faults=dict(sorted(self.faults.fired.items())),
@@ -348,6 +346,7 @@ class WholeWorld:
             evaluations_skipped=dict(sum((run.points.skipped for run in runs), Counter[str]())),
             moves=self.pool.pool.status(self.engine.now).moves,
             turns=dict(sorted(self.pool.turns.items())),
+            promises_withdrawn=self.pool.withdrawn,
         )
 
     # -- the one controller -------------------------------------------------------------------------------------
