@@ -6,7 +6,8 @@ from penstock.control.admission import Admission
 from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import Ledger
 from penstock.control.membership import Member, Membership
-from penstock.control.settings import PipelineSettings, PipelineState
+from penstock.control.settings import PipelineSettings
+from penstock.control.state import PipelineState
 from penstock.records.ids import StepIndex
 
 

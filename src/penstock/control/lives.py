@@ -6,7 +6,8 @@ Events are replayed by the settings they were decided by: those are events thems
 from __future__ import annotations
 
 from penstock.control.ledger import Ledger
-from penstock.control.settings import PipelineSettings, PipelineState
+from penstock.control.settings import PipelineSettings
+from penstock.control.state import PipelineState
 
 
 def forget_processes(state: PipelineState, ledger: Ledger, now: float) -> int:

@@ -9,36 +9,20 @@ is charged to nobody.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from penstock.control.effects import RefuseCall
+from penstock.control.events import HeartbeatHeard, MemberRegistered
+from penstock.control.settings import Patience
 from penstock.records.ids import MemberId, Version
 from penstock.records.payload import RingAddress
 from penstock.records.prompt import PromptLease
 from penstock.wire.messages import Role
 
-if TYPE_CHECKING:  # events carry settings, and those carry this module's
-    from penstock.control.events import HeartbeatHeard, MemberRegistered
-
 FORMER_KEPT = 256
 """Departed members remembered by name, so that their late calls are told apart from strangers'."""
-
-
-class Patience(msgspec.Struct, frozen=True):
-    """How long silence is tolerated."""
-
-    suspect_after_s: float = 10.0
-    reap_after_s: float = 30.0
-    wedge_after_s: float = 300.0
-    """A member whose heartbeat arrives but whose parent made no progress for this long is reaped too."""
-    startup_grace_s: float = 120.0
-
-    @property
-    def resolution_s(self) -> float:
-        """Heartbeats closer together than this are not recorded: they would fill the journal and decide nothing."""
-        return self.suspect_after_s / 4
 
 
 class Member(msgspec.Struct):

@@ -30,7 +30,8 @@ from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import GroupFilter, Ledger
 from penstock.control.membership import Membership
 from penstock.control.samples import LedgerState
-from penstock.control.settings import Outcome, PipelineSettings, PipelineState
+from penstock.control.settings import PipelineSettings
+from penstock.control.state import Outcome, PipelineState
 from penstock.control.trainer_side import TrainerSide
 from penstock.control.worker_side import WorkerSide
 from penstock.errors import InvalidTransition
@@ -372,13 +373,12 @@ class PipelineControl:
         return [Confirm(), *([self._fail(event.reason)] if event.failed else [])], True
 
     def _on_resumed(self, now: float) -> Outcome:
-        state = self.state
-        for member in list(state.members.live):
+        for member in list(self.state.members.live):
             self._evict(member, "the run was resumed without it")
         self.evaluation.resume(now)
-        lost = lives.forget_processes(state, self.ledger, now)
-        line = f"{self.settings.name}: resumed at step {state.ledger.version}; {lost} prompts are issued again"
-        return [Confirm(), Log("info", line)], True
+        lost = lives.forget_processes(self.state, self.ledger, now)
+        line = f"resumed at step {self.state.ledger.version}; {lost} prompts are issued again"
+        return [Confirm(), Log("info", f"{self.settings.name}: {line}")], True
 
     def _on_settings(self, wanted: PipelineSettings, now: float) -> Outcome:
         """Goes on by other settings, or by the same. What was decided by the former ones stands."""

@@ -1,22 +1,26 @@
-"""What a pipeline's control needs to be told, and all that it remembers."""
+"""What a pipeline's control needs to be told."""
 
 from __future__ import annotations
 
 import msgspec
 
-from penstock.control.admission import ThrottleState
-from penstock.control.effects import Effect
-from penstock.control.membership import MembershipState, Patience
-from penstock.control.points import EvaluationSettings, EvaluationState
-from penstock.control.samples import LedgerState
-from penstock.records.ids import PipelineName, Version
-from penstock.records.weights import Manifest
-from penstock.wire.messages import Phase
+from penstock.control.points import EvaluationSettings
+from penstock.records.ids import PipelineName
 
-RECENT_STEPS = 16
 
-Outcome = tuple[list[Effect], bool]
-"""What handling one event comes to: what to do, and whether the state changed."""
+class Patience(msgspec.Struct, frozen=True):
+    """How long silence is tolerated."""
+
+    suspect_after_s: float = 10.0
+    reap_after_s: float = 30.0
+    wedge_after_s: float = 300.0
+    """A member whose heartbeat arrives but whose parent made no progress for this long is reaped too."""
+    startup_grace_s: float = 120.0
+
+    @property
+    def resolution_s(self) -> float:
+        """Heartbeats closer together than this are not recorded: they would fill the journal and decide nothing."""
+        return self.suspect_after_s / 4
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,54 +70,3 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     def set_aside_in_a_row_allowed(self) -> int:
         """So many prompts set aside with nothing delivered in between mean that the environment itself is broken."""
         return max(8, self.groups_per_step)
-
-
-class StepSummary(msgspec.Struct, frozen=True, array_like=True):
-    """What is remembered of a trained step."""
-
-    step: int
-    samples: int
-    reward_mean: float
-    staleness_mean: float
-    staleness_max: int
-
-
-class PipelineState(msgspec.Struct):
-    """All that a snapshot carries."""
-
-    ledger: LedgerState
-    settings: PipelineSettings | None = None
-    """Those that were taken; None in a run that began without taking any."""
-    members: MembershipState = msgspec.field(default_factory=MembershipState)
-    throttle: ThrottleState = msgspec.field(default_factory=ThrottleState)
-    revision: int = 0
-    phase: Phase = "running"
-    stop_asked: bool = False
-    stop_reason: str = ""
-    failure: str = ""
-    weights: Manifest | None = None
-    digests: dict[Version, str] = msgspec.field(default_factory=dict)
-    started_at: float | None = None
-    """This life of the run."""
-    issued_before: int = 0
-    """Samples of former lives."""
-    last_event_at: float = 0.0
-    progressed_at: float = 0.0
-    stall_reported_at: float = 0.0
-    batch_ready_at: float | None = None
-    """Since when the next batch has enough groups."""
-    trainer_lost_at: float | None = None
-    trainer_left_well: bool = False
-    set_aside_in_a_row: int = 0
-    wrong_weights: int = 0
-    recent: list[StepSummary] = msgspec.field(default_factory=list)
-    evaluation: EvaluationState = msgspec.field(default_factory=EvaluationState)
-
-    @property
-    def newest(self) -> Version:
-        """The highest version that engines can have: samples of higher ones come from a trainer that is gone."""
-        return self.weights.version if self.weights is not None else self.ledger.version
-
-    def fail(self, sentence: str) -> None:
-        """The run cannot go on: it stops, and this is why."""
-        self.stop_asked, self.stop_reason, self.failure = True, sentence, sentence

@@ -19,7 +19,8 @@ from penstock.control.effects import (
 from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import Ledger
 from penstock.control.membership import Membership
-from penstock.control.settings import RECENT_STEPS, Outcome, PipelineSettings, PipelineState, StepSummary
+from penstock.control.settings import PipelineSettings
+from penstock.control.state import RECENT_STEPS, Outcome, PipelineState, StepSummary
 from penstock.errors import LocalProtocolError, Stale
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import StepIndex, Version

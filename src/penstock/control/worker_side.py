@@ -8,7 +8,8 @@ from penstock.control.effects import AcceptDelivery, Effect, FailRun, GrantLease
 from penstock.control.evaluation import Evaluation
 from penstock.control.ledger import Ledger
 from penstock.control.membership import Member
-from penstock.control.settings import Outcome, PipelineSettings, PipelineState
+from penstock.control.settings import PipelineSettings
+from penstock.control.state import Outcome, PipelineState
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout

@@ -17,7 +17,7 @@ from penstock.control.events import MemberLeft, RunResumed, SettingsTaken, StopA
 from penstock.control.io.desk import ControlDesk
 from penstock.control.pipeline import PipelineControl
 from penstock.control.points import EvaluationResult
-from penstock.control.settings import StepSummary
+from penstock.control.state import StepSummary
 from penstock.errors import ConfigError
 from penstock.journal.writer import Journal
 from penstock.payload.discards import Discards
