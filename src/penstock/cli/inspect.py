@@ -18,13 +18,13 @@ Kind = Literal["sample", "prompt", "step", "version"]
 
 
 def story_command(run_dir: Path, subject: str, pipeline: str | None) -> int:
+    kind, number = parse_subject(subject)
     run = RunDir.open(run_dir)
     names = [section.name for section in load(run.config_path).pipeline]
     if pipeline is None and len(names) == 1:
         pipeline = names[0]
     if pipeline not in names:
-        raise ConfigError(f"say which pipeline with --pipeline: this run has {', '.join(names)}")
-    kind, number = parse_subject(subject)
+        raise ConfigError(f"say which pipeline: --pipeline {' or --pipeline '.join(names)}")
     for line in tell(run.journal_path, PipelineName(pipeline), kind, number):
         typer.echo(line)
     return 0
@@ -45,6 +45,11 @@ def doctor_command(run_dir: Path) -> int:
     import httpx
 
     run = RunDir.open(run_dir)
+    if (ending := run.read_ending()) is not None:
+        typer.echo(f"the run is over, nobody is there to ask: {ending['how']}. {ending['sentence']}".strip(), err=True)
+        if ending["how"] != "complete":
+            typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
+        return 1
     endpoint = run.read_endpoint()
     if endpoint is None:
         raise ConfigError(f"no controller has announced itself in {run.root}: the run is not started")

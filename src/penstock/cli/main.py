@@ -8,16 +8,32 @@ from typing import Annotated
 
 import typer
 
+from penstock import __version__
 from penstock.errors import PenstockError
 
 app = typer.Typer(
     name="penstock",
-    help="Asynchronous reinforcement-learning post-training: exact, bounded, and never silent.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def penstock(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement-learning post-training: exact, bounded, and never silent."""
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -27,13 +43,13 @@ Overrides = Annotated[
 
 @app.command()
 def run(
-    config: Annotated[Path | None, typer.Argument(help="A .toml configuration.")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A .toml configuration.")] = None,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with an interrupted run in this directory.")] = None,
     launcher: Annotated[str | None, typer.Option(help="local or ray: sets launch.kind.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
 ) -> None:
-    """Train: start the processes of a run, watch them, and end with a summary."""
+    """Train: start a run, watch it, and end with a summary."""
     from penstock.cli.run import run_command
 
     chosen = [f"launch.kind={launcher}"] if launcher else []
@@ -45,7 +61,10 @@ def attach(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run on Ray.")],
     stop: Annotated[bool, typer.Option("--stop", help="Ask it to stop in good order, and watch it end.")] = False,
 ) -> None:
-    """Watch a run on Ray from any terminal of the cluster; Ctrl-C leaves it running."""
+    """Watch a run on Ray from any terminal of the cluster.
+
+    Ctrl-C leaves it running.
+    """
     from penstock.cli.run import attach_command
 
     raise typer.Exit(attach_command(run_dir, stop=stop))
@@ -53,10 +72,10 @@ def attach(
 
 @app.command()
 def check(
-    config: Annotated[Path, typer.Argument(help="A .toml configuration.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A .toml configuration.")],
     overrides: Overrides = None,
 ) -> None:
-    """Validate a configuration and print it with every default filled in."""
+    """Validate a configuration; print it with every default."""
     from penstock.cli.run import check_command
 
     raise typer.Exit(check_command(config, overrides or []))
@@ -70,7 +89,7 @@ def story(
     ],
     pipeline: Annotated[str | None, typer.Option(help="Needed when the run has several pipelines.")] = None,
 ) -> None:
-    """Tell the life of a sample, a prompt, a step or a weights version."""
+    """Tell the life of a sample, a prompt, a step or a version."""
     from penstock.cli.inspect import story_command
 
     raise typer.Exit(story_command(run_dir, subject, pipeline))
@@ -78,7 +97,7 @@ def story(
 
 @app.command()
 def doctor(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a live run.")]) -> None:
-    """Ask a live run who waits for what, since when, and who should have moved."""
+    """Ask a live run who waits for what, and since when."""
     from penstock.cli.inspect import doctor_command
 
     raise typer.Exit(doctor_command(run_dir))
@@ -89,7 +108,10 @@ def publish(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     to: Annotated[str, typer.Option(help="tensorboard, wandb or trackio.")],
 ) -> None:
-    """Send the metrics of a run to a sink that its configuration did not name."""
+    """Send the metrics of a run elsewhere.
+
+    What a sink has had already is not sent again.
+    """
     from penstock.cli.inspect import publish_command
 
     raise typer.Exit(publish_command(run_dir, to))
@@ -107,7 +129,7 @@ def dashboard(
         Path | None, typer.Option(metavar="FILE.html", help="Write the run as one file to share, and end.")
     ] = None,
 ) -> None:
-    """Show a run in a browser: live, finished or dead, from its files alone."""
+    """Show runs in a browser: live, finished or dead."""
     from penstock.cli.dashboard import dashboard_command
 
     raise typer.Exit(dashboard_command(path, host=host, port=port, open_browser=open_browser, export_to=export))
@@ -125,9 +147,10 @@ def simulate(
     whole: Annotated[bool, typer.Option("--whole", help="Simulate weights, payloads, hooks and devices too.")] = False,
     pipelines: Annotated[int, typer.Option(min=1, help="With --whole: pipelines on one pool.")] = 1,
 ) -> None:
-    """Run the control plane on virtual time, with kills, lost replies and slow workers if asked for.
+    """Run the control plane on virtual time, with faults.
 
-    With --whole every machine of a run takes part, and faults strike weights, payloads, hooks and devices as well.
+    Faults are kills, lost replies and slow workers. With --whole every machine of a run takes part, and faults strike
+    weights, payloads, hooks and devices as well.
     """
     from penstock.cli.simulate import simulate_command
 
@@ -150,7 +173,10 @@ def bench(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Which benchmark; none lists them.")] = None,
 ) -> None:
-    """Run a benchmark beside its peer or physical limit. Further options go to the benchmark."""
+    """Run a benchmark beside its peer or physical limit.
+
+    Further options go to the benchmark: try --quick, or --help.
+    """
     from penstock.cli.bench import bench_command
 
     raise typer.Exit(bench_command(name, context.args))

@@ -15,9 +15,9 @@ import penstock
 from penstock.config.check import check_environment
 from penstock.config.load import dump, load
 from penstock.config.run import Config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.launch.local import LocalPlacer
-from penstock.launch.summary import print_summary
+from penstock.launch.summary import plot, print_summary
 from penstock.launch.supervisor import Outcome, View, exclusive, supervise
 from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
@@ -42,22 +42,37 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
         typer.echo(dump(resolved), nl=False)
         return 0
     console = _console()
+    ending = run.read_ending()
+    if ending is not None and ending["how"] == "complete" and not overrides:
+        _say(console, f"{run.root} is complete: there is nothing to go on with. To train longer, set more steps:")
+        _say(console, f"penstock run --resume {run.root} --set pipeline.{resolved.pipeline[0].name}.steps=…")
+        return 0
     _say(console, f"run directory: {run.root}")
-    if resolved.launch.kind == "ray":
-        return _conclude(
-            console, run, uvloop.run(ray_launcher().run_on_ray(run, resolved, _view(run, resolved, console)))
-        )
-    with exclusive(run):
-        write_atomically(run.config_path, dump(resolved))
-        configure("supervisor", run.log_path("supervisor"), logging.INFO)
-        outcome = uvloop.run(_supervise(run, resolved, console))
+    try:
+        outcome = _run(run, resolved, console)
+    except PenstockError as error:
+        picture = plot(run)
+        drawn = [] if picture is None else [f"reward curves so far: {picture}"]
+        hints = [*drawn, f"logs: {run.root}/logs", f"once mended, go on with: penstock run --resume {run.root}"]
+        raise type(error)("\n".join([error.message, *hints])) from error
     return _conclude(console, run, outcome)
+
+
+def _run(run: RunDir, config: Config, console: Console) -> Outcome:
+    if config.launch.kind == "ray":
+        return uvloop.run(ray_launcher().run_on_ray(run, config, _view(run, config, console)))
+    with exclusive(run):
+        write_atomically(run.config_path, dump(config))
+        configure("supervisor", run.log_path("supervisor"), logging.INFO, warnings_shown=False)  # the view has notes
+        return uvloop.run(_supervise(run, config, console))
 
 
 def attach_command(run_dir: Path, *, stop: bool) -> int:
     """Shows a run on Ray again, or how it ended."""
     run, console = RunDir.open(run_dir), _console()
     config = load(run.config_path)
+    if config.launch.kind != "ray":
+        raise ConfigError(f"{run.root} was not launched on Ray; look at it with: penstock dashboard {run.root}")
     outcome = uvloop.run(ray_launcher().attach(run, _view(run, config, console), stop=stop))
     if outcome is None:
         _say(console, f"the run goes on; look again with: penstock attach {run.root}")

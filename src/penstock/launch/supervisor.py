@@ -258,6 +258,7 @@ class Supervisor:
                 continue
             since = self._evicted_since.setdefault(member, time.monotonic())
             if self._placed[name].running and time.monotonic() - since > EVICTED_GRACE_S:
+                self._view.note(f"killing {member}: {self._status['evicted'][member]}")
                 log.warning("killing %s: %s", member, self._status["evicted"][member])
                 self._placed[name].kill()
 
@@ -287,8 +288,10 @@ class Supervisor:
             try:
                 await asyncio.wait_for(asyncio.gather(*waits), self._config.run.grace_s)
             except TimeoutError:
-                late = [name for name in names if self._placed[name].running]
-                log.warning("did not end within %g s and will be killed: %s", self._config.run.grace_s, ", ".join(late))
+                late = ", ".join(name for name in names if self._placed[name].running)
+                sentence = f"did not end within {self._config.run.grace_s:g} s and will be killed: {late}"
+                self._view.note(sentence)
+                log.warning(sentence)
         keepers = [*self._trainers(), CONTROLLER.name]  # what they failed to write at the end is lost
         failed = judge_last_words({name: self._run.read_failure(name) for name in keepers})
         if failed is not None:

@@ -24,8 +24,11 @@ class LogFile(logging.FileHandler):
 LINE = "%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"
 
 
-def configure(role: str, path: Path | str | None = None, level: str | int = "INFO") -> None:
-    """Sends every line to `path` and warnings to standard error; without a path, everything to standard error.
+def configure(
+    role: str, path: Path | str | None = None, level: str | int = "INFO", *, warnings_shown: bool = True
+) -> None:
+    """Sends every line to `path` and, if they are to be shown, warnings to standard error; without a path, everything
+    to standard error.
 
     Also arms the fault handler: a crash in native code, or SIGUSR1 at any time, writes the stacks of all threads to
     the same place as the lines. Calling it again replaces what the earlier call set up.
@@ -36,7 +39,7 @@ def configure(role: str, path: Path | str | None = None, level: str | int = "INF
         handler.close()
     formatter = logging.Formatter(LINE.format(role=role))
     console = logging.StreamHandler(sys.stderr)
-    handlers: list[logging.Handler] = [console]
+    handlers: list[logging.Handler] = [console] if warnings_shown or path is None else []
     place: TextIO = sys.stderr
     if path is not None:
         console.setLevel(logging.WARNING)
