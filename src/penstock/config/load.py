@@ -55,7 +55,7 @@ def dump(config: Config) -> str:
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, sign, value = override.partition("=")
     if not sign or not key.strip():
-        raise ConfigError(f"--set {override!r}: expected key=value, for example --set pipeline.0.steps=10")
+        raise ConfigError(f"--set {override!r}: expected key=value, for example --set pipeline.letters.steps=10")
     *parents, last = key.strip().split(".")
     node: Any = tree
     for depth, part in enumerate(parents):
@@ -93,7 +93,7 @@ def _parse(value: str) -> Any:
 def _explain(tree: dict[str, Any], text: str, source: str, problem: dict[str, Any]) -> str:
     location: Location = tuple(problem["loc"])
     written = tuple(part for part in location if part not in TAGS or _is_key(tree, location, part))
-    key = ".".join(str(part) for part in written) or "the configuration"
+    key = ".".join(_names_along(tree, written)) or "the configuration"
     line = _line_of(text, written)
     where = f"{source}:{line}" if line else source
     if problem["type"] == "extra_forbidden":
@@ -107,6 +107,18 @@ def _explain(tree: dict[str, Any], text: str, source: str, problem: dict[str, An
     shown = "" if isinstance(found, (dict, list, BaseModel)) else f", found {json.dumps(found, default=str)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     return f"{where}: {key}: {message}{shown}"
+
+
+def _names_along(tree: dict[str, Any], location: Location) -> Iterable[str]:
+    """The parts of a key as a person writes them: a pipeline by its name."""
+    node: Any = tree
+    for part in location:
+        try:
+            node = node[part]
+        except (KeyError, IndexError, TypeError):
+            node = None
+        name = node.get("name") if isinstance(part, int) and isinstance(node, dict) else None
+        yield str(part if name is None else name)
 
 
 def _is_key(tree: dict[str, Any], location: Location, part: str | int) -> bool:

@@ -34,8 +34,9 @@ def fill_in(pipeline: dict[str, Any]) -> dict[str, Any]:
         given = filled.get(table, {})
         if isinstance(given, dict):
             filled[table] = settings | given
-    if kind in ("tiny", "mlp") and isinstance(filled["optimizer"], dict):
-        filled["optimizer"].setdefault("decay_steps", pipeline.get("steps", 0))
+    steps = pipeline.get("steps")
+    if kind in ("tiny", "mlp") and isinstance(filled["optimizer"], dict) and isinstance(steps, int):
+        filled["optimizer"].setdefault("decay_steps", steps)
     return _keep_requests_coming(filled)
 
 
