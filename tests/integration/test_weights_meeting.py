@@ -39,6 +39,18 @@ class Stage:
         self.host.offer(manifest)
         return manifest
 
+    def host_looked_again(self) -> None:
+        """Waits until the host has looked for those who ask, a few times: the first look may have begun before."""
+        looked, plain = threading.Semaphore(0), self.host._unanswered
+
+        def look(digest: str, *, take: bool = True) -> list[int]:
+            looked.release()
+            return plain(digest, take=take)
+
+        self.host._unanswered = look  # type: ignore[method-assign]
+        assert all(looked.acquire(timeout=DEADLINE_S) for _ in range(4))
+        self.host._unanswered = plain
+
     def bring(self, *movers: BroadcastMover, manifest: Manifest) -> list[str]:
         """Digests of what each of them got, all at the same time."""
         with ThreadPoolExecutor(len(movers)) as pool:
@@ -62,10 +74,47 @@ def stage_for(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 
 def test_all_who_ask_get_each_version_in_one_group(stage_for: Callable[..., Stage]) -> None:
     stage = stage_for()
-    for version in (1, 2, 3):
+    for version in range(1, 9):
         manifest = stage.publish(version)
         assert stage.bring(*stage.movers, manifest=manifest) == [manifest.digest] * 2
-    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(3, 0)] * 2
+        stage.host_looked_again()
+    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(8, 0)] * 2
+    assert (stage.host.sent, stage.host.broken) == (8, 0)
+
+
+def test_one_that_gave_up_waiting_is_not_waited_for_later(
+    stage_for: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stage_for(build_timeout_s=5.0)
+    impatient, other = stage.movers
+
+    def stay_away(*_: Any, **__: Any) -> Mapping[str, torch.Tensor]:
+        raise module.Aborted("stays away")
+
+    plain = other._receiver.receive
+    monkeypatch.setattr(other._receiver, "receive", stay_away)
+    first = stage.publish(1)
+    assert stage.bring(other, manifest=first) == [first.digest]  # and leaves the host waiting in its group
+    second = stage.publish(2)
+    impatient._invite_timeout_s = 0.2
+    assert stage.bring(impatient, manifest=second) == [second.digest]
+    assert stage.host.broken == 0, "the host was not busy any more: nobody had to give up"
+    stage.host_looked_again()
+    monkeypatch.setattr(other._receiver, "receive", plain)
+    impatient._invite_timeout_s = 20.0
+    third = stage.publish(3)
+    assert stage.bring(*stage.movers, manifest=third) == [third.digest] * 2
+    stage.host_looked_again()
+    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(1, 1), (1, 1)]
+    assert (stage.host.sent, stage.host.broken) == (1, 1)
+
+
+def test_a_version_that_is_published_afresh_is_still_broadcast(stage_for: Callable[..., Stage]) -> None:
+    stage = stage_for()
+    stage.publish(1)
+    manifest = stage.publish(1)
+    assert stage.bring(*stage.movers, manifest=manifest) == [manifest.digest] * 2
+    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(1, 0)] * 2
 
 
 def test_whoever_asks_alone_is_not_kept_waiting_for_others(stage_for: Callable[..., Stage]) -> None:

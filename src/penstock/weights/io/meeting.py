@@ -52,6 +52,7 @@ CONFIRM_S = 10.0
 """How long a replica may take to verify what has arrived."""
 
 DECLINED = "declined"
+WITHDRAWN = "withdrawn"
 
 
 def _asked(digest: str) -> str:
@@ -98,7 +99,8 @@ class BroadcastHost:
 
     def offer(self, manifest: Manifest) -> None:
         """Broadcasts this version from now on; those who still ask for the one before are sent elsewhere."""
-        self._offered = [*self._offered[-1:], manifest]
+        before = [one for one in self._offered if one.digest != manifest.digest]
+        self._offered = [*before[-1:], manifest]
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, or leaves it to the end of the process if it is inside a group at the deadline."""
@@ -115,11 +117,13 @@ class BroadcastHost:
                 self._gather(offered[-1])
 
     def _unanswered(self, digest: str, *, take: bool = True) -> list[int]:
-        """Numbers of those who asked and have no answer yet."""
-        done, count = self._answered.get(digest, 0), self._sender.store.add(_asked(digest), 0)
+        """Numbers of those who asked and still wait for an answer."""
+        store = self._sender.store
+        done, count = self._answered.get(digest, 0), store.add(_asked(digest), 0)
         if take:
-            self._answered = {digest: count} | {d: n for d, n in list(self._answered.items())[-3:] if d != digest}
-        return list(range(done + 1, count + 1))
+            offered = {one.digest for one in self._offered}
+            self._answered = {one: number for one, number in self._answered.items() if one in offered} | {digest: count}
+        return [number for number in range(done + 1, count + 1) if not store.check([_answer(digest, number)])]
 
     def _gather(self, manifest: Manifest) -> None:
         until = time.monotonic() + GATHER_S
@@ -240,7 +244,8 @@ class BroadcastMover:
         until = time.monotonic() + self._invite_timeout_s
         key = _answer(manifest.digest, number)
         while not store.check([key]):
-            if time.monotonic() > until:
+            # Whoever goes must say so, or it is invited and waited for when it is long gone.
+            if time.monotonic() > until and store.compare_set(key, "", WITHDRAWN) == WITHDRAWN.encode():
                 raise Aborted(f"{manifest.meeting} did not invite this replica within {self._invite_timeout_s:.0f} s")
             time.sleep(LOOK_EVERY_S)
         answer = store.get(key)
