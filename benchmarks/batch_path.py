@@ -212,7 +212,7 @@ async def controller(pipe: Connection, folder: Path, workload: Workload, rounds:
     settings = PipelineSettings(
         name=PIPELINE, groups_per_step=workload.rollouts // GROUP, group_size=GROUP, max_staleness=0
     )
-    keep = filters.build(filters.FilterSettings(zero_signal=True))
+    keep = filters.build(["zero_signal"])
     journal = Journal(folder / "journal.sqlite", RunId("bench"))
     desk = ControlDesk({PIPELINE: PipelineControl(settings, keep)}, journal, SystemClock())
     desk.recover()

@@ -9,13 +9,12 @@ advantage per sample. It is named in the configuration, either one of `NAMED` or
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from penstock.errors import ConfigError, RunFailed
+from penstock.errors import RunFailed
+from penstock.runtime.named import load_callable
 
 Advantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """`(rewards float64[samples], group_sizes int64[groups]) -> float[samples]`."""
@@ -60,7 +59,7 @@ NAMED: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "
 
 def resolve(name: str) -> Advantage:
     """The function called `name` in `NAMED`, or at the import path `package.module:function`."""
-    return NAMED[name] if name in NAMED else load_function(name, "advantage", NAMED)
+    return NAMED[name] if name in NAMED else load_callable("advantage", name, NAMED)
 
 
 def compute(advantage: Advantage, rewards: Sequence[float], group_sizes: Sequence[int]) -> np.ndarray:
@@ -75,19 +74,3 @@ def compute(advantage: Advantage, rewards: Sequence[float], group_sizes: Sequenc
             f"{int(np.count_nonzero(~np.isfinite(result)))} not finite"
         )
     return result.astype(np.float32)
-
-
-def load_function(path: str, purpose: str, named: dict[str, Any]) -> Callable[..., Any]:
-    """Import `package.module:function`; ConfigError says what `purpose` could have been instead."""
-    module_name, separator, function_name = path.partition(":")
-    if not separator or not module_name or not function_name:
-        raise ConfigError(
-            f"unknown {purpose} {path!r}: use one of {', '.join(named)}, or an import path 'package.module:function'"
-        )
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load the {purpose} {path!r}: {error}") from error
-    if not callable(function):
-        raise ConfigError(f"the {purpose} {path!r} is a {type(function).__name__}, not a function")
-    return function

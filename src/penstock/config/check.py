@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 
+from penstock.batch import advantage, filters
 from penstock.config.pipeline import EnvSection, PathModel, PipelineSection
 from penstock.config.run import Config
-from penstock.envs.registry import check_options, find_environment, find_reward, load
+from penstock.envs.registry import check_options, find_environment, find_reward
 from penstock.errors import ConfigError
+from penstock.runtime.named import load_callable
 from penstock.runtime.sinks import check_sink
 
 
 def check_environment(config: Config) -> None:
-    """Raises `ConfigError` for an environment, reward, filter, model path, workload or sink that cannot be found."""
+    """Raises `ConfigError` for an environment, reward, advantage, filter, workload, model or sink that is not there."""
     sys.path[:0] = [str(path) for path in config.run.extra_path]
     for sink in config.metrics.sinks:
         check_sink(sink)
@@ -27,9 +29,10 @@ def _check(pipeline: PipelineSection) -> None:
     for section in (pipeline.env, pipeline.evaluation.env):
         if section is not None:
             _check_environment(section)
-    for path in [pipeline.rollout.workload, pipeline.train.advantage, *pipeline.train.filters]:
-        if path is not None and ":" in path:
-            load(path)
+    advantage.resolve(pipeline.train.advantage)
+    filters.build(pipeline.train.filters)
+    if pipeline.rollout.workload is not None:
+        load_callable("workload", pipeline.rollout.workload)
     if isinstance(pipeline.model, PathModel) and not pipeline.model.path.is_dir():
         raise ConfigError(f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.runtime.named import load_callable, nearest
 
 ENVIRONMENTS: Mapping[str, str] = {
     "copy": "penstock.envs.tasks:Copy",
@@ -29,12 +28,12 @@ REWARDS: Mapping[str, str] = {
 
 def find_environment(name: str) -> Callable[..., Any]:
     """The class or factory of that name; ConfigError with the nearest names if there is none."""
-    return _find("environment", name, ENVIRONMENTS)
+    return load_callable("environment", ENVIRONMENTS.get(name, name), ENVIRONMENTS)
 
 
 def find_reward(name: str) -> Callable[..., Any]:
     """The reward function of that name; ConfigError with the nearest names if there is none."""
-    return _find("reward function", name, REWARDS)
+    return load_callable("reward function", REWARDS.get(name, name), REWARDS)
 
 
 def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Any:
@@ -52,42 +51,8 @@ def check_options(owner: str, factory: Callable[..., Any], options: Mapping[str,
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         for option in options:
             if option not in parameters:
-                raise ConfigError(f"{owner} has no option {option!r}{_nearest(option, list(parameters))}")
+                raise ConfigError(f"{owner} has no option {option!r}{nearest(option, parameters)}")
     try:
         signature.bind(**options)
     except TypeError as error:
         raise ConfigError(f"{owner}: {error}; its options are {', '.join(parameters) or 'none'}") from error
-
-
-def load(path: str) -> Any:
-    """The object at `package.module:Name`; ConfigError says which part of the path does not exist."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        raise ConfigError(f"{path!r}: there is no module {missing!r} on the Python path") from error
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [name for name in dir(found) if not name.startswith("_")]
-            raise ConfigError(f"{path!r}: {module_name!r} has no {part!r}{_nearest(part, public)}")
-        found = getattr(found, part)
-    return found
-
-
-def _find(kind: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    path = known.get(name, name)
-    if ":" not in path:
-        raise ConfigError(f"unknown {kind} {name!r}{_nearest(name, list(known))}; or give 'package.module:Name'")
-    found = load(path)
-    if not callable(found):
-        raise ConfigError(f"{kind} {name!r}: {path!r} is a {type(found).__name__}, expected something to call")
-    return found
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    if close:
-        return f"; did you mean {' or '.join(repr(match) for match in close)}?"
-    return f"; known: {', '.join(sorted(known))}" if len(known) <= 20 else ""

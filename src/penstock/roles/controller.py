@@ -95,13 +95,7 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
         evaluation=_evaluation_of(pipeline.evaluation),
         filters=tuple(pipeline.train.filters),
     )
-    group_filter = filters.build(
-        filters.FilterSettings(
-            zero_signal="zero_signal" in pipeline.train.filters,
-            custom=tuple(path for path in pipeline.train.filters if path != "zero_signal"),
-        )
-    )
-    return PipelineControl(settings, group_filter if pipeline.train.filters else None)
+    return PipelineControl(settings, filters.build(pipeline.train.filters))
 
 
 def _evaluation_of(section: EvaluationSection) -> EvaluationSettings | None:

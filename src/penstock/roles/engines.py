@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from penstock.config.engine import Engine, TorchEngineSection
 from penstock.config.pipeline import PipelineSection
-from penstock.envs.registry import find_reward, load
+from penstock.envs.registry import find_reward
 from penstock.envs.rewards import Rubric
 from penstock.rollout.hooks import Workload
 from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
@@ -20,6 +20,7 @@ from penstock.rollout.io.request_workload import RequestWorkload
 from penstock.rollout.io.requests import RequestEngine
 from penstock.rollout.io.serving import ServingEngine
 from penstock.rollout.io.torch_engine import TorchEngine
+from penstock.runtime.named import load_callable
 from penstock.train.model import ControlPolicy, LanguagePolicy
 
 
@@ -74,7 +75,7 @@ def workload_of(
     """
     rollout = pipeline.rollout
     if rollout.workload is not None:
-        return load(rollout.workload)(environment, engine, policy)
+        return load_callable("workload", rollout.workload)(environment, engine, policy)
     if isinstance(engine, PolicyEngine):
         return GymnasiumWorkload(environment, engine, greedy=greedy)
     assert isinstance(policy, LanguagePolicy)

@@ -5,31 +5,18 @@ from types import ModuleType
 
 import pytest
 
-from penstock.batch.filters import FilterSettings, build, length, zero_signal
+from penstock.batch.filters import build, zero_signal
 from penstock.errors import ConfigError
 
 
-def test_the_default_keeps_everything() -> None:
-    keep = build(FilterSettings())
-    assert keep([1.0, 1.0], [3, 4]) is None
-    assert keep([], []) is None
+def test_without_a_name_there_is_no_filter() -> None:
+    assert build([]) is None
 
 
 def test_zero_signal_drops_equal_rewards_only() -> None:
-    decide = zero_signal()
-    assert decide([0.25, 0.25, 0.25], [1, 2, 3]) == "zero signal: all 3 rewards are 0.25"
-    assert decide([0.25, 0.5], [1, 1]) is None
-    assert decide([1.0], [1]) is None
-
-
-def test_length_drops_only_groups_without_a_single_fit() -> None:
-    decide = length(2, 4)
-    assert decide([0, 0], [1, 9]) is not None
-    assert decide([0, 0], [1, 4]) is None
-    assert length(None, 4)([0], [5]) is not None
-    assert length(2, None)([0], [10**9]) is None
-    with pytest.raises(ConfigError):
-        length(5, 4)
+    assert zero_signal([0.25, 0.25, 0.25], [1, 2, 3]) == "zero signal: all 3 rewards are 0.25"
+    assert zero_signal([0.25, 0.5], [1, 1]) is None
+    assert zero_signal([1.0], [1]) is None
 
 
 def test_filters_are_asked_in_order_and_the_first_reason_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,15 +29,16 @@ def test_filters_are_asked_in_order_and_the_first_reason_wins(monkeypatch: pytes
 
     module.low_reward = low_reward  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "plugged_filter", module)
-    decide = build(FilterSettings(zero_signal=True, max_length=10, custom=("plugged_filter:low_reward",)))
+    decide = build(["zero_signal", "plugged_filter:low_reward"])
+    assert decide is not None
     assert decide([0.0, 0.0], [20, 20]) == "zero signal: all 2 rewards are 0"
-    assert str(decide([0.0, 0.05], [20, 20])).startswith("length")
     assert asked == []
     assert decide([0.0, 0.05], [5, 20]) == "too low"
     assert decide([0.0, 0.5], [5, 20]) is None
     assert len(asked) == 2
 
 
-def test_an_unknown_custom_filter_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="nowhere"):
-        build(FilterSettings(custom=("nowhere:f",)))
+@pytest.mark.parametrize(("name", "message"), [("zero", "did you mean 'zero_signal'"), ("nowhere:f", "nowhere")])
+def test_an_unknown_filter_is_a_config_error(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build([name])

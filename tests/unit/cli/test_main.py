@@ -59,6 +59,8 @@ def test_a_mistake_exits_with_2_and_names_the_key(tmp_path: Path):
         ("pipeline.letters.env.name=copi", "did you mean 'copy'?"),
         ("pipeline.letters.env.options.lenght=3", "did you mean 'length'?"),
         ("pipeline.letters.train.advantage=no.such.module:f", "no.such"),
+        ("pipeline.letters.train.advantage=gpro", "did you mean 'grpo'"),
+        ('pipeline.letters.train.filters=["zero_sgnal"]', "did you mean 'zero_signal'"),
         ("pipeline.letters.rollout.workload=penstock:Nothing", "Nothing"),
     ],
 )
