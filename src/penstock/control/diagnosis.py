@@ -133,11 +133,9 @@ class Observer:
                 f"The trainer {trainer.member} has held the batch of step {books.version} for "
                 f"{now - given.dispatched_at:.0f} s and should acknowledge it ({_pulse(trainer, now)})."
             )
-        elif trainer is not None and self.ledger.ready_groups >= self.settings.groups_per_step:
-            sentences.append(
-                f"The batch of step {books.next_step} is ready: the trainer {trainer.member} should ask for it "
-                f"({_pulse(trainer, now)})."
-            )
+        elif self.ledger.ready_groups >= self.settings.groups_per_step:
+            who = f": the trainer {trainer.member} should ask ({_pulse(trainer, now)})" if trainer is not None else ""
+            sentences.append(f"The batch of step {books.next_step} is ready{who}.")
         else:
             waiter = f"The trainer {trainer.member}" if trainer is not None else f"Step {books.next_step}"
             sentences.append(f"{waiter} waits for {self.batch_waits_for()} since {now - state.progressed_at:.0f} s.")

@@ -108,11 +108,15 @@ class PipelineControl:
         return Version(self.state.ledger.version - self.settings.max_staleness)
 
     def demand(self) -> tuple[int, int] | None:
-        """Samples that could still be leased or are out, and how many ever came back; None once training is over."""
+        """Samples that could still be leased or are out, and how many ever came to an end; None once training is over.
+
+        What was given back unfinished has not come to an end: it is issued again.
+        """
         if self.phase not in ("running", "draining"):
             return None
         books = self.state.ledger
-        return self.admission.wanted() + self.evaluation.outstanding, books.next_sample - books.counts["leased"]
+        ended = books.next_sample - books.counts["leased"] - books.dropped["returned"]
+        return self.admission.wanted() + self.evaluation.outstanding, ended
 
     def keeps_weights(self, member: MemberId, digest: str) -> bool:
         """Whether a worker is to go on serving what it serves: it evaluates that, or should, the next time it asks."""

@@ -222,3 +222,16 @@ def test_between_an_acknowledgement_and_its_weights_no_lease_is_given_that_would
     assert lease.min_version == 1
     d.train(1)
     assert d.books.dropped["outdated"] == 0
+
+
+def test_samples_given_back_are_not_progress(drive):
+    """Seen in a run whose worker was put to sleep again and again: the pool took it for the fastest of all."""
+    d = drive()
+    d.join("w")
+    (lease,) = d.lease(2)
+    d.deliver(d.lease(2))
+    assert d.control.demand() == (6, 2)
+    for _ in range(5):
+        d.send(events.Delivered("w", returned=lease.samples))
+        assert d.control.demand() == (6, 2)
+        (lease,) = d.lease(2)
