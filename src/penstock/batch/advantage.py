@@ -63,14 +63,17 @@ def resolve(name: str) -> Advantage:
 
 
 def compute(advantage: Advantage, rewards: Sequence[float], group_sizes: Sequence[int]) -> np.ndarray:
-    """float32[samples]. RunFailed if the function returned something that cannot be trained on."""
+    """float32[samples]. RunFailed if the function raised, or returned something that cannot be trained on."""
     rewards_array = np.asarray(rewards, np.float64)
     sizes_array = np.asarray(group_sizes, np.int64)
-    result = np.asarray(advantage(rewards_array, sizes_array))
+    function = f"the advantage function {getattr(advantage, '__name__', advantage)!r}"
+    try:
+        result = np.asarray(advantage(rewards_array, sizes_array), np.float64)
+    except Exception as error:
+        raise RunFailed(f"{function} raised {type(error).__name__}: {error}") from error
     if result.shape != rewards_array.shape or not np.isfinite(result).all():
         raise RunFailed(
-            f"the advantage function {getattr(advantage, '__name__', advantage)!r} must return one finite number per "
-            f"sample, {rewards_array.shape[0]} of them; it returned shape {result.shape} with "
-            f"{int(np.count_nonzero(~np.isfinite(result)))} not finite"
+            f"{function} must return one finite number per sample, {rewards_array.shape[0]} of them; it returned shape "
+            f"{result.shape} with {int(np.count_nonzero(~np.isfinite(result)))} not finite"
         )
     return result.astype(np.float32)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from penstock.errors import RunFailed
+from penstock.errors import RunFailed
 from penstock.runtime.named import load_callable
 
 GroupFilter = Callable[[Sequence[float], Sequence[int]], str | None]
@@ -28,14 +30,31 @@ def zero_signal(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
 NAMED: dict[str, GroupFilter] = {"zero_signal": zero_signal}
 
 
+def resolve(name: str) -> GroupFilter:
+    """The filter called `name` in `NAMED`, or at the import path `package.module:function`."""
+    return NAMED[name] if name in NAMED else load_callable("filter", name, NAMED)
+
+
 def build(names: Sequence[str]) -> GroupFilter | None:
-    """One filter that asks all of these, in order; the first reason wins. None if there are none to ask."""
-    filters: list[GroupFilter] = [
-        NAMED[name] if name in NAMED else load_callable("filter", name, NAMED) for name in names
-    ]
+    """One filter that asks all of these, in order; the first reason wins. None if there are none to ask.
+
+    RunFailed if one of them raises, or gives something else than a reason: it is broken for every group.
+    """
+    filters = [(name, resolve(name)) for name in names]
 
     def first_reason(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
-        reasons = (group_filter(rewards, lengths) for group_filter in filters)
-        return next((reason for reason in reasons if reason is not None), None)
+        for name, group_filter in filters:
+            try:
+                reason = group_filter(rewards, lengths)
+            except Exception as error:
+                raise RunFailed(f"filter {name!r} raised {type(error).__name__}: {error}") from error
+            if isinstance(reason, str):
+                return reason
+            if reason is not None:
+                raise RunFailed(
+                    f"filter {name!r} must return why a group is dropped, as a text, or None to keep it; "
+                    f"it returned {reason!r}"
+                )
+        return None
 
     return first_reason if filters else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Collection
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -18,6 +19,45 @@ def load_callable(kind: str, path: str, known: Collection[str] = ()) -> Callable
     if not callable(found):
         raise ConfigError(f"{kind} {path!r} is a {type(found).__name__}, expected something to call")
     return found
+
+
+def check_call(owner: str, function: Callable[..., Any], *parameters: str, **columns: Any) -> None:
+    """ConfigError unless `function(*parameters, **columns)` is a possible call."""
+    _check_call(owner, function, [*parameters, *(f"{column}=" for column in columns)], parameters, columns)
+
+
+def check_methods(
+    owner: str, found: type, methods: Mapping[str, tuple[str, ...]], *, keywords: Collection[str] = ()
+) -> None:
+    """ConfigError unless the class has these methods, with these parameters; those of `keywords` may ask for more."""
+    for name, parameters in methods.items():
+        method = getattr(found, name, None)
+        if not callable(method):
+            raise ConfigError(f"{owner} has no method {name}({', '.join(parameters)})")
+        more = ["**columns"] if name in keywords else []
+        is_bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
+        given = parameters if is_bound else ("self", *parameters)
+        _check_call(f"{owner}: {name}", method, [*given, *more], given, None if more else {})
+
+
+def _check_call(
+    owner: str,
+    function: Callable[..., Any],
+    written: Collection[str],
+    parameters: tuple[str, ...],
+    columns: Mapping[str, Any] | None,
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # written in another language: it will say so itself
+    try:
+        if columns is None:
+            signature.bind_partial(*parameters)
+        else:
+            signature.bind(*parameters, **columns)
+    except TypeError as error:
+        raise ConfigError(f"{owner} is called with ({', '.join(written)}), but takes {signature}: {error}") from error
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -34,8 +74,9 @@ def _load(path: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{path!r}: there is no module {error.name!r} on the Python path") from error
-    except ImportError as error:
-        raise ConfigError(f"{path!r}: the module {module_name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's own code does when it is imported
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path!r}: the module {module_name!r} cannot be imported: {cause}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]

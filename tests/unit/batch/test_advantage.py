@@ -81,3 +81,11 @@ def test_an_unknown_name_says_what_is_possible(path: str) -> None:
 def test_a_function_that_returns_rubbish_stops_the_run(bad: list[float]) -> None:
     with pytest.raises(RunFailed, match="one finite number per sample"):
         advantage.compute(lambda rewards, group_sizes: np.array(bad), [0.0, 1.0], [2])
+
+
+def test_a_function_that_raises_fails_the_run_by_name() -> None:
+    def of_rewards_only(rewards: np.ndarray) -> np.ndarray:
+        return rewards
+
+    with pytest.raises(RunFailed, match="'of_rewards_only' raised TypeError"):
+        advantage.compute(of_rewards_only, [0.0, 1.0], [2])  # type: ignore[arg-type]

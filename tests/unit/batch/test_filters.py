@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from penstock.batch.filters import build, zero_signal
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RunFailed
 
 
 def test_without_a_name_there_is_no_filter() -> None:
@@ -42,3 +42,20 @@ def test_filters_are_asked_in_order_and_the_first_reason_wins(monkeypatch: pytes
 def test_an_unknown_filter_is_a_config_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build([name])
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda rewards: None, "filter 'broken_filter:f' raised TypeError"),
+        (lambda rewards, lengths: True, "filter 'broken_filter:f' must return .* found True"),
+    ],
+)
+def test_a_broken_filter_fails_the_run_by_name(monkeypatch: pytest.MonkeyPatch, broken: object, message: str) -> None:
+    module = ModuleType("broken_filter")
+    module.f = broken  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "broken_filter", module)
+    decide = build(["broken_filter:f"])
+    assert decide is not None
+    with pytest.raises(RunFailed, match=message):
+        decide([0.0], [1])

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_REST = 500
 """Times the duration of a snapshot must pass before the next."""
+EVENT_CHARACTERS = 200
+"""Of an event, told in an error."""
 JOURNAL_PATIENCE_S = 30.0
 """A disk that accepts nothing for so long has failed."""
 
@@ -189,9 +191,12 @@ class ControlDesk:
         before = machine.revision
         try:
             decided = machine.handle(event, now)
+        except RunFailed as error:  # of the user's own code
+            raise RunFailed(f"{name}: {error.message}") from error
         except Exception as error:
             # Part of the event may have been booked: going on would be going on from a state nobody knows.
-            raise RunFailed(f"pipeline {name} broke on {event!r}: {type(error).__name__}: {error}") from error
+            what = f"{event!r}"[:EVENT_CHARACTERS]
+            raise RunFailed(f"pipeline {name} broke on {what}: {type(error).__name__}: {error}") from error
         if machine.revision != before:
             self.journal.append(name, now, _encode(event), noteworthy(decided))
         for effect in decided:
