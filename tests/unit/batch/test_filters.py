@@ -48,7 +48,7 @@ def test_an_unknown_filter_is_a_config_error(name: str, message: str) -> None:
     ("broken", "message"),
     [
         (lambda rewards: None, "filter 'broken_filter:f' raised TypeError"),
-        (lambda rewards, lengths: True, "filter 'broken_filter:f' must return .* found True"),
+        (lambda rewards, lengths: True, "filter 'broken_filter:f' must return .* True"),
     ],
 )
 def test_a_broken_filter_fails_the_run_by_name(monkeypatch: pytest.MonkeyPatch, broken: object, message: str) -> None:
