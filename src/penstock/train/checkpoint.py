@@ -12,7 +12,6 @@ with a warning in favour of the one before it. Nothing here is ever unpickled.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from penstock.errors import ConfigError, RunFailed
+from penstock.runtime.disk import flush
 from penstock.train.step import Learner
 
 logger = logging.getLogger(__name__)
@@ -85,11 +85,11 @@ def save(directory: Path, learner: Learner, *, notes: Mapping[str, str] | None =
         record = CheckpointRecord(step=learner.steps, files=files, notes=dict(notes or {}))
         (partial / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
         for path in [*partial.iterdir(), partial]:
-            _flush(path)
+            flush(path)
         if final.exists():
             final.rename(directory / f"{_PARTIAL_PREFIX}replaced")
         partial.rename(final)
-        _flush(directory)
+        flush(directory)
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunFailed(
@@ -169,11 +169,3 @@ def _describe(path: Path) -> FileRecord:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return FileRecord(path.stat().st_size, digest.hexdigest())
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

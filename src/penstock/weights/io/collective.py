@@ -20,9 +20,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from penstock.errors import Aborted, PeerLost
 from penstock.records.weights import Manifest
-from penstock.weights.buckets import DTYPES, layout
-from penstock.weights.io.digest import tensor_digest, torch_dtype
-from penstock.weights.io.fetch import check_bucket, check_whole
+from penstock.weights.buckets import layout
+from penstock.weights.io.digest import tensor_digest
+from penstock.weights.io.fetch import check_digests, tensor_at
 from penstock.weights.io.files import FileSource
 from penstock.weights.manifest import check_manifest, describe
 
@@ -41,7 +41,7 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Group:
-    """One attempt's process group. Any failure in it raises `Aborted`: nothing was changed, try another group."""
+    """One attempt's process group. When it breaks, or not everybody comes (`PeerLost`), nothing was changed."""
 
     def __init__(self, invitation: Invitation, timeout_s: float, store: Store | None = None) -> None:
         self._invitation = invitation
@@ -140,17 +140,11 @@ class BroadcastReceiver:
                 if buffer.numel():
                     group.broadcast(buffer, _left_s(deadline, manifest))
                 placed = layout(bucket.tensors)
-                first = len(digests)
                 for span in placed.spans:
-                    start = span.start - len(placed.header)
-                    flat = buffer[start : start + span.size_bytes]
-                    if start % DTYPES[span.tensor.dtype][1]:
-                        flat = flat.clone()
-                    tensor = flat.view(torch_dtype(span.tensor.dtype)).view(span.tensor.shape)
+                    tensor = tensor_at(buffer, span.start - len(placed.header), span.tensor)
                     tensors[span.tensor.name] = tensor
                     digests.append(tensor_digest(span.tensor.name, tensor))
-                check_bucket(bucket, digests[first:])
-            check_whole(manifest, digests)
+            check_digests(manifest, digests)
         finally:
             group.close()
         return tensors

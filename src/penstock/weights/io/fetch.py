@@ -7,15 +7,15 @@ verified is the memory that will serve.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 
-from penstock.errors import LocalProtocolError, RemoteProtocolError
-from penstock.records.weights import BucketSpec, Manifest, TensorSpec
-from penstock.weights.buckets import Span, TensorHash, compose, layout
+from penstock.errors import RemoteProtocolError
+from penstock.records.weights import Manifest, TensorSpec
+from penstock.weights.buckets import DTYPES, Span, TensorHash, compose, layout, size_of
 from penstock.weights.io.digest import host_view, spec_of, torch_dtype
 from penstock.weights.manifest import describe, tensors_of
 
@@ -59,80 +59,44 @@ def check_fit(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
             )
 
 
-def _fetch_tensor(source: BucketSource, bucket: int, span: Span, target: torch.Tensor) -> bytes:
-    hashed = TensorHash(span.tensor)
-    for piece in source.pieces(bucket, span.start, host_view(target)):
-        hashed.update(piece)
-    return hashed.digest()
+def tensor_at(memory: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
+    """One tensor of a version whose bytes lie in `memory` from `start` on; copied only where torch needs alignment."""
+    flat = memory[start : start + size_of(spec)]
+    if start % DTYPES[spec.dtype][1]:  # it follows a tensor of smaller elements
+        flat = flat.clone()
+    return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
-def _target(into: Mapping[str, torch.Tensor] | None, spec: TensorSpec) -> torch.Tensor:
-    if into is None:
-        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-    target = into[spec.name]
-    if target.device.type != "cpu" or spec_of(spec.name, target) != spec:
-        raise LocalProtocolError(
-            f"cannot fetch {spec.name!r} ({spec.dtype}{list(spec.shape)}) into a {target.device.type} tensor "
-            f"{target.dtype}{list(target.shape)}: a CPU tensor of the same kind is needed"
-        )
-    return target
+def fetch(source: BucketSource, manifest: Manifest, into: Mapping[str, torch.Tensor], *, threads: int = 1) -> None:
+    """Fills these CPU tensors, which must fit the version, and verifies them; `threads` of them arrive at a time."""
 
+    def arrive(place: tuple[int, Span]) -> bytes:
+        bucket, span = place
+        hashed = TensorHash(span.tensor)
+        for piece in source.pieces(bucket, span.start, host_view(into[span.tensor.name])):
+            hashed.update(piece)
+        return hashed.digest()
 
-def check_bucket(bucket: BucketSpec, digests: list[bytes]) -> None:
-    """Raises unless the tensors' digests are those the manifest states for their bucket."""
-    found = compose(digests)
-    if found != bucket.digest:
-        raise RemoteProtocolError(
-            f"weights file {bucket.file} is not what was published: digest {found}, expected {bucket.digest}; "
-            "the file was damaged or exchanged and must be published again"
-        )
-
-
-def fetch_buckets(
-    source: BucketSource, manifest: Manifest, into: Mapping[str, torch.Tensor] | None = None
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Verified buckets one after the other, for loading in place with the memory of one bucket."""
-    digests: list[bytes] = []
-    for index, bucket in enumerate(manifest.buckets):
-        fetched: dict[str, torch.Tensor] = {}
-        first = len(digests)
-        for span in layout(bucket.tensors).spans:
-            target = _target(into, span.tensor)
-            digests.append(_fetch_tensor(source, index, span, target))
-            fetched[span.tensor.name] = target
-        check_bucket(bucket, digests[first:])
-        yield fetched
-    check_whole(manifest, digests)
-
-
-def fetch(
-    source: BucketSource, manifest: Manifest, into: Mapping[str, torch.Tensor] | None = None, *, threads: int = 1
-) -> dict[str, torch.Tensor]:
-    """The whole version, verified, in fresh tensors or in those of `into`; `threads` tensors arrive at a time."""
+    places = [(index, span) for index, bucket in enumerate(manifest.buckets) for span in layout(bucket.tensors).spans]
     if threads == 1:
-        fetched: dict[str, torch.Tensor] = {}
-        for bucket in fetch_buckets(source, manifest, into):
-            fetched.update(bucket)
-        return fetched
-    targets = {spec.name: _target(into, spec) for spec in tensors_of(manifest)}
-    with ThreadPoolExecutor(threads, thread_name_prefix="weights-fetch") as pool:
-        pending = [
-            [pool.submit(_fetch_tensor, source, index, span, targets[span.tensor.name]) for span in spans]
-            for index, spans in enumerate(layout(bucket.tensors).spans for bucket in manifest.buckets)
-        ]
-        try:
-            digests = [[future.result() for future in futures] for futures in pending]
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    for bucket, found in zip(manifest.buckets, digests, strict=True):
-        check_bucket(bucket, found)
-    check_whole(manifest, [digest for found in digests for digest in found])
-    return targets
+        digests = [arrive(place) for place in places]
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="weights-fetch") as pool:
+            digests = list(pool.map(arrive, places))  # an error cancels whatever has not begun
+    check_digests(manifest, digests)
 
 
-def check_whole(manifest: Manifest, digests: list[bytes]) -> None:
-    """Raises unless the digests of all tensors, in order, give the manifest's digest."""
+def check_digests(manifest: Manifest, digests: Sequence[bytes]) -> None:
+    """Raises unless the digests of all tensors, in order, are those that the manifest states, by bucket and in all."""
+    first = 0
+    for bucket in manifest.buckets:
+        found = compose(digests[first : first + len(bucket.tensors)])
+        first += len(bucket.tensors)
+        if found != bucket.digest:
+            raise RemoteProtocolError(
+                f"weights file {bucket.file} is not what was published: digest {found}, expected {bucket.digest}; "
+                "the file was damaged or exchanged and must be published again"
+            )
     found = compose(digests)
     if found != manifest.digest:
         raise RemoteProtocolError(

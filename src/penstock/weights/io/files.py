@@ -20,7 +20,7 @@ import mmap
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -30,9 +30,10 @@ import torch
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.records.ids import Version
 from penstock.records.weights import BucketSpec, Manifest
-from penstock.weights.buckets import DEFAULT_BUCKET_BYTES, DTYPES, TensorHash, compose, layout, plan
-from penstock.weights.io.digest import PIECE_BYTES, host_pieces, specs_of, tensor_digest, torch_dtype
-from penstock.weights.io.fetch import check_bucket, check_whole, fetch
+from penstock.runtime.disk import flush
+from penstock.weights.buckets import DEFAULT_BUCKET_BYTES, TensorHash, compose, layout, plan
+from penstock.weights.io.digest import PIECE_BYTES, host_pieces, specs_of, tensor_digest
+from penstock.weights.io.fetch import check_digests, tensor_at
 from penstock.weights.manifest import bucket_file, check_manifest, describe, directory_name
 
 MANIFEST_FILE = "manifest.json"
@@ -106,10 +107,10 @@ class Publisher:
                 self._retire(final, manifest)
             os.rename(writing, final)
             if durable:
-                _sync_directory(final.parent)
+                flush(final.parent)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
-        self.collect()
+        self._collect()
         return manifest
 
     def _retire(self, final: Path, manifest: Manifest) -> None:
@@ -134,28 +135,22 @@ class Publisher:
         if not (directory / MANIFEST_FILE).exists():
             raise Stale(f"version {version} of lineage {self._lineage!r} was removed before it could be made durable")
         _make_durable(directory)
-        _sync_directory(directory.parent)
-        self.collect()
+        flush(directory.parent)
+        self._collect()
 
-    def collect(self, needed: Collection[Version] = ()) -> list[Path]:
-        """Removes versions nobody needs any more and returns their directories."""
-        own = sorted(
-            (path for path in (self._root / self._lineage).glob("[0-9]*") if path.name.isdigit()), reverse=True
-        )
-        kept = set(own[: self._keep]) | {path for path in own if int(path.name) in needed}
+    def _collect(self) -> None:
+        """Removes versions nobody needs any more."""
+        own = sorted((self._root / self._lineage).glob("[0-9]*"), reverse=True)
         durable = sorted(self._root.glob(f"*/*/{DURABLE_FILE}"), key=lambda mark: mark.stat().st_mtime_ns, reverse=True)
-        kept |= {mark.parent for mark in durable[: self._keep_durable]}
-        removed: list[Path] = []
+        kept = {*own[: self._keep], *(mark.parent for mark in durable[: self._keep_durable])}
         if not own:  # nothing newer than what earlier incarnations left
-            return removed
-        for path in sorted(self._root.glob("*/[0-9]*")):
+            return
+        for path in self._root.glob("*/[0-9]*"):
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
-                removed.append(path)
         for lineage in self._root.iterdir():
             if lineage.name != self._lineage and lineage.is_dir() and not any(lineage.iterdir()):
                 lineage.rmdir()
-        return removed
 
 
 def _write_bucket(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[bytes]:
@@ -181,21 +176,9 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 def _make_durable(directory: Path) -> None:
     """Everything in the directory reaches the disk before the mark that says so."""
     for path in directory.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
     (directory / DURABLE_FILE).touch()
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -210,13 +193,6 @@ def read_manifest(directory: Path) -> Manifest:
         raise RemoteProtocolError(f"{directory / MANIFEST_FILE} is damaged: {error}") from error
     check_manifest(manifest)
     return manifest
-
-
-def newest_durable(run_dir: Path, pipeline: str = "main") -> Manifest | None:
-    """The version to recover from: the last one that was made durable, None when there is none."""
-    marks = (run_dir / "weights" / pipeline).glob(f"*/*/{DURABLE_FILE}")
-    newest = max(marks, key=lambda mark: mark.stat().st_mtime_ns, default=None)
-    return None if newest is None else read_manifest(newest.parent)
 
 
 class FileSource:
@@ -302,28 +278,17 @@ def _open_bucket(directory: Path, bucket: BucketSpec) -> int:
 def map_version(run_dir: Path, manifest: Manifest, *, verify: bool = True) -> dict[str, torch.Tensor]:
     """The version's tensors as they lie in the host's page cache: nothing is copied.
 
-    Sizes and headers are always compared with the manifest, the digests unless `verify` is off.
-
-    The mapping is private, so that no write can reach the file, and lives as long as the tensors do.
+    Sizes and headers are always compared with the manifest, the digests unless `verify` is off. The
+    mapping is private, so that no write can reach the file, and lives as long as the tensors do.
     """
     tensors: dict[str, torch.Tensor] = {}
-    digests: list[bytes] = []
     with FileSource(run_dir, manifest) as source:
         for index, bucket in enumerate(manifest.buckets):
             mapped = torch.from_numpy(np.frombuffer(source.map(index), dtype=np.uint8))
-            first = len(digests)
             for span in layout(bucket.tensors).spans:
-                spec = span.tensor
-                flat = mapped[span.start : span.start + span.size_bytes]
-                if span.start % DTYPES[spec.dtype][1]:
-                    flat = flat.clone()  # follows a tensor of smaller elements: torch needs them aligned
-                tensors[spec.name] = flat.view(torch_dtype(spec.dtype)).view(spec.shape)
-                if verify:
-                    digests.append(tensor_digest(spec.name, tensors[spec.name]))
-            if verify:
-                check_bucket(bucket, digests[first:])
+                tensors[span.tensor.name] = tensor_at(mapped, span.start, span.tensor)
     if verify:
-        check_whole(manifest, digests)
+        check_digests(manifest, [tensor_digest(name, tensor) for name, tensor in tensors.items()])
     return tensors
 
 
@@ -341,14 +306,3 @@ class FileMover:
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
         """Tensors valid as long as they are held. Mapping a local file needs no deadline of its own."""
         return map_version(self._run_dir, manifest, verify=verify)
-
-
-def load(
-    run_dir: Path, manifest: Manifest, into: Mapping[str, torch.Tensor] | None = None, *, threads: int = 1
-) -> dict[str, torch.Tensor]:
-    """The version's tensors on the CPU, verified against the manifest.
-
-    `Stale` when the version was removed, `RemoteProtocolError` when its bytes are not those that were published.
-    """
-    with FileSource(run_dir, manifest) as source:
-        return fetch(source, manifest, into, threads=threads)

@@ -334,13 +334,15 @@ class PullMover:
         deadline = time.monotonic() + timeout_s
         if self._ucxx is not None and by_ucxx:
             buffers, self._buffers = self._buffers, {}  # after a failure it may still be written to: not used again
-            self._buffers = fetch(self._ucxx.open(manifest, address, deadline), manifest, buffers)
-            return self._buffers
+            fetch(self._ucxx.open(manifest, address, deadline), manifest, buffers)
+            self._buffers = buffers
+            return buffers
         source = PullSource(manifest, address, self._token, deadline)
         try:
-            return fetch(source, manifest, self._buffers, threads=self._streams)
+            fetch(source, manifest, self._buffers, threads=self._streams)
         finally:
             source.close()
+        return self._buffers
 
 
 class NearestMover:
