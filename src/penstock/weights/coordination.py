@@ -67,7 +67,7 @@ class Coordination:
         self.tell(events.MembershipReconciled(live), now)
         if trainer is not None:
             if self.transaction.trainer_lost:
-                self.tell(events.TrainerReturned(trainer), now)
+                self.tell(events.TrainerReturned(), now)
             self._trainer = trainer
         elif self._trainer is not None and self._trainer in lost:
             self.tell(events.TrainerLost(lost[self._trainer], self._trainer), now)

@@ -32,7 +32,7 @@ class TrainerLeft(msgspec.Struct, frozen=True):
 
 
 class TrainerReturned(msgspec.Struct, frozen=True):
-    lineage: str
+    """There is a trainer again."""
 
 
 class ReplicaJoined(msgspec.Struct, frozen=True):

@@ -125,7 +125,7 @@ class WeightTransaction:
                 self.replicas.setdefault(event.member, ReplicaRecord(since=now))
                 effects = []
             case ReplicaLost():
-                effects = self._lost(event.member, event.reason, now)
+                effects = self._lost(event.member, event.reason)
             case MembershipReconciled():
                 effects = self._reconciled(event, now)
             case WeightsAsked():
@@ -278,7 +278,7 @@ class WeightTransaction:
             effects.extend(self._evict(member, sentence, now, whole_fleet=True))
         return effects
 
-    def _lost(self, member: MemberId, reason: str, now: float) -> list[TransactionEffect]:
+    def _lost(self, member: MemberId, reason: str) -> list[TransactionEffect]:
         replica = self.replicas.get(member)
         if replica is None:
             return []
@@ -291,7 +291,7 @@ class WeightTransaction:
     def _reconciled(self, event: MembershipReconciled, now: float) -> list[TransactionEffect]:
         effects: list[TransactionEffect] = []
         for member in sorted(self.replicas.keys() - event.live):
-            effects.extend(self._lost(member, "is no longer a member", now))
+            effects.extend(self._lost(member, "is no longer a member"))
         for member in sorted(event.live - self.replicas.keys()):
             self.replicas[member] = ReplicaRecord(since=now)
         return effects
