@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.errors import RunFailed
-from penstock.errors import RunFailed
 from penstock.runtime.named import load_callable
 
 GroupFilter = Callable[[Sequence[float], Sequence[int]], str | None]

@@ -7,10 +7,19 @@ import sys
 from penstock.batch import advantage, filters
 from penstock.config.pipeline import EnvSection, PathModel, PipelineSection
 from penstock.config.run import Config
+from penstock.envs.conformity import check_class
 from penstock.envs.registry import check_options, find_environment, find_reward
 from penstock.errors import ConfigError
-from penstock.runtime.named import load_callable
+from penstock.runtime.named import check_call, check_methods, load_callable, takes
 from penstock.runtime.sinks import check_sink
+
+HOOKS = {
+    "preflight": (),
+    "prepare": ("lease",),
+    "collate": ("prepared",),
+    "generate": ("batch",),
+    "postprocess": ("prepared", "generated"),
+}
 
 
 def check_environment(config: Config) -> None:
@@ -28,18 +37,31 @@ def check_environment(config: Config) -> None:
 def _check(pipeline: PipelineSection) -> None:
     for section in (pipeline.env, pipeline.evaluation.env):
         if section is not None:
-            _check_environment(section)
-    advantage.resolve(pipeline.train.advantage)
-    filters.build(pipeline.train.filters)
+            _check_environment(section, shows_text=pipeline.kind == "language" and pipeline.rollout.workload is None)
+    chosen = pipeline.train.advantage
+    check_call(f"advantage {chosen!r}", advantage.resolve(chosen), "rewards", "group_sizes")
+    for name in pipeline.train.filters:
+        check_call(f"filter {name!r}", filters.resolve(name), "rewards", "lengths")
     if pipeline.rollout.workload is not None:
-        load_callable("workload", pipeline.rollout.workload)
+        _check_workload(pipeline.rollout.workload)
     if isinstance(pipeline.model, PathModel) and not pipeline.model.path.is_dir():
         raise ConfigError(f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model")
 
 
-def _check_environment(section: EnvSection) -> None:
-    options = environment_options(section, seed=0)
-    check_options(f"environment {section.name!r}", find_environment(section.name), options)
+def _check_workload(name: str) -> None:
+    owner, workload = f"workload {name!r}", load_callable("workload", name)
+    check_call(owner, workload, "environment", "engine", "policy")
+    if isinstance(workload, type):
+        check_methods(owner, workload, HOOKS)
+
+
+def _check_environment(section: EnvSection, *, shows_text: bool) -> None:
+    owner, factory = f"environment {section.name!r}", find_environment(section.name)
+    if "seed" not in section.options and not takes(factory, "seed"):
+        raise ConfigError(f"{owner} must take the run's seed: def __init__(self, seed=0, …)")
+    check_options(owner, factory, environment_options(section, seed=0))
+    if shows_text:
+        check_class(owner, factory)
     if section.name == "gymnasium":
         _check_gymnasium(str(section.options.get("id", "")))
     for reward in section.rewards:

@@ -26,8 +26,9 @@ class EnvSection(Section):
     """A built-in task, `gymnasium`, `jsonl`, or your own as `package.module:Name`."""
     options: dict[str, str | int | float | bool | list[str] | list[int] | list[float]] = {}
     """Passed to the environment as keyword arguments."""
-    rewards: list[ImportPath] = []
-    """Reward functions `f(prompts, completions, **columns) -> list[float | None]` used instead of the task's own."""
+    rewards: list[str] = []
+    """Reward functions used instead of the task's own: `exact_answer`, `contains_answer`, `matching_positions`, or your
+    own `f(prompts, completions, **columns) -> list[float | None]` as `package.module:function`."""
     reward_weights: list[float] = []
     """One weight per reward function; all equal when empty."""
 

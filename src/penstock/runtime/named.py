@@ -40,6 +40,12 @@ def check_methods(
         _check_call(f"{owner}: {name}", method, [*given, *more], given, None if more else {})
 
 
+def takes(function: Callable[..., Any], keyword: str) -> bool:
+    """Whether it can be called with this keyword."""
+    parameters = inspect.signature(function).parameters
+    return keyword in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
 def _check_call(
     owner: str,
     function: Callable[..., Any],

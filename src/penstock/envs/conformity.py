@@ -1,0 +1,42 @@
+"""Whether what a user wrote can be used as an environment: said before any prompt is leased, not after many failed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.runtime.named import check_call, check_methods
+
+METHODS = {"prompt": ("position",), "score": ("prompts", "completions")}
+
+
+def check_class(owner: str, environment: Any) -> None:
+    """What shows without making one: the methods of a text environment, if it is a class."""
+    if inspect.isclass(environment):
+        check_methods(owner, environment, METHODS, keywords=("score",))
+        if hasattr(environment, "reply"):
+            check_methods(owner, environment, {"reply": ("prompt", "completions")})
+
+
+def check_counted(owner: str, environment: Any) -> None:
+    """What every environment has."""
+    if not hasattr(environment, "count"):
+        raise ConfigError(f"{owner} has no `count`: how many prompts it has, or None if they never end")
+
+
+def check_text_environment(
+    owner: str, environment: Any, rewards: Sequence[tuple[str, Callable[..., Any]]], *, converses: bool
+) -> None:
+    """Reads the first prompt: whoever scores its completions must be able to take its columns."""
+    try:
+        prompt = environment.prompt(0)
+    except Exception as error:
+        raise ConfigError(f"{owner}: prompt(0) raised {type(error).__name__}: {error}") from error
+    if not hasattr(prompt, "shown") or not hasattr(prompt, "columns"):
+        found = type(prompt).__name__
+        raise ConfigError(f"{owner}: prompt(0) returned a {found}, expected penstock.Prompt(text=…, columns={{…}})")
+    columns = {**prompt.columns, "turns": None} if converses else prompt.columns
+    for name, function in rewards:
+        check_call(name, function, "prompts", "completions", **dict.fromkeys(columns))
