@@ -41,7 +41,7 @@ class TextEnvironment(Protocol):
 
     @property
     def count(self) -> int | None:
-        """How many positions the stream has; None when it never ends."""
+        """How many positions the stream has; None when it never ends. A run that goes on after the last begins anew."""
         ...
 
     def prompt(self, position: int) -> Prompt:
@@ -87,6 +87,15 @@ class ConversingEnvironment(TextEnvironment, Protocol):
         A pure function of the conversation so far, so that an interrupted episode can go on anywhere.
         """
         ...
+
+
+def prompts_per_pass(environment: Any) -> int | None:
+    """How many prompts there are before any is shown again; None if there is no end of new ones.
+
+    A stream without an end that orders finitely many `rows` anew in each pass says how many those are.
+    """
+    count = getattr(environment, "count", None)
+    return count if count is not None else getattr(environment, "rows", None)
 
 
 def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.envs.protocol import GoBack, Message, Prompt, TextEnvironment
+from penstock.envs.protocol import GoBack, Message, Prompt, TextEnvironment, prompts_per_pass
 from penstock.errors import ConfigError
 
 MISTAKE = "error: "
@@ -51,6 +51,10 @@ class WithTools:
     @property
     def count(self) -> int | None:
         return self.environment.count
+
+    @property
+    def rows(self) -> int | None:
+        return prompts_per_pass(self.environment)
 
     def prompt(self, position: int) -> Prompt:
         prompt = self.environment.prompt(position)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from penstock.config.engine import VllmEngineSection
+from penstock.envs.protocol import prompts_per_pass
 from penstock.payload.io.shm import Ring
 from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress
@@ -74,7 +75,7 @@ async def _generate(
     pipeline = process.pipeline
     lag = process.lag_monitor()
     settings = _settings(process)
-    details = {"ring": address, "more_rings": ranks.rings, "prompt_count": environment.count}
+    details = {"ring": address, "more_rings": ranks.rings, "prompt_count": prompts_per_pass(environment)}
 
     def place(devices: tuple[int, ...]) -> torch.device:
         ranks.stand_on(devices)

@@ -125,3 +125,10 @@ def test_what_cannot_be_is_refused_at_once(evaluation: dict[str, Any], more: dic
     pipeline = {"name": "p", "steps": 1, "env": {"name": "copy"}, "model": {"kind": "tiny"}} | more
     with pytest.raises(ConfigError, match=sentence):
         validate({"pipeline": [pipeline | {"evaluation": {"every_steps": 1} | evaluation}]})
+
+
+def test_what_is_evaluated_on_has_enough_prompts(both, rows: str):
+    """Shown again and again, the same few prompts would pass for many."""
+    other = {"name": "jsonl", "options": {"path": rows}}
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts is 11, but there are only 10"):
+        both(config({"name": "copy"}, env=other, prompts=11))

@@ -52,6 +52,11 @@ class JsonLinesDataset:
     def count(self) -> int | None:
         return self.cursor.count
 
+    @property
+    def rows(self) -> int:
+        """Of one pass; the stream goes on after it."""
+        return self.cursor.rows
+
     def hold_out(self, count: int) -> JsonLinesDataset:
         """The last `count` rows of the file, in their order; this dataset goes on without them."""
         cursor = self.cursor

@@ -36,9 +36,13 @@ class PromptLike(Protocol):
 
 
 class Environment(Protocol):
-    """What is needed of an environment. One with a method `reply(prompt, completions)` converses: it returns a
-    text, or None at the end, or something with `text` and `to`: to be shown where that completion began.
+    """What is needed of an environment. One that ends is begun anew. One with a method `reply(prompt, completions)`
+    converses: it returns a text, or None at the end, or something with `text` and `to`: to be shown where that
+    completion began.
     """
+
+    @property
+    def count(self) -> int | None: ...
 
     def prompt(self, position: int) -> PromptLike: ...
 
@@ -148,7 +152,8 @@ class LanguageHooks(Generic[AnyEngine]):
         ]
 
     def _read(self, position: int) -> tuple[PromptLike, list[int]] | Unusable:
-        prompt = self.environment.prompt(position)
+        count = self.environment.count
+        prompt = self.environment.prompt(position % count if count else position)
         shown = prompt.shown()
         token_ids = self.tokenizer.encode(shown) if isinstance(shown, str) else self._render(shown)
         if not token_ids:
