@@ -1,13 +1,14 @@
 """Initialisation, training and scoring contend for a device, in real processes: who goes first, whose end frees it.
 
-A worker on the device that is halted when it should leave makes everybody wait: then there is time to look, to halt
-whoever waits, and to kill it once it has been given the device.
+All pipelines train on device 0, and one of them generates there. Its worker, halted when it should leave, makes
+everybody wait: then there is time to look, to halt whoever waits, and to kill it once it has been given the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from penstock.runtime.rundir import RunDir
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DEVICES = 4
-PROMPTS = 100
+PROMPTS = 200
 HURRY = "hurry"
 """Rewards are slow until there is a file of this name."""
 GATE = "gate"
@@ -53,11 +54,12 @@ name = "{name}"
 steps = 1000
 epochs = 1
 train_devices = [0]
+rollout_devices = {rollout_devices}
 [pipeline.env]
 name = "finite:Finite"
 """
     + TINY
-    + """workers = {workers}
+    + """
 [pipeline.token_loss]
 kl_coefficient = {kl}
 [pipeline.checkpoint]
@@ -91,11 +93,15 @@ class Finite(Copy):
 """
 
 
-def started(folder: Path, kl: dict[str, float], *, workers: int) -> Running:
-    """Pipelines that all train on device 0 and generate anywhere; those with a divergence to weigh ask a reference."""
+def started(folder: Path, kl: dict[str, float]) -> Running:
+    """Those with a divergence to weigh ask a reference; the first generates on device 0, the others anywhere else."""
     (folder / "finite.py").write_text(FINITE)
     config = folder / "run.toml"
-    tables = [PIPELINE.format(name=name, kl=coefficient, workers=workers) for name, coefficient in kl.items()]
+    places = [[0]] + [list(range(1, DEVICES))] * (len(kl) - 1)
+    tables = [
+        PIPELINE.format(name=name, kl=coefficient, rollout_devices=place)
+        for (name, coefficient), place in zip(kl.items(), places, strict=True)
+    ]
     config.write_text(RUN.format(folder=folder, devices=DEVICES) + "".join(tables))
     run = start(folder, config)
     for name in kl:
@@ -145,7 +151,7 @@ def halted_worker(run: Running) -> psutil.Process:
         worker.resume()
         return None
 
-    return wait_for(halt, 60, "a worker on device 0")
+    return wait_for(halt, 120, "a worker on device 0")
 
 
 def waiting(run: Running, kind: str, pipeline: str) -> bool:
@@ -158,12 +164,12 @@ def killed_as_holder(run: Running, name: str, kind: str, gate: Path | None = Non
     One that is held back at a gate is let through when somebody waits already. False if they did not come before the
     pool ended the halted worker, which it does after 40 s.
     """
-    worker = halted_worker(run)
+    worker, until = halted_worker(run), time.monotonic() + 36
     try:
         if gate is not None:
-            wait_for(lambda: status(run)["waiting"], 25)
+            wait_for(lambda: status(run)["waiting"], until - time.monotonic())
             gate.unlink()
-        wait_for(lambda: waiting(run, kind, name), 30 if gate is None else 12)
+        wait_for(lambda: waiting(run, kind, name), until - time.monotonic())
         trainer = run.child(f"{name}.trainer")
         trainer.suspend()
         if not waiting(run, kind, name):
@@ -239,8 +245,8 @@ def assert_exact(run: Running, code: int, output: str, names: dict[str, float]) 
 
 
 def test_classes_are_strict_only_generation_makes_way_and_a_kill_costs_one_turn(folder: Path):
-    pipelines = {"new": 0.0, "scoring": 0.05, "training": 0.0}
-    run = started(folder, pipelines, workers=2)
+    pipelines = {"blocking": 0.0, "new": 0.0, "scoring": 0.05, "training": 0.0}
+    run = started(folder, pipelines)
     assert any(killed_as_holder(run, "scoring", "scoring") for _ in range(6)), status(run)
     assert any(killed_as_it_comes_up(run) for _ in range(6)), status(run)
     (folder / HURRY).touch()
