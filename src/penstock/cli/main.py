@@ -82,6 +82,18 @@ def check(
 
 
 @app.command()
+def keys(
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A table or a key, e.g. rollout or train.max_staleness; none: all.")
+    ] = "",
+) -> None:
+    """Explain the keys of a configuration, with their defaults."""
+    from penstock.cli.run import keys_command
+
+    raise typer.Exit(keys_command(key))
+
+
+@app.command()
 def story(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     subject: Annotated[

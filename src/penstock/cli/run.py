@@ -1,4 +1,4 @@
-"""`penstock run` and `penstock check`."""
+"""`penstock run`, `attach`, `check` and `keys`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from types import ModuleType
 import typer
 import uvloop
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import penstock
 from penstock.config.check import check_environment
 from penstock.config.load import dump, load
+from penstock.config.reference import keys
 from penstock.config.run import Config
 from penstock.errors import ConfigError, PenstockError
 from penstock.launch.local import LocalPlacer
@@ -33,6 +36,19 @@ def check_command(config: Path, overrides: list[str]) -> int:
     resolved = load(config, overrides)
     check_environment(resolved)
     typer.echo(dump(resolved), nl=False)
+    return 0
+
+
+def keys_command(prefix: str) -> int:
+    console, table = _console(), ""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for key in keys(prefix):
+        if key.table != table:
+            table = key.table
+            grid.add_row(Text(f"\n{table}", style="bold"))
+        name = key.path.rpartition(".")[2]
+        grid.add_row(Text(f"  {name} = {key.default}"), Text(key.meaning))
+    console.print(grid)
     return 0
 
 

@@ -13,6 +13,7 @@ class TorchEngineSection(Section):
     """Samples from the model with torch, in the worker's own process."""
 
     kind: Literal["torch"] = "torch"
+    """Chooses this table."""
     batching: Literal["static", "continuous"] = "static"
     """`static` decodes a batch to its end; in `continuous` completions join and leave at any decode step."""
     rows: Positive = 64
@@ -29,6 +30,7 @@ class VllmEngineSection(Section):
     """A vLLM server that the worker starts and owns. Its weights are always updated in place."""
 
     kind: Literal["vllm"] = "vllm"
+    """Chooses this table."""
     python: str = ""
     """The Python of an environment with vLLM and this package; empty: the one that runs Penstock."""
     max_requests: Positive = 64

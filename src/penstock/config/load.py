@@ -147,7 +147,7 @@ def _fields_at(location: Location) -> Iterable[str]:
             inner
             for model in models
             if part in model.model_fields
-            for inner in _models_in(model.model_fields[str(part)].annotation)
+            for inner in models_in(model.model_fields[str(part)].annotation)
         ]
     return {name for model in models for name in model.model_fields}
 
@@ -157,10 +157,11 @@ def _tag(model: type[BaseModel]) -> str | None:
     return str(field.default) if field is not None else None
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The tables that may stand in a field of this type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for inner in get_args(annotation) for model in _models_in(inner)]
+    return [model for inner in get_args(annotation) for model in models_in(inner)]
 
 
 def _line_of(text: str, location: Location) -> int | None:

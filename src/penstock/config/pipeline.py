@@ -23,7 +23,8 @@ from penstock.config.section import (
 
 class EnvSection(Section):
     name: str
-    """A built-in task, `gymnasium`, `jsonl`, or your own as `package.module:Name`."""
+    """A built-in task (`copy`, `reverse`, `sort`, `arithmetic`), `gymnasium` (with `options.id`), `jsonl` (with
+    `options.path`), or your own as `package.module:Name`."""
     options: dict[str, str | int | float | bool | list[str] | list[int] | list[float]] = {}
     """Passed to the environment as keyword arguments."""
     rewards: list[str] = []
@@ -37,26 +38,37 @@ class TinyModel(Section):
     """A small causal language model built from a config, with a character tokenizer of its own."""
 
     kind: Literal["tiny"] = "tiny"
+    """Chooses this table."""
     hidden: Positive = 128
+    """Width of its layers."""
     layers: Positive = 1
+    """Transformer layers."""
     heads: Positive = 4
+    """Attention heads of each layer; must divide `hidden`."""
     max_length: Positive = 128
+    """Tokens of prompt and completions together."""
 
 
 class PathModel(Section):
     """A pretrained model from a local directory (config.json and safetensors, or one GGUF file)."""
 
     kind: Literal["path"] = "path"
+    """Chooses this table."""
     path: Path
+    """The directory."""
     gguf_file: str = ""
+    """The file in it, if the weights are in GGUF."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model is trained and served in."""
 
 
 class MlpModel(Section):
     """A policy and value network for gymnasium environments."""
 
     kind: Literal["mlp"] = "mlp"
+    """Chooses this table."""
     hidden: Positive = 64
+    """Width of its layers."""
 
 
 Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
@@ -76,7 +88,9 @@ class RolloutSection(Section):
     batch_samples: Positive = 64
     """Samples generated at once."""
     max_new_tokens: Positive = 16
+    """Language models: the longest completion."""
     temperature: PositiveFloat = 1.0
+    """Language models: of the sampling."""
     top_k: Positive | None = None
     """Draw only from so many most likely tokens. With this, `top_p` or `min_p` the samples come from a narrower policy
     than the one that is trained: their recorded log-probabilities are those of the narrower one, so the importance
@@ -107,12 +121,15 @@ class RolloutSection(Section):
     ring_mb: Positive = 64
     """Shared memory for finished samples that the trainer has not fetched yet."""
     ring_slots: Positive = 4096
+    """How many samples that may be."""
     max_failures: Positive = 3
     """A prompt that fails so often is set aside with its error."""
     max_losses: Positive | None = None
     """A prompt whose workers die so often is set aside too. Off by default: workers die for other reasons."""
     device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
     threads: Positive = 1
+    """Torch threads of a worker."""
 
 
 class TrainSection(Section):
@@ -127,51 +144,77 @@ class TrainSection(Section):
     filters: list[str] = []
     """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
     tokens_per_micro_batch: Positive = 16384
+    """Language models: tokens of one forward and backward pass. Bounds memory."""
     device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
     threads: Positive = 1
+    """Torch threads of the trainer."""
 
 
 class TokenLossSection(Section):
     """The loss of language models; the fields of `train.loss.TokenLossSettings`."""
 
     clip_low: Fraction = 0.2
+    """A token's probability ratio is clipped at 1 minus this, against a step that goes too far."""
     clip_high: NonNegativeFloat = 0.28
+    """And at 1 plus this."""
     importance: Literal["truncate", "mask", "none"] = "truncate"
     """Stale samples: cap their weight, drop tokens whose weight is outside [mask_low, mask_high], or neither."""
     importance_cap: PositiveFloat = 2.0
+    """With `truncate`: the largest weight of a token."""
     mask_low: NonNegativeFloat = 0.5
+    """With `mask`: the smallest weight that is kept."""
     mask_high: PositiveFloat = 5.0
+    """With `mask`: the largest weight that is kept."""
     average: Literal["token", "sequence", "constant"] = "token"
+    """Each token counts the same; or each sequence does; or the sum over tokens is divided by `constant_length`."""
     constant_length: Positive = 1
+    """For the average `constant`: the longest completion, say."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the divergence from the initial model."""
     entropy_coefficient: float = 0.0
+    """Reward for staying undecided: for models trained from nothing, not for pretrained ones."""
 
 
 class ControlLossSection(Section):
     """The loss of gymnasium policies; the fields of `train.loss.ControlLossSettings`."""
 
     clip: PositiveFloat = 0.2
+    """An action's probability ratio is clipped at 1 minus and 1 plus this."""
     importance_cap: PositiveFloat = 2.0
+    """The largest weight of a stale action."""
     discount: Fraction = 0.98
+    """What a reward is worth one environment step earlier."""
     gae_lambda: Fraction = 0.9
+    """How far advantages look beyond the value network: 0 one step, 1 to the end."""
     value_coefficient: NonNegativeFloat = 0.5
+    """Weight of the value network's loss."""
     entropy_coefficient: float = 0.0
+    """Reward for staying undecided."""
 
 
 class OptimizerSection(Section):
     """AdamW; the fields of `train.step.OptimSettings`."""
 
     learning_rate: PositiveFloat = 1e-3
+    """After warm-up."""
     beta1: Fraction = 0.9
+    """Memory of the mean of gradients."""
     beta2: Fraction = 0.95
+    """Memory of the mean of their squares."""
     epsilon: PositiveFloat = 1e-8
+    """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled from the gradient."""
     max_grad_norm: PositiveFloat = 1.0
+    """Longer gradients are shortened to this."""
     warmup_steps: NonNegative = 0
+    """The learning rate rises from zero over so many steps."""
     decay_steps: NonNegative = 0
-    """The learning rate falls in a line to `final_fraction` of itself over so many steps; 0: it does not fall."""
+    """The learning rate falls in a line to `final_fraction` of itself over so many steps; 0: it does not fall.
+    Models of kind `tiny` and `mlp`: the pipeline's `steps`."""
     final_fraction: Fraction = 0.1
+    """Of the learning rate, at the end of `decay_steps`."""
     epochs: Positive = 1
     """Gymnasium: passes over each batch."""
     minibatches: Positive = 1
@@ -180,7 +223,9 @@ class OptimizerSection(Section):
 
 class CheckpointSection(Section):
     every_steps: Positive = 20
+    """Steps between two checkpoints: what a killed trainer may have to train again."""
     keep: Positive = 2
+    """Newest checkpoints that stay on disk."""
 
 
 class WeightsSection(Section):
@@ -195,14 +240,19 @@ class WeightsSection(Section):
     keep: Positive = 3
     """Versions kept on disk."""
     deadline_s: Seconds = 60.0
+    """How long one update of one worker may take."""
     on_fault: Literal["restore", "evict", "fail"] = "restore"
+    """What becomes of an engine that holds a mixture of versions: it is brought to a whole one, its worker is replaced,
+    or the run fails."""
     min_healthy: NonNegative = 0
+    """Workers that must serve: none of them is replaced while fewer others do, and the run fails if that lasts."""
 
 
 class SamplesSection(Section):
     save_every_steps: NonNegative = 10
     """Write readable samples to `rollouts/` every so many steps; 0 never."""
     save_count: Positive = 8
+    """Samples of each such step."""
 
 
 class EvaluationSection(Section):
@@ -235,6 +285,7 @@ class EvaluationSection(Section):
 
 class PipelineSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    """Names it in the view, in files and in `--set`."""
     steps: Positive
     """Optimiser steps to train."""
     epochs: Positive | None = None
@@ -246,7 +297,9 @@ class PipelineSection(Section):
     max_workers: Positive | None = None
     """Workers it may have awake at once; all of `rollout.workers` by default."""
     train_devices: list[int] = []
+    """Devices of the pool that it trains on; the first one by default."""
     rollout_devices: list[int] = []
+    """Devices of the pool that it may generate on, also others' training devices; all by default."""
     env: EnvSection
     model: Model
     engine: Engine = TorchEngineSection()

@@ -42,6 +42,7 @@ class ControlSection(Section):
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """0 lets the system choose a free port."""
     heartbeat_every_s: Seconds = 1.0
+    """Between two signs of life of a process."""
     suspect_after_s: Seconds = 5.0
     """Silence after which a process is suspected."""
     reap_after_s: Seconds = 15.0
@@ -72,6 +73,7 @@ class LagSection(Section):
     warn_p99_s: Seconds = 0.1
     """One line of warning when one look in a hundred finds the loop so late."""
     warn_every_s: Seconds = 60.0
+    """Between two such lines."""
 
 
 class PoolSection(Section):
@@ -88,10 +90,12 @@ class PayloadSection(Section):
     host: str = "127.0.0.1"
     """Address to serve payloads on. Anything but loopback exposes them to the network; the token still guards them."""
     ports: Positive = 2
+    """TCP and UCXX: ports of one worker; if one breaks, another is asked."""
 
 
 class JournalSection(Section):
     snapshot_every_events: Positive = 20_000
+    """A restarted controller replays no more than about so many events."""
 
 
 class Config(Section):

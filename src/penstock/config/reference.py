@@ -1,0 +1,83 @@
+"""What a configuration may say, key by key: read off the models, so that it is never out of date."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from penstock.config.load import models_in
+from penstock.config.recommended import RECOMMENDED
+from penstock.config.run import Config
+from penstock.errors import ConfigError
+from penstock.runtime.named import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    table: str
+    """As it stands in a file: `[pipeline.rollout]`, with what chooses it where there are several."""
+    path: str
+    """As `--set` takes it, with NAME for a pipeline's name."""
+    default: str
+    meaning: str
+
+
+def keys(prefix: str = "") -> list[Key]:
+    """Those at or under `prefix`, with or without a pipeline's name; ConfigError if there are none."""
+    everything = list(_walk(Config, "", ""))
+    wanted = tuple(part for part in prefix.split(".") if part)
+    found = [key for key in everything if _begins(key.path, wanted)]
+    if not found:
+        tables = {key.path.rpartition(".")[0].replace("pipeline.NAME", "pipeline") for key in everything}
+        raise ConfigError(f"no key begins with {prefix!r}{nearest(prefix, tables - {''})}")
+    return found
+
+
+def _begins(path: str, wanted: tuple[str, ...]) -> bool:
+    """`rollout` and `pipeline.rollout` mean the table, `temperature` the key."""
+    parts = [part for part in path.split(".") if part != "NAME"]
+    return any(tuple(parts[start : start + len(wanted)]) == wanted for start in range(len(parts)))
+
+
+def _walk(model: type[BaseModel], path: str, table: str) -> Iterator[Key]:
+    inner: list[tuple[str, FieldInfo, list[type[BaseModel]]]] = []
+    for name, field in model.model_fields.items():
+        if models := models_in(field.annotation):
+            inner.append((name, field, models))
+            continue
+        yield Key(table, f"{path}{name}", _default(field, path, name), _meaning(field))
+    for name, field, models in inner:
+        for one in models:
+            chosen = str(one.model_fields["kind"].default) if len(models) > 1 else None
+            if get_origin(field.annotation) is list:
+                yield from _walk(one, f"{path}{name}.NAME.", f"[[{name}]]")
+                continue
+            prefix = path.replace("NAME.", "")
+            header = f"[{prefix}{name}]" + (f"  kind = {json.dumps(chosen)}" if chosen else "")
+            yield from _walk(one, f"{path}{name}.", header)
+
+
+def _meaning(field: FieldInfo) -> str:
+    text = " ".join((field.description or "").split())
+    if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) > 1:
+        return f"{' | '.join(map(str, get_args(field.annotation)))}. {text}"
+    return text
+
+
+def _default(field: FieldInfo, path: str, name: str) -> str:
+    if field.is_required():
+        return "required"
+    table = path.removesuffix(".").rpartition(".")[2]
+    by_kind = {kind: tables[table][name] for kind, tables in RECOMMENDED.items() if name in tables.get(table, {})}
+    shown = _shown(field.get_default(call_default_factory=True))
+    return ", ".join([shown, *(f"{kind}: {_shown(value)}" for kind, value in by_kind.items())])
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else json.dumps(str(value) if isinstance(value, Path) else value)
