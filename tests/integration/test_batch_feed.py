@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, SampleId, StepIndex, Version
 from penstock.roles.feed import Feed, PreparedBatch
 from penstock.runtime.offload import Offload
+from penstock.wire.messages import NotYet
 
 TOKENS = 300
 
@@ -124,3 +126,26 @@ def test_a_group_with_a_missing_payload_is_left_out_whole(bench: Bench) -> None:
     assert len(packed_sequences(batch)) == 4
     assert batch.advantages.tolist() == [-0.5, -0.5, 0.5, 0.5]
     batch.done()
+
+
+async def test_waiting_for_the_next_batch_is_progress_only_while_nothing_else_is_done() -> None:
+    """Or a trainer that hangs in a step would seem to make progress for ever, by its feed."""
+    told: list[str] = []
+
+    class Controller:
+        pipeline = "p"
+        asks = 0
+
+        async def call(self, request: Any) -> NotYet:
+            self.asks += 1
+            feed.awaited = self.asks == 2
+            stop.requested = self.asks == 3
+            return NotYet("groups", "running")
+
+    stop = SimpleNamespace(requested=False)
+    process: Any = SimpleNamespace(stop=stop, member="t", progress=SimpleNamespace(moved=told.append))
+    controller, nobody = Controller(), None
+    feed = Feed(process, controller, nobody, nobody, dr_grpo, PackSettings())  # type: ignore[arg-type]
+    assert await feed.prepare(StepIndex(7)) is None
+    assert controller.asks == 3
+    assert told == ["waiting for the batch of step 7: groups"]

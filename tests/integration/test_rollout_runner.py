@@ -210,6 +210,29 @@ async def test_an_error_that_is_no_prompts_fault_ends_the_worker_and_gives_every
     assert desk.settled() == list(range(desk.issued * GROUP))
 
 
+async def test_asking_in_vain_while_a_hook_hangs_is_no_progress() -> None:
+    """A worker that seems to make some is never found to be wedged."""
+
+    class Throttling(ScriptedDesk):
+        async def lease(self, samples: int, wait_s: float) -> Leased:
+            answer = await super().lease(samples, wait_s)
+            return answer if answer.leases else Leased((), "throttled", self.phase)
+
+    desk, workload, told = Throttling(1), ToyWorkload(), list[str]()
+    workload.gate.clear()
+    runner = Runner(workload, desk, NumberedStore(), settings(), progressed=told.append)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await until(workload.entered.is_set)
+        asked, so_far = desk.asks, len(told)
+        await until(lambda: desk.asks > asked + 3)
+        assert told[so_far:] == []
+        workload.gate.set()
+        await until(lambda: "lease throttled" in told)
+        runner.stop()
+        await running
+
+
 async def test_a_slow_consumer_stops_the_leasing() -> None:
     desk, store = ScriptedDesk(1000), NumberedStore()
     store.gate.clear()

@@ -91,6 +91,8 @@ class Feed:
         self._advantage = advantage
         self._settings = settings
         self._buffers = Buffers()
+        self.awaited = False
+        """Whether nothing but this is done: only then is waiting all that could be expected, and so progress."""
 
     async def prepare(self, step: StepIndex) -> PreparedBatch | None:
         """None when training is complete, or when this process was asked to stop."""
@@ -118,7 +120,8 @@ class Feed:
                 case Complete():
                     return None
                 case NotYet(waiting_for=waiting_for, phase=phase):
-                    process.progress.moved(f"waiting for the batch of step {step}: {waiting_for}")
+                    if self.awaited:
+                        process.progress.moved(f"waiting for the batch of step {step}: {waiting_for}")
                     if phase == "stopped":
                         return None
                 case _:

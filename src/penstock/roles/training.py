@@ -58,7 +58,7 @@ class TrainingLoop:
         async with asyncio.TaskGroup() as group:
             upcoming = group.create_task(self._feed.prepare(step))
             if await self._come_up(upcoming):
-                while (batch := await upcoming) is not None:
+                while (batch := await self._await(upcoming, step)) is not None:
                     upcoming = group.create_task(self._feed.prepare(StepIndex(step + 1)))
                     if not await self._train(batch):
                         break
@@ -69,6 +69,15 @@ class TrainingLoop:
         async with self._between_steps:
             if step > self._saved_step or step == 0:
                 await self._save(step)
+
+    async def _await(self, upcoming: asyncio.Task[PreparedBatch | None], step: StepIndex) -> PreparedBatch | None:
+        if not upcoming.done():
+            self._process.progress.moved(f"waiting for the batch of step {step}")
+        self._feed.awaited = True
+        try:
+            return await upcoming
+        finally:
+            self._feed.awaited = False
 
     async def _come_up(self, first_batch: asyncio.Task[PreparedBatch | None]) -> bool:
         """Moves in for the first time and publishes what there is to start from; False when asked to stop before.

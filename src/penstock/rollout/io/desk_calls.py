@@ -69,7 +69,8 @@ class DeskCalls:
             trace.LeaseAnswered(now, samples, granted, answer.verdict, now - asked, held_samples, answer.phase)
         )
         self._tracing.count(f"asks_{answer.verdict}", 1)
-        self._progressed(f"lease {answer.verdict}")
+        if granted or not held_samples:  # asking in vain while a hook hangs is no progress
+            self._progressed(f"lease {answer.verdict}")
         self._post(
             flow.PrefetchSet(self.prefetch if answer.prefetch is None else answer.prefetch),
             flow.LeaseAnswered(answer.leases, answer.verdict, now - asked),
