@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,15 +42,15 @@ class Stage:
 
     def host_looked_again(self) -> None:
         """Waits until the host has looked for those who ask, a few times: the first look may have begun before."""
-        looked, plain = threading.Semaphore(0), self.host._unanswered
+        looked, plain = threading.Semaphore(0), self.host._waiting
 
-        def look(digest: str, *, take: bool = True) -> list[int]:
+        def look(digest: str) -> list[int]:
             looked.release()
-            return plain(digest, take=take)
+            return plain(digest)
 
-        self.host._unanswered = look  # type: ignore[method-assign]
+        self.host._waiting = look  # type: ignore[method-assign]
         assert all(looked.acquire(timeout=DEADLINE_S) for _ in range(4))
-        self.host._unanswered = plain
+        self.host._waiting = plain
 
     def bring(self, *movers: BroadcastMover, manifest: Manifest) -> list[str]:
         """Digests of what each of them got, all at the same time."""
@@ -151,12 +152,17 @@ def test_one_that_asks_and_does_not_come_costs_this_broadcast_only(
     assert stage.host.broken == 1
 
 
-def test_an_overtaken_version_comes_another_way(stage_for: Callable[..., Stage]) -> None:
+def test_an_overtaken_version_comes_another_way_at_once(
+    stage_for: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
     stage = stage_for()
-    first, second = stage.publish(1), stage.publish(2)
-    assert stage.bring(stage.movers[0], manifest=first) == [first.digest]
-    assert stage.movers[0].fallbacks == 1
-    assert stage.bring(stage.movers[0], manifest=second) == [second.digest]
+    first, second, third = (stage.publish(version) for version in (1, 2, 3))
+    for number, overtaken in enumerate((first, second), 1):
+        with caplog.at_level(logging.DEBUG):
+            assert stage.bring(stage.movers[0], manifest=overtaken) == [overtaken.digest]
+        assert stage.movers[0].fallbacks == number
+        assert caplog.text.count("broadcasts a newer version") == number
+    assert stage.bring(stage.movers[0], manifest=third) == [third.digest]
     assert stage.movers[0].received == 1
 
 

@@ -3,9 +3,12 @@
     replica   ask ─▶ wait to be invited ─▶ join the group ─▶ receive and verify ─▶ confirm
     trainer   the first asks ─▶ a moment for others ─▶ invite all who asked ─▶ join ─▶ send ─▶ await confirmations
 
-A group consists of those who want the version at that moment, so membership is never stale. Whoever is not invited in
-time, or sees its group break, brings the version some other way: a death in the middle of a broadcast costs this
-one transfer. Nothing that serves is touched by any of this.
+A group consists of those who want the version at that moment, so membership is never stale. Whoever asks for an
+overtaken version, is not invited in time, or sees its group break, brings the version some other way: a death in the
+middle of a broadcast costs this one transfer. Nothing that serves is touched by any of this.
+
+The answer to a question is written once: by the trainer, who takes it before it invites, or by the replica, who
+withdraws. So nobody is invited, and waited for, who has gone.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import msgspec
 import torch
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from penstock.errors import Aborted, PeerLost, PenstockError, RemoteProtocolError
+from penstock.errors import Aborted, PeerLost, PenstockError, RemoteProtocolError, Stale
 from penstock.records.ids import MemberId
 from penstock.records.weights import Manifest
 from penstock.weights.broadcast import (
@@ -51,7 +54,10 @@ GATHER_S = 0.5
 CONFIRM_S = 10.0
 """How long a replica may take to verify what has arrived."""
 
-DECLINED = "declined"
+NEWEST = "newest"
+"""Key of the digest of the version that is broadcast at present."""
+TAKEN = "taken"
+"""An answer: the invitation follows."""
 WITHDRAWN = "withdrawn"
 
 
@@ -61,6 +67,11 @@ def _asked(digest: str) -> str:
 
 def _answer(digest: str, number: int) -> str:
     return f"{digest}/answer/{number}"
+
+
+def _settled(store: Store, key: str, answer: str) -> bool:
+    """Writes an answer where there is none yet; whether this one stands."""
+    return store.compare_set(key, "", answer) == answer.encode()
 
 
 def _confirmed(name: str, rank: int) -> str:
@@ -83,8 +94,9 @@ class BroadcastHost:
         self._sender = BroadcastSender(run_dir, host)
         self._expected = expected
         self._machine = Broadcast(BroadcastSettings(build_timeout_s, send_timeout_s, max_attempts=1))
-        self._offered: list[Manifest] = []
-        self._answered: dict[str, int] = {}
+        self._newest: Manifest | None = None
+        self._answered = ("", 0)
+        """Of this version, everybody up to this number has an answer."""
         self._closing = threading.Event()
         self.sent = 0
         """Broadcasts that everyone confirmed."""
@@ -98,9 +110,9 @@ class BroadcastHost:
         return f"BroadcastHost({self.address}, {self.sent} sent, {self.broken} broken, {self._machine})"
 
     def offer(self, manifest: Manifest) -> None:
-        """Broadcasts this version from now on; those who still ask for the one before are sent elsewhere."""
-        before = [one for one in self._offered if one.digest != manifest.digest]
-        self._offered = [*before[-1:], manifest]
+        """Broadcasts this version from now on; those who still ask for another see that it was overtaken."""
+        self._sender.store.set(NEWEST, manifest.digest)
+        self._newest = manifest
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread, or leaves it to the end of the process if it is inside a group at the deadline."""
@@ -109,30 +121,27 @@ class BroadcastHost:
 
     def _run(self) -> None:
         while not self._closing.wait(IDLE_LOOK_EVERY_S):
-            offered = self._offered
-            for manifest in offered[:-1]:
-                for number in self._unanswered(manifest.digest):
-                    self._sender.store.set(_answer(manifest.digest, number), DECLINED)
-            if offered and self._unanswered(offered[-1].digest, take=False):
-                self._gather(offered[-1])
+            newest = self._newest
+            if newest is not None and self._waiting(newest.digest):
+                self._gather(newest)
 
-    def _unanswered(self, digest: str, *, take: bool = True) -> list[int]:
-        """Numbers of those who asked and still wait for an answer."""
-        store = self._sender.store
-        done, count = self._answered.get(digest, 0), store.add(_asked(digest), 0)
-        if take:
-            offered = {one.digest for one in self._offered}
-            self._answered = {one: number for one, number in self._answered.items() if one in offered} | {digest: count}
-        return [number for number in range(done + 1, count + 1) if not store.check([_answer(digest, number)])]
+    def _waiting(self, digest: str) -> list[int]:
+        """Numbers of those who asked and have no answer yet."""
+        store, (known, answered) = self._sender.store, self._answered
+        first = answered + 1 if known == digest else 1
+        asked = store.add(_asked(digest), 0)
+        return [number for number in range(first, asked + 1) if not store.check([_answer(digest, number)])]
 
     def _gather(self, manifest: Manifest) -> None:
-        until = time.monotonic() + GATHER_S
+        until, digest, store = time.monotonic() + GATHER_S, manifest.digest, self._sender.store
         while time.monotonic() < until and not self._closing.is_set():
-            if len(self._unanswered(manifest.digest, take=False)) >= self._expected > 0:
+            if len(self._waiting(digest)) >= self._expected > 0:
                 break
             time.sleep(LOOK_EVERY_S)
-        numbers = self._unanswered(manifest.digest)
-        self._tell(BroadcastAsked(manifest, tuple(MemberId(str(number)) for number in numbers)))
+        waiting = self._waiting(digest)
+        taken = [number for number in waiting if _settled(store, _answer(digest, number), TAKEN)]
+        self._answered = (digest, max(waiting, default=0))
+        self._tell(BroadcastAsked(manifest, tuple(MemberId(str(number)) for number in taken)))
 
     def _tell(self, event: BroadcastEvent) -> None:
         for effect in self._machine.handle(event, time.monotonic()):
@@ -200,6 +209,8 @@ class BroadcastMover:
         if manifest.meeting:
             try:
                 tensors = self._receive(manifest, timeout_s / 2)
+            except Stale as error:  # as it happens with a trainer that is faster than its replicas
+                logger.debug("%s comes another way: %s", describe(manifest), error)
             except (Aborted, PeerLost, RemoteProtocolError) as error:
                 self._store = None
                 logger.warning("%s could not be broadcast to this replica: %s", describe(manifest), error)
@@ -243,15 +254,16 @@ class BroadcastMover:
     def _invited(self, store: Store, manifest: Manifest, number: int) -> Invitation:
         until = time.monotonic() + self._invite_timeout_s
         key = _answer(manifest.digest, number)
-        while not store.check([key]):
-            # Whoever goes must say so, or it is invited and waited for when it is long gone.
-            if time.monotonic() > until and store.compare_set(key, "", WITHDRAWN) == WITHDRAWN.encode():
+        while True:
+            answer = store.get(key) if store.check([key]) else b""
+            if answer not in (b"", TAKEN.encode()):
+                return msgspec.json.decode(answer, type=Invitation)
+            if not answer and store.get(NEWEST) != manifest.digest.encode() and _settled(store, key, WITHDRAWN):
+                raise Stale(f"{manifest.meeting} broadcasts a newer version")
+            if time.monotonic() > until:
+                _settled(store, key, WITHDRAWN)
                 raise Aborted(f"{manifest.meeting} did not invite this replica within {self._invite_timeout_s:.0f} s")
             time.sleep(LOOK_EVERY_S)
-        answer = store.get(key)
-        if answer == DECLINED.encode():
-            raise Aborted("a newer version is being broadcast")
-        return msgspec.json.decode(answer, type=Invitation)
 
 
 @contextmanager
