@@ -260,8 +260,7 @@ class BroadcastMover:
                 return msgspec.json.decode(answer, type=Invitation)
             if not answer and store.get(NEWEST) != manifest.digest.encode() and _settled(store, key, WITHDRAWN):
                 raise Stale(f"{manifest.meeting} broadcasts a newer version")
-            if time.monotonic() > until:
-                _settled(store, key, WITHDRAWN)
+            if time.monotonic() > until and (answer or _settled(store, key, WITHDRAWN)):
                 raise Aborted(f"{manifest.meeting} did not invite this replica within {self._invite_timeout_s:.0f} s")
             time.sleep(LOOK_EVERY_S)
 
