@@ -3,7 +3,7 @@
     <directory>/step-00000120/
         model.safetensors       the policy; with config.json and the tokenizer beside it the directory opens as a model
         optimizer.safetensors   the learner
-        checkpoint.json         step, sizes and digests of the files above, and the caller's own notes
+        checkpoint.json         step, sizes and digests of the files above
 
 A checkpoint is written under another name, flushed to disk and renamed. One that is damaged all the same is passed over
 with a warning in favour of the one before it. Nothing here is ever unpickled.
@@ -50,8 +50,6 @@ class CheckpointRecord(msgspec.Struct, frozen=True):
     step: int
     """Optimiser steps done, which is also the version of the weights."""
     files: dict[str, FileRecord]
-    notes: dict[str, str] = {}
-    """For the caller: the lineage, say."""
     format_version: int = FORMAT_VERSION
 
 
@@ -66,7 +64,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         return self.record.step
 
 
-def save(directory: Path, learner: Learner, *, notes: Mapping[str, str] | None = None, keep: int = 2) -> Checkpoint:
+def save(directory: Path, learner: Learner, *, keep: int = 2) -> Checkpoint:
     """Write the learner and its policy, then remove all but the newest `keep` checkpoints.
 
     RunFailed if the disk refuses (full, say); checkpoints written before are untouched then.
@@ -82,7 +80,7 @@ def save(directory: Path, learner: Learner, *, notes: Mapping[str, str] | None =
         _write_tensors(partial / MODEL_FILE, learner.policy.named_tensors())
         _write_tensors(partial / OPTIMIZER_FILE, learner.state())
         files = {path.name: _describe(path) for path in sorted(partial.iterdir())}
-        record = CheckpointRecord(step=learner.steps, files=files, notes=dict(notes or {}))
+        record = CheckpointRecord(step=learner.steps, files=files)
         (partial / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
         for path in [*partial.iterdir(), partial]:
             flush(path)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.runtime.tensors import module_tensors
-from penstock.train.tokenizer import CharacterTokenizer, PretrainedTokenizer, Tokenizer, load_tokenizer
+from penstock.train.tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 
 
 class TinyLanguageModel(msgspec.Struct, frozen=True, tag="tiny"):
@@ -236,18 +236,3 @@ def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) 
         nn.init.orthogonal_(layer.weight, gain, generator=generator)
         layer.bias.zero_()
     return layer
-
-
-__all__ = [
-    "ActorCritic",
-    "CharacterTokenizer",
-    "ControlPolicy",
-    "GymnasiumPolicy",
-    "LanguagePolicy",
-    "ModelSpec",
-    "Policy",
-    "PretrainedLanguageModel",
-    "PretrainedTokenizer",
-    "TinyLanguageModel",
-    "build",
-]

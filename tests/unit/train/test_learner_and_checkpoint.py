@@ -206,11 +206,11 @@ def test_old_checkpoints_are_pruned(tmp_path: Path) -> None:
 
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     owner = small()
-    checkpoint.save(tmp_path, owner, notes={"lineage": "one"})
-    checkpoint.save(tmp_path, owner, notes={"lineage": "two"})
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    assert found.record.notes == {"lineage": "two"}
+    first = checkpoint.save(tmp_path, owner)
+    (first.directory / checkpoint.MODEL_FILE).write_bytes(b"not a model")
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(tmp_path, owner)
+    assert checkpoint.latest(tmp_path) == first
 
 
 DAMAGES = {
