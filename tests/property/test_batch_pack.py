@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batch.pack import assign_ranks, plan_micro_batches, plan_rows
+from penstock.batch.pack import plan_micro_batches, plan_rows
 
 lengths = st.lists(st.integers(1, 500), max_size=60)
 
@@ -29,14 +29,3 @@ def test_micro_batches_hold_each_row_once_within_the_budget(widths: list[int], b
     assert sorted(row for batch in batches for row in batch) == list(range(len(widths)))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(widths[row] for row in batch) <= budget
-
-
-@settings(max_examples=200, deadline=None)
-@given(lengths, st.integers(1, 9))
-def test_no_rank_could_hand_its_cheapest_sample_to_another(costs: list[int], ranks: int) -> None:
-    assigned = assign_ranks(costs, ranks)
-    assert sorted(index for rank in assigned for index in rank) == list(range(len(costs)))
-    loads = [sum(costs[index] for index in rank) for rank in assigned]
-    for load, rank in zip(loads, assigned, strict=True):
-        if rank:
-            assert load - min(costs[index] for index in rank) <= min(loads)

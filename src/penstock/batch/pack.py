@@ -11,7 +11,6 @@ Shape suffixes: R rows, T tokens in a row, N sequences or episodes, S environmen
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,20 +153,6 @@ def plan_micro_batches(widths: Sequence[int], micro_batch_tokens: int) -> list[l
             widest = widths[row]
         batches[-1].append(row)
     return batches
-
-
-def assign_ranks(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which samples each rank trains, so that the dearest rank is little dearer than the cheapest.
-
-    Deterministic, and needs scalars only: every rank computes the whole assignment and fetches its own samples.
-    """
-    loads = [(0.0, 0, rank) for rank in range(ranks)]
-    assigned: list[list[int]] = [[] for _ in range(ranks)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, count, rank = heapq.heappop(loads)
-        assigned[rank].append(index)
-        heapq.heappush(loads, (load + costs[index], count + 1, rank))
-    return [sorted(indices) for indices in assigned]
 
 
 def pack_trajectories(samples: Sequence[Sample]) -> TrajectoryBatch:

@@ -9,7 +9,6 @@ from penstock.batch.pack import (
     PackSettings,
     TokenMicroBatch,
     TrajectoryBatch,
-    assign_ranks,
     pack,
     pack_tokens,
     plan_micro_batches,
@@ -99,20 +98,6 @@ def test_micro_batches_are_mostly_tokens() -> None:
     area = sum(len(batch) * max(widths[i] for i in batch) for batch in batches)
     assert sorted(i for batch in batches for i in batch) == list(range(256))
     assert sum(widths) / area > 0.93
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_ranks_are_balanced(ranks: int) -> None:
-    rng = np.random.default_rng(5)
-    costs = rng.integers(100, 9000, 256).tolist()
-    assigned = assign_ranks(costs, ranks)
-    assert sorted(i for rank in assigned for i in rank) == list(range(256))
-    loads = [sum(costs[i] for i in rank) for rank in assigned]
-    assert max(loads) <= 1.02 * min(loads)
-
-
-def test_more_ranks_than_samples_leaves_some_idle() -> None:
-    assert assign_ranks([5.0], 3) == [[0], [], []]
 
 
 @pytest.mark.parametrize(
