@@ -6,6 +6,7 @@ proportions are exact over every block and a part's own position follows from th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -93,16 +94,12 @@ class Mixture:
         return chosen
 
     def _dealt(self, block: int) -> tuple[tuple[int, int], ...]:
-        cards = [(part, rank) for part, share in enumerate(self.shares) for rank in range(share)]
-        order = sorted(range(len(cards)), key=lambda card: draw(self.seed, block, card + 1))
-        dealt = [cards[card] for card in order]
+        """Part and rank among the part's own of every position in the block."""
+        cards = [part for part, share in enumerate(self.shares) for _ in range(share)]
         # A part's own prompts keep their order inside a block: only the interleaving is shuffled.
-        ranks = dict.fromkeys(range(len(self.shares)), 0)
-        result: list[tuple[int, int]] = []
-        for part, _ in dealt:
-            result.append((part, ranks[part]))
-            ranks[part] += 1
-        return tuple(result)
+        ranks = [itertools.count() for _ in self.shares]
+        order = sorted(range(len(cards)), key=lambda card: draw(self.seed, block, card + 1))
+        return tuple((cards[card], next(ranks[cards[card]])) for card in order)
 
     def __repr__(self) -> str:
         return f"Mixture({dict(zip(self.names, self.shares, strict=True))}, seed={self.seed})"

@@ -11,18 +11,9 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
-import msgspec
-
 from penstock.errors import ConfigError, RunFailed
 
 RewardFunction = Callable[..., "list[float | None]"]
-
-
-class Scores(msgspec.Struct, frozen=True):
-    """The weighted reward of each completion, and what each function gave."""
-
-    total: list[float | None]
-    by_function: dict[str, list[float | None]]
 
 
 class Rubric:
@@ -37,21 +28,15 @@ class Rubric:
         self.weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
         self.names = _distinct([reward_name(function) for function in functions])
 
-    def evaluate(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> Scores:
-        total: list[float | None] = [None] * len(completions)
-        by_function: dict[str, list[float | None]] = {}
-        for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
-            values = checked(name, function(prompts, completions, **columns), len(completions))
-            by_function[name] = values
-            for row, value in enumerate(values):
-                if value is not None:
-                    total[row] = (total[row] or 0.0) + weight * value
-        return Scores(total, by_function)
-
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | None]:
-        return self.evaluate(prompts, completions, **columns).total
+        total: list[float | None] = [None] * len(completions)
+        for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
+            for row, value in enumerate(checked(name, function(prompts, completions, **columns), len(completions))):
+                if value is not None:
+                    total[row] = (total[row] or 0.0) + weight * value
+        return total
 
     def __repr__(self) -> str:
         return f"Rubric({dict(zip(self.names, self.weights, strict=True))})"

@@ -24,9 +24,7 @@ def only_long(prompts: Any, completions: Any, **columns: Any) -> list[float | No
 
 
 def test_rewards_add_up_by_weight_and_none_does_not_count() -> None:
-    scores = Rubric([halves, only_long], [2.0, 3.0]).evaluate(["p", "p"], ["abc", "a"])
-    assert scores.total == [4.0, 1.0]
-    assert scores.by_function == {"halves": [0.5, 0.5], "only_long": [1.0, None]}
+    assert Rubric([halves, only_long], [2.0, 3.0])(["p", "p"], ["abc", "a"]) == [4.0, 1.0]
 
 
 def test_a_completion_no_function_applies_to_has_no_reward() -> None:
