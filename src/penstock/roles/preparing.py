@@ -7,16 +7,13 @@ instead, unless another process computes it; every such process makes the enviro
 from __future__ import annotations
 
 import os
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from penstock.config.load import load
 from penstock.roles.environments import environment_of
 from penstock.rollout.io.preparation_pool import PreparationPool
-
-LOOK_EVERY_S = 1.0
+from penstock.runtime.process import watch_parent
 
 _environment: Any = None
 """Of a process of the pool."""
@@ -38,7 +35,7 @@ class PromptsElsewhere:
 
 def _begin(config_path: Path, name: str, parent: int) -> None:
     global _environment
-    threading.Thread(target=_end_with, args=(parent,), name="parent-watch", daemon=True).start()
+    watch_parent(parent)
     config = load(config_path)
     pipeline = next(section for section in config.pipeline if section.name == name)
     _environment = environment_of(config, pipeline)
@@ -46,10 +43,3 @@ def _begin(config_path: Path, name: str, parent: int) -> None:
 
 def _prompt(position: int) -> Any:
     return _environment.prompt(position)
-
-
-def _end_with(parent: int) -> None:
-    """The kernel's own way counts the thread that started us, and that one may end before its process does."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_EVERY_S)
-    os._exit(1)
