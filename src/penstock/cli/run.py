@@ -21,10 +21,10 @@ from penstock.config.run import Config
 from penstock.errors import ConfigError, PenstockError
 from penstock.launch.local import LocalPlacer
 from penstock.launch.summary import plot, print_summary
-from penstock.launch.supervisor import Outcome, View, exclusive, supervise
+from penstock.launch.supervisor import Outcome, View, configured, exclusive, supervise
 from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
-from penstock.runtime.rundir import RunDir, write_atomically
+from penstock.runtime.rundir import RunDir
 from penstock.runtime.shutdown import ShutdownSignal
 
 INTERRUPTED = 130
@@ -77,8 +77,7 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
 def _run(run: RunDir, config: Config, console: Console) -> Outcome:
     if config.launch.kind == "ray":
         return uvloop.run(ray_launcher().run_on_ray(run, config, _view(run, config, console)))
-    with exclusive(run):
-        write_atomically(run.config_path, dump(config))
+    with exclusive(run), configured(run, dump(config)):
         configure("supervisor", run.log_path("supervisor"), logging.INFO, warnings_shown=False)  # the view has notes
         return uvloop.run(_supervise(run, config, console))
 

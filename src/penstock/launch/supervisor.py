@@ -37,7 +37,7 @@ from penstock.launch.restarts import (
 from penstock.launch.view import loops_of
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.lag import LagMonitor
-from penstock.runtime.rundir import Ending, RunDir
+from penstock.runtime.rundir import Ending, RunDir, write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.tasks import Tasks
 from penstock.wire.messages import Unregister
@@ -321,6 +321,18 @@ def _write_ending(run: RunDir, how: Ending, sentence: str = "", **details: Any) 
         run.write_ending(how, sentence, **details)
     except OSError as error:  # a full disk, say: the terminal says it all the same
         log.warning("how the run ended could not be written down: %s", error)
+
+
+@contextlib.contextmanager
+def configured(run: RunDir, config_toml: str) -> Iterator[None]:
+    """The run goes by this configuration from now on; one that turns out to be a mistake is not kept."""
+    former = run.config_path.read_text(encoding="utf-8")
+    write_atomically(run.config_path, config_toml)
+    try:
+        yield
+    except ConfigError:
+        write_atomically(run.config_path, former)
+        raise
 
 
 @contextlib.contextmanager
