@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from penstock.batch import advantage, filters
@@ -74,9 +75,13 @@ def environment_options(section: EnvSection, seed: int) -> dict[str, object]:
 
 
 def _check_gymnasium(name: str) -> None:
+    """As gymnasium itself reads it: `module:Id` imports the module first, which registers the environment."""
     import gymnasium
 
+    module, _, registered = name.rpartition(":")
     try:
-        gymnasium.spec(name)
-    except gymnasium.error.Error as error:
-        raise ConfigError(f"env.options.id: {error}") from error
+        if module:
+            importlib.import_module(module)
+        gymnasium.spec(registered)
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ConfigError(f"env.options.id {name!r}: {error}") from error

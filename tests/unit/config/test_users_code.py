@@ -152,3 +152,13 @@ def test_what_is_right_is_taken(settings: list[str]):
     config = loaded(*settings)
     check_environment(config)
     environment_of(config, config.pipeline[0])
+
+
+def test_a_gymnasium_environment_of_the_users_own_is_registered_by_its_module(tmp_path: Path):
+    module = "import gymnasium\nclass Line(gymnasium.Env): ...\ngymnasium.register('Line-v0', entry_point=Line)\n"
+    (tmp_path / "users_line.py").write_text(module)
+    gymnasium = ["env.name=gymnasium", "model={kind='mlp'}", "evaluation={}", "rollout={}"]
+    overrides = [f"pipeline.letters.{one}" for one in (*gymnasium, 'env.options={id="users_line:Line-v0"}')]
+    check_environment(load(ROOT / "examples" / "quickstart.toml", [f'run.extra_path=["{tmp_path}"]', *overrides]))
+    with pytest.raises(ConfigError, match="Line-v1"):
+        check_environment(loaded(*gymnasium, 'env.options={id="users_line:Line-v1"}'))
