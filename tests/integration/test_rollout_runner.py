@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -177,6 +178,24 @@ async def test_one_bad_outcome_costs_one_sample() -> None:
     await Runner(ToyWorkload("outcome", frozenset({2})), desk, NumberedStore(), settings()).run()
     assert [(failure.sample, failure.poison) for failure in desk.failures] == [(4, True)]
     assert desk.settled() == list(range(8))
+
+
+async def test_numbers_of_numpy_are_numbers_and_a_reward_that_is_none_costs_its_sample() -> None:
+    class Numpy(ToyWorkload):
+        def postprocess(self, prepared: PromptLease, generated: int) -> list[Outcome]:
+            reward, length = np.float32(np.nan if prepared.prompt == 2 else 0.5), np.int64(3)
+            odd = Finished({}, reward, np.int64(0), "d", length)  # type: ignore[arg-type]
+            return [odd, *super().postprocess(prepared, generated)[1:]]
+
+    desk = ScriptedDesk(4)
+    runner = Runner(Numpy(), desk, NumberedStore(), settings())
+    await runner.run()
+    msgspec.msgpack.encode(desk.rollouts)
+    assert sorted(rollout.sample for rollout in desk.rollouts) == [0, 1, 2, 3, 5, 6, 7]
+    assert [(failure.sample, failure.error) for failure in desk.failures] == [
+        (4, "its reward is nan: rewards must be finite")
+    ]
+    assert runner.statistics()["reward_sum"] == 0.5 * 3 + 0 + 1 + 2 + 3
 
 
 async def test_an_unusable_prompt_is_poison() -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any, Protocol
 
 import msgspec
@@ -270,7 +271,8 @@ class HookCalls:
         """Writes the bulk of each sample and notes what is to be reported."""
         work.rollouts, work.failures, work.scores = [], [], []
         try:
-            for sample, member, outcome in zip(work.lease.samples, work.lease.members, outcomes, strict=True):
+            plain = map(_plain, outcomes)
+            for sample, member, outcome in zip(work.lease.samples, work.lease.members, plain, strict=True):
                 if isinstance(outcome, Failed):
                     work.failures.append(failed_rollout(sample, "postprocess", outcome.error, outcome.poison))
                 elif work.lease.evaluation is not None:
@@ -316,6 +318,17 @@ class HookCalls:
             payload=payload,
             times=times,
         )
+
+
+def _plain(outcome: Outcome) -> Outcome:
+    """Numbers as the wire takes them: hooks may well give numpy's. A reward that is none fails its sample alone."""
+    if isinstance(outcome, Failed):
+        return outcome
+    reward = float(outcome.reward)
+    if not isfinite(reward):
+        return Failed(f"its reward is {reward}: rewards must be finite")
+    version, length = Version(int(outcome.version)), int(outcome.length)
+    return msgspec.structs.replace(outcome, reward=reward, version=version, length=length)
 
 
 def failed_rollout(sample: SampleId, hook: str, error: str, poison: bool) -> FailedRollout:
