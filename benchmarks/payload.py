@@ -5,8 +5,7 @@ payload and in an order drawn anew each time, so that all meet the same noise an
 behind (threads that tidy up, full caches) would otherwise always meet the same next one. What is timed:
 
     shm       write into the ring + take + finalise          beside one memcpy of the same bytes by the producer, into
-                                                             private memory of huge pages, and into /dev/shm, which has
-                                                             pages of 4 KB as a ring has
+                                                             private memory of huge pages
     tcp       request to complete, digest-checked body,      beside a blocking socket that sends on request, and ZeroMQ
               and the word that it was used
     ucxx      the same                                       beside bare UCX with one request and one tagged message
@@ -23,7 +22,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import mmap
 import os
 import random
 import socket
@@ -31,7 +29,6 @@ import statistics
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -68,8 +65,7 @@ class Written(NamedTuple):
 
     refs: list[PayloadRef]
     seconds: list[float]
-    private_s: list[float]
-    shared_s: list[float]
+    memcpy_s: list[float]
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -80,15 +76,6 @@ def timed(action: Callable[[], object]) -> float:
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
     target[:] = source
-
-
-def shared_array(size: int) -> np.ndarray:
-    """Warm memory of the same kind as a ring's."""
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        file.truncate(size)
-        array = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-    array[:] = 1
-    return array
 
 
 # The producer's process
@@ -115,7 +102,6 @@ class Producer:
         self.bare_ring = Ring.create("benchmark", capacity_bytes=capacity, slots=256, digests=False)
         self.source = Source(largest)
         self.private = np.ones(capacity, np.uint8)
-        self.shared = shared_array(capacity)
         self.tcp = TcpServer(self.ring.name, TOKEN, ports=(0, 0))
         self.ucxx_server: Any = None
         if HAS_UCXX:
@@ -138,13 +124,12 @@ class Producer:
 
     def write(self, size: int, count: int, digests: bool) -> Written:
         ring = self.ring if digests else self.bare_ring
-        written = Written([], [], [], [])
+        written = Written([], [], [])
         for number in range(count):
             place = slice(number * size, (number + 1) * size)
             turns: list[tuple[list[float], Callable[[np.ndarray], object]]] = [
                 (written.seconds, lambda body: written.refs.append(ring.write([body.data], timeout_s=DEADLINE_S))),
-                (written.private_s, lambda body, place=place: copy(self.private[place], body)),
-                (written.shared_s, lambda body, place=place: copy(self.shared[place], body)),
+                (written.memcpy_s, lambda body, place=place: copy(self.private[place], body)),
             ]
             for seconds, action in random.sample(turns, len(turns)):
                 body = self.source.next(size)
@@ -417,17 +402,14 @@ class Bench:
         for size in self.sizes:
             count = at_once(size)
             ours: list[float] = []
-            private: list[float] = []
-            shared: list[float] = []
+            memcpy: list[float] = []
             for number in range(max(6, self.rounds(size) // count) + 1):
                 written = self.write(size, count, digests)
                 read_s = timed(lambda refs=written.refs: self.take_all(digests, refs))
                 if number:  # the first one touches the memory
                     ours += [write_s + read_s / count for write_s in written.seconds]
-                    private += written.private_s
-                    shared += written.shared_s
-            self.rows.add(name, size, Timing.of(size, ours), "memcpy, huge pages", Timing.of(size, private))
-            self.rows.add(name, size, Timing.of(size, ours), "memcpy to shm", Timing.of(size, shared))
+                    memcpy += written.memcpy_s
+            self.rows.add(name, size, Timing.of(size, ours), "memcpy", Timing.of(size, memcpy))
 
     def take_all(self, digests: bool, refs: list[PayloadRef]) -> None:
         reader = self.readers[digests]

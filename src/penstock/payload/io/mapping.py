@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import struct
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
+from penstock.payload.io.huge_pages import map_shared
 from penstock.payload.ring import EXTENT, HEADER_BYTES, READER, READER_ORPHANS_OFFSET, Header, check_name
 from penstock.payload.slot import MAX_READERS, STATE_MASK, SlotState, reader_of, reclaim
 
@@ -67,11 +67,11 @@ class Mapping:
         self.path = path
         self.header = header
         self.layout = header.layout
-        self.memory = mmap.mmap(fd, self.layout.total_bytes)
+        self.memory = map_shared(fd, self.layout.total_bytes)
         self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         os.close(fd)
-        self.bytes = memoryview(self.memory)
-        self.word_array = np.frombuffer(self.memory, np.uint64, header.slots, self.layout.words)
+        self.bytes = self.memory.data
+        self.word_array = np.frombuffer(self.bytes, np.uint64, header.slots, self.layout.words)
         self._words = self.bytes[self.layout.words : self.layout.words + 8 * header.slots].cast("Q")
         self._transition = threading.Lock()
         self._readonly = self.bytes.toreadonly()
@@ -110,10 +110,10 @@ class Mapping:
 
     def extent(self, slot: int) -> tuple[int, int, int]:
         """Offset in the arena, length and digest of the body in `slot`."""
-        return EXTENT.unpack_from(self.memory, self.layout.extents + slot * EXTENT.size)
+        return EXTENT.unpack_from(self.bytes, self.layout.extents + slot * EXTENT.size)
 
     def store_extent(self, slot: int, offset: int, size_bytes: int, digest: int) -> None:
-        EXTENT.pack_into(self.memory, self.layout.extents + slot * EXTENT.size, offset, size_bytes, digest)
+        EXTENT.pack_into(self.bytes, self.layout.extents + slot * EXTENT.size, offset, size_bytes, digest)
 
     def body(self, offset: int, size_bytes: int) -> memoryview:
         """The place of a body, for the producer to write to."""
@@ -176,7 +176,7 @@ class Mapping:
             for slot in self.held_by(reader):
                 self.reclaim(slot)
             READER.pack_into(
-                self.memory, self.layout.readers + reader * READER.size, os.getpid(), 0, label.encode()[:48]
+                self.bytes, self.layout.readers + reader * READER.size, os.getpid(), 0, label.encode()[:48]
             )
             return reader
         raise Transient(f"ring {self.path.name} already has {MAX_READERS} readers; detach one first")
@@ -185,16 +185,16 @@ class Mapping:
         return _is_locked(self.fd, _READER_BYTES + reader)
 
     def reader_name(self, reader: int) -> str:
-        pid, _, label = READER.unpack_from(self.memory, self.layout.readers + reader * READER.size)
+        pid, _, label = READER.unpack_from(self.bytes, self.layout.readers + reader * READER.size)
         return f"{label.rstrip(bytes(1)).decode(errors='replace') or 'reader'} (pid {pid})"
 
     def orphans(self, reader: int) -> int:
-        return READER.unpack_from(self.memory, self.layout.readers + reader * READER.size)[1]
+        return READER.unpack_from(self.bytes, self.layout.readers + reader * READER.size)[1]
 
     def count_orphan(self, reader: int) -> None:
         """Only the holder of the record writes it, so no lock is needed between processes."""
         at = self.layout.readers + reader * READER.size + READER_ORPHANS_OFFSET
-        struct.pack_into("<Q", self.memory, at, struct.unpack_from("<Q", self.memory, at)[0] + 1)
+        struct.pack_into("<Q", self.bytes, at, struct.unpack_from("<Q", self.bytes, at)[0] + 1)
 
     def held_by(self, reader: int | None = None) -> list[int]:
         """Slots being read: by `reader`, or by anyone."""

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from penstock.errors import LocalProtocolError, RunFailed, Transient
+from penstock.payload.io.huge_pages import use_huge_pages
 from penstock.payload.io.mapping import DIRECTORY, Mapping
 from penstock.payload.ring import ALIGNMENT, HEADER_BYTES, MAX_SLOTS, NAME_PREFIX, Arena, Extent, Header
 from penstock.payload.slot import (
@@ -315,6 +316,7 @@ class Ring:
                 f"{self._mapping.path.parent} is full: ring {self.name} could not grow to {target} bytes "
                 f"({error.strerror}); make the ring smaller or that file system larger"
             ) from error
+        use_huge_pages(self._mapping.memory, start, self._mapping.layout.arena + target)
         self._committed_bytes = target
 
     def _count_states(self) -> list[int]:
