@@ -95,6 +95,7 @@ def test_a_torn_last_line_waits_for_its_end(run: RunDir):
         file.write(b'{"kind":"step","at":2.0,"pipe')
     reader = opened(run)
     assert reader.folds.metrics.lines == 1
+    assert reader.share_read() == 1.0, "a killed run's last line has no end: there is nothing to wait for"
     with run.metrics_path.open("ab") as file:
         file.write(b'line":"p","step":1,"reward":0.5}\n')
     reader.refresh(5.0)
@@ -171,10 +172,28 @@ def test_an_empty_run_answers_every_question(run: RunDir):
         orjson.dumps(found)
 
 
-def test_a_run_of_unreadable_configuration_goes_by_its_journal(run: RunDir):
-    run.config_path.write_text("[[pipeline\n")
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"[[pipeline\n",
+        b"\xff",
+        b"pipeline = ['name', 3]",
+        b"pipeline = {name = 'q'}",
+        b"[[pipeline]]\nname = 'q'\ntrain = 3",
+    ],
+)
+def test_a_run_of_unreadable_configuration_goes_by_its_journal(run: RunDir, config: bytes):
+    run.config_path.write_bytes(config)
     write_events(run, ("p", {"type": "time_passed"}, {}))
     assert [one.name for one in opened(run).pipelines] == ["p"]
+
+
+@pytest.mark.parametrize("ending", ["", "[1]", '{"how": "exploded"}'])
+def test_an_ending_that_makes_no_sense_spoils_nothing(run: RunDir, ending: str):
+    write_steps(run, 0)
+    run.ending_path.write_text(ending)
+    assert answer(opened(run), "overview", {})["state"]["word"] in ("running", "failed")
+    assert Shelf(run.root).listing()[0]["steps"] == {"p": {"step": 1, "reward": 0.0}}
 
 
 def test_questions_that_make_no_sense_are_refused_with_a_sentence(run: RunDir):

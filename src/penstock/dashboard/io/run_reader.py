@@ -61,6 +61,8 @@ class RunReader:
         self._newest_seq = 0
         self._config_at = 0.0
         self._refreshed_at = 0.0
+        self._caught_up = False
+        """At the last look nothing was left but, at most, a line without an end."""
 
     def __repr__(self) -> str:
         return f"<RunReader {self.run.root.name}: event {self.seq}, {self.folds.metrics}>"
@@ -70,7 +72,7 @@ class RunReader:
     def refresh_if_due(self, every_s: float, budget_s: float) -> None:
         """Reads on unless everything was read a moment ago: several pages that look at one run read its files once."""
         with self.lock:
-            if time.monotonic() - self._refreshed_at >= every_s or self.share_read() < 1.0:
+            if time.monotonic() - self._refreshed_at >= every_s or not self._caught_up:
                 self.refresh(budget_s)
 
     def refresh(self, budget_s: float) -> bool:
@@ -82,14 +84,17 @@ class RunReader:
             self._discover()
             while True:
                 read = [self._read_metrics(), self._read_journal(), self._read_samples(), self._read_logs()]
-                if not any(read):
+                self._caught_up = not any(read)
+                if self._caught_up:
                     self.folds.tail = None
-                if not any(read) or time.monotonic() >= until:
-                    return not any(read)
+                if self._caught_up or time.monotonic() >= until:
+                    return self._caught_up
 
     def share_read(self) -> float:
         """How much of what is there has been read, from 0 to 1: by bytes of metrics and by events."""
         with self.lock:
+            if self._caught_up:
+                return 1.0
             size = _size(self.run.metrics_path)
             shares = [self._metrics.offset / size if size else 1.0]
             if self._newest_seq:
@@ -177,11 +182,11 @@ class RunReader:
             if changed_at == self._config_at:
                 return
             config = tomllib.loads(self.run.config_path.read_text(encoding="utf-8"))
+            self._configured = tuple(_facts(section) for section in config.get("pipeline", ()))
+            self.stall_after_s = float(config.get("control", {}).get("stall_after_s", self.stall_after_s))
             self._config_at = changed_at
-        except (OSError, tomllib.TOMLDecodeError):
+        except (OSError, LookupError, TypeError, ValueError, AttributeError):
             return
-        self._configured = tuple(_facts(section) for section in config.get("pipeline", ()) if "name" in section)
-        self.stall_after_s = float(config.get("control", {}).get("stall_after_s", self.stall_after_s))
 
     # -- answering ------------------------------------------------------------------------------------------------
 
@@ -210,7 +215,7 @@ class RunReader:
             Evidence(
                 directory=str(self.run.root),
                 pipelines=self.pipelines,
-                ending=_ending(self.run),
+                ending=ending_of(self.run),
                 alive=is_alive(self.run),
                 last_words=self.last_words(),
                 steps={name: int(line["step"]) + 1 for name, line in latest.steps.items()},
@@ -266,7 +271,8 @@ def silent_s(run: RunDir) -> float | None:
     return max(0.0, time.time() - max(times)) if times else None
 
 
-def _ending(run: RunDir) -> dict[str, Any] | None:
+def ending_of(run: RunDir) -> dict[str, Any] | None:
+    """How the supervisor said the run ended, if that can be read."""
     try:
         ending = run.read_ending()
     except (OSError, ValueError):

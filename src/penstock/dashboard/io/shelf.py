@@ -8,7 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from penstock.dashboard.io.run_reader import RunReader, is_alive, tail_of
+from penstock.dashboard.io.run_reader import RunReader, ending_of, is_alive, tail_of
 from penstock.dashboard.metrics_fold import MetricsFold
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.rundir import RunDir
@@ -63,7 +63,7 @@ class Shelf:
         try:
             run = RunDir.open(root)
             made = json.loads((root / "run.json").read_text(encoding="utf-8"))
-            ending = run.read_ending() or {}
+            ending = ending_of(run) or {}
         except (PenstockError, OSError, ValueError) as error:
             return {"id": name, "trouble": str(error)}
         return {
