@@ -27,13 +27,13 @@ class FakeEngine:
     def load(self, loaded: Manifest) -> None:
         self.version, self.digest = loaded.version, loaded.digest
 
-    def vacate(self, timeout_s: float) -> None:
+    async def vacate(self, timeout_s: float) -> None:
         self.asleep = True
 
-    def check_vacated(self, timeout_s: float) -> None:
+    async def check_vacated(self, timeout_s: float) -> None:
         assert self.asleep
 
-    def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
+    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
         self.asleep = False
         self.devices = devices
 

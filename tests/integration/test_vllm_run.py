@@ -12,10 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from running import Running, start, step_lines, wait_for
 from test_kill_matrix import alive, trained_prompts
+
+from penstock.journal.reader import history
+from penstock.records.ids import POOL
 
 PYTHON = os.environ.get("PENSTOCK_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
 WORKER = "letters.rollout.0"
@@ -33,7 +37,7 @@ class Mine(Copy):
         super().__init__(letters=4, length=1, seed=seed)
 """
 
-CONFIG = """
+RUN = """
 [run]
 name = "test"
 dir = "{folder}/runs"
@@ -41,11 +45,12 @@ extra_path = ["{folder}"]
 
 [control]
 stall_fail_after_s = 1800
+"""
 
+PIPELINE = """
 [[pipeline]]
-name = "letters"
-steps = 1000
-epochs = 1
+name = "{name}"
+{length}
 [pipeline.env]
 name = "mine:Mine"
 [pipeline.model]
@@ -71,11 +76,24 @@ decay_steps = 40
 every_steps = 5
 """
 
+needs_vllm = pytest.mark.skipif(
+    not PYTHON, reason="vLLM is not importable, and PENSTOCK_VLLM_PYTHON names no interpreter"
+)
 
-def server_of(run: Running) -> list[psutil.Process]:
+
+def started(folder: Path, pool: str, **pipelines: str) -> Running:
+    """A run of these pipelines, each as long as it says."""
+    (folder / "mine.py").write_text(FINITE)
+    config = folder / "run.toml"
+    tables = [PIPELINE.format(name=name, length=length, python=PYTHON) for name, length in pipelines.items()]
+    config.write_text(RUN.format(folder=folder) + pool + "".join(tables))
+    return start(folder, config)
+
+
+def server_of(run: Running, worker: str = WORKER) -> list[psutil.Process]:
     """The processes below the worker that belong to its vLLM server, the one that listens first."""
     try:
-        below = run.child(WORKER).children(recursive=True)
+        below = run.child(worker).children(recursive=True)
         tops = [one for one in below if "penstock.rollout.io.vllm_main" in one.cmdline()]
         return [*tops, *(child for top in tops for child in top.children(recursive=True))]
     except psutil.NoSuchProcess:
@@ -117,12 +135,9 @@ def kill_during_update(run: Running) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(not PYTHON, reason="vLLM is not importable, and PENSTOCK_VLLM_PYTHON names no interpreter")
+@needs_vllm
 def test_a_run_on_vllm_learns_and_survives_the_loss_of_its_server_and_of_its_worker(folder: Path) -> None:
-    (folder / "mine.py").write_text(FINITE)
-    config = folder / "run.toml"
-    config.write_text(CONFIG.format(folder=folder, python=PYTHON))
-    run = start(folder, config)
+    run = started(folder, "", letters="steps = 1000\nepochs = 1")
 
     run.wait_for_step(4, START_S)
     first = server_of(run)
@@ -149,3 +164,42 @@ def test_a_run_on_vllm_learns_and_survives_the_loss_of_its_server_and_of_its_wor
     assert steps[0]["reward"] < 0.4
     rewards = [step["reward"] for step in steps]
     assert max(sum(rewards[at : at + 5]) / 5 for at in range(len(rewards) - 4)) > 0.8, rewards
+
+
+def first_orders(run: Running) -> dict[str, float]:
+    """When each worker was first given a device, by name."""
+    found: dict[str, float] = {}
+    for entry in history(run.directory / "journal.sqlite"):
+        notes = msgspec.msgpack.decode(entry.decided) if entry.pipeline == POOL and entry.decided else {}
+        for member, _, action, _ in notes.get("ordered", ()):
+            if action == "wake":
+                found.setdefault(member.rpartition("-")[0], entry.at)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@needs_vllm
+def test_servers_are_started_by_order_and_take_turns_on_the_only_device(folder: Path) -> None:
+    names = ("first", "second")
+    pool = "[pool]\ndevices = 1\n"
+    run = started(folder, pool, **dict.fromkeys(names, "steps = 3"))
+    began: dict[str, float] = {}
+    deadline = time.monotonic() + 3 * START_S
+    while run.process.poll() is None:
+        assert time.monotonic() < deadline, run.logs()
+        for worker in (f"{name}.rollout.0" for name in names):
+            if worker not in began and worker in run.children() and (server := server_of(run, worker)):
+                began[worker] = server[0].create_time()
+        time.sleep(0.05)
+    code, output = run.end(60)
+    assert code == 0, output + run.logs()
+    assert sorted((step["pipeline"], step["step"]) for step in step_lines(run.directory)) == [
+        (name, step) for name in names for step in range(3)
+    ]
+    ordered = first_orders(run)
+    assert began.keys() == ordered.keys()
+    for worker, at in ordered.items():
+        assert began[worker] > at - 1.0, f"the server of {worker} was there before the pool gave it a device"
+        log = (run.directory / "logs" / f"{worker}.vllm.log").read_text()
+        assert log.count("POST /sleep") > 0, f"{worker} was never put to sleep"

@@ -76,7 +76,11 @@ class Crowd:
 @settings(max_examples=25, deadline=None)
 @given(
     nodes=st.sampled_from([(2,), (4,), (8,), (4, 4)]),
-    shapes=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([0.5, 1.0, 3.0])), min_size=2, max_size=7),
+    shapes=st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([0.0, 0.0, 20.0])),
+        min_size=2,
+        max_size=7,
+    ),
     faulty=st.sets(st.integers(1, 6), max_size=3),
     payback=st.sampled_from([0.0, 30.0]),
     seed=st.integers(0, 2**16),
@@ -88,13 +92,17 @@ def test_every_healthy_pipeline_is_served_within_the_bound(nodes, shapes, faulty
     random = Random(seed)
     names = [PipelineName(f"p{number}") for number in range(len(shapes))]
     crowd = Crowd(pool, random, {names[number] for number in faulty if number < len(names)})
-    for name, (bundle, weight) in zip(names, shapes, strict=True):
+    for name, (bundle, weight, start_s) in zip(names, shapes, strict=True):
         bundle = bundle if len(places(topology, inference, bundle)) else 1
-        crowd.tell(ev.PipelineOpened(name, inference, bundle=bundle, weight=weight))
+        crowd.tell(ev.PipelineOpened(name, inference, bundle=bundle, weight=weight, start_s=start_s))
         for number in range(topology.device_count // bundle + 1):
             crowd.tell(ev.WorkerJoined(name, MemberId(f"{name}-{number}")))
         crowd.tell(ev.DemandCounted(name, random.choice([3, 100, 10_000]), 0))
-    bound_s = pool.settings.longest_wait_s(pipelines_ahead=len(names) - 1, heaviest=max(weight for _, weight in shapes))
+    bound_s = pool.settings.longest_wait_s(
+        pipelines_ahead=len(names) - 1,
+        heaviest=max(weight for _, weight, _ in shapes),
+        start_s=max(start_s for _, _, start_s in shapes),
+    )
     served: set[str] = set()
     for _ in range(int(2 * bound_s)):
         crowd.second()

@@ -30,6 +30,8 @@ class PipelineOpened(msgspec.Struct, tag="pool_pipeline_opened", frozen=True):
     min_bundles: int = 0
     """Kept for it whenever it has work for them."""
     max_bundles: int | None = None
+    start_s: float = 0.0
+    """What a wake may take beyond the usual, because an engine has to be started for it."""
 
 
 class PipelineClosed(msgspec.Struct, tag="pool_pipeline_closed", frozen=True):

@@ -113,6 +113,7 @@ class Moves:
         """The order a waking or leaving seat stands under."""
         settings = self._settings
         waking = seat.state == "waking"
+        wake_s = settings.wake_s + self._state.pipelines[seat.pipeline].shape.start_s if waking else 0.0
         drain_s = 0.0 if waking or seat.abort else settings.drain_s
         return Order(
             number=seat.order,
@@ -121,7 +122,7 @@ class Moves:
             devices=seat.devices,
             abort=seat.abort,
             drain_s=drain_s,
-            within_s=settings.wake_s if waking else drain_s + settings.sleep_s,
+            within_s=wake_s if waking else drain_s + settings.sleep_s,
             reason=seat.reason,
         )
 

@@ -28,7 +28,7 @@ from penstock.pool.planner import make_plan
 from penstock.pool.settings import PoolSettings
 from penstock.pool.status import describe, troubles
 from penstock.pool.validate import validate
-from penstock.pool.view import view_of, workers_by_pipeline
+from penstock.pool.view import longest_wait_s, view_of, workers_by_pipeline
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import GrantedDevices, Order, PoolStatus
 
@@ -329,9 +329,7 @@ class Pool:
 
     def _watch_waits(self, now: float) -> bool:
         """Say it, once, when a pipeline has had no worker for longer than it ever should."""
-        entries = self._state.pipelines.values()
-        heaviest = max((entry.shape.weight for entry in entries), default=1.0)
-        bound_s = self.settings.longest_wait_s(pipelines_ahead=len(entries) - 1, heaviest=heaviest)
+        bound_s = longest_wait_s(self._state, self.settings)
         late = {
             name
             for name, entry in self._state.pipelines.items()

@@ -20,6 +20,7 @@ class PoolSettings(msgspec.Struct, frozen=True):
     patience_s: float = 30.0
     """A request that waited this long is no longer overtaken by later ones of its class."""
     wake_s: float = 60.0
+    """What a worker gets to wake, beside what its pipeline's engine needs to start."""
     drain_s: float = 30.0
     """What a worker gets to finish running samples when devices move between generators."""
     sleep_s: float = 30.0
@@ -36,14 +37,14 @@ class PoolSettings(msgspec.Struct, frozen=True):
     """Pause after a failed move; doubles with every failure in a row."""
     bench_max_s: float = 300.0
 
-    def longest_wait_s(self, *, pipelines_ahead: int, heaviest: float = 1.0) -> float:
+    def longest_wait_s(self, *, pipelines_ahead: int, heaviest: float = 1.0, start_s: float = 0.0) -> float:
         """The bound on starvation: an open pipeline with work and a live worker is ordered to wake within this time.
 
         `pipelines_ahead` counts those that began to wait earlier. Each of them, and then the pipeline itself, needs at
-        most the waking and one turn of the workers in the way (of a pipeline of weight `heaviest`) and one eviction,
-        which ends with a verified sleep or with the fence. Time in which training or other requests occupy the devices
-        is not counted.
+        most the waking and one turn of the workers in the way (of a pipeline of weight `heaviest`, with engines that
+        start within `start_s`) and one eviction, which ends with a verified sleep or with the fence. Time in which
+        training or other requests occupy the devices is not counted.
         """
-        service_s = self.wake_s + self.report_s + self.turn_s * heaviest
+        service_s = start_s + self.wake_s + self.report_s + self.turn_s * heaviest
         eviction_s = self.drain_s + self.sleep_s + self.report_s + self.fence_s
         return (pipelines_ahead + 1) * (service_s + eviction_s)

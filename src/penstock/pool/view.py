@@ -30,6 +30,16 @@ def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
     return counts
 
 
+def longest_wait_s(state: State, settings: PoolSettings) -> float:
+    """The bound for whoever is last of the open pipelines."""
+    shapes = [entry.shape for entry in state.pipelines.values()]
+    return settings.longest_wait_s(
+        pipelines_ahead=len(shapes) - 1,
+        heaviest=max((shape.weight for shape in shapes), default=1.0),
+        start_s=max((shape.start_s for shape in shapes), default=0.0),
+    )
+
+
 def _worth(entry: Entry, useful: int, repay_s: float) -> int:
     """How many workers the work at hand pays for. What waking costs is not known before the first one wakes, and is
     taken for nothing."""

@@ -31,7 +31,7 @@ ENGINE_S = 60.0
 
 
 class Resident(Protocol):
-    """An engine as the pool sees it: on its devices, or off them. Calls with a timeout block."""
+    """An engine as the pool sees it: on its devices, or off them."""
 
     @property
     def version(self) -> int: ...
@@ -41,13 +41,13 @@ class Resident(Protocol):
         """Of the complete version it holds; empty when it holds none."""
         ...
 
-    def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
+    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
         """On to these devices of the pool, for the first time or back; harmless when it is there."""
         ...
 
-    def vacate(self, timeout_s: float) -> None: ...
+    async def vacate(self, timeout_s: float) -> None: ...
 
-    def check_vacated(self, timeout_s: float) -> None:
+    async def check_vacated(self, timeout_s: float) -> None:
         """PeerLost unless the devices are free, as far as can be measured."""
         ...
 
@@ -72,13 +72,13 @@ class OwnEngine:
     def digest(self) -> str:
         return self._engine.digest
 
-    def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
-        self._engine.wake(timeout_s, self._device_at(devices))
+    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
+        await asyncio.to_thread(self._engine.wake, timeout_s, self._device_at(devices))
 
-    def vacate(self, timeout_s: float) -> None:
-        self._engine.sleep(timeout_s)
+    async def vacate(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self._engine.sleep, timeout_s)
 
-    def check_vacated(self, timeout_s: float) -> None:
+    async def check_vacated(self, timeout_s: float) -> None:
         if self._engine.serving.state != "asleep":
             raise PeerLost(f"the engine is {self._engine.serving.state} instead of asleep")
         if (left_bytes := device_bytes()) > RESIDUE_BYTES:
@@ -154,7 +154,7 @@ class Generation:
 
     async def wake(self, devices: tuple[DeviceId, ...]) -> None:
         self._progressed(f"waking on devices {list(devices)}")
-        await asyncio.to_thread(self._engine.occupy, devices, ENGINE_S)
+        await self._engine.occupy(devices, ENGINE_S)
         self._awake.set()
 
     async def sync_weights(self) -> Version:
@@ -192,10 +192,10 @@ class Generation:
     async def release(self) -> None:
         while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each within its own deadline
             await asyncio.sleep(LOOK_EVERY_S)
-        await asyncio.to_thread(self._engine.vacate, ENGINE_S)
+        await self._engine.vacate(ENGINE_S)
 
     async def verify_released(self) -> None:
-        await asyncio.to_thread(self._engine.check_vacated, ENGINE_S)
+        await self._engine.check_vacated(ENGINE_S)
 
     async def _generate(self, runner: GenerationLoop) -> None:
         reason = await runner.run()

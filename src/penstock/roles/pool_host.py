@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.devices import Devices
+from penstock.config.engine import VllmEngineSection
 from penstock.config.run import Config
 from penstock.control.io.waiting import WaitingRoom, deadline
 from penstock.control.pipeline import PipelineControl
@@ -118,6 +119,7 @@ class PoolHost:
                     weight=section.weight,
                     min_bundles=section.min_workers,
                     max_bundles=section.max_workers,
+                    start_s=section.engine.start_s if isinstance(section.engine, VllmEngineSection) else 0.0,
                 )
             )
         if restarted:

@@ -113,14 +113,14 @@ class RankWeights:
         self._resting = True
         while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each within its own deadline
             await asyncio.sleep(LOOK_EVERY_S)
-        await asyncio.to_thread(self._engine.vacate, ENGINE_S)
-        await asyncio.to_thread(self._engine.check_vacated, ENGINE_S)
+        await self._engine.vacate(ENGINE_S)
+        await self._engine.check_vacated(ENGINE_S)
         self._progressed("resting")
 
     async def _wake(self, devices: tuple[int, ...]) -> None:
         self._interrupted.clear()
         self._engine.resume()
-        await asyncio.to_thread(self._engine.occupy, devices, ENGINE_S)
+        await self._engine.occupy(devices, ENGINE_S)
         self._resting = False
         self._changed.set()
 

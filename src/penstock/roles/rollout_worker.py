@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import zlib
 from typing import Any
@@ -25,7 +24,7 @@ from penstock.roles.preparing import PromptsElsewhere
 from penstock.roles.process import RoleProcess
 from penstock.roles.ranks import RankGroup
 from penstock.roles.reporting import LEAVE_S, connected, heed_stop, report_gauges
-from penstock.roles.vllm_engine import VllmService, started
+from penstock.roles.vllm_engine import VllmService, closing
 from penstock.roles.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.io.hook_calls import Evaluating
 from penstock.rollout.io.runner import Runner, RunnerSettings
@@ -55,7 +54,7 @@ async def main(process: RoleProcess) -> None:
             served(ring, process.config.payload, process.run.token()) as address,
             evaluating(process, engine, policy) as evaluation,
         ):
-            async with started(engine), ranks.joined():
+            async with closing(engine), ranks.joined():
                 await _generate(process, environment, engine, workload, ring, address, ranks, evaluation)
     finally:
         # A dead worker's ring is still read by the trainer; the supervisor removes it at the end of the run.
@@ -83,7 +82,7 @@ async def _generate(
 
     resident: Resident = engine if isinstance(engine, VllmService) else OwnEngine(engine, place)
     async with (
-        connected(process, "rollout", lambda: asyncio.to_thread(resident.vacate, LEAVE_S / 2), **details) as client,
+        connected(process, "rollout", lambda: resident.vacate(LEAVE_S / 2), **details) as client,
         Tasks() as tasks,
     ):
         desk = WorkerDesk(process, client, tasks, resident, ring)

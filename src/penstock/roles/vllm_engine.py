@@ -7,13 +7,15 @@ import copy
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.config.engine import VllmEngineSection
-from penstock.errors import Aborted, ConfigError
+from penstock.errors import ConfigError
 from penstock.roles.models import device_of
 from penstock.roles.process import RoleProcess
 from penstock.rollout.io.vllm_requests import VllmRequests, label
@@ -24,6 +26,7 @@ from penstock.weights.io.updater import ManifestSource, ReplicaReport, ReplicaUp
 from penstock.weights.io.vllm import VllmEngine
 
 STOP_S = 4.0
+PAUSE_S = 60.0
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on CPU can do; it finds out only at the first request, and dies of it."""
 
@@ -43,7 +46,9 @@ class VllmService:
         settings = server_settings(process, section, policy, seed, python)
         self.server = VllmServer(settings)
         address = self.server.address()
-        self.weights = VllmEngine(address, process.run.root, label=label, fate=self.server.fate)
+        self.weights = VllmEngine(
+            address, process.run.root, label=label, fate=self.server.fate, runs=lambda: self._answers
+        )
         self.requests = VllmRequests(
             address,
             max_positions=settings.max_length,
@@ -52,6 +57,10 @@ class VllmService:
             deadline_s=section.request_s,
             progressed=lambda: process.progress.moved("generating"),
         )
+        self._gpus: tuple[str, ...] = ()
+        self._coming: asyncio.Task[None] | None = None
+        """Starts the server, or has started it; None while there is none."""
+        self._answers = False
 
     @property
     def version(self) -> int:
@@ -61,27 +70,16 @@ class VllmService:
     def digest(self) -> str:
         return self.weights.digest
 
-    async def start(self) -> None:
-        """Returns when the server answers; it holds no weights of anybody yet."""
-        self.server.launch()
-        await self.server.ready(self._section.start_s, self._starting)
-
-    def _starting(self, doing: str) -> None:
-        if self._process.stop.requested:
-            raise Aborted(f"{self._process.name} was asked to stop before its vLLM server was ready")
-        self._process.progress.moved(doing)
-
     def watch(self, tasks: Tasks) -> None:
         """Spawns what runs beside the requests. A server that cannot be saved ends the worker, which is replaced."""
+        self._tasks = tasks
         tasks.spawn("carry out interruptions", self.requests.run())
-        tasks.spawn("watch the vLLM server", self.server.watch())
-        tasks.spawn("probe the vLLM server", self.server.probe(stall_s=self._section.stall_s))
 
     def updater(
         self, source: ManifestSource, report: Callable[[ReplicaReport], Awaitable[None]], deadline_s: float
     ) -> ReplicaUpdater:
         """The server has no second buffer and proves its weights itself."""
-        return ReplicaUpdater(
+        self._updater = ReplicaUpdater(
             self.weights,
             source,
             report,
@@ -90,11 +88,12 @@ class VllmService:
             change_timeout_s=deadline_s,
             prove=self.weights.served_digest,
         )
+        return self._updater
 
     async def close(self) -> None:
         await self.requests.close()
         self.weights.close()
-        await asyncio.to_thread(self.server.stop, STOP_S)
+        await asyncio.to_thread(self.server.close, STOP_S)
 
     # As the runner and the pool see it
 
@@ -104,27 +103,77 @@ class VllmService:
     def resume(self) -> None:
         self.requests.resume()
 
-    def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
-        self.weights.occupy(timeout_s)
+    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
+        """Starts the server with the first order, which may take `start_s`; later it only wakes up.
 
-    def vacate(self, timeout_s: float) -> None:
-        self.weights.vacate(timeout_s)
+        A server cannot move to other GPUs: it is started anew there.
+        """
+        gpus = self._gpus_at(devices)
+        if gpus != self._gpus:
+            await self._stop(STOP_S)
+        if self._coming is None:
+            self._gpus = gpus
+            self._coming = self._tasks.spawn("start the vLLM server", self._start())
+        await asyncio.wait([self._coming])
+        self._coming.result()
+        await asyncio.to_thread(self.weights.occupy, timeout_s)
 
-    def check_vacated(self, timeout_s: float) -> None:
-        self.weights.check_vacated(timeout_s)
+    async def vacate(self, timeout_s: float) -> None:
+        """One that does not answer yet cannot sleep: it is ended, and started again with the next order."""
+        if not self._answers:
+            await self._stop(min(timeout_s, STOP_S))
+        else:
+            await asyncio.to_thread(self.weights.vacate, timeout_s)
+
+    async def check_vacated(self, timeout_s: float) -> None:
+        if self._answers:
+            await asyncio.to_thread(self.weights.check_vacated, timeout_s)
+
+    async def _start(self) -> None:
+        self.server.launch(self._gpus)
+        await self.server.ready(self._section.start_s, self._process.progress.moved)
+        self._answers = True
+        await asyncio.to_thread(self.weights.sleep, PAUSE_S)  # until a published version is in it
+        self._tasks.spawn("watch the vLLM server", self.server.watch())
+        self._tasks.spawn("probe the vLLM server", self.server.probe(stall_s=self._section.stall_s))
+
+    async def _stop(self, timeout_s: float) -> None:
+        coming, self._coming, self._answers = self._coming, None, False
+        if coming is None:
+            return
+        coming.cancel()
+        await asyncio.wait([coming])
+        self.weights.forget()
+        self._updater.begin_anew()
+        await asyncio.to_thread(self.server.stop, timeout_s)
+
+    def _gpus_at(self, devices: tuple[int, ...]) -> tuple[str, ...]:
+        """What the server may see of the GPUs; empty where it is left to the server."""
+        if not self.server.settings.accelerator or not self._process.config.pool.devices:
+            return ()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        known = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+        return gpus_at(devices, self._process.pipeline.rollout.device, known)
 
 
 @asynccontextmanager
-async def started(engine: Any) -> AsyncIterator[None]:
-    """A vLLM server runs inside this, and no process of it afterwards; other engines need no start."""
-    if not isinstance(engine, VllmService):
-        yield
-        return
+async def closing(engine: Any) -> AsyncIterator[None]:
+    """No process of a vLLM server is left after this; other engines need no end."""
     try:
-        await engine.start()
         yield
     finally:
-        await engine.close()
+        if isinstance(engine, VllmService):
+            await engine.close()
+
+
+def gpus_at(devices: Sequence[int], name: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The GPUs that these devices of the pool are, as a process that is started from here must call them.
+
+    Those `known` here are counted around if they are fewer. A configured `name` like `cuda:1` is always that one.
+    """
+    _, _, number = name.partition(":")
+    numbers = [int(number)] if number else devices
+    return tuple(known[one % len(known)] if known else str(one) for one in numbers)
 
 
 def server_settings(

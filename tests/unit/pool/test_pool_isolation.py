@@ -33,6 +33,23 @@ def test_a_late_wake_is_rolled_back(make_town):
     assert town.awake("a") == 1
 
 
+def test_an_engine_that_has_to_be_started_has_so_much_longer_to_wake(make_town):
+    town = make_town()
+    town.open("a", workers=1, start_s=600.0)
+    town.deaf = {"a-0"}
+    town.demand("a", 100)
+    order = town.pool.orders(A0)[0]
+    assert order.within_s == 600.0 + town.pool.settings.wake_s
+    wake_s, _, _ = times(town)
+    town.after(600.0, step_s=10.0)
+    assert town.pool.orders(A0) == (order,)
+    town.tell(ev.ControllerRestarted())
+    town.after(600.0 + wake_s - 1.0, step_s=1.0)
+    assert town.pool.orders(A0) == (order,), "after a restart the whole time is allowed again"
+    town.after(1.0)
+    assert town.pool.orders(A0)[0].action == "sleep"
+
+
 def test_a_sleep_that_never_ends_is_fenced_and_the_devices_come_back(make_town):
     town = make_town()
     town.open("a", workers=1)

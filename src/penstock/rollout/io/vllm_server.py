@@ -153,8 +153,9 @@ class VllmServer:
             self._home = os.open(self.settings.home, os.O_RDONLY | os.O_DIRECTORY)
         return f"/proc/self/fd/{self._home}/{SOCKET}"
 
-    def launch(self) -> None:
-        """Starts the process. Called on the main thread: the kernel ties the server's life to the calling thread."""
+    def launch(self, gpus: tuple[str, ...] = ()) -> None:
+        """Starts the process, on these GPUs if any are named. Called on the main thread: the kernel ties the server's
+        life to the calling thread."""
         if self._process is not None:
             raise LocalProtocolError(f"this server is started already: {self!r}")
         settings = self.settings
@@ -168,7 +169,7 @@ class VllmServer:
                 stdout=output,
                 stderr=output,
                 cwd=settings.home,
-                env=os.environ | environment(settings),
+                env=os.environ | environment(settings) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
                 start_new_session=True,
             )
         logger.info("started a vLLM server as process %d; it writes to %s", self._process.pid, settings.log)
@@ -261,6 +262,10 @@ class VllmServer:
                     "process %d of a vLLM server did not end within %.1f s: killing it", one.pid, timeout_s / 2
                 )
                 kill_tree(one.pid, timeout_s / 2)
+
+    def close(self, timeout_s: float) -> None:
+        """Stops it for good: clients can no longer use its address."""
+        self.stop(timeout_s)
         if self._home is not None:
             os.close(self._home)
             self._home = None

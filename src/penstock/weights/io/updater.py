@@ -110,6 +110,7 @@ class ReplicaUpdater:
         prove: Callable[[], str] | None = None,
     ) -> None:
         """`prove` gives the digest of what is served, for engines whose tensors lie in another process."""
+        self._max_failures = max_failures
         self.replica = Replica(max_failures=max_failures)
         self.statistics = UpdaterStatistics()
         self._engine = engine
@@ -141,6 +142,10 @@ class ReplicaUpdater:
     def updating(self) -> bool:
         """Whether an update is under way: the engine is this task's until it ends."""
         return self._step not in ("poll", "report")
+
+    def begin_anew(self) -> None:
+        """The engine was started anew, while no update was under way: it holds nothing."""
+        self.replica = Replica(max_failures=self._max_failures)
 
     async def run(self) -> None:
         """Updates until cancelled.

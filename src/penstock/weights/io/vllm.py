@@ -45,13 +45,15 @@ class VllmEngine:
         *,
         label: Callable[[int, str], str] = lambda version, digest: str(version),
         fate: Callable[[], str] = lambda: "",
+        runs: Callable[[], bool] = lambda: True,
         timeout_s: float = 300.0,
     ) -> None:
         """`address` is the path of the server's socket; `label` names a version and digest on the tokens drawn;
-        `fate` says how the server ended, when it did."""
+        `fate` says how the server ended, when it did; `runs` whether there is one: without, nothing need be paused."""
         self._run_dir = run_dir
         self._label = label
         self._fate = fate
+        self._runs = runs
         transport = httpx.HTTPTransport(uds=address)
         self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
         self._manifests: dict[str, Manifest] = {}
@@ -69,6 +71,11 @@ class VllmEngine:
     def __repr__(self) -> str:
         return f"VllmEngine({self._client.base_url}, version {self.version}, paused {self._paused})"
 
+    def forget(self) -> None:
+        """The server was stopped: the next one holds nothing."""
+        self._initialised = self._vacated = False
+        self.version, self.digest = -1, ""
+
     # The mover's side
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
@@ -81,7 +88,8 @@ class VllmEngine:
 
     def sleep(self, timeout_s: float) -> None:
         """Requests in flight are kept and go on after `wake`."""
-        self._call("POST", "/pause?mode=keep", timeout_s)
+        if self._runs():
+            self._call("POST", "/pause?mode=keep", timeout_s)
         self._paused = True
 
     def load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str, timeout_s: float) -> float:
