@@ -196,6 +196,20 @@ async def test_a_signal_wakes_those_who_wait() -> None:
             asyncio.get_running_loop().remove_signal_handler(number)
 
 
+def test_a_second_signal_insists_unless_it_is_the_first_in_another_guise(monkeypatch: pytest.MonkeyPatch) -> None:
+    shutdown = ShutdownSignal()
+    monkeypatch.setattr("penstock.runtime.shutdown.INSIST_AFTER_S", 1000.0)
+    shutdown._signalled("received SIGINT")
+    shutdown._signalled("received SIGINT")
+    shutdown.request("something else")
+    assert shutdown.requested
+    assert not shutdown.insisted.is_set()
+    monkeypatch.setattr("penstock.runtime.shutdown.INSIST_AFTER_S", 0.0)
+    shutdown._signalled("received SIGTERM")
+    assert shutdown.insisted.is_set()
+    assert shutdown.reason == "received SIGINT"
+
+
 async def test_a_request_from_another_thread_wakes_those_who_wait() -> None:
     shutdown = ShutdownSignal()
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:

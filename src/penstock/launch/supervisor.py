@@ -277,25 +277,41 @@ class Supervisor:
         self._over.set()
 
     async def _end_all(self) -> None:
-        """Asks workers and trainers first, the controller, then who sends its metrics; each wave for a bounded time."""
+        """Asks workers and trainers first, the controller, then who sends its metrics; each wave for a bounded time.
+
+        Whoever insists is not kept waiting: what has not ended by then is killed.
+        """
         for wave in (0, 1, 2):
+            if self._stop.insisted.is_set():
+                break
             names = [name for name, one in self._placed.items() if one.running and self._specs[name].wave == wave]
             for name in names:
                 self._placed[name].ask_to_end()
             if not names:
                 continue
-            waits = [self._placed[name].wait() for name in names]
-            try:
-                await asyncio.wait_for(asyncio.gather(*waits), self._config.run.grace_s)
-            except TimeoutError:
-                late = ", ".join(name for name in names if self._placed[name].running)
-                sentence = f"did not end within {self._config.run.grace_s:g} s and will be killed: {late}"
+            await self._wait_for(names)
+            if late := ", ".join(name for name in names if self._placed[name].running):
+                waited = "at once" if self._stop.insisted.is_set() else f"within {self._config.run.grace_s:g} s"
+                sentence = f"did not end {waited} and will be killed: {late}"
                 self._view.note(sentence)
                 log.warning(sentence)
         keepers = [*self._trainers(), CONTROLLER.name]  # what they failed to write at the end is lost
         failed = judge_last_words({name: self._run.read_failure(name) for name in keepers})
         if failed is not None:
             self._fail(failed.sentence, failed.mistake)
+
+    async def _wait_for(self, names: list[str]) -> None:
+        """Until they have ended, the grace is over, or somebody insists."""
+
+        async def all_ended() -> None:
+            for name in names:
+                await self._placed[name].wait()
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(all_ended()), group.create_task(self._stop.insisted.wait())]
+            await asyncio.wait(tasks, timeout=self._config.run.grace_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
 
     async def _kill_leftovers(self) -> None:
         for placed in self._placed.values():

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
+INSIST_AFTER_S = 1.0
+"""Signals closer together are one: some send theirs to a process and then to its whole group."""
+
 
 class ShutdownSignal:
     """Becomes `requested` on SIGINT, SIGTERM or a call of `request`, and stays so. May be asked from any thread."""
@@ -21,12 +24,23 @@ class ShutdownSignal:
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._lock = threading.Lock()
         self.reason = ""
+        self.insisted = asyncio.Event()
+        """A second signal came: whoever sent it does not want to wait for good order."""
+        self._signalled_at: float | None = None
 
     def install(self) -> None:
         """Takes over SIGINT and SIGTERM; call from the loop of the main thread."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.request, f"received {number.name}")
+            loop.add_signal_handler(number, self._signalled, f"received {number.name}")
+
+    def _signalled(self, reason: str) -> None:
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+        elif now - self._signalled_at > INSIST_AFTER_S:
+            self.insisted.set()
+        self.request(reason)
 
     def request(self, reason: str) -> None:
         """Ends the run for `reason`; the first reason is kept."""
