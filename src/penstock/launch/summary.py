@@ -12,10 +12,13 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from penstock.launch.view import figure
+from penstock.launch.view import figure as shown
+from penstock.launch.view import shortened
 from penstock.runtime.rundir import RunDir
 
 SMOOTHING_STEPS = 10
+PLOT_COLUMNS = 3
+LOOPS_SHOWN = 3
 REWARD_WINDOW = 10
 """First and final rewards are means over so many steps: single steps are noisy."""
 
@@ -80,22 +83,30 @@ def plot(run: RunDir) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(curves), figsize=(5.2 * len(curves), 3.6), squeeze=False)
-    for axis, (name, curve) in zip(axes[0], sorted(curves.items()), strict=True):
+    columns = min(len(curves), PLOT_COLUMNS)
+    rows = -(-len(curves) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.6 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(curves) :]:
+        axis.remove()
+    legend: dict[str, Any] = {}
+    for axis, (name, curve) in zip(axes.flat, sorted(curves.items()), strict=False):
         steps, rewards = zip(*curve.points(), strict=True)
-        axis.plot(steps, rewards, color="#9ecae1", linewidth=1, label="per step")
-        axis.plot(steps, list(_smooth(rewards)), color="#08519c", linewidth=2, label=f"mean of {SMOOTHING_STEPS}")
+        alone = "o" if len(steps) == 1 else None  # one point makes no line
+        axis.plot(steps, rewards, color="#9ecae1", linewidth=1, marker=alone, label="per step")
+        axis.plot(steps, list(_smooth(rewards)), color="#08519c", linewidth=2, label=f"mean of last {SMOOTHING_STEPS}")
         if curve.evaluations:
             versions, points = zip(*sorted(curve.evaluations.items()), strict=True)
             means, errors = zip(*points, strict=True)
             axis.errorbar(versions, means, errors, color="#d94801", fmt="o", markersize=4, label="evaluation")
-        axis.set_title(name)
+        axis.set_title(shortened(name))
         axis.set_xlabel("optimiser step")
         axis.set_ylabel("mean reward")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower right", frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+        handles, labels = axis.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=len(legend), frameon=False)
     run.plots.mkdir(exist_ok=True)
     path = run.plots / "rewards.png"
     figure.savefig(path, dpi=130)
@@ -108,13 +119,11 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
     """The last screen of a run."""
     curves = read_curves(run.metrics_path)
     picture = plot(run)
-    table = Table(title=f"{run.root.name}: {ended} after {wall_s:.0f} s", title_justify="left")
-    columns = ["pipeline", "steps", "reward first → final", "samples trained", "dropped", "staleness mean / max"]
+    columns = ["pipeline", "steps", "reward\nfirst → final", "samples\ntrained", "dropped", "staleness\nmean / max"]
     evaluates = any(curve.evaluations for curve in curves.values())
     if evaluates:
-        columns.insert(3, "eval first → last")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("pipeline", "dropped") else "right")
+        columns.insert(3, "eval\nfirst → last")
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name, one in status.get("pipelines", {}).items():
         curve = curves.get(name, Curve())
         drops = {key.removeprefix("dropped_"): count for key, count in one.items() if key.startswith("dropped_")}
@@ -128,16 +137,18 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
             dropped,
             f"{_figure(_mean(list(curve.staleness_mean.values())))} / {max(curve.staleness_max.values(), default=0)}",
         )
+    console.print(f"{run.root.name}: {ended} after {wall_s:.0f} s", highlight=False, style="bold")
     console.print(table)
     lag = status.get("lag")
     if lag:
         console.print(
-            f"controller loop lag: p50 {lag['p50_s'] * 1e3:.2f} ms, p99 {lag['p99_s'] * 1e3:.1f} ms, "
+            f"controller loop lag: p99 {lag['p99_s'] * 1e3:.1f} ms, "
             f"wait-p99 {lag['wait_p99_s'] * 1e3:.1f} ms, worst of the run {lag['worst_s'] * 1e3:.0f} ms",
             highlight=False,
         )
         worst = {name: values["loop_lag_worst_s"] for name, values in status.get("loops", {}).items()}
-        others = ", ".join(f"{name} {late_s * 1e3:.0f} ms" for name, late_s in worst.items())
+        latest = sorted(worst.items(), key=lambda entry: -entry[1])[:LOOPS_SHOWN]
+        others = ", ".join(f"{name.rpartition('/')[2]} {late_s * 1e3:.0f} ms" for name, late_s in latest)
         if others:
             console.print(f"worst of the other loops: {others}", highlight=False, soft_wrap=True)
     if picture is not None:
@@ -157,4 +168,4 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _figure(value: float | None) -> str:
-    return "-" if value is None else figure(value)
+    return "-" if value is None else shown(value)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.launch.summary import print_summary, read_curves
+from penstock.launch.summary import plot, print_summary, read_curves
 from penstock.runtime.rundir import RunDir
 
 
@@ -46,10 +46,30 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
     assert "outdated 3, failed 1" in text
     assert "1.25 / 2" in text
     assert "p99 2.0 ms, wait-p99 2.5 ms, worst of the run 12 ms" in text
-    assert "worst of the other loops: letters/w 40 ms, supervisor 5 ms" in text
+    assert "worst of the other loops: w 40 ms, supervisor 5 ms" in text
     assert str(run.root) in text
     assert (run.plots / "rewards.png").stat().st_size > 1000
     assert (run.plots / "rewards.svg").exists()
+
+
+def test_the_summary_of_the_demo_fits_eighty_columns(tmp_path: Path):
+    run = RunDir.create(tmp_path, "demo", "", "0")
+    entry = {"kind": "evaluation", "pipeline": "cartpole", "version": 0, "eval/reward": 8.75, "eval/reward_stderr": 0}
+    run.metrics_path.write_text("\n".join([*(step(i, 51.25 * i, "cartpole") for i in range(10)), json.dumps(entry)]))
+    one = {"step": 240, "steps": 240, "samples_trained": 30720, "dropped_outdated": 0}
+    out = StringIO()
+    print_summary(Console(file=out, width=80), run, {"pipelines": {"cartpole": one}}, wall_s=28.0, ended="complete")
+    title, _, _, row, *_ = out.getvalue().splitlines()  # two lines of headings
+    assert title == f"{run.root.name}: complete after 28 s"
+    assert " ".join(row.split()) == "cartpole 240/240 231 → 231 8.75 → 8.75 ± 0 30,720 none 1.25 / 2"
+
+
+def test_many_pipelines_and_a_single_step_are_drawn(tmp_path: Path):
+    run = RunDir.create(tmp_path, "demo", "", "0")
+    run.metrics_path.write_text("\n".join(step(0, -1e-7, f"pipeline{number}") for number in range(8)))
+    picture = plot(run)
+    assert picture is not None
+    assert "pipeline7" in picture.with_suffix(".svg").read_text()
 
 
 def test_evaluations_are_in_the_summary_and_beside_the_curve(tmp_path: Path):
@@ -67,6 +87,6 @@ def test_evaluations_are_in_the_summary_and_beside_the_curve(tmp_path: Path):
     out = StringIO()
     one = {"step": 20, "steps": 20, "samples_trained": 128}
     print_summary(Console(file=out, width=200), run, {"pipelines": {"letters": one}}, wall_s=1.0, ended="complete")
-    assert "eval first → last" in out.getvalue()
+    assert "first → last" in out.getvalue()
     assert "0.125 → 0.75 ± 0.03" in out.getvalue()
     assert "evaluation" in (run.plots / "rewards.svg").read_text()
