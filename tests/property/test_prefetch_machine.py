@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout import flow
+from penstock.rollout.pacing import LONGEST_PAUSE_S
 from penstock.rollout.prefetch import Bounds, Prefetch
 
 
@@ -68,7 +69,7 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
             case flow.AskLease(samples, after_s):
                 assert self.asked is None
                 assert samples >= 1
-                assert 0 <= after_s <= self.bounds.backoff_cap_s
+                assert 0 <= after_s <= LONGEST_PAUSE_S
                 assert not self.stopping
                 if self.machine.prefetch:
                     assert self.machine.line_samples + samples <= self.bounds.queue_samples

@@ -17,6 +17,7 @@ from penstock.records.ids import SampleId
 from penstock.records.prompt import PromptLease
 from penstock.rollout.cadence import Order
 from penstock.rollout.flow import Abandoned, AskLease, Finish, LeaseAnswered, PrefetchSet, StopAsked
+from penstock.rollout.pacing import Pacing
 
 # Events, besides those of `flow`
 
@@ -107,9 +108,7 @@ Effect = AskLease | Command | Deliver | Discard | GiveBack | Finish
 class Lead:
     """The machine. One per worker of several ranks; single-threaded."""
 
-    def __init__(
-        self, batch_samples: int, *, prefetch: bool, first_backoff_s: float = 0.05, backoff_cap_s: float = 1.0
-    ) -> None:
+    def __init__(self, batch_samples: int, *, prefetch: bool) -> None:
         self.batch_samples = batch_samples
         self.prefetch = prefetch
         self.order: Order = "rest"
@@ -121,8 +120,7 @@ class Lead:
         self.outstanding: dict[SampleId, None] = {}
         self.ready: tuple[PromptLease, ...] = ()
         """Granted and not yet said in a fetch."""
-        self._first_backoff_s, self._backoff_cap_s = first_backoff_s, backoff_cap_s
-        self._backoff_s = 0.0
+        self._pacing = Pacing()
         self._answers_due = 0
         self._rested = False
         self._commanded: Order = "rest"
@@ -140,7 +138,7 @@ class Lead:
                 if self.working or self.order == "end":
                     raise InvalidTransition(f"work cannot begin: {self!r}")
                 self.working, self.ending, self.order, self._rested = True, None, "work", False
-                self._backoff_s = 0.0
+                self._pacing.reset()
             case FetchDue():
                 self._plan_ask(effects)
             case OrdersTaken():
@@ -184,9 +182,7 @@ class Lead:
             self.ready += event.leases
         if event.verdict == "exhausted":
             self.ending = self.ending or "the prompts are exhausted"
-        grown = min(max(2 * self._backoff_s, self._first_backoff_s), self._backoff_cap_s)
-        # A desk that held the call has done the waiting; one that said no at once is not asked at once.
-        self._backoff_s = 0.0 if event.leases or event.waited_s >= grown else grown
+        self._pacing.answered(event)
 
     def _on_reported(self, samples: tuple[SampleId, ...], effects: list[Effect]) -> None:
         known = frozenset(sample for sample in samples if sample in self.outstanding)
@@ -239,7 +235,7 @@ class Lead:
         if self.asking or self.ready or self.ending is not None or self.order != "work":
             return
         self.asking = True
-        effects.append(AskLease(self.batch_samples, self._backoff_s))
+        effects.append(AskLease(self.batch_samples, self._pacing.pause_s))
 
     def check(self) -> None:
         """Raises if an invariant is broken."""

@@ -44,6 +44,10 @@ from penstock.rollout.flow import (
     Ticket,
 )
 from penstock.rollout.holdings import LINE, OUTPUT, Held, Holdings
+from penstock.rollout.pacing import Pacing
+
+DELIVER_AFTER_S = 0.05
+"""How long a finished lease may wait for its neighbours, so that one delivery carries many."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -61,10 +65,6 @@ class Bounds(msgspec.Struct, frozen=True):
     """Batches in the engine at once: 1 for a batch engine, many for a request engine."""
     preparations: int = 1
     """Leases prepared at once."""
-    deliver_after_s: float = 0.05
-    """How long a finished lease may wait for its neighbours, so that one delivery carries many."""
-    first_backoff_s: float = 0.05
-    backoff_cap_s: float = 1.0
 
     @property
     def output_bound(self) -> int:
@@ -94,7 +94,7 @@ class Prefetch:
         self._stopping = False
         self._abandoned = False
         self._returning = 0
-        self._backoff_s = 0.0
+        self._pacing = Pacing()
         self._largest_bytes: int | None = None
 
     @property
@@ -165,12 +165,7 @@ class Prefetch:
             self.held.take(lease, now)
         if event.verdict == "exhausted":
             self.ending = self.ending or "the prompts are exhausted"
-        if event.leases:
-            self._backoff_s = 0.0
-        else:
-            grown = min(max(2 * self._backoff_s, self.bounds.first_backoff_s), self.bounds.backoff_cap_s)
-            # A desk that held the call has done the waiting; one that said no at once is not asked at once.
-            self._backoff_s = 0.0 if event.waited_s >= grown else grown
+        self._pacing.answered(event)
         if self._stopping:
             self._give_back(LINE, effects)
 
@@ -298,7 +293,7 @@ class Prefetch:
         if not waiting or self.held.at(Stage.DELIVERING):
             return
         oldest = next(iter(waiting.values()))
-        fresh = now - oldest.since < self.bounds.deliver_after_s
+        fresh = now - oldest.since < DELIVER_AFTER_S
         if (
             fresh
             and self.held.at(Stage.POSTPROCESSING)
@@ -329,7 +324,7 @@ class Prefetch:
                 return
             room = bounds.batch_samples
         self._asking = True
-        effects.append(AskLease(room, self._backoff_s))
+        effects.append(AskLease(room, self._pacing.pause_s))
 
     def _known(self, ticket: Ticket) -> Held | None:
         held = self.held.get(ticket)
