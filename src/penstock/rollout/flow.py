@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
 
 import msgspec
 
 from penstock.records.ids import SampleId
 from penstock.records.prompt import PromptLease
+from penstock.wire.messages import Verdict
 
 Ticket = int
 """Numbers the leases of one worker in the order they were granted."""
-
-Verdict = Literal["granted", "throttled", "exhausted", "version_too_old"]
 
 
 class Stage(StrEnum):

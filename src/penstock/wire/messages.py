@@ -20,6 +20,7 @@ from penstock.records.weights import Manifest
 
 Role = Literal["rollout", "trainer"]
 Phase = Literal["running", "draining", "complete", "stopped"]
+Verdict = Literal["granted", "throttled", "exhausted", "version_too_old"]
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -235,7 +236,7 @@ class Beaten(msgspec.Struct, tag="beaten", frozen=True):
 
 class Leased(msgspec.Struct, tag="leased", frozen=True):
     leases: tuple[PromptLease, ...]
-    verdict: Literal["granted", "throttled", "exhausted", "version_too_old"]
+    verdict: Verdict
     """`exhausted` is final: the worker stops asking."""
     phase: Phase
     prefetch: bool | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -114,7 +114,7 @@ class _Recording:
         self._steps.append((live, observations, actions, logprobs, rewards))
         self._weights.append((version, digest))
 
-    def cut(self, episodes: Any) -> list[Episode]:
+    def cut(self, episodes: Episodes) -> list[Episode]:
         # A stable sort by row keeps every row's steps in time order: one pass, no loop over steps.
         columns = [np.concatenate(parts) for parts in zip(*self._steps, strict=True)]
         order = np.argsort(columns[0], kind="stable")

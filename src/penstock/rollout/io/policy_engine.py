@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class PolicyEngine(ServingEngine):
     ) -> None:
         self.module = module.eval().requires_grad_(False)
         super().__init__(Serving(module, version=version, digest=digest), seed)
-        self._acting: Any = module
+        self._acting = cast(ActingModule, module)
         self._progressed = progressed
 
     def act(self, observations: np.ndarray, *, greedy: bool = False) -> tuple[np.ndarray, np.ndarray, int, str]:

@@ -173,13 +173,13 @@ def file_store(path: Path, ranks: int) -> GroupStore:
     return dist.FileStore(str(path), ranks)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0, backend: str = "gloo") -> Fetch:
+def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0) -> Fetch:
     """Builds the process group and its fetch; every rank calls it once.
 
     `timeout_s` must exceed the longest generation: a dead rank is noticed at once, it only bounds a wedged one.
     """
     # The library takes this from nowhere else. The ranks of a worker share a machine: nothing listens beyond it.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
     assert dist.group.WORLD is not None
     return Fetch(dist.group.WORLD, store, rank=rank, ranks=ranks, timeout_s=timeout_s)
