@@ -50,8 +50,6 @@ class Finished(msgspec.Struct):
     """What the engine said it was serving then."""
     length: int
     """Generated tokens, or environment steps."""
-    scores: dict[str, float] = {}
-    """Reward by function, for metrics."""
 
 
 class Failed(msgspec.Struct):

@@ -300,8 +300,6 @@ class HookCalls:
     def _stored(self, work: Work, sample: SampleId, outcome: Finished, started: float) -> Rollout:
         self._count("reward_sum", outcome.reward)
         self._count("length_sum", outcome.length)
-        for name, score in outcome.scores.items():
-            self._count(f"reward_sum_{name}", score)
         payload = self._store.write(outcome.arrays)
         times = StageTimes(
             prepare_s=work.prepare_s,
