@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import errno
 import logging
 import traceback
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 
@@ -25,12 +27,19 @@ from penstock.runtime.shutdown import ShutdownSignal
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 UNEXPECTED = 70
 """Exit code of a process that died of an error nobody named."""
 
 LOOPBACK = "127.0.0.1"
+LOOK_EVERY_S = 0.1
 TRACEBACK_CHARACTERS = 4000
 NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+
+
+class StoppedAtStart(Exception):
+    """Asked to stop before there was anything to end in good order."""
 
 
 @dataclass(slots=True)
@@ -58,6 +67,15 @@ class RoleProcess:
             f"{self.name} was started for pipeline {self.pipeline_name!r}, which is not configured"
         )
 
+    async def started(self, work: Future[T]) -> T:
+        """What comes of work that takes long, before anything is held: a stop meanwhile ends the process at once."""
+        starting = asyncio.wrap_future(work)
+        while not starting.done():
+            if self.stop.requested:
+                raise StoppedAtStart
+            await asyncio.wait([starting], timeout=LOOK_EVERY_S)
+        return starting.result()
+
     def lag_monitor(self) -> LagMonitor:
         """Watches this process's loop as configured."""
         return LagMonitor(self.name, **self.config.lag.model_dump())
@@ -84,6 +102,9 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
             index=options.index,
         )
         uvloop.run(_with_signals(main, process))
+    except StoppedAtStart:
+        log.info("ended before it had begun")
+        return 0
     except PenstockError as error:
         log.error("%s: %s", type(error).__name__, error, exc_info=True)
         return _last_words(run, options.name, type(error).__name__, str(error), error.exit_code)

@@ -11,11 +11,13 @@ from typing import Any
 
 from penstock.control.io.client import ControlClient
 from penstock.control.io.heartbeat import Sidecar
+from penstock.errors import PeerLost
 from penstock.records.ids import PipelineName
-from penstock.roles.process import RoleProcess
+from penstock.roles.process import RoleProcess, StoppedAtStart
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.process import host_id
 from penstock.runtime.shutdown import teardown
+from penstock.runtime.tasks import Tasks
 from penstock.wire.messages import Register, Registered, ReportMetrics, Role, Unregister
 
 log = logging.getLogger(__name__)
@@ -42,8 +44,7 @@ async def connected(
         register = Register(
             pipeline=pipeline, member=process.member, role=role, pid=os.getpid(), host_id=host_id(), **details
         )
-        registered = await client.call(register)
-        assert isinstance(registered, Registered)
+        registered = await _register(process, client, register)
         log.info("registered as %s; %s at version %d", process.member, registered.phase, registered.version)
         sidecar = Sidecar.start(
             process.run.endpoint_path,
@@ -66,6 +67,21 @@ async def connected(
             await teardown(steps, deadline_s=LEAVE_S)
     finally:
         await client.close()
+
+
+async def _register(process: RoleProcess, client: ControlClient, register: Register) -> Registered:
+    """Waits for a controller for as long as is configured, but not for one that will not come: at a stop."""
+    try:
+        async with Tasks() as tasks:
+            tasks.spawn("heed the stop", heed_stop(process, client))
+            registered = await client.call(register)
+            tasks.cancel()
+    except PeerLost:
+        if process.stop.requested:
+            raise StoppedAtStart from None
+        raise
+    assert isinstance(registered, Registered)
+    return registered
 
 
 async def heed_stop(

@@ -46,7 +46,7 @@ async def main(process: RoleProcess) -> None:
     await ranks.start()
     building = Offload(1, "build")
     process.progress.moved("building the model")
-    environment, engine, workload, policy = await building.run(build, process)
+    environment, engine, workload, policy = await process.started(building.submit(build, process))
     building.close(timeout_s=1.0)
     ring = Ring.create(process.run.run_id, capacity_bytes=rollout.ring_mb << 20, slots=rollout.ring_slots)
     try:

@@ -41,7 +41,7 @@ async def main(process: RoleProcess) -> None:
     training, writing = Offload(1, "train"), Offload(1, "write")
     fetching = Offload(1 + len(os.sched_getaffinity(0)), "fetch")
     process.progress.moved("building the model")
-    learner = await training.run(_build, process)
+    learner = await process.started(training.submit(_build, process))
     step = StepIndex(learner.steps)
     lineage = secrets.token_hex(6)
     log.info("training %s from step %d, lineage %s", pipeline.name, step, lineage)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from penstock.config.load import load
 from penstock.errors import ConfigError
 from penstock.roles.__main__ import parse
 from penstock.roles.environments import environment_of
-from penstock.roles.process import UNEXPECTED, RoleProcess, run_role
+from penstock.roles.process import UNEXPECTED, RoleMain, RoleProcess, run_role
+from penstock.roles.reporting import connected
 from penstock.runtime.rundir import RunDir
 
 CONFIG = """
@@ -33,29 +36,56 @@ def _handlers() -> Iterator[None]:
     root.handlers[:], root.level = before
 
 
-def lived(folder: Path, error: BaseException | None) -> tuple[int, dict[str, object] | None]:
+def lived(folder: Path, main: RoleMain) -> tuple[int, dict[str, object] | None]:
     run = RunDir.create(folder, "run", CONFIG.format(environment="copy"), "0")
-
-    async def main(process: RoleProcess) -> None:
-        if error is not None:
-            raise error
-
-    code = run_role(main, parse(["trainer", str(run.root), "--name", "one", "--member", "one-1", "--session", "s"]))
+    named = ("--name", "one", "--member", "one-1", "--session", "s", "--pipeline", "p")
+    code = run_role(main, parse(["trainer", str(run.root), *named]))
     path = run.failure_path("one")
     return code, json.loads(path.read_text()) if path.exists() else None
 
 
 def test_work_that_is_done_is_a_good_end(tmp_path: Path):
-    assert lived(tmp_path, None) == (0, None)
+    async def main(process: RoleProcess) -> None:
+        pass
+
+    assert lived(tmp_path, main) == (0, None)
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit("install it"), KeyboardInterrupt(), ValueError("no")])
 def test_an_exit_that_the_users_code_asks_for_is_not(tmp_path: Path, error: BaseException):
-    code, words = lived(tmp_path, error)
+    async def main(process: RoleProcess) -> None:
+        raise error
+
+    code, words = lived(tmp_path, main)
     assert code == UNEXPECTED
     assert words is not None
     assert words["kind"] == type(error).__name__
     assert str(error) in str(words["message"])
+
+
+@pytest.mark.timeout(50)
+def test_nobody_waits_for_a_controller_that_will_not_come(tmp_path: Path):
+    """A controller that refuses to start ends the run, and the others wait for it for a minute."""
+
+    async def main(process: RoleProcess) -> None:
+        asyncio.get_running_loop().call_later(0.5, process.stop.request, "the controller failed")
+        async with connected(process, "trainer", lambda: asyncio.sleep(0)):
+            raise AssertionError("there is nobody to connect with")
+
+    assert lived(tmp_path, main) == (0, None)
+
+
+@pytest.mark.timeout(50)
+def test_a_process_that_is_asked_to_stop_while_it_starts_does_not_finish_starting(tmp_path: Path):
+    built, never = Future[str](), Future[str]()
+    built.set_result("built")
+
+    async def main(process: RoleProcess) -> None:
+        assert await process.started(built) == "built"
+        process.stop.request("Ctrl-C")
+        await process.started(never)
+
+    assert lived(tmp_path, main) == (0, None)
 
 
 def test_an_environment_that_exits_is_the_users_to_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
