@@ -204,7 +204,7 @@ async def test_nothing_acknowledged_is_lost_and_nothing_happens_twice(controller
     reopened.close(10)
     assert from_snapshot.state.ledger == machine.state.ledger
 
-    lines = [line.text for line in story(controller.folder / "journal.sqlite", "sample", given[0])]
+    lines = [line.text for line in story(controller.folder / "journal.sqlite", PIPELINE, "sample", given[0])]
     assert lines[0].startswith(f"sample {given[0]} of prompt {prompts[0]}, attempt 0, leased to worker-")
     assert any("trained in step 0" in line for line in lines)
     assert any("durable" in line for line in lines)

@@ -32,16 +32,11 @@ class StoryLine(NamedTuple):
     text: str
 
 
-def story(path: Path | str, kind: Kind, id: int, pipeline: PipelineName | None = None) -> list[StoryLine]:
-    """Everything on record about one subject, in order. Raises `ConfigError` when it was never heard of.
-
-    Without `pipeline`, the journal must be of a single one.
-    """
+def story(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list[StoryLine]:
+    """Everything on record about one subject, in order. Raises `ConfigError` when it was never heard of."""
     tale = _TALES[kind](id)
-    names: set[PipelineName] = set()
     for entry in history(path):
-        names.add(entry.pipeline)
-        if pipeline is not None and entry.pipeline != pipeline:
+        if entry.pipeline != pipeline:
             continue
         try:
             event = _decode(entry.body)
@@ -52,16 +47,14 @@ def story(path: Path | str, kind: Kind, id: int, pipeline: PipelineName | None =
         texts = telling(event, notes) if telling is not None else ()
         tale.lines += [StoryLine(entry.at, text) for text in texts]
         tale.lines += [StoryLine(entry.at, text) for text in tale.on_any(event, notes)]
-    if pipeline is None and len(names) > 1:
-        raise ConfigError(f"say which pipeline: the journal knows {', '.join(sorted(names))}")
     if not tale.lines:
         raise ConfigError(f"nothing is on record about {kind} {id}{tale.known()}")
     return tale.lines
 
 
-def tell(path: Path | str, pipeline: PipelineName | None, kind: Kind, id: int) -> list[str]:
+def tell(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list[str]:
     """The story as text: the time of day, the seconds since it began, and what happened."""
-    lines = story(path, kind, id, pipeline)
+    lines = story(path, pipeline, kind, id)
     start = lines[0].at
     return [f"{_clock_time(line.at)}  +{line.at - start:9.3f} s  {line.text}" for line in lines]
 

@@ -5,8 +5,7 @@ and then lets go of whoever awaits `committed`. So a hundred calls that arrive t
 ever waits for a disk.
 
 What can be lost, of what was acknowledged: by SIGKILL of any process, nothing (the pages are with the kernel). By
-power failure or a kernel crash, with `synchronous="normal"`, the events since the last flush, which a second thread
-makes every `flush_every_s`; with `"full"`, nothing, at the price of one disk flush per group.
+power failure or a kernel crash, the events since the last flush, which a second thread makes every `flush_every_s`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -50,21 +48,14 @@ class _Snapshot(msgspec.Struct):
 class Journal:
     """The one writer of a run's journal. All methods but `close` belong to one thread, that of the loop."""
 
-    def __init__(
-        self,
-        path: Path | str,
-        run_id: RunId,
-        *,
-        synchronous: Literal["normal", "full"] = "normal",
-        flush_every_s: float = 1.0,
-    ) -> None:
+    def __init__(self, path: Path | str, run_id: RunId, *, flush_every_s: float = 1.0) -> None:
         """Opens the journal of this run, or makes it. Refuses one that is in use, corrupt, or not of this run."""
         self.path = Path(path)
         self._flush_every_s = flush_every_s
         self._lock_fd = _lock(self.path)
         try:
             with explained(self.path):
-                self._connection = self._open(run_id, synchronous)
+                self._connection = self._open(run_id)
                 last = self._connection.execute("SELECT max(last_seq) FROM blocks").fetchone()[0] or 0
         except BaseException:
             os.close(self._lock_fd)
@@ -73,7 +64,6 @@ class Journal:
         """The number of the newest event, committed or not."""
         self._committed_seq: int = last
         self._queue: queue.SimpleQueue[Entry | _Snapshot | None] = queue.SimpleQueue()
-        self._encode = msgspec.msgpack.Encoder().encode
         self._waiters: list[tuple[int, int, asyncio.Future[None]]] = []
         self._waits = itertools.count()  # breaks ties in the heap: futures do not compare
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,7 +76,7 @@ class Journal:
         self._writer.start()
         self._flusher.start()
 
-    def append(self, pipeline: PipelineName, at: float, event: bytes | msgspec.Struct, decided: bytes = b"") -> int:
+    def append(self, pipeline: PipelineName, at: float, event: bytes, decided: bytes = b"") -> int:
         """Queues the event and returns its number; it is promised only once `committed` returns.
 
         `decided` is what came of the event, for stories only: replay decides again and does not read it.
@@ -95,11 +85,10 @@ class Journal:
             raise self._failure
         if self._closing.is_set():
             raise LocalProtocolError(f"journal {self.path} is closed and takes no more events")
-        body = event if isinstance(event, bytes) else self._encode(event)
         if self._committed_seq == self.last_seq:
             self._oldest_append = time.monotonic()
         self.last_seq += 1
-        self._queue.put(Entry(self.last_seq, pipeline, at, body, decided))
+        self._queue.put(Entry(self.last_seq, pipeline, at, event, decided))
         return self.last_seq
 
     async def committed(self, seq: int) -> None:
@@ -153,13 +142,13 @@ class Journal:
         if self._failure is not None and self._committed_seq < self.last_seq:
             raise self._failure
 
-    def _open(self, run_id: RunId, synchronous: str) -> sqlite3.Connection:
+    def _open(self, run_id: RunId) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=16
         )
         try:
             connection.execute("PRAGMA journal_mode = WAL").fetchone()
-            connection.execute(f"PRAGMA synchronous = {synchronous}")
+            connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA wal_autocheckpoint = 0")
             if not schema.exists(connection):
                 schema.create(connection, run_id)
