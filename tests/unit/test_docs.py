@@ -1,0 +1,62 @@
+"""What README and docs say can be done can be done: links lead somewhere, commands exist, code is accepted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import app
+from penstock.config.check import check_environment
+from penstock.config.load import validate
+from penstock.roles.environments import environment_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert heading in {anchor(one) for one in headings}, target
+
+
+def test_commands_of_the_docs_exist():
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    text = "\n".join(page.read_text() for page in PAGES if "decisions" not in page.parts)
+    named = set(re.findall(r"(?:^ *|`)penstock ([a-z]+)\b", text, re.MULTILINE))
+    assert {"run", "check", "keys", "story"} <= named
+    assert named <= commands
+
+
+@pytest.mark.parametrize(
+    ("page", "block", "name", "rollout"),
+    [
+        ("README.md", 0, "Shout", {}),
+        ("docs/environments.md", 0, "Guess", {"max_turns": 3}),
+        ("docs/environments.md", 1, "with_a_calculator", {"max_turns": 2}),
+    ],
+)
+def test_code_of_the_docs_is_accepted(tmp_path: Path, page: str, block: int, name: str, rollout: dict[str, Any]):
+    module = f"docs_{name}"
+    (tmp_path / f"{module}.py").write_text(blocks(page, "python")[block])
+    pipeline = {"name": "x", "steps": 1, "env": {"name": f"{module}:{name}"}, "model": {"kind": "tiny"}}
+    config = validate({"run": {"extra_path": [str(tmp_path)]}, "pipeline": [pipeline | {"rollout": rollout}]})
+    check_environment(config)
+    environment = environment_of(config, config.pipeline[0])
+    assert environment.prompt(3) == environment.prompt(3)
