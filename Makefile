@@ -1,7 +1,7 @@
 # The two commands of this house: `make demo` and `make test`. Both make the environment first, if it is not made yet.
 PYTHON ?= python3
 VENV := .venv
-EXTRAS ?= dev
+EXTRAS ?= dev,dashboard
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -23,8 +23,9 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer; try make PYTHON=python3.12")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), which takes a minute or two ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $(STAMP)
 
