@@ -132,6 +132,12 @@ async def test_a_resumed_run_goes_on_by_other_settings_but_its_past_is_replayed_
         Room(tmp_path, group_size=4)
 
 
+async def test_every_lease_brings_the_live_setting_of_prefetch(room: Room):
+    assert (await room.lease(1)).prefetch is None
+    room.desk.prefetch = {P: False}
+    assert (await room.lease(1)).prefetch is False
+
+
 async def test_a_torn_replica_is_given_nothing_until_it_serves_again(room: Room):
     torn = ReportReplica(P, W, state="torn", version=Version(0), digest="", error="half written")
     await room.desk.call(torn)

@@ -20,6 +20,7 @@ from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName
 from penstock.roles.front_desk import FrontDesk
 from penstock.roles.gauges import write_gauges
+from penstock.roles.live_settings import LiveSettings
 from penstock.roles.process import RoleProcess
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.metrics import JsonLines
@@ -40,7 +41,9 @@ async def main(process: RoleProcess) -> None:
     journal = Journal(run.journal_path, run.run_id)
     lines = JsonLines(run.metrics_path)
     lag = process.lag_monitor()
+    live = LiveSettings(run.config_path, config)
     desk = FrontDesk(config, machines, journal, SystemClock(), lines, lag)
+    desk.prefetch = live.prefetch
     server = ControlServer(ControlApp(desk, run.token()), host=config.control.host, port=config.control.port)
     try:
         replayed = desk.start(new_session=_is_new_session(process), lines_on_file=_lines_of(run.metrics_path))
@@ -52,6 +55,7 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("server", server.serve())
             tasks.spawn("watch the loop", lag.run())
             tasks.spawn("tick", _tick(desk))
+            tasks.spawn("look at the settings", live.run())
             tasks.spawn("write gauges", write_gauges(desk, lines))
             run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
             log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)

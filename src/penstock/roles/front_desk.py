@@ -66,6 +66,8 @@ class FrontDesk(ControlDesk):
         )
         self._machines = machines
         self._wanted = {name: machine.settings for name, machine in machines.items()}
+        self.prefetch: Mapping[PipelineName, bool] = {}
+        """What workers are told with every lease; nothing of a pipeline: they do what they were started with."""
         self._lines = lines
         self._lag = lag
         self._evicted: dict[MemberId, str] = {}
@@ -174,7 +176,10 @@ class FrontDesk(ControlDesk):
         """A replica that may not serve, or a fleet without weights, is given nothing."""
         fleet = self._fleets.get(request.pipeline)
         verdict = fleet.holds_back(request.member) if fleet is not None else None
-        return None if verdict is None else Leased((), verdict, self._machines[request.pipeline].phase)
+        if verdict is None:
+            return None
+        phase, prefetch = self._machines[request.pipeline].phase, self.prefetch.get(request.pipeline)
+        return Leased((), verdict, phase, prefetch)
 
     def _tell_fleet(self, name: PipelineName, event: weights.TransactionEvent) -> None:
         self._fleets[name].tell(event, self._now())
@@ -207,7 +212,8 @@ class FrontDesk(ControlDesk):
         machine = self._machines[request.pipeline]
         member = machine.members.get(request.member)
         discard = self._discards.answer(member.rings if member is not None else (), request.request)
-        return msgspec.structs.replace(reply, discard=discard, oldest=machine.oldest_trainable)
+        prefetch = self.prefetch.get(request.pipeline)
+        return msgspec.structs.replace(reply, discard=discard, oldest=machine.oldest_trainable, prefetch=prefetch)
 
     def _write_step(self, request: AckStep) -> None:
         name, machine = request.pipeline, self._machines[request.pipeline]
