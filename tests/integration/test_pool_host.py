@@ -38,28 +38,29 @@ from penstock.wire.messages import (
 LEFT, RIGHT = PipelineName("left"), PipelineName("right")
 
 
-def configured() -> Config:
+def configured(devices: int = 2, batch_samples: int = 1, payback: float = 13.5) -> Config:
     table = {
         "steps": 3,
         "env": {"name": "copy"},
         "model": {"kind": "tiny"},
-        "rollout": {"group_size": 1, "batch_samples": 1},
+        "rollout": {"group_size": 1, "batch_samples": batch_samples},
     }
-    table |= {"train": {"groups_per_step": 2, "max_staleness": 2}, "train_devices": [0], "rollout_devices": [0, 1]}
-    return validate({"pool": {"devices": 2}, "pipeline": [table | {"name": LEFT}, table | {"name": RIGHT}]})
+    table |= {"train": {"groups_per_step": 2, "max_staleness": 2}, "train_devices": [0]}
+    table |= {"rollout_devices": list(range(devices))}
+    pool = {"devices": devices, "payback": payback}
+    return validate({"pool": pool, "pipeline": [table | {"name": LEFT}, table | {"name": RIGHT}]})
 
 
 class Room:
     """A front desk for two pipelines on two devices, in time that is set by hand."""
 
-    def __init__(self, folder: Path) -> None:
-        config = configured()
+    def __init__(self, folder: Path, config: Config, new_session: bool) -> None:
         self.clock = ManualClock(100.0)
         self.journal = Journal(folder / "journal.sqlite", RunId("r"))
         self.lines = JsonLines(folder / "metrics.jsonl")
         machines = {PipelineName(one.name): machine_of(one, config.control) for one in config.pipeline}
         self.desk = FrontDesk(config, machines, self.journal, self.clock, self.lines, LagMonitor("test"))
-        self.desk.start(new_session=False)
+        self.desk.start(new_session=new_session)
 
     async def join(self, name: PipelineName, *members: str) -> None:
         for member in members:
@@ -88,13 +89,13 @@ class Room:
 
 
 @pytest.fixture
-def enter(tmp_path: Path) -> Iterator[Callable[[], Room]]:
+def enter(tmp_path: Path) -> Iterator[Callable[..., Room]]:
     rooms: list[Room] = []
 
-    def build() -> Room:
+    def build(new_session: bool = False, **settings: Any) -> Room:
         if rooms:
             rooms.pop().close()
-        rooms.append(Room(tmp_path))
+        rooms.append(Room(tmp_path, configured(**settings), new_session))
         return rooms[-1]
 
     yield build
@@ -213,3 +214,27 @@ async def test_a_request_that_times_out_is_told_so_and_its_number_is_used_up(ent
     assert isinstance(again, Refused)
     assert again.kind == "Stale"
     assert room.pool()["uses"][0]["doing"] == "initialising"
+
+
+async def test_a_run_resumed_with_other_settings_shares_by_those_and_replays_its_past_by_those_it_had(
+    enter: Callable[..., Room],
+):
+    room = enter(devices=4)
+    await room.join(LEFT, "l0", "l1", "l2", "l3")
+    await room.join(RIGHT, "r0")
+    room.desk.tick()
+    assert [await room.obey(LEFT, f"l{number}") for number in range(4)] == ["wake"] * 4
+    trainer = MemberId("t")
+    await room.desk.call(Register(RIGHT, trainer, role="trainer", pid=1, host_id="host"))
+    ask = AskDevices(RIGHT, trainer, 0, Priority.TRAINING, (DeviceId(3),), 1, timeout_s=60.0)
+    await room.desk.call(ask)
+    changed = {"devices": 2, "batch_samples": 5, "payback": 0.0}
+    room = enter(new_session=True, **changed)
+    pool = room.pool()
+    assert (pool["devices"], pool["idle"], pool["waiting"]) == (2, 2, ()), "nobody of the former life is left"
+    await room.join(LEFT, "new-l0", "new-l1")
+    room.desk.tick()
+    assert sorted([await room.obey(LEFT, "new-l0"), await room.obey(LEFT, "new-l1")])[-1] == "wake"
+    before = room.pool()
+    room = enter(**changed)
+    assert room.pool()["uses"] == before["uses"], "a mere restart goes on with what it had"

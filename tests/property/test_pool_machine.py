@@ -195,6 +195,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.now += away_s
         self.tell(ev.ControllerRestarted())
 
+    @rule(turn_s=st.sampled_from([1.0, 6.0]))
+    def begin_another_life(self, turn_s: float) -> None:
+        """The run is resumed, with other settings: nobody is left, and no number is used twice."""
+        self.tell(ev.LifeBegan(msgspec.structs.replace(self.settings, turn_s=turn_s)))
+        assert not self.pool.members()
+        assert self.pool.status(self.now).idle == DEVICES
+        self.orders.clear()
+
     @invariant()
     def nothing_is_broken(self) -> None:
         self.pool.check()

@@ -10,6 +10,7 @@ from penstock.errors import InvalidTransition
 from penstock.pool.demand import Demand
 from penstock.pool.events import PipelineOpened
 from penstock.pool.lease import Hold, HoldInput, Member, Seat, SeatInput
+from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, SeatId
 
@@ -42,6 +43,8 @@ class Entry(msgspec.Struct):
 class State(msgspec.Struct):
     """All that is remembered; everything else is derived from it."""
 
+    settings: PoolSettings | None = None
+    """By which events are decided, since the present life of the run began."""
     pipelines: dict[PipelineName, Entry] = {}
     members: dict[MemberId, Member] = {}
     seats: dict[SeatId, Seat] = {}
@@ -52,6 +55,12 @@ class State(msgspec.Struct):
     moves: int = 0
     failed_moves: int = 0
     refused_plans: int = 0
+
+
+def another_life(state: State, settings: PoolSettings) -> State:
+    """Everybody is gone; only the numbers go on."""
+    gone = {"pipelines": {}, "members": {}, "seats": {}, "holds": {}}
+    return msgspec.structs.replace(state, settings=settings, **gone)
 
 
 def compare_shapes(state: State) -> None:
@@ -131,6 +140,13 @@ class Book:
     def serving(self, pipeline: PipelineName) -> int:
         """Workers of the pipeline that serve now."""
         return self._serving[pipeline]
+
+    def hold_of(self, member: MemberId, request: int) -> Hold | None:
+        """The request of that number, waiting or granted; None when it is over."""
+        for hold in self.state.holds.values():
+            if hold.member == member and hold.request == request:
+                return hold
+        return None
 
     def is_clear(self, claim: Seat | Hold) -> bool:
         """Whether nobody stands on the promised devices any more."""

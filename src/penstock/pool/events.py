@@ -9,10 +9,18 @@ from typing import Literal
 
 import msgspec
 
+from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, OrderNumber, Priority
 
 Rejection = Literal["timed_out", "cancelled", "closed"]
+
+
+class LifeBegan(msgspec.Struct, tag="pool_life_began", frozen=True):
+    """The run was started, or resumed: none of the processes of an earlier life is left. From now on the pool goes by
+    these settings."""
+
+    settings: PoolSettings
 
 
 class PipelineOpened(msgspec.Struct, tag="pool_pipeline_opened", frozen=True):
@@ -129,7 +137,8 @@ class ControllerRestarted(msgspec.Struct, tag="pool_controller_restarted", froze
 
 
 Event = (
-    PipelineOpened
+    LifeBegan
+    | PipelineOpened
     | PipelineClosed
     | WorkerJoined
     | MemberLost

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.pool import events as ev
-from penstock.pool.book import Book, Entry, State, compare_shapes
+from penstock.pool.book import Book, Entry, State, another_life, compare_shapes
 from penstock.pool.demand import Demand
 from penstock.pool.door import check_request, check_shape
 from penstock.pool.lease import Hold, Member
@@ -37,7 +37,8 @@ class Pool:
     """Decides who uses which device. Knows nothing of processes, sockets or clocks."""
 
     def __init__(self, settings: PoolSettings, planner: Callable[[Snapshot], Plan] = make_plan) -> None:
-        """`planner` can be another pure function of a snapshot, to compare rules on the same machine."""
+        """`planner` can be another pure function of a snapshot, to compare rules on the same machine. The settings hold
+        until a life begins with others."""
         self.settings = settings
         self._planner = planner
         self.revision = 0
@@ -46,6 +47,7 @@ class Pool:
         self._take_on(State())
 
     def _take_on(self, state: State) -> None:
+        self.settings = state.settings or self.settings
         compare_shapes(state)
         self._state = state
         self._book = Book(state)
@@ -93,6 +95,9 @@ class Pool:
                 return self._join(event, now)
             case ev.MemberLost():
                 return self._lose(event.member, now)
+            case ev.LifeBegan(settings=settings):
+                self._take_on(another_life(self._state, settings))
+                return True
             case ev.PipelineOpened():
                 return self._open(event)
             case ev.PipelineClosed():
@@ -109,10 +114,10 @@ class Pool:
 
     def granted(self, member: MemberId, request: int) -> GrantedDevices | None:
         """What a request holds; None while it waits (or when it is over)."""
-        for hold in self._state.holds.values():
-            if hold.member == member and hold.request == request and hold.state == "held":
-                return GrantedDevices(hold.request, hold.priority, hold.devices)
-        return None
+        hold = self._book.hold_of(member, request)
+        if hold is None or hold.state != "held":
+            return None
+        return GrantedDevices(hold.request, hold.priority, hold.devices)
 
     def members(self) -> tuple[MemberId, ...]:
         """Every process the pool knows of."""
@@ -250,7 +255,7 @@ class Pool:
         if not self.is_open(event.pipeline):
             raise Stale(f"pipeline {event.pipeline!r} is closed: it is given no devices any more")
         among = check_request(event, self.settings.topology)
-        if self._hold(event.member, event.request) is not None:
+        if self._book.hold_of(event.member, event.request) is not None:
             return self._renew(event.member, now)
         known = self._state.members.get(event.member)
         if known is not None and event.request <= known.last_request:
@@ -259,7 +264,7 @@ class Pool:
             )
         old = None
         if event.release is not None:
-            old = self._hold(event.member, event.release)
+            old = self._book.hold_of(event.member, event.release)
             if old is None or old.state != "held":
                 raise LocalProtocolError(f"{event.member} cannot release request {event.release}: it does not hold it")
         self._member(event.pipeline, event.member, now).last_request = event.request
@@ -283,14 +288,8 @@ class Pool:
         )
         return True
 
-    def _hold(self, member: MemberId, request: int) -> Hold | None:
-        for hold in self._state.holds.values():
-            if hold.member == member and hold.request == request:
-                return hold
-        return None
-
     def _release(self, event: ev.DevicesReleased, now: float) -> bool:
-        hold = self._hold(event.member, event.request)
+        hold = self._book.hold_of(event.member, event.request)
         if hold is None:
             return False
         if hold.state in ("waiting", "assigned"):
@@ -301,7 +300,7 @@ class Pool:
         return True
 
     def _cancel(self, event: ev.RequestCancelled, now: float) -> bool:
-        hold = self._hold(event.member, event.request)
+        hold = self._book.hold_of(event.member, event.request)
         if hold is None or hold.state not in ("waiting", "assigned"):
             return False
         self._moves.reject(hold, "cancelled", "cancelled by the caller", now)

@@ -88,9 +88,10 @@ class FrontDesk(ControlDesk):
         if resumed:
             for name in self.pipelines:
                 self.happen(name, RunResumed())
-        if not replayed or new_session:  # a mere restart goes on by what it had
+        new_life = not replayed or new_session
+        if new_life:  # a mere restart goes on by what it had
             self._take_settings()
-        self._pool.open(restarted=bool(replayed), resumed=resumed)
+        self._pool.open(new_life=new_life)
         on_file = entries_in(lines_on_file) if replayed else set()
         for name, machine in self._machines.items():
             for summary in machine.state.recent:

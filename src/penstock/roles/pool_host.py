@@ -45,7 +45,8 @@ class PoolHost:
         unwired = [section.name for section in config.pipeline if PipelineName(section.name) not in machines]
         if unwired:
             raise ConfigError(f"the pool cannot count what {', '.join(unwired)} still needs: there is no ledger for it")
-        self.pool = Pool(PoolSettings(Topology((devices.count,)), payback=config.pool.payback))
+        self._wanted = PoolSettings(Topology((devices.count,)), payback=config.pool.payback)
+        self.pool = Pool(self._wanted)
         self.waiting = WaitingRoom()
         self.fenced: dict[MemberId, str] = {}
         """Members that must be ended for certain: their devices are wanted and they do not answer."""
@@ -103,11 +104,13 @@ class PoolHost:
 
     # -- what the controller learns otherwise ---------------------------------------------------------------------
 
-    def open(self, *, restarted: bool, resumed: bool) -> None:
-        """To be called once after replaying. After a resume none of the former processes is left."""
-        if resumed:
-            for member in list(self.pool.members()):
+    def open(self, *, new_life: bool) -> None:
+        """To be called once after replaying. In a new life of the run none of the former processes is left; when only
+        the controller was started again all of them are, and the pool goes on by what it had."""
+        if new_life:
+            for member in self.pool.members():
                 self.lost(member, "the run was resumed without it")
+            self.happen(pool.LifeBegan(self._wanted))
         for section in self._config.pipeline:
             rollout = self._devices.placements[section.name].rollout
             self.happen(
@@ -122,7 +125,7 @@ class PoolHost:
                     start_s=section.engine.start_s if isinstance(section.engine, VllmEngineSection) else 0.0,
                 )
             )
-        if restarted:
+        if not new_life:
             self.happen(pool.ControllerRestarted())
 
     def registered(self, request: messages.Register) -> None:

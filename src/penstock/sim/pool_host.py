@@ -69,6 +69,7 @@ class SimPoolHost:
     ) -> None:
         self.settings = PoolSettings(Topology((devices,)), wake_s=40.0, drain_s=10.0, sleep_s=30.0)
         self.pool = Pool(self.settings, self._plan)
+        self._shapes: list[pool.PipelineOpened] = []
         self.training: dict[PipelineName, tuple[DeviceId, ...]] = {}
         self.floor = Floor()
         self.turns: Counter[str] = Counter()
@@ -88,7 +89,17 @@ class SimPoolHost:
     def open(self, name: PipelineName, inference: range, training: range, concurrency: int) -> None:
         self.training[name] = tuple(DeviceId(device) for device in training)
         devices = tuple(DeviceId(device) for device in inference)
-        self.happen(pool.PipelineOpened(name, devices, concurrency=concurrency))
+        self._shapes.append(pool.PipelineOpened(name, devices, concurrency=concurrency))
+        self.happen(self._shapes[-1])
+
+    def begin_another_life(self) -> None:
+        """The run is resumed with none of its processes, and shares by turns of another length."""
+        for member in self.pool.members():
+            self.lost(member, "the run was resumed without it")
+        turn_s = 25.0 - self.pool.settings.turn_s
+        self.happen(pool.LifeBegan(msgspec.structs.replace(self.settings, turn_s=turn_s)))
+        for shape in self._shapes:
+            self.happen(shape)
 
     def happen(self, event: pool.Event) -> None:
         before = self.pool.revision

@@ -390,8 +390,7 @@ class WholeWorld:
         self.faults.count("run resumed")
         for run in self.pipelines.values():
             run.processes.kill_all()
-        for member in self.pool.pool.members():
-            self.pool.lost(member, "the run was resumed without it")
+        self.pool.begin_another_life()
 
 
 def simulate_whole(settings: WholeSettings) -> WholeReport:

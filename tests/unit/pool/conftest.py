@@ -18,7 +18,8 @@ class Town:
 
     def __init__(self, nodes: tuple[int, ...] = (4,), **settings) -> None:
         settings = {"turn_s": 10.0, "lease_s": 1e9, **settings}
-        self.pool = Pool(PoolSettings(Topology(nodes), **settings))
+        self.first_settings = PoolSettings(Topology(nodes), **settings)
+        self.pool = Pool(self.first_settings)
         self.now = 0.0
         self.deaf: set[str] = set()
         self.journal: list[tuple[ev.Event, float]] = []
@@ -92,7 +93,7 @@ class Town:
         return [effect for effect in self.effects if isinstance(effect, kind)]
 
     def replayed(self) -> Pool:
-        pool = Pool(self.pool.settings)
+        pool = Pool(self.first_settings)
         for event, at in self.journal:
             pool.handle(event, at)
         return pool

@@ -6,8 +6,9 @@ import re
 
 from penstock.pool import events as ev
 from penstock.pool.pool import Pool
+from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.pool import DeviceId
+from penstock.records.pool import DeviceId, Topology
 
 A, A0 = PipelineName("a"), MemberId("a-0")
 
@@ -48,6 +49,23 @@ def test_an_engine_that_has_to_be_started_has_so_much_longer_to_wake(make_town):
     assert town.pool.orders(A0) == (order,), "after a restart the whole time is allowed again"
     town.after(1.0)
     assert town.pool.orders(A0)[0].action == "sleep"
+
+
+def test_a_resumed_run_finds_all_devices_free_and_its_past_is_replayed_by_the_settings_of_its_time(make_town):
+    town = make_town((4,), turn_s=10.0)
+    town.open("a")
+    town.demand("a", 100)
+    town.open("b")
+    assert town.ask("b", 1, (0,)) == (0,)
+    last = town.told(ev.WakeWorker)[-1].order.number
+    town.tell(ev.LifeBegan(PoolSettings(Topology((2,)), turn_s=1e6, lease_s=1e9)))
+    assert (town.pool.status(town.now).idle, town.pool.members()) == (2, ())
+    town.open("a", workers=2, weight=3.0)
+    town.demand("a", 100)
+    assert [order.devices for order in (e.order for e in town.told(ev.WakeWorker)) if order.number > last] == [
+        (0,),
+        (1,),
+    ]
 
 
 def test_a_sleep_that_never_ends_is_fenced_and_the_devices_come_back(make_town):
