@@ -54,8 +54,8 @@ GATHER_S = 0.5
 CONFIRM_S = 10.0
 """How long a replica may take to verify what has arrived."""
 
-NEWEST = "newest"
-"""Key of the digest of the version that is broadcast at present."""
+PRESENT = "present"
+"""Key of the version that those who ask are gathered for at present: nobody will be invited to an older one."""
 TAKEN = "taken"
 """An answer: the invitation follows."""
 WITHDRAWN = "withdrawn"
@@ -101,6 +101,7 @@ class BroadcastHost:
         self.sent = 0
         """Broadcasts that everyone confirmed."""
         self.broken = 0
+        self._sender.store.set(PRESENT, "-1")
         first = self._sender.invitation("", 0, 1)
         self.address = f"{first.host}:{first.port}"
         self._thread = threading.Thread(target=self._run, name="weights-broadcast", daemon=True)
@@ -110,8 +111,7 @@ class BroadcastHost:
         return f"BroadcastHost({self.address}, {self.sent} sent, {self.broken} broken, {self._machine})"
 
     def offer(self, manifest: Manifest) -> None:
-        """Broadcasts this version from now on; those who still ask for another see that it was overtaken."""
-        self._sender.store.set(NEWEST, manifest.digest)
+        """Broadcasts this version from now on; those who still ask for an older one see that it was overtaken."""
         self._newest = manifest
 
     def close(self, timeout_s: float) -> None:
@@ -120,10 +120,16 @@ class BroadcastHost:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        present: Manifest | None = None
         while not self._closing.wait(IDLE_LOOK_EVERY_S):
             newest = self._newest
-            if newest is not None and self._waiting(newest.digest):
-                self._gather(newest)
+            if newest is None:
+                continue
+            if newest is not present:
+                present = newest
+                self._sender.store.set(PRESENT, str(present.version))
+            if self._waiting(present.digest):
+                self._gather(present)
 
     def _waiting(self, digest: str) -> list[int]:
         """Numbers of those who asked and have no answer yet."""
@@ -258,7 +264,7 @@ class BroadcastMover:
             answer = store.get(key) if store.check([key]) else b""
             if answer not in (b"", TAKEN.encode()):
                 return msgspec.json.decode(answer, type=Invitation)
-            if not answer and store.get(NEWEST) != manifest.digest.encode() and _settled(store, key, WITHDRAWN):
+            if not answer and manifest.version < int(store.get(PRESENT)) and _settled(store, key, WITHDRAWN):
                 raise Stale(f"{manifest.meeting} broadcasts a newer version")
             if time.monotonic() > until and (answer or _settled(store, key, WITHDRAWN)):
                 raise Aborted(f"{manifest.meeting} did not invite this replica within {self._invite_timeout_s:.0f} s")
@@ -270,5 +276,5 @@ def _as_aborted(manifest: Manifest) -> Iterator[None]:
     """What the store's client and sockets raise when the trainer is gone."""
     try:
         yield
-    except (RuntimeError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise Aborted(f"the meeting at {manifest.meeting} broke up: {error}") from error
