@@ -25,7 +25,7 @@ from penstock.pool.lease import Hold
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import POOL
-from penstock.records.pool import Topology
+from penstock.records.pool import Priority, Topology
 from penstock.runtime.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -109,9 +109,13 @@ def started(folder: Path, kl: dict[str, float]) -> Running:
     return run
 
 
-def trains(run: Running, name: str) -> bool:
+def trains(run: Running, name: str, more_than: int = 0) -> bool:
     assert run.process.poll() is None, run.output()
-    return any(line["pipeline"] == name for line in step_lines(run.directory))
+    return steps_of(run, name) > more_than
+
+
+def steps_of(run: Running, name: str) -> int:
+    return sum(line["pipeline"] == name for line in step_lines(run.directory))
 
 
 def status(run: Running) -> dict[str, Any]:
@@ -200,6 +204,8 @@ def killed_as_it_comes_up(run: Running) -> bool:
         gate.touch()
         run.child("new.trainer").send_signal(signal.SIGKILL)
         wait_for(reached.exists, 120, "the next trainer of new to come up")
+        before = steps_of(run, "scoring")
+        wait_for(lambda: trains(run, "scoring", before), 120, "the trainer of scoring to have come up too")
     return killed_as_holder(run, "new", "initialisation", gate)
 
 
@@ -222,10 +228,16 @@ def decisions(run: Running) -> list[tuple[pool.Event, dict[int, Hold], dict[int,
 
 
 def assert_strict(run: Running) -> None:
-    """No class was served while a higher one waited for the same device, and nothing was taken from who held it."""
+    """No class was served while a higher one waited for the same device, and nothing was taken from who held it.
+
+    Whoever had been promised the device had to wait again when the trainer of `new` came up.
+    """
     ends = (pool.DevicesReleased, pool.DevicesRequested, pool.MemberLost, pool.TimePassed)
+    passed_on = []
     for event, before, after in decisions(run):
         for number, hold in after.items():
+            if hold.state == "waiting" and number in before and before[number].state == "assigned":
+                passed_on.append(event)
             promised = hold.state in ("assigned", "held") and before.get(number, hold).state == "waiting"
             if promised or (number not in before and hold.state in ("assigned", "held")):
                 passed = [one for one in after.values() if one.state == "waiting" and one.priority < hold.priority]
@@ -234,6 +246,7 @@ def assert_strict(run: Running) -> None:
             if hold.state == "held" and number not in after:
                 assert isinstance(event, ends), event
                 assert getattr(event, "member", hold.member) == hold.member, f"{hold} was ended by {event}"
+    assert any(event.pipeline == "new" and event.priority is Priority.INITIALISATION for event in passed_on), passed_on
 
 
 def assert_exact(run: Running, code: int, output: str, names: dict[str, float]) -> None:
