@@ -140,10 +140,12 @@ class TerminalView(RunView):
         self._console = console
         self._title = title
         self._notes: list[str] = []
+        self._status: dict[str, Any] = {}
         self._live = Live(Text("starting processes …"), console=console, refresh_per_second=4, transient=False)
         self._live.start()
 
     def show(self, status: dict[str, Any]) -> None:
+        self._status = status
         notes = [Text(line, style="bold") for line in [*self.troubles(status), *self._notes]]
         footer = [Text(line, style="dim") for line in (self._title, lag_of(status)) if line]
         pool = status.get("pool") if self._shares_devices else None
@@ -157,6 +159,7 @@ class TerminalView(RunView):
 
     def note(self, line: str) -> None:
         self._notes = [*self._notes, line][-NOTES_SHOWN:]
+        self.show(self._status)  # there may be no further status: at the end, say
 
     def close(self) -> None:
         self._live.stop()
