@@ -76,6 +76,12 @@ class Room:
             return order.action
         return ""
 
+    def pass_time(self, seconds: float) -> None:
+        """In the controller's own rhythm."""
+        for _ in range(10):
+            self.clock.advance(seconds / 10)
+            self.desk.tick()
+
     def pool(self) -> dict[str, Any]:
         return self.desk.status()["pool"]
 
@@ -150,16 +156,28 @@ async def test_a_silent_worker_is_fenced_and_its_device_serves_the_other_pipelin
     room.desk.tick()
     assert [await room.obey(LEFT, member) for member in ("l0", "l1")] == ["wake", "wake"]
     lease_s = room.desk._pool.pool.settings.lease_s
-    room.clock.advance(lease_s - 1)
+    room.pass_time(lease_s - 1)
     await room.join(RIGHT, "r0", "r1")
-    room.clock.advance(2)
-    room.desk.tick()
+    room.pass_time(2)
     assert set(room.desk.status()["evicted"]) == {"l0", "l1"}, "whoever started them must end them"
-    room.clock.advance(room.desk._pool.pool.settings.fence_s)
-    room.desk.tick()
+    room.pass_time(room.desk._pool.pool.settings.fence_s)
     assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["wake", "wake"]
     assert room.share(LEFT)["remaining"] == 6, "its demand is not forgotten"
     assert "no live worker process" in room.desk.diagnosis()[LEFT]
+
+
+async def test_nobody_is_fenced_because_the_controller_itself_was_away(enter: Callable[[], Room]):
+    """Stopped, or on a machine that slept: nobody could be heard of meanwhile."""
+    room = enter()
+    await room.join(LEFT, "l0")
+    room.desk.tick()
+    await room.obey(LEFT, "l0")
+    room.clock.advance(3600.0)
+    room.desk.tick()
+    assert not room.desk.status()["evicted"]
+    assert room.share(LEFT)["awake"] == 1
+    room.pass_time(room.desk._pool.pool.settings.lease_s + 1)
+    assert set(room.desk.status()["evicted"]) == {"l0"}, "it is as silent as before, and now that counts"
 
 
 async def test_heartbeats_keep_a_worker_on_its_device(enter: Callable[[], Room]):

@@ -55,6 +55,7 @@ class PoolHost:
         self._machines = machines
         self._journal = journal
         self._now = now
+        self._ticked_at = 0.0
         self._rejected: dict[tuple[MemberId, int], Refused] = {}
         self.answerers: dict[type, Callable[[Any], Awaitable[Reply]]] = {
             messages.AskDevices: self._ask_devices,
@@ -127,6 +128,7 @@ class PoolHost:
             )
         if not new_life:
             self.happen(pool.ControllerRestarted())
+        self._ticked_at = self._now()
 
     def registered(self, request: messages.Register) -> None:
         if request.role == "rollout" and self.pool.is_open(request.pipeline):
@@ -144,7 +146,14 @@ class PoolHost:
             del self._rejected[key]
 
     def tick(self) -> None:
-        """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
+        """Deadlines, and demand: what each ledger could still lease or has leased, until training is over.
+
+        After a long time without a tick it was this process that was away (stopped, or with a suspended machine).
+        """
+        now = self._now()
+        if now - self._ticked_at > self.pool.settings.lease_s / 2:
+            self.happen(pool.ControllerRestarted())
+        self._ticked_at = now
         for name, machine in self._machines.items():
             demand = machine.demand()
             if demand is not None:
