@@ -22,24 +22,27 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Pace:
-    """Steps and samples per second over the last half minute, and what that means for the end."""
+    """Steps and samples per second over the last half minute, or two steps, and what that means for the end."""
 
     def __init__(self, window_s: float = 30.0) -> None:
         self._window_s = window_s
+        self._now = 0.0
         self._seen: list[tuple[float, int, int]] = []
+        """When each step was first seen."""
 
     def saw(self, now: float, step: int, samples: int) -> None:
+        self._now = now
         if len(self._seen) == 1 and step == self._seen[0][1]:
             self._seen.clear()  # what passes before the first step is the start, and says nothing of the pace
-        self._seen.append((now, step, samples))
-        while len(self._seen) > 2 and self._seen[0][0] < now - self._window_s:
+        if not self._seen or step != self._seen[-1][1]:
+            self._seen.append((now, step, samples))
+        while len(self._seen) > 3 and self._seen[0][0] < now - self._window_s:
             self._seen.pop(0)
 
     def _rate(self, column: int) -> float:
         if len(self._seen) < 2:
             return 0.0
-        first, last = self._seen[0], self._seen[-1]
-        return (last[column] - first[column]) / max(1e-9, last[0] - first[0])
+        return (self._seen[-1][column] - self._seen[0][column]) / max(1e-9, self._now - self._seen[0][0])
 
     @property
     def samples_per_s(self) -> float:
@@ -78,7 +81,7 @@ class RunView:
         return {
             "reward": figure(one["reward_mean"]) if one["step"] else "-",
             **({"eval": evaluated} if "eval_points" in one else {}),
-            "samples/s": f"{pace.samples_per_s:,.0f}",
+            "samples/s": figure(pace.samples_per_s),
             "in flight": f"{one['in_flight']}",
             "staleness": f"{one['staleness_mean']:.1f} / {one['staleness_max']}",
             "weights": f"v{one['version']}",
@@ -167,7 +170,7 @@ class TerminalView(RunView):
     def _panel(self, name: str, one: dict[str, Any]) -> Panel:
         bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=None, style="dim", complete_style="green", finished_style="green"),
             TextColumn("{task.percentage:>3.0f} %"),
             expand=True,
         )

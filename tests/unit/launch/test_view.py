@@ -2,6 +2,7 @@ import re
 from io import StringIO
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from penstock.launch.view import Pace, PlainView, TerminalView, clock, figure, sparkline
@@ -221,3 +222,11 @@ def test_the_start_is_no_part_of_the_pace():
         pace.saw(float(second), 0, 0)
     pace.saw(20.0, 1, 128)
     assert pace.samples_per_s == 128
+
+
+def test_steps_longer_than_the_window_have_a_pace_too():
+    pace = Pace(window_s=30)
+    for second in range(0, 601, 1):
+        pace.saw(float(second), second // 100, second // 100 * 64)
+    assert pace.eta_s(12) == pytest.approx(600, rel=0.4)
+    assert pace.samples_per_s == pytest.approx(0.64, rel=0.4)
