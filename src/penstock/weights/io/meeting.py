@@ -27,7 +27,7 @@ import torch
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import Aborted, PeerLost, PenstockError, RemoteProtocolError, Stale
-from penstock.records.ids import MemberId
+from penstock.records.ids import MemberId, Version
 from penstock.records.weights import Manifest
 from penstock.weights.broadcast import (
     AttemptFailed,
@@ -120,16 +120,16 @@ class BroadcastHost:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        present: Manifest | None = None
+        present = Version(-1)
         while not self._closing.wait(IDLE_LOOK_EVERY_S):
             newest = self._newest
             if newest is None:
                 continue
-            if newest is not present:
-                present = newest
-                self._sender.store.set(PRESENT, str(present.version))
-            if self._waiting(present.digest):
-                self._gather(present)
+            if newest.version != present:
+                present = newest.version
+                self._sender.store.set(PRESENT, str(present))
+            if self._waiting(newest.digest):
+                self._gather(newest)
 
     def _waiting(self, digest: str) -> list[int]:
         """Numbers of those who asked and have no answer yet."""
