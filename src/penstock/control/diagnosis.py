@@ -50,7 +50,6 @@ class Observer:
             "in_flight": ledger.in_flight,
             "capacity": self.admission.capacity(),
             "conservation_error": ledger.conservation(),
-            "samples_trained": books.counts["trained"],
             "samples_wrong_weights": state.wrong_weights,
             "throttled": int(state.throttle.engaged_at is not None),
             "throttle_engagements": state.throttle.engagements,

@@ -22,12 +22,12 @@ from math import isfinite, sqrt
 
 from penstock.control.effects import Log, NoteEvaluation
 from penstock.control.points import Cell, EvaluationResult, EvaluationSettings, EvaluationState, HeldCell, Point
+from penstock.control.samples import NOT_LEASED_TO_YOU
 from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId, PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Score
 
-NOT_LEASED_TO_YOU = "is not leased to this worker (any more)"
 IDLE_SHARE = 0.25
 """Of the deadline: how long an evaluator may hold nothing, though there is more to do, before it counts as gone."""
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from penstock.control.audit import audit
 from penstock.control.books import Books
-from penstock.control.samples import Group, LedgerState, Redo, SetAside, State, StepBooks
+from penstock.control.samples import NOT_LEASED_TO_YOU, Group, LedgerState, Redo, SetAside, State, StepBooks
 from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef
@@ -27,7 +27,6 @@ from penstock.records.rollout import FailedRollout, Rollout
 
 FILTER_KINDS = 16
 """Reasons of the filter that are counted apart; a filter of the user's own may invent ever new ones."""
-NOT_LEASED_TO_YOU = "is not leased to this worker (any more)"
 
 
 class GroupFilter(Protocol):

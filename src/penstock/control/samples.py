@@ -35,6 +35,8 @@ MOVES: Final[dict[tuple[State | None, State], str]] = {
     ("trained", "dropped"): "the trainer was restarted from a checkpoint before this step",
 }
 
+NOT_LEASED_TO_YOU: Final = "is not leased to this worker (any more)"
+"""Why a sample is refused whose lease ended, or never was."""
 NOT_LEASED: Final = SampleId(-1)
 NO_VERSION: Final = Version(-1)
 

@@ -57,7 +57,8 @@ class TrainerSide:
                 )
                 return RefuseCall("RunFailed", f"{sentence}; resume with an older checkpoint")
             self.ledger.acknowledge(StepIndex(books.version), ())
-            effects.append(Log("warning", f"step {step - 1} was in the trainer's checkpoint but never acknowledged"))
+            line = f"step {step - 1} was in the trainer's checkpoint but never acknowledged"
+            effects.append(Log("warning", f"{self.settings.name}: {line}"))
         if step < books.version and state.phase == "complete":
             sentence = f"training is complete after {books.version} steps; a trainer at step {step} comes too late"
             return RefuseCall("RunFailed", sentence)
