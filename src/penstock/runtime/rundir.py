@@ -156,11 +156,8 @@ class RunDir:
 
     def read_endpoint(self) -> Endpoint | None:
         """None while no controller has announced itself."""
-        try:
-            body: dict[str, Any] = json.loads(self.endpoint_path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return Endpoint(str(body["host"]), int(body["port"]), int(body["pid"]))
+        body = _read_json(self.endpoint_path)
+        return None if body is None else Endpoint(str(body["host"]), int(body["port"]), int(body["pid"]))
 
     def write_failure(self, process: str, kind: str, sentence: str, exit_code: int) -> None:
         """A dying process's last words, for the supervisor to show."""
@@ -168,10 +165,7 @@ class RunDir:
         write_atomically(self.failure_path(process), json.dumps(body))
 
     def read_failure(self, process: str) -> dict[str, Any] | None:
-        try:
-            return json.loads(self.failure_path(process).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
+        return _read_json(self.failure_path(process))
 
     def write_ending(self, how: Ending, sentence: str = "", **details: Any) -> None:
         """The supervisor's last words, for whoever looks at the directory later."""
@@ -180,10 +174,14 @@ class RunDir:
 
     def read_ending(self) -> dict[str, Any] | None:
         """None while the run goes on, and for ever if it was killed."""
-        try:
-            return json.loads(self.ending_path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
+        return _read_json(self.ending_path)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
 
 
 def write_atomically(path: Path, text: str) -> None:
