@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import msgspec
 
@@ -60,8 +60,7 @@ class SimWorker:
         self._digest = ""
         self._freed = Signal()
         self._loaded = Signal()
-        owner = self.owner
-        engine.spawn(owner, self._main())
+        engine.spawn(self.owner, self._main())
 
     def _main(self) -> Body:
         answer = yield Call(events.MemberRegistered(self.member, "rollout"))
@@ -192,7 +191,7 @@ class SimTrainer:
         pace: Pace,
         *,
         checkpoint_every: int,
-        living: Any,
+        living: Callable[[str], bool],
     ) -> None:
         self.owner = Owner(name)
         self.member = MemberId(name)

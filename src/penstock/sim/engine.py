@@ -93,11 +93,9 @@ class Engine:
             self.after(0.0, self.resume, process, None)
 
     def resume(self, process: Process, value: Any) -> None:
-        """Lets a process run up to its next wait; does nothing for the dead."""
+        """Lets a process run up to its next wait; does nothing for the dead and the wedged."""
         owner = process.owner
-        if not process.alive or not owner.alive:
-            return
-        if owner.wedged:
+        if not process.alive or not owner.alive or owner.wedged:
             return
         owner.progressed_at = self.now
         try:

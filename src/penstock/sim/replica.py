@@ -15,7 +15,7 @@ from penstock.records.ids import MemberId, Version
 from penstock.records.weights import Manifest
 from penstock.runtime.backoff import Backoff
 from penstock.sim.desk import AskWeights
-from penstock.sim.engine import Body, Call, Engine, Owner, Signal, Sleep, Until
+from penstock.sim.engine import Body, Call, Engine, Signal, Sleep, Until
 from penstock.sim.faults import FaultLog, WholeFaults
 from penstock.weights import events as weights
 from penstock.weights.replica import (
@@ -99,7 +99,6 @@ class SimUpdater:
     def __init__(
         self,
         sim: Engine,
-        owner: Owner,
         member: MemberId,
         engine: SimEngine,
         artifacts: Artifacts,
@@ -117,7 +116,6 @@ class SimUpdater:
         self.updates = 0
         self.updating = False
         self._sim = sim
-        self._owner = owner
         self._member = member
         self._engine = engine
         self._artifacts = artifacts

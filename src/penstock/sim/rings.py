@@ -88,9 +88,6 @@ class SimRing:
             self.name, self.epoch, slot, generation_of(self.words[slot]), size_bytes, self._described[slot][1]
         )
 
-    def abandon(self, slot: int) -> None:
-        self.words[slot] = slots.abandon(self.words[slot])
-
     def discard(self, refs: Iterable[PayloadRef]) -> int:
         """Frees payloads that nobody will ask for; one that a live reader reads is left to it."""
         count = 0

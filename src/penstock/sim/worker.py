@@ -85,7 +85,6 @@ class WholeWorker:
         """Counts orders: a strand of an older one stops when it sees a newer."""
         self.updater = SimUpdater(
             sim,
-            self.owner,
             self.member,
             self.engine,
             artifacts,
