@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,15 @@ import pytest
 from penstock.cli.main import app
 from penstock.config.check import check_environment
 from penstock.config.load import validate
+from penstock.config.reference import keys
 from penstock.roles.environments import environment_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def anchor(heading: str) -> str:
@@ -44,6 +47,27 @@ def test_commands_of_the_docs_exist():
     assert named <= commands
 
 
+def keys_in(tree: dict[str, Any], path: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            for table in value:
+                yield from keys_in(table, f"{path}{name}.NAME.")
+        elif isinstance(value, dict) and name != "options":
+            yield from keys_in(value, f"{path}{name}.NAME." if name == "pipeline" else f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def test_configurations_of_the_docs_have_keys_that_exist():
+    known = {key.path for key in keys()}
+    found: list[str] = []
+    for page in PAGES:
+        for block in blocks(page, "toml"):
+            found.extend(keys_in(tomllib.loads(block)))
+    assert len(found) > 20
+    assert set(found) <= known
+
+
 @pytest.mark.parametrize(
     ("page", "block", "name", "rollout"),
     [
@@ -54,7 +78,7 @@ def test_commands_of_the_docs_exist():
 )
 def test_code_of_the_docs_is_accepted(tmp_path: Path, page: str, block: int, name: str, rollout: dict[str, Any]):
     module = f"docs_{name}"
-    (tmp_path / f"{module}.py").write_text(blocks(page, "python")[block])
+    (tmp_path / f"{module}.py").write_text(blocks(ROOT / page, "python")[block])
     pipeline = {"name": "x", "steps": 1, "env": {"name": f"{module}:{name}"}, "model": {"kind": "tiny"}}
     config = validate({"run": {"extra_path": [str(tmp_path)]}, "pipeline": [pipeline | {"rollout": rollout}]})
     check_environment(config)

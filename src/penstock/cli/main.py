@@ -187,7 +187,7 @@ def bench(
 ) -> None:
     """Run a benchmark beside its peer or physical limit.
 
-    Further options go to the benchmark: try --quick, or --help.
+    Further options go to the benchmark: --quick, --json FILE and its own, which `penstock bench NAME -- --help` lists.
     """
     from penstock.cli.bench import bench_command
 
