@@ -104,6 +104,8 @@ def _explain(tree: dict[str, Any], text: str, source: str, problem: dict[str, An
     if problem["type"] == "missing":
         return f"{where}: {key!r} is missing and has no default"
     found = problem.get("input")
+    if problem["type"] == "list_type" and isinstance(found, dict):
+        return f"{where}: {key} is one of possibly several: write [[{key}]] with two brackets, found [{key}]"
     shown = "" if isinstance(found, (dict, list, BaseModel)) else f", found {json.dumps(found, default=str)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     return f"{where}: {key}: {message}{shown}"

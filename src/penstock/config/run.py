@@ -60,6 +60,16 @@ class ControlSection(Section):
     reconnect_s: Seconds = 60.0
     """How long workers and trainers look for a lost controller before they give up."""
 
+    @model_validator(mode="after")
+    def _hearts_beat_in_time(self) -> ControlSection:
+        for key in ("suspect_after_s", "reap_after_s"):
+            if getattr(self, key) <= self.heartbeat_every_s:
+                raise ValueError(
+                    f"{key} = {getattr(self, key):g} is no more than heartbeat_every_s = {self.heartbeat_every_s:g}: "
+                    "between two heartbeats every process would count as silent"
+                )
+        return self
+
 
 class LagSection(Section):
     """How every process watches its own event loop."""

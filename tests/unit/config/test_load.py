@@ -168,3 +168,16 @@ def test_import_paths_survive_a_change_of_directory(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     config = load(write(tmp_path, GOOD), ['run.extra_path=["mine"]'])
     assert config.run.extra_path == [tmp_path / "mine"]
+
+
+def test_one_bracket_instead_of_two_is_told_how_to_be_written(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text('[pipeline]\nname = "p"\n')
+    with pytest.raises(ConfigError, match=r"run\.toml:1: pipeline .* write \[\[pipeline\]\]"):
+        load(path)
+
+
+@pytest.mark.parametrize("key", ["suspect_after_s", "reap_after_s"])
+def test_a_heart_beats_more_often_than_its_silence_counts(key: str):
+    with pytest.raises(ConfigError, match=f"control: {key} = 2 is no more than heartbeat_every_s = 2"):
+        validate({"control": {"heartbeat_every_s": 2, key: 2}, "pipeline": []})
