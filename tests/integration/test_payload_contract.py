@@ -159,6 +159,22 @@ def test_what_is_missing_is_told_exactly(world: World) -> None:
     report.consumed()
 
 
+def test_a_reference_that_no_ring_can_have_given_costs_only_itself(world: World) -> None:
+    good = world.write(b"good")
+    impossible = [
+        msgspec.structs.replace(good, **{name: value})
+        for name in ("slot", "generation", "size_bytes", "digest")
+        for value in (-1, 1 << 64)
+    ]
+    enormous = msgspec.structs.replace(good, size_bytes=1 << 41)
+    report = world.fetcher.fetch([*impossible, enormous, good], [world.address])
+    assert bytes(report.views[good]) == b"good"
+    assert {report.missing[ref].kind for ref in impossible} == {"stale"}
+    assert report.missing[enormous].kind in ("stale", "busy")  # as the machine has memory for it, or not
+    report.consumed()
+    eventually(lambda: world.ring.statistics().free == 16)
+
+
 def test_a_fresh_reader_gets_what_another_is_still_reading(world: World) -> None:
     ref = world.write(b"shared")
     slow = RingReader.attach(world.ring.name, directory=world.directory)
@@ -299,6 +315,13 @@ class TestOnAWire:
         assert report.views == {}
         assert report.missing[ref].kind in ("protocol", "truncated", "reset")
         assert world.ring.statistics().ready == 1
+
+    def test_an_address_that_cannot_be_is_refused(self, world: World) -> None:
+        ref = world.write(b"there")
+        for host, port in (("..", 1), ("a" * 300, 1), ("127.0.0.1", 70_000), ("127.0.0.1", -1)):
+            address = msgspec.structs.replace(world.address, host=host, **{f"{world.carrier}_ports": (port,)})
+            assert world.fetcher.fetch([ref], [address]).missing[ref].kind == "refused"
+        assert bytes(world.fetcher.fetch([ref], [world.address]).views[ref]) == b"there"
 
     def test_ports_are_really_bound_and_all_used(self, world: World) -> None:
         assert world.server is not None

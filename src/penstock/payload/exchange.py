@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.errors import InvalidTransition, RemoteProtocolError
+from penstock.errors import InvalidTransition, RemoteProtocolError, Stale
+from penstock.payload.ring import MAX_CAPACITY_BYTES
 from penstock.records.payload import PayloadRef
 
 MAGIC = b"PSTK"
@@ -245,8 +246,13 @@ def hello(token: str) -> bytes:
 
 
 def read(ref: PayloadRef) -> bytes:
-    """The request for one payload; its answer is parsed by `parse_status`."""
-    return REQUEST.pack(READ, *_fields(ref))
+    """The request for one payload; its answer is parsed by `parse_status`. `Stale` if no ring can have given `ref`."""
+    try:
+        if ref.size_bytes <= MAX_CAPACITY_BYTES:
+            return REQUEST.pack(READ, *_fields(ref))
+    except struct.error:
+        pass
+    raise Stale(f"no ring can have given the reference {ref}")
 
 
 def consume(refs: Sequence[PayloadRef]) -> bytes:

@@ -30,7 +30,7 @@ class TcpWire:
             peer = TimedSocket(socket.create_connection((host, port), timeout_s))
         except TimeoutError as error:
             raise Broken("timed_out", "no connection in time") from error
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # a host or a port that cannot be is one of the latter
             raise Broken("refused", f"cannot connect: {error}") from error
         return TcpConnection(peer, hello)
 

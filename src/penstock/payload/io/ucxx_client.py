@@ -50,7 +50,7 @@ class UcxxWire:
         worker: Worker = self._mine.worker
         try:
             return UcxxConnection(worker, core.UCXEndpoint.create(worker.ucx, host, port, True), hello)
-        except UCXError as error:
+        except (UCXError, ValueError, OverflowError) as error:  # the latter: a host or a port that cannot be
             raise Broken("refused", f"UCX: {error}") from error
 
     def close(self) -> None:

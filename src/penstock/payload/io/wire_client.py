@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import xxhash
 
-from penstock.errors import Aborted, LocalProtocolError, RemoteProtocolError, Transient
+from penstock.errors import Aborted, LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.payload.exchange import Code, Status, consume, hello, parse_status, read
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.rotation import Rotation
@@ -114,9 +114,14 @@ class WireClient:
         `tried` holds the ports already tried for this payload; the one used now is added. The payload stays in its
         ring until `consume`.
         """
-        memory = self._buffers.take(ref.size_bytes)
+        try:
+            request, memory = read(ref), self._buffers.take(ref.size_bytes)
+        except Stale as error:
+            return Failure("stale", str(error))
+        except MemoryError:
+            return Failure("busy", f"there is no memory here for a payload of {ref.size_bytes} bytes")
         body = memory.data[: ref.size_bytes]
-        answer, unused = self._call(address, read(ref), body, ref.digest, deadline, tried, cancellation)
+        answer, unused = self._call(address, request, body, ref.digest, deadline, tried, cancellation)
         if answer is None:
             return Received(body.toreadonly(), memory)
         if unused:
