@@ -40,7 +40,9 @@ class CharacterTokenizer:
 
     def __init__(self, alphabet: str) -> None:
         if not alphabet or len(set(alphabet)) != len(alphabet):
-            raise ConfigError(f"an alphabet needs at least one character, each once; found {alphabet!r}")
+            twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
+            found = f"{', '.join(map(repr, twice))} more than once in {alphabet!r}" if twice else "none"
+            raise ConfigError(f"an environment's `alphabet` needs at least one character, each once; found {found}")
         self.alphabet = alphabet
         self.vocabulary_size = len(alphabet) + 3
         self._ids = {character: index + 3 for index, character in enumerate(alphabet)}
@@ -51,7 +53,8 @@ class CharacterTokenizer:
             return [self._ids[character] for character in text]
         except KeyError as error:
             raise ConfigError(
-                f"the character {error.args[0]!r} is not in the model's alphabet {self.alphabet!r}; add it there"
+                f"the character {error.args[0]!r} is not in the model's alphabet {self.alphabet!r}; "
+                "add it to the environment's `alphabet`"
             ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
