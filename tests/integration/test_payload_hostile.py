@@ -404,6 +404,34 @@ def test_a_dead_acceptor_is_seen_and_its_port_no_longer_advertised(
     world.expect_service(server)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_port_that_can_never_accept_again_is_told_of(world: World) -> None:
+    server = world.serve(PATIENT, ports=(0, 0))
+    first, second = server.ports
+    server._listeners[first].shutdown(socket.SHUT_RDWR)  # as a process that shares the socket can
+    eventually(lambda: server.ports == (second,))
+    with pytest.raises(LocalProtocolError, match=f"port {first} stopped accepting"):
+        server.check()
+    world.expect_service(server)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_what_a_forked_child_closes_stays_open_for_its_parent(world: World) -> None:
+    server = world.serve()
+    child = os.fork()
+    if child == 0:
+        try:
+            server.close()
+            world.ring.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    world.expect_service(server)
+    server.check()
+    RingReader.attach(world.ring.name, directory=world.directory).close()
+
+
 def test_a_sick_port_is_left_out_and_comes_back(world: World) -> None:
     server = world.serve(PATIENT)
     with socket.create_server(("127.0.0.1", 0)) as blackhole:  # accepts, never answers

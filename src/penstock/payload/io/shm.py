@@ -236,7 +236,12 @@ class Ring:
                 raise LocalProtocolError(f"ring {self.name} lost track of its slots: {self!r}")
 
     def close(self, unlink: bool = True) -> None:
-        """Stop producing. With `unlink` new readers can no longer find the ring; attached ones keep what they read."""
+        """Stop producing. With `unlink` new readers can no longer find the ring; attached ones keep what they read.
+
+        In a forked child of the producer this does nothing: the ring is not the child's.
+        """
+        if os.getpid() != self._mapping.header.writer_pid:
+            return
         with self._lock:
             self._mapping.close()
         if unlink:

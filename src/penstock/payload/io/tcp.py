@@ -6,7 +6,9 @@ Threads block in the kernel and use no CPU while idle.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import socket
 import threading
 import time
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.05
 """Before accepting again after the system refused (out of file descriptors, say)."""
+LISTENER_GONE = (errno.EINVAL, errno.EBADF, errno.ENOTSOCK)
+"""To accept again would be refused for ever."""
 RECEIVE_BYTES = 4096
 """All that is ever read ahead of a client."""
 
@@ -43,6 +47,7 @@ class TcpServer:
         """`ports` are the ports wished for; 0 means any free one. `self.ports` are the ones really bound."""
         self._service = Service(ring, token, directory=directory, limits=limits, label="tcp server")
         self._max_connections = max_connections
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closing = False
         self._failed_ports: dict[int, BaseException] = {}
@@ -93,7 +98,12 @@ class TcpServer:
         return len(connections)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End all connections and threads within `timeout_s`; what was being sent stays readable."""
+        """End all connections and threads within `timeout_s`; what was being sent stays readable.
+
+        In a forked child this does nothing: the parent goes on serving.
+        """
+        if os.getpid() != self._pid:
+            return
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closing = True
@@ -114,9 +124,12 @@ class TcpServer:
                 try:
                     peer, _ = listener.accept()
                 except OSError as error:
-                    if not self._closing:
-                        log.warning("payload port %d: accept failed: %s", port, error)
-                        time.sleep(ACCEPT_PAUSE_S)
+                    if self._closing:
+                        continue
+                    if error.errno in LISTENER_GONE:
+                        raise
+                    log.warning("payload port %d: accept failed: %s", port, error)
+                    time.sleep(ACCEPT_PAUSE_S)
                     continue
                 self._admit(port, peer)
         except BaseException as error:
