@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.control.points import EvaluationSettings
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.sim.faults import Faults, WholeFaults
 from penstock.sim.whole import WholeReport, WholeSettings, simulate_whole
 from penstock.sim.world import SimReport, SimSettings, simulate
@@ -40,16 +40,20 @@ def simulate_command(
         "seed": seed,
         "evaluation": EvaluationSettings(every=max(1, steps // 10), prompts=16, samples=2),
     }
+    if pipelines > 1 and not whole:
+        raise ConfigError("--pipelines above 1 needs --whole: without it there is one pipeline and no pool")
+    console = Console()
     began = time.perf_counter()
     try:
-        if whole:
-            storm = WholeFaults.everything(faults) if faults > 0 else WholeFaults()
-            report = simulate_whole(WholeSettings(**shape, pipelines=pipelines, check_every=50, faults=storm))
-            rows = _whole_rows(report)
-        else:
-            storm = Faults.everything(faults) if faults > 0 else Faults()
-            report = simulate(SimSettings(**shape, faults=storm))
-            rows = _plain_rows(report)
+        with console.status(f"simulating {steps} steps"):  # shown in a terminal only
+            if whole:
+                storm = WholeFaults.everything(faults) if faults > 0 else WholeFaults()
+                report = simulate_whole(WholeSettings(**shape, pipelines=pipelines, check_every=50, faults=storm))
+                rows = _whole_rows(report)
+            else:
+                storm = Faults.everything(faults) if faults > 0 else Faults()
+                report = simulate(SimSettings(**shape, faults=storm))
+                rows = _plain_rows(report)
     except PenstockError as error:
         raise type(error)(f"seed {seed} (faults {faults:g}{', whole' if whole else ''}): {error.message}") from error
     real_s = time.perf_counter() - began
@@ -57,7 +61,7 @@ def simulate_command(
     table = Table(show_header=False, title=f"{report.steps} steps, seed {report.seed}", title_justify="left")
     for name, value in ({"time": pace} | rows).items():
         table.add_row(name, value)
-    Console().print(table)
+    console.print(table)
     return 0
 
 

@@ -78,3 +78,9 @@ def test_a_story_asks_for_what_is_missing(run: RunDir):
         story_command(run.root, "sample:17", None)
     with pytest.raises(ConfigError, match="expected sample:17"):
         story_command(run.root, "worker:17", None)
+
+
+def test_several_pipelines_are_simulated_only_as_a_whole():
+    result = CliRunner().invoke(app, ["simulate", "--steps", "5", "--pipelines", "2"])
+    assert isinstance(result.exception, ConfigError)
+    assert "--whole" in result.exception.message
