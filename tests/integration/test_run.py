@@ -35,6 +35,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(folder: Path):
     assert "penstock run --resume" in output
     done = trained_steps(run.directory)
     assert done < 30
+    assert f" {done}/30 " in output, "what was trained while it stopped is in the summary"
     again = start(folder, "--resume", run.directory)
     code, output = again.end()
     assert code == 0, output

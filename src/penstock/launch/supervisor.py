@@ -136,6 +136,9 @@ class Supervisor:
         self._loops: dict[str, dict[str, float]] = {}
         """The last figures of every loop: a process that leaves takes its own along."""
         self._over = asyncio.Event()
+        headers = {"authorization": f"Bearer {run.token()}"}
+        # Plain HTTP: making ready for any other kind would take half a second.
+        self._client = httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False, verify=False)
 
     async def run(self) -> Outcome:
         """Returns when training is complete or was interrupted; otherwise raises one sentence that says why."""
@@ -150,6 +153,7 @@ class Supervisor:
                 await self._end_all()
                 tasks.cancel()
         finally:
+            await self._client.aclose()
             await self._kill_leftovers()
             await self._placer.close()
             self._view.close()
@@ -224,32 +228,34 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Asks the controller for the run's status and notices completion."""
-        headers = {"authorization": f"Bearer {self._run.token()}"}
-        stall_s = self._config.control.stall_after_s
-        async with httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False) as client:
-            while not self._over.is_set():
-                endpoint = self._run.read_endpoint()
-                if endpoint is not None:
-                    try:
-                        reply = await client.get(f"{endpoint.url}/v1/status")
-                        reply.raise_for_status()
-                        self._status = reply.json() | {"supervisor": self._lag.report().values()}
-                        self._loops |= loops_of(self._status)
-                        if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
-                            sentences = (await client.get(f"{endpoint.url}/v1/diagnosis")).json()
-                            for name, one in self._status["pipelines"].items():
-                                one["diagnosis"] = sentences[name]
-                        self._view.update(self._status)
-                        self._kill_evicted()
-                    except httpx.HTTPError as error:
-                        log.debug("no status from the controller at present: %s", error)
-                match judge(self._status, self._trainers(), self._ended_well):
-                    case Finished():
-                        self._over.set()
-                    case FailTheRun(sentence, mistake):
-                        self._fail(sentence, mistake)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._over.wait(), STATUS_EVERY_S)
+        while not self._over.is_set():
+            await self._look()
+            match judge(self._status, self._trainers(), self._ended_well):
+                case Finished():
+                    self._over.set()
+                case FailTheRun(sentence, mistake):
+                    self._fail(sentence, mistake)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), STATUS_EVERY_S)
+
+    async def _look(self) -> None:
+        endpoint = self._run.read_endpoint()
+        if endpoint is None:
+            return
+        try:
+            reply = await self._client.get(f"{endpoint.url}/v1/status")
+            reply.raise_for_status()
+            self._status = reply.json() | {"supervisor": self._lag.report().values()}
+            self._loops |= loops_of(self._status)
+            stall_s = self._config.control.stall_after_s
+            if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
+                sentences = (await self._client.get(f"{endpoint.url}/v1/diagnosis")).json()
+                for name, one in self._status["pipelines"].items():
+                    one["diagnosis"] = sentences[name]
+            self._view.update(self._status)
+            self._kill_evicted()
+        except httpx.HTTPError as error:
+            log.debug("no status from the controller at present: %s", error)
 
     def _kill_evicted(self) -> None:
         """Whoever was given up by the controller and has not left by itself is ended, so that it can be replaced."""
@@ -284,6 +290,8 @@ class Supervisor:
         for wave in (0, 1, 2):
             if self._stop.insisted.is_set():
                 break
+            if wave == CONTROLLER.wave:  # it has heard the last of the others, and tells it for the summary
+                await self._look()
             names = [name for name, one in self._placed.items() if one.running and self._specs[name].wave == wave]
             for name in names:
                 self._placed[name].ask_to_end()
