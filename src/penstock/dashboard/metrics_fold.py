@@ -77,6 +77,11 @@ class MetricsFold:
                 self.unreadable += 1
         self._settle()
 
+    def trained(self) -> dict[str, int]:
+        """Steps of each pipeline, by its latest gauges if no step was seen: one that is done stays silent."""
+        told = {name: int(gauges["step"]) for name, gauges in self.gauges.items() if gauges.get("step")}
+        return told | {name: int(line["step"]) + 1 for name, line in self.steps.items()}
+
     def names(self, of: str, owner: str) -> list[str]:
         return sorted(key.name for key in self.series if key.of == of and key.owner == owner)
 

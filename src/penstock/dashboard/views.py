@@ -76,7 +76,7 @@ def overview(folds: Folds, facts: Iterable[PipelineFacts]) -> dict[str, Any]:
 def _pipeline(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
     name, latest = facts.name, folds.latest
     gauges, last = latest.gauges.get(name, {}), latest.steps.get(name)
-    step = int(last["step"]) + 1 if last is not None else 0
+    step = latest.trained().get(name, 0)
     pace = Pace.of(latest.pace.get(name, ()))
     steps = facts.steps or None
     return {

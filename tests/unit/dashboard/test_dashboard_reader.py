@@ -118,6 +118,20 @@ def test_the_present_of_a_long_run_does_not_wait_for_its_past(run: RunDir, monke
     assert max(answer(reader, "overview", {})["pipelines"][0]["reward"]["steps"]["x"]) > 1990
 
 
+def test_a_pipeline_that_was_done_long_ago_is_seen_at_once(run: RunDir, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.dashboard.io.run_reader.LONG_BYTES", 2000)
+    monkeypatch.setattr("penstock.runtime.following.MOST_BYTES", 1000)
+    write_steps(run, *range(10))
+    gauges = {"kind": "gauges", "at": 2e9, "pipelines": {"p": {"phase": "complete", "step": 10}}, "processes": {}}
+    with run.metrics_path.open("ab") as file:
+        file.write((orjson.dumps(gauges) + b"\n") * 100)
+    reader = RunReader(run.root)
+    assert not reader.refresh(0.0)
+    behind = answer(reader, "overview", {})
+    assert behind["pipelines"][0]["step"] == 10
+    assert "p step 10 of 10" in behind["state"]["sentence"]
+
+
 def test_the_journal_is_read_on_from_where_it_was(run: RunDir):
     said = ("p", {"type": "time_passed"}, {"said": ["one"]})
     write_events(run, said, said)

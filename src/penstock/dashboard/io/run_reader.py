@@ -218,7 +218,7 @@ class RunReader:
                 ending=ending_of(self.run),
                 alive=is_alive(self.run),
                 last_words=self.last_words(),
-                steps={name: int(line["step"]) + 1 for name, line in latest.steps.items()},
+                steps=latest.trained(),
                 gauges=latest.gauges,
                 stalls={name: ring.stalled for name, ring in self.folds.rings.items() if ring.stalled},
                 failed=next((ring.failed for ring in self.folds.rings.values() if ring.failed), ""),

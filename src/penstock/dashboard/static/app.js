@@ -30,7 +30,7 @@ let answeredAt = 0;
 
 async function get(address) {
   const response = await fetch(address);
-  const body = await response.json();
+  const body = await response.json().catch(() => ({ error: `The dashboard failed to answer this (${response.status}).` }));
   if (!response.ok) throw new Error(body.error ?? response.statusText);
   return body;
 }
@@ -51,7 +51,10 @@ async function listRuns() {
 
 function follow() {
   const [run, view, pipeline] = location.hash.slice(2).split("/").map(decodeURIComponent);
-  if (run !== page.run) Object.assign(page, { sample: undefined, source: undefined, first: 0, pipelines: [] });
+  if (run !== page.run) {
+    Object.assign(page, { sample: undefined, source: undefined, first: 0, pipelines: [] });
+    for (const id of ["pill", "sentence", "reading", "freshness"]) document.getElementById(id).textContent = "";
+  }
   Object.assign(page, { run: run || page.run, view: view in tabs ? view : "overview", pipeline: pipeline || undefined });
   document.getElementById("main").replaceChildren(Dom.el("div", { "data-key": "opening" }, Dom.empty("Opening …")));
   tick(true);
@@ -64,9 +67,14 @@ function go(run, view, pipeline = "") {
 const tabs = { ...Object.fromEntries(Object.entries(Views).map(([name, view]) => [name, view.title])), runs: "Runs" };
 
 function drawTabs() {
+  const nav = document.getElementById("tabs");
+  const shows = `${page.run}/${page.view}`;
+  if (nav.dataset.shows === shows) return;  // on a narrow screen it may have been scrolled
+  nav.dataset.shows = shows;
   const shown = Object.entries(tabs).filter(([name]) => !(EXPORTED && name === "runs"));
-  document.getElementById("tabs").replaceChildren(...shown.map(([name, title]) =>
+  nav.replaceChildren(...shown.map(([name, title]) =>
     Dom.el("a", { href: `#/${[page.run, name].map(encodeURIComponent).join("/")}`, "aria-current": name === page.view ? "page" : null }, title)));
+  nav.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
 }
 
 function drawState(data) {
@@ -95,6 +103,8 @@ async function tick(anew = false) {
     if (mine !== round) return;
     const sentence = error instanceof TypeError && !EXPORTED ? "The dashboard does not answer any more: was it stopped?" : error.message;
     document.getElementById("freshness").textContent = sentence;
+    drawTabs();
+    document.querySelector('[data-key="opening"]')?.replaceChildren(Dom.empty(sentence));
     wait = PACE_MS.failed;
   }
   if (mine === round && !EXPORTED) timer = setTimeout(tick, document.hidden ? 10 * PACE_MS.other : wait);

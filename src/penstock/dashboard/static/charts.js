@@ -24,7 +24,8 @@ const Charts = {
   elapsed(began, latest) {
     const range = Math.max(1, latest - began);
     const [unit, size] = range < 300 ? ["s", 1] : range < 4 * 3600 ? ["min", 60] : ["h", 3600];
-    return { title: `time since the start (${unit})`, of: (xs) => xs.map((x) => (x - began) / size) };
+    const words = window.innerWidth < 600 ? "time" : "time since the start";
+    return { title: `${words} (${unit})`, of: (xs) => xs.map((x) => (x - began) / size) };
   },
 
   /** A titled place for a chart inside `parent`. */

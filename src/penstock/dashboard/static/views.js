@@ -93,7 +93,8 @@ const Views = {
         { mean: data.staleness_mean, greatest: { x: data.staleness_max.x, y: data.staleness_max.high } }, { y: "versions" });
       const versions = { x: data.versions.map((one) => one.at), y: data.versions.map((one) => one.version) };
       const last = data.versions.at(-1);
-      const published = Charts.place(Dom.card(grid, "published", "Versions published", last ? `v${last.version}, ${Words.bytes(last.size_bytes)}` : ""), "chart", "");
+      const kept = data.versions[0]?.version > 0 ? `; the newest ${data.versions.length}` : "";
+      const published = Charts.place(Dom.card(grid, "published", "Versions published", last ? `v${last.version}, ${Words.bytes(last.size_bytes)}${kept}` : ""), "chart", "");
       Charts.overTime(published, { version: versions }, page.time, { y: "version", empty: "No weights have been published yet.", trace: { line: { shape: "hv" } } });
       Charts.clicked(published, (_, version) => page.tell(page.pipeline, "version", version));
       Charts.overTime(Charts.place(Dom.card(grid, "pauses", "How long an engine stood still for its last update"), "chart", ""),
