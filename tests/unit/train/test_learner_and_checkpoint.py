@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.batch.pack import TokenMicroBatch, TrajectoryBatch
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.tensors import device_bytes
 from penstock.train import checkpoint
@@ -17,35 +17,12 @@ from penstock.train.model import GymnasiumPolicy, LanguagePolicy, ModelSpec, Tin
 from penstock.train.step import Learner, OptimSettings
 
 
-@dataclass
-class Tokens:
-    token_ids_RT: np.ndarray
-    position_ids_RT: np.ndarray
-    sequences_RT: np.ndarray
-    loss_mask_RT: np.ndarray
-    logprobs_RT: np.ndarray
-    advantages_N: np.ndarray
-    trained_tokens_N: np.ndarray
-    packed: bool = False
-
-
-@dataclass
-class Episodes:
-    observations_S: np.ndarray
-    actions_S: np.ndarray
-    logprobs_S: np.ndarray
-    rewards_S: np.ndarray
-    lengths_N: np.ndarray
-    terminated_N: np.ndarray
-    last_observations_N: np.ndarray
-
-
-def language_batches(seed: int) -> list[Tokens]:
+def language_batches(seed: int) -> list[TokenMicroBatch]:
     rng = np.random.default_rng(seed)
     mask = np.zeros((4, 8), np.uint8)
     mask[:, 4:] = 1
     return [
-        Tokens(
+        TokenMicroBatch(
             rng.integers(3, 9, (4, 8), dtype=np.int32),
             np.tile(np.arange(8, dtype=np.int32), (4, 1)),
             np.repeat(np.arange(4, dtype=np.int16)[:, None], 8, 1),
@@ -53,17 +30,18 @@ def language_batches(seed: int) -> list[Tokens]:
             (mask * -2.2).astype(np.float32),
             rng.normal(size=4).astype(np.float32),
             np.full(4, 4),
+            packed=False,
         )
         for _ in range(3)
     ]
 
 
-def control_batches(seed: int) -> list[Episodes]:
+def control_batches(seed: int) -> list[TrajectoryBatch]:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 40, 6)
     steps = int(lengths.sum())
     return [
-        Episodes(
+        TrajectoryBatch(
             rng.normal(size=(steps, 4)).astype(np.float32),
             rng.integers(0, 2, steps),
             np.full(steps, -0.69, np.float32),

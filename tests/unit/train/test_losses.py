@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.batch.pack import TokenMicroBatch, TrajectoryBatch
 from penstock.train.loss import (
     ControlLossSettings,
     EpisodeTensors,
@@ -20,31 +21,19 @@ from penstock.train.model import ControlPolicy, GymnasiumPolicy, LanguagePolicy,
 SPEC = TinyLanguageModel(alphabet="abcdef>", hidden_size=16, layers=2, heads=2, max_positions=64)
 
 
-@dataclass
-class Tokens:
-    token_ids_RT: np.ndarray
-    position_ids_RT: np.ndarray
-    sequences_RT: np.ndarray
-    loss_mask_RT: np.ndarray
-    logprobs_RT: np.ndarray
-    advantages_N: np.ndarray
-    trained_tokens_N: np.ndarray
-    packed: bool
-
-
 def language_policy() -> LanguagePolicy:
     policy = build(SPEC)
     assert isinstance(policy, LanguagePolicy)
     return policy
 
 
-def tokens(lengths: list[int], prompt: int, packed: bool, seed: int = 0) -> Tokens:
+def tokens(lengths: list[int], prompt: int, packed: bool, seed: int = 0) -> TokenMicroBatch:
     """The same sequences either one per row or all in one row, as if sampled by a uniform policy."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(3, 10, length) for length in lengths]
     width = sum(lengths) if packed else max(lengths)
     shape = (1 if packed else len(lengths), width)
-    batch = Tokens(
+    batch = TokenMicroBatch(
         np.zeros(shape, np.int32),
         np.zeros(shape, np.int32),
         np.full(shape, -1, np.int16),
@@ -66,7 +55,7 @@ def tokens(lengths: list[int], prompt: int, packed: bool, seed: int = 0) -> Toke
     return batch
 
 
-def value(batch: Tokens, policy: LanguagePolicy, settings: TokenLossSettings, **more: torch.Tensor) -> float:
+def value(batch: TokenMicroBatch, policy: LanguagePolicy, settings: TokenLossSettings, **more: torch.Tensor) -> float:
     prepared = TokenTensors(batch, torch.device("cpu"))
     loss, _ = token_loss(
         prepared, policy.module, settings, total_tokens=prepared.tokens, total_sequences=prepared.sequences, **more
@@ -104,10 +93,10 @@ def test_the_gradient_does_not_depend_on_micro_batches() -> None:
             policy.module.zero_grad()
             prepared = []
             for rows in parts:
-                part = Tokens(**{k: getattr(whole, k)[rows] for k in list(vars(whole))[:-1]}, packed=False)
+                part = {name: value[rows] for name, value in asdict(whole).items() if isinstance(value, np.ndarray)}
                 renumbered = np.arange(len(rows), dtype=np.int16)[:, None]
-                part.sequences_RT = np.where(part.sequences_RT < 0, -1, renumbered).astype(np.int16)
-                prepared.append(TokenTensors(part, torch.device("cpu")))
+                part["sequences_RT"] = np.where(part["sequences_RT"] < 0, -1, renumbered).astype(np.int16)
+                prepared.append(TokenTensors(TokenMicroBatch(**part, packed=False), torch.device("cpu")))
             for batch in prepared:
                 loss, _ = token_loss(
                     batch,
@@ -196,17 +185,6 @@ def test_discounted_sums_agree_with_the_plain_recursion() -> None:
     assert found.numpy() == pytest.approx(np.array(wanted), abs=1e-4)
 
 
-@dataclass
-class Episodes:
-    observations_S: np.ndarray
-    actions_S: np.ndarray
-    logprobs_S: np.ndarray
-    rewards_S: np.ndarray
-    lengths_N: np.ndarray
-    terminated_N: np.ndarray
-    last_observations_N: np.ndarray
-
-
 @pytest.mark.parametrize("kind", ["discrete", "gaussian"])
 def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
     policy = build(GymnasiumPolicy((3,), kind, 2))  # type: ignore[arg-type]
@@ -215,7 +193,7 @@ def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
     observations = rng.normal(size=(5, 3)).astype(np.float32)
     actions = np.zeros(5, np.int64) if kind == "discrete" else np.zeros((5, 2), np.float32)
     last = rng.normal(size=(2, 3)).astype(np.float32)
-    batch = Episodes(
+    batch = TrajectoryBatch(
         observations, actions, np.zeros(5, np.float32), np.ones(5, np.float32), np.array([2, 3]),
         np.array([1, 0], np.uint8), last,
     )  # fmt: skip
