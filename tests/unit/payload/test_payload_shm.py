@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -362,6 +363,32 @@ def test_a_slot_locked_for_ever_is_an_error_and_not_a_hang(
     stopped.unlock(ref.slot)
     assert reader.take(ref).consumed()
     stopped.close()
+
+
+def test_a_full_file_system_is_a_full_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 0
+    fallocate = os.posix_fallocate
+
+    def refuse_beyond_room(fd: int, offset: int, length: int) -> None:
+        if offset + length > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(fd, offset, length)
+
+    ring = Ring.create("run-1", capacity_bytes=64 << 20, slots=8, directory=str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", refuse_beyond_room)
+    with pytest.raises(Transient, match="could not grow"):
+        ring.write([bytes(1 << 20)], timeout_s=3600)  # nobody could make room, so it does not wait
+    room = 20 << 20
+    held = [ring.write([bytes([number]) * (8 << 20)], timeout_s=0) for number in range(2)]
+    ring.write([bytes(2 << 20)], timeout_s=0)  # less than a step is left, and enough
+    with pytest.raises(Transient, match=r"3 payloads are waiting and no consumer.*could not grow.*No space left"):
+        ring.write([bytes(8 << 20)], timeout_s=0.01)
+    ring.discard(held[:1])
+    ring.write([bytes(8 << 20)], timeout_s=0)
+    room = 64 << 20
+    ring.write([bytes(8 << 20)], timeout_s=30)
+    ring.check()
+    ring.close()
 
 
 def test_a_forked_child_does_not_keep_the_locks(ring: Ring, tmp_path: Path) -> None:

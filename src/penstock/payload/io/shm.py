@@ -11,14 +11,14 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xxhash
 
 from penstock.errors import LocalProtocolError, RunFailed, Transient
+from penstock.payload.io.bodies import Body, Joined, fill_and_digest
 from penstock.payload.io.huge_pages import use_huge_pages
 from penstock.payload.io.mapping import DIRECTORY, Mapping
 from penstock.payload.ring import ALIGNMENT, HEADER_BYTES, MAX_SLOTS, NAME_PREFIX, Arena, Extent, Header
@@ -39,10 +39,10 @@ from penstock.runtime.process import start_time
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-CHUNK_BYTES = 1 << 20
-"""Copied and hashed piece by piece, so that the hash finds the bytes still in the cache."""
 COMMIT_BYTES = 16 * 1024 * 1024
 """Memory is committed in such steps, so that a full /dev/shm is an error message and not a SIGBUS."""
+GROW_PAUSE_S = 0.5
+"""Before memory is asked for again after the file system was full."""
 HARVEST_WRITES = 64
 """Every write looks whether the oldest payload was given back, because its memory is warm where fresh one is not; after
 so many writes it looks at all of them, for what was given back out of turn."""
@@ -68,17 +68,6 @@ class RingStatistics(NamedTuple):
     """Finalisations by readers that had been superseded: refused, and counted by the readers attached now."""
 
 
-class Body(Protocol):
-    """A payload that writes itself into its place."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def fill(self, target: memoryview) -> Iterator[int]:
-        """Write into `target`, of that size, front to back, and say now and then how many bytes are in place."""
-        ...
-
-
 class Ring:
     """The producer's side. Create with `Ring.create`."""
 
@@ -91,6 +80,9 @@ class Ring:
         self._extents: dict[int, Extent] = {}
         """Of all slots that are in use, oldest first."""
         self._committed_bytes = 0
+        self._cannot_grow = ""
+        """Why not, since the last attempt."""
+        self._grow_again_at = 0.0
         self._writes_since_harvest = 0
         self._written = self._discarded = self._waited = 0
         self._waited_s = 0.0
@@ -161,19 +153,20 @@ class Ring:
 
     def write(self, buffers: Sequence[Buffer], *, timeout_s: float) -> PayloadRef:
         """Store the concatenation of `buffers` and return the one reference to it; otherwise like `fill`."""
-        return self.fill(_Joined(buffers, CHUNK_BYTES if self._mapping.header.digests else None), timeout_s=timeout_s)
+        return self.fill(Joined(buffers, in_pieces=self._mapping.header.digests), timeout_s=timeout_s)
 
     def fill(self, body: Body, *, timeout_s: float) -> PayloadRef:
         """Let `body` write itself into a slot and return the one reference to it.
 
         Waits up to `timeout_s` for room, then raises `Transient` naming the consumer that is slow: this is how
-        backpressure reaches the generation loop. Blocking; call it from a worker thread.
+        backpressure reaches the generation loop. A full file system is a full ring, too. Blocking; call it from a
+        worker thread.
         """
         size_bytes = body.size_bytes
         slot, offset, word = self._reserve(size_bytes, timeout_s)
         mapping = self._mapping
         try:
-            digest = _fill(mapping.body(offset, size_bytes), body, mapping.header.digests)
+            digest = fill_and_digest(mapping.body(offset, size_bytes), body, mapping.header.digests)
             mapping.store_extent(slot, offset, size_bytes, digest)
         except BaseException:
             mapping.store(slot, abandon(word))
@@ -287,11 +280,16 @@ class Ring:
             if extent is None:
                 return None
             if extent.offset + extent.size_bytes > self._committed_bytes:
+                grown = False
                 try:
-                    self._commit_memory(extent.offset + extent.size_bytes)
-                except BaseException:
-                    self._arena.free(extent)
-                    raise
+                    grown = self._commit_memory(extent.offset + extent.size_bytes)
+                finally:
+                    if not grown:
+                        self._arena.free(extent)
+                if not grown:
+                    if not self._extents:  # nobody can make room by giving something back
+                        raise Transient(self._cannot_grow)
+                    return None
             slot = self._free.pop()
             self._extents[slot] = extent
             # Stored under the lock: from here on a harvest must not take the slot for one that was given back.
@@ -311,18 +309,26 @@ class Ring:
         self._arena.free(self._extents.pop(slot))
         self._free.append(slot)
 
-    def _commit_memory(self, end: int) -> None:
-        target = min(self._arena.capacity_bytes, -(-end // COMMIT_BYTES) * COMMIT_BYTES)
+    def _commit_memory(self, end: int) -> bool:
+        """Make sure that there is memory up to `end`, if possible a whole step; false when the file system is full."""
+        if self._extents and time.monotonic() < self._grow_again_at:
+            return False
         start = self._mapping.layout.arena + self._committed_bytes
-        try:
-            os.posix_fallocate(self._mapping.fd, start, target - self._committed_bytes)
-        except OSError as error:
-            raise Transient(
-                f"{self._mapping.path.parent} is full: ring {self.name} could not grow to {target} bytes "
-                f"({error.strerror}); make the ring smaller or that file system larger"
-            ) from error
-        use_huge_pages(self._mapping.memory, start, self._mapping.layout.arena + target)
-        self._committed_bytes = target
+        for target in (min(self._arena.capacity_bytes, -(-end // COMMIT_BYTES) * COMMIT_BYTES), end):
+            try:
+                os.posix_fallocate(self._mapping.fd, start, target - self._committed_bytes)
+            except OSError as error:
+                self._cannot_grow = (
+                    f"{self._mapping.path.parent} is full: ring {self.name} could not grow to {target} bytes "
+                    f"({error.strerror}); make the ring smaller or that file system larger"
+                )
+                self._grow_again_at = time.monotonic() + GROW_PAUSE_S
+                continue
+            use_huge_pages(self._mapping.memory, start, self._mapping.layout.arena + target)
+            self._committed_bytes = target
+            self._cannot_grow, self._grow_again_at = "", 0.0
+            return True
+        return False
 
     def _count_states(self) -> list[int]:
         return np.bincount((self._mapping.word_array & _STATE_MASK).astype(np.int64), minlength=4).tolist()
@@ -350,44 +356,5 @@ class Ring:
             blame = f"{ready} payloads are waiting and no consumer has attached"
         return (
             f"ring {self.name} had no room for {size_bytes} bytes within {timeout_s} s: {blame} "
-            f"({self._describe_load()})"
+            f"({self._describe_load()}){self._cannot_grow and '; ' + self._cannot_grow}"
         )
-
-
-class _Joined:
-    """Buffers one after the other, in pieces of `chunk_bytes` or each in one."""
-
-    def __init__(self, buffers: Sequence[Buffer], chunk_bytes: int | None) -> None:
-        self._views = [view.cast("B") for view in map(memoryview, buffers) if view.nbytes]
-        self.size_bytes = sum(map(len, self._views))
-        self._chunk_bytes = chunk_bytes or max(1, self.size_bytes)
-
-    def fill(self, target: memoryview) -> Iterator[int]:
-        # numpy copies without holding the interpreter's lock; a slice assignment of a memoryview does not.
-        out = np.frombuffer(target, np.uint8)
-        at = 0
-        for view in self._views:
-            source = np.frombuffer(view, np.uint8)
-            for start in range(0, len(view), self._chunk_bytes):
-                piece = source[start : start + self._chunk_bytes]
-                out[at : at + len(piece)] = piece
-                at += len(piece)
-                yield at
-
-
-def _fill(target: memoryview, body: Body, digests: bool) -> int:
-    """Let `body` write itself into `target`; the digest of the whole, or 0 when digests are off."""
-    at = 0
-    if not digests or len(target) <= CHUNK_BYTES:
-        for at in body.fill(target):  # noqa: B007 - how far it came is asked below
-            pass
-        digest = xxhash.xxh3_64_intdigest(target) if digests else 0
-    else:
-        hasher = xxhash.xxh3_64()
-        for end in body.fill(target):
-            hasher.update(target[at:end])
-            at = end
-        digest = hasher.intdigest()
-    if at != len(target):
-        raise LocalProtocolError(f"a payload of {len(target)} bytes wrote only {at} of them")
-    return digest
