@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock.launch.restarts import FailTheRun, Finished
+from penstock.launch.restarts import Ended, FailTheRun, Finished
 
 OVER = ("complete", "stopped")
+LEFT_EARLY = 1
+"""Exit code of a process that had none to leave with."""
 
 
 def judge(status: Mapping[str, Any], trainers: Iterable[str], ended_well: set[str]) -> Finished | FailTheRun | None:
@@ -21,6 +23,13 @@ def judge(status: Mapping[str, Any], trainers: Iterable[str], ended_well: set[st
     pipelines = status.get("pipelines", {})
     over = bool(pipelines) and all(one["phase"] in OVER for one in pipelines.values())
     return Finished() if over and ended_well.issuperset(trainers) else None
+
+
+def judge_leaving(status: Mapping[str, Any], pipeline: str, ended: Ended) -> Ended:
+    """A process that left as if its work were done, although its pipeline is not over, was ended by something else."""
+    if ended.exit_code != 0 or status.get("pipelines", {}).get(pipeline, {}).get("phase") in OVER:
+        return ended
+    return Ended(LEFT_EARLY, "it left although its pipeline is not over: did something call os._exit?")
 
 
 def judge_last_words(last_words: Mapping[str, Mapping[str, Any] | None]) -> FailTheRun | None:

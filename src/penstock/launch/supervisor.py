@@ -22,7 +22,7 @@ import httpx
 from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
 from penstock.errors import ConfigError, PenstockError, RunFailed, Transient
-from penstock.launch.ending import judge, judge_last_words
+from penstock.launch.ending import judge, judge_last_words, judge_leaving
 from penstock.launch.processes import CONTROLLER, ProcessSpec, processes_of
 from penstock.launch.restarts import (
     Ended,
@@ -203,6 +203,9 @@ class Supervisor:
         self._placed[spec.name], self._members[spec.name] = placed, member
         log.info("started %s as %s", spec.name, placed.where)
         ended = await placed.wait()
+        if ended.exit_code == 0 and spec.pipeline is not None and not self._over.is_set():
+            await self._look()
+            ended = judge_leaving(self._status, spec.pipeline, ended)
         if self._over.is_set():
             return None
         last_words = self._run.read_failure(spec.name)

@@ -1,5 +1,5 @@
-from penstock.launch.ending import judge, judge_last_words
-from penstock.launch.restarts import FailTheRun, Finished
+from penstock.launch.ending import judge, judge_last_words, judge_leaving
+from penstock.launch.restarts import Ended, FailTheRun, Finished
 
 TRAINERS = ("letters.trainer",)
 
@@ -31,3 +31,12 @@ def test_last_words_of_the_end_count():
     assert judge_last_words({"controller": None, "letters.trainer": None}) is None
     expected = FailTheRun("letters.trainer: no space left for the checkpoint")
     assert judge_last_words({"controller": None, "letters.trainer": words}) == expected
+
+
+def test_leaving_is_finishing_only_when_the_pipeline_is_over():
+    assert judge_leaving(status("complete"), "letters", Ended(0)) == Ended(0)
+    for seen in (status("draining"), {}):
+        left = judge_leaving(seen, "letters", Ended(0))
+        assert left.exit_code != 0
+        assert "its pipeline is not over" in left.lost
+        assert judge_leaving(seen, "letters", Ended(-9)) == Ended(-9), "that speaks for itself"
