@@ -415,6 +415,30 @@ def test_a_port_that_can_never_accept_again_is_told_of(world: World) -> None:
     world.expect_service(server)
 
 
+def test_a_thread_that_cannot_be_started_costs_its_connection_only(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = world.serve(PATIENT)
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def start_or_refuse(thread: threading.Thread) -> None:
+        if thread.name == "payload-serve" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+    with connected(server) as turned_away:
+        turned_away.settimeout(30)
+        assert turned_away.recv(1) == b""
+    assert refused
+    world.expect_service(server)
+    server.check()
+    eventually(lambda: server.statistics().connections == 0)
+    assert server.statistics().turned_away == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_what_a_forked_child_closes_stays_open_for_its_parent(world: World) -> None:
     server = world.serve()

@@ -154,8 +154,14 @@ class TcpServer:
             leaving.break_off()
         if leaving is connection:
             connection.close()
-        else:
+            return
+        try:
             connection.thread.start()
+        except RuntimeError as error:  # the system has no more threads for us now
+            log.warning("payload port %d: turned away %s: %s", port, connection, error)
+            self._service.count("turned_away")
+            self._leave(port, connection)
+            connection.close()
 
     def _leave(self, port: int, connection: _Connection) -> None:
         with self._lock:
