@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale
+from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest, TensorSpec
 from penstock.runtime.tensors import module_tensors
@@ -229,6 +230,18 @@ def test_a_failed_publication_leaves_nothing_behind(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path, "l1")
     with pytest.raises(LocalProtocolError, match="complex64"):
         publisher.publish(Version(0), {"ok": torch.zeros(3), "bad": torch.zeros(3, dtype=torch.complex64)})
+    assert not [name for _, _, names in os.walk(tmp_path) for name in names]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    publisher = Publisher(tmp_path, "l1")
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(RunFailed, match=f"version 7 .* to {tmp_path}/weights/main/l1: {os.strerror(code)}"):
+        publisher.publish(Version(7), model(7))
     assert not [name for _, _, names in os.walk(tmp_path) for name in names]
 
 

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
+from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale, Transient
 from penstock.records.ids import Version
 from penstock.records.weights import BucketSpec, Manifest
 from penstock.runtime.disk import flush
@@ -90,8 +90,8 @@ class Publisher:
         final = self._run_dir / directory
         writing = final.parent / f".writing-{final.name}-{os.getpid()}"
         shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
         try:
+            writing.mkdir(parents=True)
             digests: list[bytes] = []
             buckets: list[BucketSpec] = []
             for index, specs in enumerate(plan(specs_of(tensors), self._bucket_bytes)):
@@ -108,6 +108,10 @@ class Publisher:
             os.rename(writing, final)
             if durable:
                 flush(final.parent)
+        except OSError as error:
+            raise RunFailed(
+                f"weights version {version} cannot be written to {final.parent}: {error.strerror or error}"
+            ) from error
         finally:
             shutil.rmtree(writing, ignore_errors=True)
         self._collect()
