@@ -40,7 +40,6 @@ BUCKETS = 3
 POLL_S = 10.0
 CHANGE_S = 20.0
 """What one step of an update may take; an engine that takes longer hangs."""
-MAX_INTERRUPTIONS = 3
 
 
 class Artifacts:
@@ -127,7 +126,6 @@ class SimUpdater:
         self._is_awake = is_awake
         self._woken = woken
         self._backoff = Backoff(0.5, 5.0)
-        self._interruptions = 0
         self._step = "poll"
         self._wedged = self._given_up = False
 
@@ -159,13 +157,8 @@ class SimUpdater:
         except PenstockError as error:
             if self._given_up:
                 raise
-            if isinstance(error, Transient) and self._step == "bring" and self._interruptions < MAX_INTERRUPTIONS:
-                self._interruptions += 1
-                yield from self._rest()
-            else:
-                yield from self._failed(error)
+            yield from self._failed(error)
         else:
-            self._interruptions = 0
             self._backoff.reset()
             self.updates += 1
         self.updating = False
@@ -241,7 +234,8 @@ class SimUpdater:
             yield from self._do("recheck", 0.02)
             if self._engine.memory != [self.replica.digest] * BUCKETS:
                 yield from self._fence(self.replica.digest)
-        yield from self._perform(self._tell(UpdateFailed(step, error.message)))
+        failed = UpdateFailed(step, error.message, isinstance(error, Transient))
+        yield from self._perform(self._tell(failed))
         if self._wedged:
             raise error
         yield from self._rest()

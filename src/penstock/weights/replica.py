@@ -18,6 +18,8 @@ from penstock.records.ids import Version
 
 RESUME_TRIES = 3
 """Resuming is idempotent and cheap; an engine that refuses it this often is broken."""
+MAX_INTERRUPTIONS = 3
+"""Transfers in a row that may break off before that counts as a failure."""
 
 
 class ReplicaState(StrEnum):
@@ -72,6 +74,8 @@ class UpdateFailed(msgspec.Struct, frozen=True):
 
     step: str
     error: str
+    transient: bool = False
+    """The same may succeed the next time."""
 
 
 class Died(msgspec.Struct, frozen=True):
@@ -149,6 +153,7 @@ class Replica:
         self.failures = 0
         """Updates failed in a row."""
         self.resume_failures = 0
+        self.interruptions = 0
         self.first_error = ""
         self.later_errors: list[str] = []
         self._max_failures = max_failures
@@ -176,7 +181,7 @@ class Replica:
         match event:
             case Verified() | Swapped():
                 self.version, self.digest = event.version, event.digest
-                self.failures, self.first_error, self.later_errors = 0, "", []
+                self.failures, self.interruptions, self.first_error, self.later_errors = 0, 0, "", []
             case Mismatched():
                 self._note(f"digest {event.found}, expected {event.expected}")
             case Died():
@@ -184,7 +189,8 @@ class Replica:
             case Resumed():
                 self.resume_failures = 0
             case Restarted():
-                self.version, self.digest, self.failures, self.resume_failures = Version(-1), "", 0, 0
+                self.version, self.digest = Version(-1), ""
+                self.failures = self.resume_failures = self.interruptions = 0
         if target in (ReplicaState.TORN, ReplicaState.STALE):
             self.digest = ""
         # These pass within one update, which ends with another event.
@@ -194,6 +200,10 @@ class Replica:
     def _failed(self, event: UpdateFailed) -> list[ReplicaEffect]:
         if self.state is ReplicaState.DEAD:
             raise InvalidTransition(f"an update cannot fail in a dead replica: {self!r}")
+        if event.transient and event.step == "bring" and self.interruptions < MAX_INTERRUPTIONS:
+            # Most likely its source is being replaced: that will be heard of sooner than this can be mended.
+            self.interruptions += 1
+            return []
         self._note(f"{event.step}: {event.error}")
         if event.step == "resume":
             self.resume_failures += 1

@@ -9,6 +9,7 @@ import pytest
 from penstock.errors import InvalidTransition
 from penstock.records.ids import Version
 from penstock.weights.replica import (
+    MAX_INTERRUPTIONS,
     RESUME_TRIES,
     TRANSITIONS,
     AbandonReplica,
@@ -101,6 +102,18 @@ def test_a_failure_where_nothing_can_be_resumed_is_reported(state: ReplicaState)
     assert isinstance(report, ReportReplicaState)
     assert (report.state, report.error) == (state, "bring: no route")
     assert bool(report.digest) is (state is S.SERVING)
+
+
+def test_a_transfer_that_breaks_off_is_begun_again_a_few_times_before_it_counts() -> None:
+    replica = replica_in(S.SERVING)
+    broken = UpdateFailed("bring", "reset", transient=True)
+    for _ in range(MAX_INTERRUPTIONS):
+        assert replica.handle(broken, 1.0) == []
+        assert (replica.failures, replica.first_error) == (0, "")
+    assert [type(effect) for effect in replica.handle(broken, 1.0)] == [ReportReplicaState]
+    replica.handle(Swapped(Version(2), NEW), 2.0)
+    assert replica.handle(broken, 3.0) == []
+    assert [type(effect) for effect in replica.handle(UpdateFailed("swap", "x", True), 4.0)] == [ReportReplicaState]
 
 
 @pytest.mark.parametrize(("state", "version", "digest"), [(S.QUIESCED, 1, OLD), (S.LOADED, 2, NEW)])

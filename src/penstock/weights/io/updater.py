@@ -51,9 +51,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Way = Literal["staged", "in_place"]
 
-MAX_INTERRUPTIONS = 3
-"""Transfers of a row that may break off before it counts as a failure."""
-
 
 class ReplicaReport(msgspec.Struct, frozen=True):
     """What the controller is told after every change."""
@@ -130,7 +127,6 @@ class ReplicaUpdater:
         self._pause_s = 0.0
         self._skipped = 0
         self._step = "poll"
-        self._interruptions = 0
         self._wedged = False
         self._given_up = False
         self._unsent: ReplicaReport | None = None
@@ -200,16 +196,8 @@ class ReplicaUpdater:
         except (PenstockError, OSError, RuntimeError, ValueError, KeyError) as error:
             if self._given_up:
                 raise
-            if isinstance(error, Transient) and self._step == "bring" and self._interruptions < MAX_INTERRUPTIONS:
-                # Most likely its source is being replaced: that will be heard of sooner than this can be mended.
-                self._interruptions += 1
-                self.statistics.interrupted += 1
-                logger.warning("a transfer broke off and will be begun again: %s", error)
-                await asyncio.sleep(self._backoff.next_s())
-            else:
-                await self._failed(error, offload)
+            await self._failed(error, offload)
         else:
-            self._interruptions = 0
             self._backoff.reset()
             self.statistics.updates += 1
             self.statistics.skipped_versions += self._skipped
@@ -321,12 +309,16 @@ class ReplicaUpdater:
         return self.replica.handle(event, self._clock.now())
 
     async def _failed(self, error: Exception, offload: Offload) -> None:
-        self.statistics.failures += 1
         step, text = self._step, str(error) or type(error).__name__
         logger.warning("update failed at step %r: %s; %r", step, text, self.replica)
         if self.replica.may_serve and step != "bring" and not self._wedged:
             await self._recheck(offload)
-        await self._perform(self._tell(UpdateFailed(step, text)), offload)
+        effects = self._tell(UpdateFailed(step, text, isinstance(error, Transient)))
+        if effects:
+            self.statistics.failures += 1
+        else:  # a transfer broke off, and is simply begun again
+            self.statistics.interrupted += 1
+        await self._perform(effects, offload)
         if self._wedged:
             raise error
         await asyncio.sleep(self._backoff.next_s())
