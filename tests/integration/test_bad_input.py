@@ -145,7 +145,7 @@ def test_a_journal_that_is_not_one(folder: Path):
     for path in run.directory.glob("journal.sqlite*"):
         path.unlink()
     (run.directory / "journal.sqlite").write_bytes(b"not a database" * 1000)
-    code, output = start(folder, "--resume", run.directory).end(60)
+    code, output = start(folder, "--resume", run.directory, "--set", "pipeline.letters.steps=2").end(60)
     assert code == 1
     assert "journal" in output
     assert "Traceback" not in output

@@ -67,6 +67,9 @@ def run_command(config: Path | None, overrides: list[str], *, resume: Path | Non
     try:
         outcome = _run(run, resolved, console)
     except PenstockError as error:
+        ending = run.read_ending()
+        if ending is None or ending["how"] != "failed":  # it did not come to run
+            raise
         picture = plot(run)
         drawn = [] if picture is None else [f"reward curves so far: {picture}"]
         hints = [*drawn, f"logs: {run.root}/logs", f"once mended, go on with: penstock run --resume {run.root}"]

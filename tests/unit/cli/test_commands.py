@@ -14,6 +14,7 @@ from penstock.cli.main import app
 from penstock.cli.run import attach_command, run_command
 from penstock.config.load import dump, load
 from penstock.errors import ConfigError, RunFailed
+from penstock.launch.supervisor import exclusive
 from penstock.runtime.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,15 +48,21 @@ def test_a_run_that_fails_says_where_its_logs_are(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def fails(*_: object) -> None:
+        run.write_ending("failed")
         raise RunFailed("letters.trainer: the loss is not finite")
 
     monkeypatch.setattr(running, "_run", fails)
-    run.write_ending("interrupted")
     with pytest.raises(RunFailed) as caught:
         run_command(None, [], resume=run.root, dry_run=False)
     first, *hints = caught.value.message.splitlines()
     assert first == "letters.trainer: the loss is not finite"
     assert hints == [f"logs: {run.root}/logs", f"once mended, go on with: penstock run --resume {run.root}"]
+
+
+def test_a_run_that_did_not_come_to_run_says_only_why(run: RunDir):
+    with exclusive(run), pytest.raises(ConfigError) as caught:
+        run_command(None, [], resume=run.root, dry_run=False)
+    assert caught.value.message == f"{run.root} is being run by another process; stop that one first"
 
 
 @pytest.mark.parametrize("how", ["complete", "interrupted", "failed"])
