@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
@@ -37,16 +37,22 @@ class PreparationPool:
         and the call made once more, since its neighbour's call may have been what killed it."""
         pool = self._pool
         try:
-            return pool.submit(function, *arguments).result(self._timeout_s)
+            return self._result(pool.submit(function, *arguments))
         except BrokenProcessPool:
             self._replace(pool)
-        except TimeoutError as error:
-            raise PeerLost(f"a preparation process did not answer within {self._timeout_s:.0f} s") from error
-        return self._pool.submit(function, *arguments).result(self._timeout_s)
+        return self._result(self._pool.submit(function, *arguments))
 
     def close(self) -> None:
         """Ends the processes; calls not begun are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _result(self, call: Future[T]) -> T:
+        try:
+            return call.result(self._timeout_s)
+        except TimeoutError as error:
+            if call.done():  # the function raised it
+                raise
+            raise PeerLost(f"a preparation process did not answer within {self._timeout_s:.0f} s") from error
 
     def _started(self) -> ProcessPoolExecutor:
         # Forking a process that has threads, as a worker does, can deadlock the child.
