@@ -11,7 +11,6 @@ import pytest
 from penstock.errors import PeerLost
 from penstock.rollout.io.preparation_pool import PreparationPool
 
-
 HANGS = object()
 
 
