@@ -28,21 +28,22 @@ class Key:
     meaning: str
 
 
-def keys(prefix: str = "") -> list[Key]:
-    """Those at or under `prefix`, with or without a pipeline's name; ConfigError if there are none."""
+def keys(wanted: str = "") -> list[Key]:
+    """Those of a table, or one: by any end of its path, with or without a pipeline's name. ConfigError if none is."""
     everything = list(_walk(Config, "", ""))
-    wanted = tuple(part for part in prefix.split(".") if part)
-    found = [key for key in everything if _begins(key.path, wanted)]
-    if not found:
-        tables = {key.path.rpartition(".")[0].replace("pipeline.NAME", "pipeline") for key in everything}
-        raise ConfigError(f"no key begins with {prefix!r}{nearest(prefix, tables - {''})}")
-    return found
+    parts = tuple(part for part in wanted.split(".") if part)
+    unnamed = parts[:1] + parts[2:] if parts[:1] == ("pipeline",) else parts
+    for asked in (parts, unnamed):
+        if found := [key for key in everything if _has(key.path, asked)]:
+            return found
+    tables = {key.path.rpartition(".")[0].replace("pipeline.NAME", "pipeline") for key in everything}
+    raise ConfigError(f"there is no key or table {wanted!r}{nearest(wanted, tables - {''})}")
 
 
-def _begins(path: str, wanted: tuple[str, ...]) -> bool:
-    """`rollout` and `pipeline.rollout` mean the table, `temperature` the key."""
+def _has(path: str, asked: tuple[str, ...]) -> bool:
+    """Whether these parts stand side by side in it: `rollout` is a table, `train.device` a key."""
     parts = [part for part in path.split(".") if part != "NAME"]
-    return any(tuple(parts[start : start + len(wanted)]) == wanted for start in range(len(parts)))
+    return any(tuple(parts[start : start + len(asked)]) == asked for start in range(len(parts)))
 
 
 def _walk(model: type[BaseModel], path: str, table: str) -> Iterator[Key]:

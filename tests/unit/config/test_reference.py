@@ -32,6 +32,7 @@ def test_a_table_or_a_key_is_found_by_what_people_call_it():
     assert {key.table for key in keys("model")} == {
         f'[pipeline.model]  kind = "{kind}"' for kind in ("tiny", "path", "mlp")
     }
+    assert keys("pipeline.letters.rollout") == keys("rollout")
     [key] = keys("train.max_staleness")
     assert (key.path, key.default) == ("pipeline.NAME.train.max_staleness", "2")
     with pytest.raises(ConfigError, match=r"did you mean 'pipeline.rollout'"):
