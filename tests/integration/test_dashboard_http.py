@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,15 @@ def test_untrusted_text_travels_as_data_only(watched: Watched, run: RunDir):
     assert reply.headers["content-type"] == "application/json"
     assert reply.headers["x-content-type-options"] == "nosniff"
     assert reply.json()["sample"]["pieces"][0]["text"] == HOSTILE
+
+
+def test_a_run_that_cannot_be_read_is_named_in_the_comparison(watched: Watched, run: RunDir):
+    damaged = RunDir.create(run.root.parent, "damaged", "", "0.1.0")
+    damaged.metrics_path.mkdir()
+    answer = watched.client.get("api/compare", params={"run": damaged.root.name})
+    shutil.rmtree(damaged.root)
+    assert answer.status_code == 404
+    assert str(damaged.metrics_path) in answer.json()["error"]
 
 
 def test_runs_are_compared_side_by_side(watched: Watched, run: RunDir):

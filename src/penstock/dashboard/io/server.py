@@ -100,8 +100,8 @@ class Dashboard:
         names = request.query_params.getlist("run")[:MOST_COMPARED]
         try:
             return _json(await self._reading.run(self._compared, names))
-        except PenstockError as error:
-            return _json({"error": error.message}, 404)
+        except (PenstockError, OSError, ValueError) as error:
+            return _json({"error": str(error)}, 404)
 
     def _answer(self, run: str, view: str, query: Mapping[str, str]) -> dict[str, Any]:
         reader = self._shelf.reader(run)

@@ -102,9 +102,10 @@ async function tick(anew = false) {
   } catch (error) {
     if (mine !== round) return;
     const sentence = error instanceof TypeError && !EXPORTED ? "The dashboard does not answer any more: was it stopped?" : error.message;
-    document.getElementById("freshness").textContent = sentence;
     drawTabs();
-    document.querySelector('[data-key="opening"]')?.replaceChildren(Dom.empty(sentence));
+    const opening = document.querySelector('[data-key="opening"]');
+    if (opening) opening.replaceChildren(Dom.empty(sentence));
+    else document.getElementById("freshness").textContent = sentence;
     wait = PACE_MS.failed;
   }
   if (mine === round && !EXPORTED) timer = setTimeout(tick, document.hidden ? 10 * PACE_MS.other : wait);

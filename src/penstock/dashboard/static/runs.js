@@ -18,7 +18,7 @@ const Runs = {
         onchange: (event) => { if (event.target.checked) Runs.ticked.add(run.id); else Runs.ticked.delete(run.id); page.refresh(); } }) },
       { title: "run", of: (run) => Dom.el("a", { href: `#/${encodeURIComponent(run.id)}/overview`, style: "color: inherit" }, run.id) },
       { title: "state", of: (run) => run.trouble ?? (run.alive ? "running" : run.ended ?? "ended") },
-      { title: "made", of: (run) => Words.day(run.made_at) },
+      { title: "made", kind: "moment", of: (run) => Words.day(run.made_at) },
       { title: "steps", of: (run) => Object.entries(run.steps ?? {}).map(([name, last]) => `${name} ${last.step}`).join(", ") },
       { title: "reward", of: (run) => Object.entries(run.steps ?? {}).map(([name, last]) => `${name} ${Words.number(last.reward)}`).join(", ") },
     ], runs));
