@@ -96,6 +96,15 @@ class Observer:
         grace_s = self.settings.startup_grace_s if state.ledger.next_sample == state.issued_before else 0.0
         return max(0.0, now - max(state.progressed_at, state.started_at + grace_s))
 
+    def demand(self) -> tuple[int, int]:
+        """Samples that could still be leased or are out, and how many ever came to an end.
+
+        What was given back unfinished has not come to an end: it is issued again.
+        """
+        books = self.state.ledger
+        ended = books.next_sample - books.counts["leased"] - books.dropped["returned"]
+        return self.admission.wanted() + self.evaluation.outstanding, ended
+
     def batch_waits_for(self) -> str:
         """What the next batch lacks, in a few words."""
         ledger, counts = self.ledger, self.state.ledger.counts
