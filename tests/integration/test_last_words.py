@@ -8,16 +8,20 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.config.load import load
 from penstock.errors import ConfigError
+from penstock.records.ids import StepIndex, Version
 from penstock.roles.__main__ import parse
 from penstock.roles.environments import environment_of
 from penstock.roles.process import UNEXPECTED, RoleMain, RoleProcess, run_role
 from penstock.roles.reporting import connected
 from penstock.runtime.rundir import RunDir
+from penstock.wire.messages import Registered
 
 CONFIG = """
 [[pipeline]]
@@ -73,6 +77,44 @@ def test_nobody_waits_for_a_controller_that_will_not_come(tmp_path: Path):
             raise AssertionError("there is nobody to connect with")
 
     assert lived(tmp_path, main) == (0, None)
+
+
+class Controller:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    async def call(self, request: Any, timeout_s: float | None = None) -> Any:
+        await asyncio.sleep(0)
+        self.told.append(request)
+        return Registered("running", Version(0), StepIndex(0))
+
+    def hurry(self, timeout_s: float) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is gone\nfor good"), None])
+def test_a_process_that_fails_does_not_say_that_it_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+):
+    """A trainer that is believed to have finished is believed to have saved its last step."""
+    controller, sidecar = Controller(), SimpleNamespace(stop=lambda timeout_s: None)
+    monkeypatch.setattr("penstock.roles.reporting.ControlClient", lambda *_, **__: controller)
+    monkeypatch.setattr("penstock.roles.reporting.Sidecar.start", lambda *_, **__: sidecar)
+
+    async def main(process: RoleProcess) -> None:
+        async with connected(process, "trainer", lambda: asyncio.sleep(0)):
+            if error is not None:
+                raise error
+
+    lived(tmp_path, main)
+    goodbye = controller.told[-1]
+    said = ("OSError: the disk is gone", True) if error is not None else ("finished", False)
+    assert (goodbye.reason, goodbye.failed) == said
 
 
 @pytest.mark.timeout(50)

@@ -31,11 +31,12 @@ class MemberRegistered(msgspec.Struct, tag="member_registered", frozen=True):
 
 
 class MemberLeft(msgspec.Struct, tag="member_left", frozen=True):
-    """A process left in good order, or its supervisor saw it exit (`died`)."""
+    """A process left in good order, or because of an error (`failed`), or its supervisor saw it exit (`died`)."""
 
     member: MemberId
     reason: str = ""
     died: bool = False
+    failed: bool = False
 
 
 class HeartbeatHeard(msgspec.Struct, tag="heartbeat_heard", frozen=True):

@@ -108,15 +108,8 @@ class PipelineControl:
         return Version(self.state.ledger.version - self.settings.max_staleness)
 
     def demand(self) -> tuple[int, int] | None:
-        """Samples that could still be leased or are out, and how many ever came to an end; None once training is over.
-
-        What was given back unfinished has not come to an end: it is issued again.
-        """
-        if self.phase not in ("running", "draining"):
-            return None
-        books = self.state.ledger
-        ended = books.next_sample - books.counts["leased"] - books.dropped["returned"]
-        return self.admission.wanted() + self.evaluation.outstanding, ended
+        """Samples that could still be leased or are out, and how many ever came to an end; None once it is over."""
+        return self.observer.demand() if self.phase in ("running", "draining") else None
 
     def keeps_weights(self, member: MemberId, digest: str) -> bool:
         """Whether a worker is to go on serving what it serves: it evaluates that, or should, the next time it asks."""
@@ -306,7 +299,7 @@ class PipelineControl:
         if member is None:
             return [Confirm()], False
         if member.role == "trainer":
-            self.state.trainer_left_well = not event.died
+            self.state.trainer_left_well = not (event.died or event.failed)
             self.state.trainer_lost_at = now
         gone = self._evict(event.member, event.reason or ("it died" if event.died else "it left"), died=event.died)
         effects: list[Effect] = [Confirm(), Log("info", f"{self.settings.name}: {gone.member} left: {gone.reason}")]

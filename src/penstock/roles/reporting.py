@@ -54,10 +54,16 @@ async def connected(
             process.progress,
             every_s=control.heartbeat_every_s,
         )
+        failure = "it was cancelled"
         try:
             yield client
+            failure = ""
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise
         finally:
-            goodbye = Unregister(pipeline=pipeline, member=process.member, reason=process.stop.reason or "finished")
+            reason = failure or process.stop.reason or "finished"
+            goodbye = Unregister(pipeline=pipeline, member=process.member, reason=reason, failed=bool(failure))
             steps: list[tuple[str, Callable[[], Any]]] = [
                 *([("move off the devices", move_off)] if process.config.pool.devices else []),
                 ("unregister", lambda: client.call(goodbye, timeout_s=LEAVE_S)),

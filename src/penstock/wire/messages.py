@@ -47,10 +47,12 @@ class Register(Call, tag="register", frozen=True):
 
 
 class Unregister(Call, tag="unregister", frozen=True):
-    """Last call of a process that leaves in good order, or its supervisor's word that it `died`; leases return."""
+    """Last call of a process that leaves, or its supervisor's word that it `died`; leases return."""
 
     reason: str = ""
     died: bool = False
+    failed: bool = False
+    """It leaves because of an error: what it was to do is not done."""
 
 
 class Heartbeat(Call, tag="heartbeat", frozen=True):

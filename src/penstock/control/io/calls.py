@@ -68,7 +68,7 @@ class Calls:
         return await self._decided(request.pipeline, event)
 
     async def unregister(self, request: messages.Unregister) -> Reply:
-        left = events.MemberLeft(request.member, request.reason, request.died)
+        left = events.MemberLeft(request.member, request.reason, request.died, request.failed)
         answer = await self._decided(request.pipeline, left)
         self._desk.metrics.pop((request.pipeline, request.member), None)
         return answer

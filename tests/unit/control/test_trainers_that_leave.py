@@ -1,0 +1,30 @@
+"""A trainer that says good-bye has done its work, unless it says that it has not."""
+
+# pyright: reportArgumentType=false
+# Ids are written plainly here.
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.control import effects, events
+
+
+@pytest.mark.parametrize(("failed", "phase"), [(False, "complete"), (True, "draining")])
+def test_the_last_step_is_safe_with_a_trainer_that_left_well_and_not_with_one_that_failed(drive, failed, phase):
+    """It may have failed to write the last checkpoint. Another one trains the step again."""
+    d = drive(steps=2)
+    d.join("w")
+    d.fill()
+    d.train(0)
+    d.checkpoint(1)
+    d.fill()
+    d.train(1)
+    d.send(events.MemberLeft("t", "OSError: no such device", failed=failed))
+    assert d.control.phase == phase
+    if failed:
+        d.join(trainer="t2", step=1)
+        assert d.books.version == 1
+    else:
+        refusal = d.send(events.MemberRegistered("t2", "trainer", step=1))
+        assert isinstance(refusal, effects.RefuseCall)
