@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.control.io.client import ControlClient
+from penstock.control.io.client import MSGPACK, ControlClient, _Unreachable
 from penstock.errors import LocalProtocolError, PeerLost, RemoteProtocolError, RunFailed, Stale, Transient
 from penstock.records.ids import MemberId, PipelineName, StepIndex
 from penstock.wire.messages import AskBatch, Complete, Ok, Refused, Reply, ReportMetrics
@@ -170,6 +171,25 @@ async def test_nobody_there_is_lost_after_the_bound(endpoint: Path) -> None:
         announce(endpoint, "half a fi")
         with pytest.raises(PeerLost, match="cannot be read"):
             await client.call(REPORT)
+
+
+async def test_time_in_which_this_process_stood_still_is_not_the_controllers_fault(
+    endpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that slept for an hour must not find all its processes giving each other up."""
+    attempts: list[float] = []
+
+    async def attempt(self: ControlClient, body: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+        attempts.append(timeout_s)
+        if len(attempts) == 1:
+            time.sleep(timeout_s + 1.0)  # noqa: ASYNC251 - the whole process stands still
+            raise _Unreachable("timed out")
+        return 200, MSGPACK, msgspec.msgpack.encode(Ok())
+
+    monkeypatch.setattr(ControlClient, "_attempt", attempt)
+    async with client_of(endpoint, give_up_s=1.0, attempt_s=0.1) as client:
+        assert await client.call(REPORT) == Ok()
+    assert len(attempts) == 2
 
 
 async def test_the_token_of_another_run_means_look_again(endpoint: Path) -> None:

@@ -84,10 +84,14 @@ class ControlClient:
             attempt_s = min(deadline - loop.time(), wait_s + self._attempt_timeout_s)
             if self._hurried.is_set():
                 attempt_s = min(attempt_s, self._hurry_timeout_s)
+            began = loop.time()
             try:
                 status, kind, answer = await self._attempt(body, attempt_s)
                 return self._decoded(status, kind, answer)
             except _Unreachable as failure:
+                # An attempt that took longer than it could was not the controller's fault: this process stood still,
+                # perhaps with the whole machine.
+                deadline += max(0.0, loop.time() - began - attempt_s)
                 pause_s = backoff.next_s()
                 if self._hurried.is_set():
                     raise PeerLost(f"the controller did not answer during shutdown: {failure}") from failure
