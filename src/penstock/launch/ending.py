@@ -22,7 +22,17 @@ def judge(status: Mapping[str, Any], trainers: Iterable[str], ended_well: set[st
         return FailTheRun(f"controller: {status['failure']}")
     pipelines = status.get("pipelines", {})
     over = bool(pipelines) and all(one["phase"] in OVER for one in pipelines.values())
+    idle = [name for name, one in pipelines.items() if one["phase"] == "complete" and not one["step"]]
+    if over and idle:
+        return FailTheRun("; ".join(_nothing_trained(name, pipelines[name]) for name in idle))
     return Finished() if over and ended_well.issuperset(trainers) else None
+
+
+def _nothing_trained(name: str, pipeline: Mapping[str, Any]) -> str:
+    """Every process did what it should, and yet it is no success."""
+    filtered, aside = pipeline["dropped_filtered"], pipeline["prompts_set_aside"]
+    prompts = f"{filtered} samples were filtered and {aside} prompts set aside as failed"
+    return f"{name}: no step could be trained: of {pipeline['prompts_issued']} prompts {prompts}, and no more are left"
 
 
 def judge_leaving(status: Mapping[str, Any], pipeline: str, ended: Ended) -> Ended:

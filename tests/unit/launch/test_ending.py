@@ -4,8 +4,9 @@ from penstock.launch.restarts import Ended, FailTheRun, Finished
 TRAINERS = ("letters.trainer",)
 
 
-def status(phase: str, failure: str = "") -> dict[str, object]:
-    return {"failure": failure, "pipelines": {"letters": {"phase": phase}}}
+def status(phase: str, failure: str = "", step: int = 1) -> dict[str, object]:
+    books = {"prompts_issued": 10, "prompts_set_aside": 1, "dropped_filtered": 36}
+    return {"failure": failure, "pipelines": {"letters": {"phase": phase, "step": step} | books}}
 
 
 def test_a_run_is_over_when_its_pipelines_are_complete_and_its_trainers_have_left_well():
@@ -13,6 +14,15 @@ def test_a_run_is_over_when_its_pipelines_are_complete_and_its_trainers_have_lef
     assert judge(status("stopped"), TRAINERS, set(TRAINERS)) == Finished()
     assert judge(status("draining"), TRAINERS, set(TRAINERS)) is None
     assert judge(status("complete"), TRAINERS, set()) is None
+
+
+def test_a_run_that_ends_without_a_single_step_has_failed():
+    """A filter that takes every prompt there is must not look like success; a run that was stopped early may."""
+    expected = "letters: no step could be trained: of 10 prompts 36 samples were filtered and 1 prompts set aside"
+    verdict = judge(status("complete", step=0), TRAINERS, set(TRAINERS))
+    assert isinstance(verdict, FailTheRun)
+    assert verdict.sentence.startswith(expected)
+    assert judge(status("stopped", step=0), TRAINERS, set(TRAINERS)) == Finished()
 
 
 def test_nothing_is_known_before_the_first_status():
