@@ -231,6 +231,7 @@ async def test_teardown_goes_on_past_steps_that_fail_or_hang(caplog: pytest.LogC
                     ("unregister", lambda: good("unregister")),
                     ("join", lambda: asyncio.Event().wait()),
                     ("flush", lambda: fail(OSError("no disk"))),
+                    ("tell", lambda: fail(TimeoutError("no answer"))),
                     ("close", lambda: good("close")),
                 ],
                 deadline_s=0.2,
@@ -240,7 +241,8 @@ async def test_teardown_goes_on_past_steps_that_fail_or_hang(caplog: pytest.LogC
         ("unregister", ""),
         ("join", "not done after 0.2 s, given up"),
         ("flush", "OSError: no disk"),
+        ("tell", "TimeoutError: no answer"),
         ("close", ""),
     ]
-    assert "teardown 2/4 join: not done" in caplog.text
-    assert "teardown 4/4 close: done" in caplog.text
+    assert "teardown 2/5 join: not done" in caplog.text
+    assert "teardown 5/5 close: done" in caplog.text

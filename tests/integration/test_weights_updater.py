@@ -218,6 +218,20 @@ async def test_a_version_removed_before_it_was_read_is_no_failure(tmp_path: Path
     assert bench.updater.statistics.failures == 0
 
 
+async def test_a_file_server_that_gives_up_costs_this_update_and_not_the_process(tmp_path: Path) -> None:
+    mover = Failing(FileMover(tmp_path), [TimeoutError("the file server does not answer")])
+    bench = Bench(tmp_path, "staged", mover=mover)
+
+    async def story() -> None:
+        bench.publish(0)
+        await bench.serving(0)
+        bench.publish(1)
+        await bench.serving(1)
+
+    await drive(bench, story())
+    assert mover.fired == bench.updater.statistics.failures == 1
+
+
 async def test_weights_of_another_model_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "in_place")
 

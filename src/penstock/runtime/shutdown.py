@@ -99,14 +99,14 @@ async def teardown(
     for number, (name, step) in enumerate(steps, start=1):
         began = time.monotonic()
         allowed_s = max(end - began, deadline_s / 10)
+        allowed = asyncio.timeout(allowed_s)
         problem = ""
         try:
-            async with asyncio.timeout(allowed_s):
+            async with allowed:
                 await step()
-        except TimeoutError:
-            problem = f"not done after {allowed_s:.1f} s, given up"
         except Exception as error:  # noqa: BLE001 - reported below; the remaining steps must still run
-            problem = f"{type(error).__name__}: {error}"
+            late = isinstance(error, TimeoutError) and allowed.expired()
+            problem = f"not done after {allowed_s:.1f} s, given up" if late else f"{type(error).__name__}: {error}"
         outcome = StepOutcome(name, time.monotonic() - began, problem)
         outcomes.append(outcome)
         if problem:

@@ -296,10 +296,13 @@ class ReplicaUpdater:
         self._step = step
         # Engines and movers keep the deadline they are given; one that does not is wedged.
         timeout_s = (self._change_timeout_s if timeout_s is None else timeout_s) + self._grace_s
+        allowed = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with allowed:
                 return await offload.run(function, *arguments)
         except TimeoutError:
+            if not allowed.expired():  # the step's own words, of a file server, say
+                raise
             self._wedged = True  # its thread is lost, and with it the right to change this engine
             raise PeerLost(
                 f"step {step!r} of a weight update did not end within {timeout_s:.0f} s; this process must be replaced"
