@@ -1,7 +1,7 @@
 """Shared memory in huge pages, where the kernel gives them.
 
-A ring in pages of 4 KB is copied to at half the speed, and costs each process that touches it sixteen times as many
-faults. The kernel uses huge pages for shared memory by itself only where an administrator told it to; since Linux 6.1 a
+Copies into pages of 4 KB take up to twice as long, and a process that touches them for the first time up to sixteen
+times. The kernel uses huge pages for shared memory by itself only where an administrator told it to; since Linux 6.1 a
 process may also ask for them, once the pages are there. Refusals change nothing but the speed.
 """
 

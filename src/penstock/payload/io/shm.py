@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 COMMIT_BYTES = 16 * 1024 * 1024
-"""Memory is committed in such steps, so that a full /dev/shm is an error message and not a SIGBUS."""
+"""Memory is committed in such steps, so that a full /dev/shm is a full ring and not a SIGBUS."""
 GROW_PAUSE_S = 0.5
 """Before memory is asked for again after the file system was full."""
 HARVEST_WRITES = 64
