@@ -104,7 +104,7 @@ def test_the_socket_can_be_reached_however_deep_the_run_lies(tmp_path: Path):
     assert len(address) < 100
     Path(address).write_text("here")
     assert (deep / "socket").read_text() == "here"
-    server.stop(1.0)
+    server.close(1.0)
     assert not os.path.exists(address)
 
 
