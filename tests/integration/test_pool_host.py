@@ -160,6 +160,7 @@ async def test_a_silent_worker_is_fenced_and_its_device_serves_the_other_pipelin
     await room.join(RIGHT, "r0", "r1")
     room.pass_time(2)
     assert set(room.desk.status()["evicted"]) == {"l0", "l1"}, "whoever started them must end them"
+    assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["", ""], "they may still be there"
     room.pass_time(room.desk._pool.pool.settings.fence_s)
     assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["wake", "wake"]
     assert room.share(LEFT)["remaining"] == 6, "its demand is not forgotten"

@@ -98,6 +98,14 @@ class PoolMachine(RuleBasedStateMachine):
     def lose(self, name: PipelineName, number: int) -> None:
         self.tell(ev.MemberLost(name, MemberId(f"{name}{number}")))
 
+    @rule(name=pipelines, number=st.sampled_from([*range(4), "t"]))
+    def give_up(self, name: PipelineName, number: int | str) -> None:
+        member = MemberId(f"{name}{number}")
+        idle = self.pool.status(self.now).idle
+        self.tell(ev.MemberGivenUp(name, member, "injected"))
+        assert not self.pool.orders(member)
+        assert self.pool.status(self.now).idle <= idle, "no device is free before the end is certain"
+
     @rule(name=pipelines, number=numbers)
     def renew(self, name: PipelineName, number: int) -> None:
         self.tell(ev.LeaseRenewed(name, MemberId(f"{name}{number}")))

@@ -191,6 +191,16 @@ def test_trainers_that_come_up_are_given_what_lower_classes_were_only_promised()
     assert all(report.steps == 30 for report in reports)
 
 
+def test_devices_of_workers_that_were_given_up_are_given_on_when_they_are_gone() -> None:
+    """A worker that stands still or is not heard of may be on its device until it is ended, seconds later."""
+    rates = faults(wedge_worker_every_s=15.0, mute_worker_every_s=15.0)
+    for seed in (1, 3):
+        report = run(calm(seed=seed, pipelines=3, workers=2, devices=2, steps=10, faults=rates))
+        assert report.faults["worker wedged"] > 3
+        assert report.faults["heartbeat muted"] > 3
+        assert report.steps == 30
+
+
 def test_a_controller_killed_again_and_again_forgets_nothing() -> None:
     report = run(calm(pipelines=2, faults=faults(kill_controller_every_s=10.0, lose_reply=0.1, repeat_request=0.1)))
     assert report.controller_restarts > 3

@@ -66,6 +66,14 @@ class MemberLost(msgspec.Struct, tag="pool_member_lost", frozen=True):
     reason: str = ""
 
 
+class MemberGivenUp(msgspec.Struct, tag="pool_member_given_up", frozen=True):
+    """A process is not reckoned with any more, but may still run: what it holds is free when its end is certain."""
+
+    pipeline: PipelineName
+    member: MemberId
+    reason: str = ""
+
+
 class LeaseRenewed(msgspec.Struct, tag="pool_lease_renewed", frozen=True):
     """A member showed that it is alive."""
 
@@ -142,6 +150,7 @@ Event = (
     | PipelineClosed
     | WorkerJoined
     | MemberLost
+    | MemberGivenUp
     | LeaseRenewed
     | DemandCounted
     | DevicesRequested

@@ -131,6 +131,8 @@ class Member(msgspec.Struct):
     expires_at: float
     silent: bool = False
     """Not heard of for a whole lease: it is given nothing until it is heard of again."""
+    given_up: bool = False
+    """Silent for good: whatever it says, it is about to be ended."""
     worker: bool = False
     bound: tuple[DeviceId, ...] = ()
     last_devices: tuple[DeviceId, ...] = ()

@@ -76,7 +76,7 @@ class Moves:
         """Silence and missed deadlines. True if anything was overdue."""
         members = [m for m in self._state.members.values() if m.expires_at <= now and not m.silent]
         for member in members:
-            self._fall_silent(member, now)
+            self._fall_silent(member, f"not heard of for {self._settings.lease_s:g} s", now)
         late = [seat for seat in self._state.seats.values() if seat.deadline is not None and seat.deadline <= now]
         for seat in late:
             if seat.state != "fenced":
@@ -92,6 +92,26 @@ class Moves:
                 waited_s = now - hold.since
                 self.reject(hold, "timed_out", f"not served within {waited_s:.1f} s", now)
         return bool(members or late or overdue)
+
+    def lose(self, member: MemberId, now: float) -> bool:
+        """The process has ended: everything of it is free."""
+        known = self._state.members.pop(member, None)
+        seat = self._book.seat_of.get(member)
+        holds = [hold for hold in self._state.holds.values() if hold.member == member]
+        if seat is not None:
+            self.go_on(self._book.step_seat(seat, "lost"), now)
+        for hold in holds:
+            self.go_on(self._book.step_hold(hold, "lost"), now)
+        return known is not None or seat is not None or bool(holds)
+
+    def give_up(self, member: MemberId, reason: str, now: float) -> bool:
+        """The process may still run: what it holds is fenced, and it is given nothing more."""
+        known = self._state.members.get(member)
+        if known is None or known.given_up:
+            return False
+        known.given_up = True
+        self._fall_silent(known, reason, now)
+        return True
 
     def fence_again(self) -> None:
         """Ask once more for the end of every fenced process: the asking is not kept anywhere else."""
@@ -186,9 +206,8 @@ class Moves:
             )
         )
 
-    def _fall_silent(self, member: Member, now: float) -> None:
+    def _fall_silent(self, member: Member, reason: str, now: float) -> None:
         member.silent = True
-        reason = f"not heard of for {self._settings.lease_s:g} s"
         holds = [hold for hold in self._state.holds.values() if hold.member == member.member]
         seat = self._book.seat_of.get(member.member)
         if seat is not None and seat.state != "fenced":
@@ -199,8 +218,8 @@ class Moves:
                 hold.deadline = now + self._settings.fence_s
                 self._effects.append(ev.FenceMember(hold.pipeline, hold.member, reason))
             elif hold.state != "fenced":
-                self.reject(hold, "timed_out", f"{member.member} was {reason}", now)
-        self._effects.append(ev.Log("warning", f"pipeline {member.pipeline}: {member.member} {reason}"))
+                self.reject(hold, "timed_out", f"{member.member} is given up: {reason}", now)
+        self._effects.append(ev.Log("warning", f"pipeline {member.pipeline}: {member.member} is given up: {reason}"))
 
     def _sleeping_workers(self) -> dict[PipelineName, list[Member]]:
         sleeping: dict[PipelineName, list[Member]] = {}

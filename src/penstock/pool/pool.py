@@ -93,8 +93,10 @@ class Pool:
                 return self._moves.failed(event, now)
             case ev.WorkerJoined():
                 return self._join(event, now)
-            case ev.MemberLost():
-                return self._lose(event.member, now)
+            case ev.MemberLost(member=member):
+                return self._moves.lose(member, now)
+            case ev.MemberGivenUp(member=member, reason=reason):
+                return self._moves.give_up(member, reason, now)
             case ev.LifeBegan(settings=settings):
                 self._take_on(another_life(self._state, settings))
                 return True
@@ -233,21 +235,10 @@ class Pool:
     def _renew(self, member: MemberId, now: float) -> bool:
         known = self._state.members.get(member)
         # A quarter of the lease is coarse enough to keep heartbeats out of the journal, and fine enough to live by.
-        if known is None or now + 0.75 * self.settings.lease_s < known.expires_at:
+        if known is None or known.given_up or now + 0.75 * self.settings.lease_s < known.expires_at:
             return False
         known.expires_at, known.silent = now + self.settings.lease_s, False
         return True
-
-    def _lose(self, member: MemberId, now: float) -> bool:
-        """The process has ended: everything of it is free."""
-        known = self._state.members.pop(member, None)
-        seat = self._book.seat_of.get(member)
-        holds = [hold for hold in self._state.holds.values() if hold.member == member]
-        if seat is not None:
-            self._moves.go_on(self._book.step_seat(seat, "lost"), now)
-        for hold in holds:
-            self._moves.go_on(self._book.step_hold(hold, "lost"), now)
-        return known is not None or seat is not None or bool(holds)
 
     # --------------------------------------------------------------------------------------- requests and grants
 
@@ -258,6 +249,8 @@ class Pool:
         if self._book.hold_of(event.member, event.request) is not None:
             return self._renew(event.member, now)
         known = self._state.members.get(event.member)
+        if known is not None and known.given_up:
+            raise Stale(f"{event.member} was given up: it is given no devices any more")
         if known is not None and event.request <= known.last_request:
             raise Stale(
                 f"request {event.request} of {event.member} is over; number {known.last_request} was the latest"

@@ -115,6 +115,8 @@ class FrontDesk(ControlDesk):
             return verdict
         if isinstance(request, OF_MEMBERS) and (refusal := self._refusal(request)) is not None:
             return refusal
+        if isinstance(request, messages.Unregister):  # who leaves is off its devices, who is reported dead is gone
+            self._pool.lost(request.member, request.reason)
         reply = await super().call(request)
         match request, reply:
             case AskLease(), Leased():
@@ -125,8 +127,6 @@ class FrontDesk(ControlDesk):
                 self._pool.registered(request)
             case messages.Heartbeat(), messages.Beaten(known=True):
                 self._pool.beaten(request)
-            case messages.Unregister(), Ok():
-                self._pool.lost(request.member, request.reason)
             case messages.AckCheckpoint(), Ok():
                 digest = self._machines[request.pipeline].state.digests.get(Version(request.step))
                 if digest is not None:
@@ -207,7 +207,7 @@ class FrontDesk(ControlDesk):
             self._write_evaluation(name, effect.result)
         elif isinstance(effect, effects.EvictMember):
             self._evicted[effect.member] = effect.reason
-            self._pool.lost(effect.member, effect.reason)
+            self._pool.given_up(effect.member, effect.reason)  # it may still be on its devices
 
     def _with_discards(self, request: AskLease, reply: Leased) -> Leased:
         machine = self._machines[request.pipeline]

@@ -145,6 +145,11 @@ class PoolHost:
         for key in [key for key in self._rejected if key[0] == member]:
             del self._rejected[key]
 
+    def given_up(self, member: MemberId, reason: str) -> None:
+        pipeline = self.pool.pipeline_of(member)
+        if pipeline is not None:
+            self.happen(pool.MemberGivenUp(pipeline, member, reason))
+
     def tick(self) -> None:
         """Deadlines, and demand: what each ledger could still lease or has leased, until training is over.
 

@@ -162,6 +162,11 @@ class SimPoolHost:
         if name is not None:
             self.happen(pool.MemberLost(name, member, reason))
 
+    def given_up(self, member: MemberId, reason: str) -> None:
+        name = self.pool.pipeline_of(member)
+        if name is not None:
+            self.happen(pool.MemberGivenUp(name, member, reason))
+
     def tick(self, machines: Mapping[PipelineName, PipelineControl]) -> None:
         """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
         for name, machine in machines.items():

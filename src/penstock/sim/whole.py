@@ -35,6 +35,8 @@ from penstock.sim.trainer import WholeTrainer
 from penstock.sim.worker import WholeWorker, WorkerShape
 from penstock.sim.world import SimSettings, control_settings
 
+EVICTED_GRACE_S = 3.0
+"""Whoever was given up lives on for so long before it is ended."""
 SETTLE_S = 1800.0
 """After training is complete and no fault strikes any more, everything must come to rest within this time."""
 
@@ -205,8 +207,8 @@ class PipelineRun:
             case effects.FailRun(sentence=sentence):
                 self.world.failure = sentence
             case effects.EvictMember(member=member, reason=reason):
-                self.processes.replace(member)
-                self.world.pool.lost(member, reason)
+                self.world.pool.given_up(member, reason)
+                self.world.engine.after(EVICTED_GRACE_S, self.world.end_for_certain, self.name, member)
             case effects.ReleasePayloads(payloads=payloads):
                 self.desk.release(payloads)
             case effects.NoteEvaluation(result=result):
@@ -359,9 +361,9 @@ class WholeWorld:
             self.pipelines[name].desk.announce(topic)
 
     def _fence(self, name: PipelineName, member: MemberId) -> None:
-        self.engine.after(1.0, self._end_for_certain, name, member)
+        self.engine.after(1.0, self.end_for_certain, name, member)
 
-    def _end_for_certain(self, name: PipelineName, member: MemberId) -> None:
+    def end_for_certain(self, name: PipelineName, member: MemberId) -> None:
         run = self.pipelines[name]
         run.processes.replace(member)
         if run.desk.up:

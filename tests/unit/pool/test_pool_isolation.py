@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
+from penstock.errors import Stale
 from penstock.pool import events as ev
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
@@ -80,6 +83,28 @@ def test_a_sleep_that_never_ends_is_fenced_and_the_devices_come_back(make_town):
     assert town.held("a", 1) is None
     town.after(fence_s)
     assert town.held("a", 1) == (0, 1, 2, 3)
+
+
+def test_the_devices_of_a_process_that_was_given_up_are_free_when_its_end_is_certain(make_town):
+    town = make_town()
+    town.open("a", workers=1)
+    town.open("b")
+    town.demand("a", 100)
+    assert town.ask("b", 1, (1,)) == (1,)
+    town.tell(ev.MemberGivenUp(A, A0, "it stands still"))
+    town.tell(ev.MemberGivenUp(PipelineName("b"), MemberId("b-trainer"), "silent for 15 s"))
+    assert [effect.member for effect in town.told(ev.FenceMember)] == ["a-0", "b-trainer"]
+    town.open("c")
+    assert town.ask("c", 1, (0,)) is None
+    with pytest.raises(Stale, match="was given up"):
+        town.ask("b", 2, (2,))
+    town.tell(ev.LeaseRenewed(A, A0))
+    town.after(1)
+    assert town.held("c", 1) is None, "it may still be there"
+    town.tell(ev.MemberLost(A, A0, "killed"))
+    assert town.held("c", 1) == (0,)
+    town.after(town.pool.settings.fence_s)
+    assert town.ask("c", 2, (1,)) == (1,), "without word of its end the fence decides"
 
 
 def test_a_proof_of_death_ends_the_fence_early(make_town):
