@@ -96,9 +96,3 @@ def prompts_per_pass(environment: Any) -> int | None:
     """
     count = getattr(environment, "count", None)
     return count if count is not None else getattr(environment, "rows", None)
-
-
-def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """The prompts' columns, column-wise; None where a prompt lacks one that another has."""
-    names = {name: None for prompt in prompts for name in prompt.columns}
-    return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

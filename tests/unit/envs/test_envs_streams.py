@@ -8,7 +8,7 @@ import pytest
 
 from penstock.envs.cursor import Cursor, digits, draw
 from penstock.envs.mixture import PART_COLUMN, Mixture
-from penstock.envs.protocol import ConversingEnvironment, GoBack, Message, Prompt, TextEnvironment, columns_of
+from penstock.envs.protocol import ConversingEnvironment, GoBack, Message, Prompt, TextEnvironment
 from penstock.envs.tasks import Arithmetic, Copy, Reverse, Sort
 from penstock.envs.tools import WithTools
 from penstock.errors import ConfigError, LocalProtocolError
@@ -124,7 +124,7 @@ def test_a_mixture_keeps_its_proportions_in_every_block_and_each_parts_order() -
 def test_a_mixture_scores_with_the_right_part() -> None:
     mixture = Mixture({"copy": (Copy(), 1.0), "reverse": (Reverse(), 1.0)})
     prompts = [mixture.prompt(position) for position in range(20)]
-    columns = columns_of(prompts)
+    columns = {name: [prompt.columns[name] for prompt in prompts] for name in prompts[0].columns}
     assert set(columns[PART_COLUMN]) == {"copy", "reverse"}
     assert mixture.score([p.text for p in prompts], columns["answer"], **columns) == [1.0] * 20
     assert mixture.reply(prompts[0], ["x"]) is None
@@ -136,11 +136,7 @@ def test_impossible_mixtures_are_refused(parts) -> None:
         Mixture(parts)
 
 
-def test_columns_are_turned_round_with_none_for_what_is_missing() -> None:
-    assert columns_of([Prompt("a", columns={"x": 1}), Prompt("b", columns={"y": 2})]) == {
-        "x": [1, None],
-        "y": [None, 2],
-    }
+def test_messages_are_shown_as_plain_mappings() -> None:
     assert Prompt(messages=(Message("user", "hi"),)).shown() == [{"role": "user", "content": "hi"}]
 
 
