@@ -187,3 +187,16 @@ def test_what_the_cluster_cannot_give_is_said_and_nothing_is_kept(folder: Path, 
     assert code == 2, output
     assert "no Ray cluster answers at '127.0.0.1:1'" in output
     assert len(list((folder / "runs").iterdir())) == 1, "nothing was made for a run that cannot begin"
+
+
+def test_whoever_loses_the_head_node_is_told_how_to_go_on(folder: Path, nodes: Callable[..., RayNodes]):
+    cluster = nodes(0, 4)
+    run = start(folder, letters(folder, steps=100_000, rollout="workers = 2"), *on(cluster))
+    run.wait_for_step(2, timeout_s=180)
+    for process in psutil.Process(cluster.process.pid).children(recursive=True):
+        if process.name() == "gcs_server" or process.pid == cluster.raylets[0]:
+            process.kill()
+    code, output = run.end(240)
+    assert code == 1, output
+    assert f"penstock run --resume {run.directory}" in output
+    wait_for(lambda: not left_behind(folder), 180, "all processes to end with the cluster")

@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 CALL_S = 10.0
 SILENCE_S = 120.0
+QUIET_S = 15.0
+"""After so long without an answer the way to go on is named: Ray ends whoever lost its head node, without asking."""
+
 TERMINALS = 4
 """May look at once."""
 
@@ -209,7 +212,7 @@ async def _follow(run: RunDir, actor: Any, view: View, stop: ShutdownSignal, *, 
     Consumes: what the supervisor shows. Produces: the view's updates. Waits for: the end of the run.
     Unblocked by: the end, a signal, or the silence of the supervisor for `SILENCE_S`.
     """
-    life, notes_seen, heard_at = "", 0, time.monotonic()
+    life, notes_seen, heard_at, warned = "", 0, time.monotonic(), False
     while (ending := run.read_ending()) is None:
         if stop.requested and not stops:
             return None
@@ -221,7 +224,14 @@ async def _follow(run: RunDir, actor: Any, view: View, stop: ShutdownSignal, *, 
             if run.read_ending() is None:
                 raise RunFailed(f"the supervisor of the run is no more ({first_line(error)}); {_go_on(run)}") from error
         except (RayError, TimeoutError) as error:
-            if time.monotonic() - heard_at > SILENCE_S:
+            silent_s = time.monotonic() - heard_at
+            if silent_s > QUIET_S and not warned:
+                warned = True
+                view.note(
+                    f"the supervisor of the run has not answered for {silent_s:.0f} s. If the cluster's head node is "
+                    f"lost, so is the run; then, on another cluster, {_go_on(run)}"
+                )
+            if silent_s > SILENCE_S:
                 raise RunFailed(
                     f"the supervisor of the run has been silent for {SILENCE_S:g} s ({first_line(error)}): its node "
                     f"may be lost, and no other sees {run.root}. When one does, {_go_on(run)}"
@@ -229,7 +239,7 @@ async def _follow(run: RunDir, actor: Any, view: View, stop: ShutdownSignal, *, 
         else:
             if look.failure is not None:
                 raise look.failure
-            heard_at = time.monotonic()
+            heard_at, warned = time.monotonic(), False
             notes_seen = notes_seen + len(look.notes) if look.life == life else len(look.notes)
             life = look.life
             for line in look.notes:
