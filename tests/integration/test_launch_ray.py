@@ -17,6 +17,9 @@ import pytest
 from running import left_behind, letters, start, step_lines, trained_steps, wait_for
 from test_kill_matrix import assert_exact, finite
 
+from penstock.payload.io.leftovers import sweep
+from penstock.runtime.rundir import RunDir
+
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'penstock[ray]'", allow_module_level=True)
 
@@ -200,3 +203,4 @@ def test_whoever_loses_the_head_node_is_told_how_to_go_on(folder: Path, nodes: C
     assert code == 1, output
     assert f"penstock run --resume {run.directory}" in output
     wait_for(lambda: not left_behind(folder), 180, "all processes to end with the cluster")
+    assert sweep(RunDir.open(run.directory).run_id), "with the cluster went whoever would have removed the rings"
