@@ -89,12 +89,19 @@ class Observer:
         return numbers
 
     def stalled_s(self, now: float) -> float:
-        """For how long nothing has moved that should have; the startup grace is not counted."""
+        """For how long nothing has moved that should have; the startup grace is not counted.
+
+        A trainer that holds a batch and says that it gets on with it moves.
+        """
         state = self.state
         if state.started_at is None or state.phase not in ("running", "draining"):
             return 0.0
         grace_s = self.settings.startup_grace_s if state.ledger.next_sample == state.issued_before else 0.0
-        return max(0.0, now - max(state.progressed_at, state.started_at + grace_s))
+        moved_at = max(state.progressed_at, state.started_at + grace_s)
+        trainer = self.members.trainer()
+        if trainer is not None and StepIndex(state.ledger.version) in state.ledger.steps:
+            moved_at = max(moved_at, trainer.progressed_at)
+        return max(0.0, now - moved_at)
 
     def demand(self) -> tuple[int, int]:
         """Samples that could still be leased or are out, and how many ever came to an end.

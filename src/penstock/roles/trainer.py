@@ -100,7 +100,13 @@ def _build(process: RoleProcess) -> Learner:
     reference = None
     if pipeline.token_loss.kl_coefficient and pipeline.kind == "language":
         reference = policy_of(config, pipeline, environment)
-    learner = Learner(policy, loss_of(pipeline), optimizer_of(config, pipeline), reference=reference)  # type: ignore[arg-type]
+    learner = Learner(
+        policy,
+        loss_of(pipeline),
+        optimizer_of(config, pipeline),
+        reference=reference,  # type: ignore[arg-type]
+        progressed=process.progress.moved,
+    )
     found = checkpoint.latest(process.run.checkpoints(pipeline.name))
     if found is not None:
         checkpoint.load(found, learner)

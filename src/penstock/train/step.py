@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, cast, get_args
 
 import msgspec
@@ -77,7 +77,9 @@ class Learner:
         optim_settings: OptimSettings,
         *,
         reference: LanguagePolicy | None = None,
+        progressed: Callable[[str], None] = lambda doing: None,
     ) -> None:
+        """`progressed` is told of every micro-batch: a long step is no standstill."""
         if isinstance(policy, LanguagePolicy) != isinstance(loss_settings, TokenLossSettings):
             raise ConfigError(f"a {type(policy).__name__} cannot be trained with {type(loss_settings).__name__}")
         if isinstance(loss_settings, TokenLossSettings) and loss_settings.kl_coefficient and reference is None:
@@ -85,6 +87,7 @@ class Learner:
         self.policy = policy
         self.reference = reference
         self.steps = 0
+        self._progressed = progressed
         self._loss = loss_settings
         self._optim = optim_settings
         self._named = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
@@ -121,13 +124,12 @@ class Learner:
         proximal = self.policy if several else None
         reference = self.reference if settings.kl_coefficient else None
         self.policy.module.train()
-        return [
-            PriorLogprobs(
-                reference_M=_logprobs(batch, reference, settings.temperature),
-                proximal_M=_logprobs(batch, proximal, settings.temperature),
-            )
-            for batch in batches
-        ]
+        scores: list[PriorLogprobs] = []
+        for batch in batches:
+            reference_M = _logprobs(batch, reference, settings.temperature)
+            scores.append(PriorLogprobs(reference_M, _logprobs(batch, proximal, settings.temperature)))
+            self._progressed(f"scoring step {self.steps}: {len(scores)} of {len(batches)} micro-batches")
+        return scores
 
     def step(
         self,
@@ -238,6 +240,8 @@ class Learner:
                     )
                     loss.backward()
                     sums.append(metrics)
+                    done, of = len(sums), len(prepared) * self._optim.epochs
+                    self._progressed(f"training step {self.steps}: {done} of {of} micro-batches")
                 grad_norms.append(self._update(sums[-len(chosen) :]))
         stacked = torch.stack(sums)
         total = sum(batch.tokens for batch in prepared) * self._optim.epochs
@@ -269,6 +273,7 @@ class Learner:
                 loss, metrics = control_loss(batch, chosen, network, settings)
                 loss.backward()
                 rows.append(metrics)
+                self._progressed(f"training step {self.steps}: epoch {epoch + 1} of {self._optim.epochs}")
                 grad_norms.append(self._update([metrics]))
         stacked = torch.stack(rows)
         means = stacked[:, :-1].mean(0).tolist()

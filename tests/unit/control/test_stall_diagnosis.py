@@ -42,8 +42,18 @@ def test_a_trainer_that_keeps_its_batch_is_named(drive):
     d.join("w")
     d.fill()
     d.batch(0)
-    (line,) = lines(beating(d, 65, "w", "t", doing="optimiser"))
+    (line,) = lines(beating(d, 65, "w", "t", doing="optimiser", stuck="t"))
     assert "The trainer t has held the batch of step 0 for 6" in line
+
+
+def test_a_long_step_is_no_stall_while_the_trainer_gets_on_with_it(drive):
+    d = drive(stall_after_s=20, stall_fail_after_s=50, max_staleness=0)
+    d.join("w")
+    d.fill()
+    d.batch(0)
+    assert not lines(beating(d, 500, "w", "t", doing="training step 0"))
+    d.ack(0)
+    assert lines(beating(d, 30, "w", "t")), "without a batch its progress is nobody else's"
 
 
 def test_the_report_comes_once_per_period_and_stops_when_something_moves(drive):

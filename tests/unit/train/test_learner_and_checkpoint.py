@@ -118,6 +118,15 @@ def test_an_empty_step_counts_and_changes_nothing(kind: str) -> None:
     assert same(before, owner.policy.named_tensors())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_part_of_a_step_is_told_of(kind: str) -> None:
+    spec, loss, optim, batches = KINDS[kind]
+    told: list[str] = []
+    Learner(build(spec), loss, optim, progressed=told.append).step(batches(0))
+    parts = optim.epochs * (len(batches(0)) if kind != "control" else optim.minibatches)
+    assert len([line for line in told if line.startswith("training step 0: ")]) == parts
+
+
 def test_positive_advantage_makes_tokens_more_likely() -> None:
     owner = learner(LANGUAGE, TokenLossSettings(), OptimSettings(learning_rate=1e-2))
     batches = language_batches(0)
