@@ -46,6 +46,8 @@ MEAN_TOKENS = 64
 class Conversation:
     """Random prompts; after each completion but the last a short reply, which takes a while to come."""
 
+    count = None
+
     def __init__(self, turns: int, reply_s: float) -> None:
         self.turns = turns
         self.reply_s = reply_s

@@ -35,7 +35,7 @@ def parse_subject(subject: str) -> tuple[Kind, int]:
     kind, colon, number = subject.rpartition(":")
     if not colon:
         kind = "sample"
-    if kind not in get_args(Kind) or not number.isdigit():
+    if kind not in get_args(Kind) or not number.isdecimal():
         raise ConfigError(f"{subject!r}: expected sample:17, prompt:3, step:5 or version:6")
     return kind, int(number)  # type: ignore[return-value]
 
@@ -50,10 +50,13 @@ def doctor_command(run_dir: Path) -> int:
         if ending["how"] != "complete":
             typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
         return 1
-    endpoint = run.read_endpoint()
+    try:
+        endpoint, token = run.read_endpoint(), run.token()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{run.root} does not say how to reach its controller: {error!r}") from error
     if endpoint is None:
         raise ConfigError(f"no controller has announced itself in {run.root}: the run is not started")
-    headers = {"authorization": f"Bearer {run.token()}"}
+    headers = {"authorization": f"Bearer {token}"}
     try:
         with httpx.Client(base_url=endpoint.url, headers=headers, timeout=10.0, trust_env=False) as client:
             sentences = client.get("/v1/diagnosis").raise_for_status().json()

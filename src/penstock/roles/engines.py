@@ -32,6 +32,10 @@ class ScoredEnvironment:
         self._environment = environment
         self._rubric = Rubric(functions, pipeline.env.reward_weights or None)
 
+    @property
+    def count(self) -> int | None:
+        return self._environment.count
+
     def prompt(self, position: int) -> Any:
         return self._environment.prompt(position)
 

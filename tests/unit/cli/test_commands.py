@@ -91,3 +91,10 @@ def test_several_pipelines_are_simulated_only_as_a_whole():
     result = CliRunner().invoke(app, ["simulate", "--steps", "5", "--pipelines", "2"])
     assert isinstance(result.exception, ConfigError)
     assert "--whole" in result.exception.message
+
+
+@pytest.mark.parametrize("text", ["{", '{"host": "here"}', '{"host": "here", "port": "?", "pid": 1}'])
+def test_the_doctor_of_a_run_whose_endpoint_is_damaged(run: RunDir, text: str):
+    run.endpoint_path.write_text(text)
+    with pytest.raises(ConfigError, match="does not say how to reach its controller"):
+        doctor_command(run.root)
