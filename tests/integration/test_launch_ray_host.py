@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,7 +86,8 @@ def test_the_address_of_the_controller_reaches_a_process_that_waits_for_it(host:
     endpoint = '{"host": "127.0.0.1", "port": 1, "pid": 1}'
     wait_for(lambda: b"controller at 127.0.0.1:1" in host.exchange(TRAINER.name, endpoint, 0), 60, "a call to port 1")
     host.kill_tree(5.0)
-    assert host.wait(TRAINER.name).exit_code != 0
+    asked, killed = 0, -signal.SIGKILL
+    assert host.wait(TRAINER.name).exit_code in (asked, killed)
 
 
 def test_a_killed_host_takes_its_process_along(run: RunDir):
