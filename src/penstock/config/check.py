@@ -11,16 +11,9 @@ from penstock.config.run import Config
 from penstock.envs.conformity import check_class
 from penstock.envs.registry import check_options, find_environment, find_reward
 from penstock.errors import ConfigError
+from penstock.rollout.hooks import Workload
 from penstock.runtime.named import check_call, check_methods, load_callable, takes
 from penstock.runtime.sinks import check_sink
-
-HOOKS = {
-    "preflight": (),
-    "prepare": ("lease",),
-    "collate": ("prepared",),
-    "generate": ("batch",),
-    "postprocess": ("prepared", "generated"),
-}
 
 
 def check_environment(config: Config) -> None:
@@ -53,7 +46,7 @@ def _check_workload(name: str) -> None:
     owner, workload = f"workload {name!r}", load_callable("workload", name)
     check_call(owner, workload, "environment", "engine", "policy")
     if isinstance(workload, type):
-        check_methods(owner, workload, HOOKS)
+        check_methods(owner, workload, Workload)
 
 
 def _check_environment(section: EnvSection, *, shows_text: bool) -> None:

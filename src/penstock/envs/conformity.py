@@ -6,18 +6,17 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.envs.protocol import ConversingEnvironment, TextEnvironment
 from penstock.errors import ConfigError
 from penstock.runtime.named import check_call, check_methods
-
-METHODS = {"prompt": ("position",), "score": ("prompts", "completions")}
 
 
 def check_class(owner: str, environment: Any) -> None:
     """What shows without making one: the methods of a text environment, if it is a class."""
     if inspect.isclass(environment):
-        check_methods(owner, environment, METHODS, keywords=("score",))
+        check_methods(owner, environment, TextEnvironment)
         if hasattr(environment, "reply"):
-            check_methods(owner, environment, {"reply": ("prompt", "completions")})
+            check_methods(owner, environment, ConversingEnvironment)
 
 
 def check_counted(owner: str, environment: Any) -> None:

@@ -26,17 +26,20 @@ def check_call(owner: str, function: Callable[..., Any], *parameters: str, **col
     _check_call(owner, function, [*parameters, *(f"{column}=" for column in columns)], parameters, columns)
 
 
-def check_methods(
-    owner: str, found: type, methods: Mapping[str, tuple[str, ...]], *, keywords: Collection[str] = ()
-) -> None:
-    """ConfigError unless the class has these methods, with these parameters; those of `keywords` may ask for more."""
-    for name, parameters in methods.items():
+def check_methods(owner: str, found: type, protocol: type) -> None:
+    """ConfigError unless the class has the methods of a protocol, which can be called as it says. Where it says that
+    there may be further keywords, the class may ask for any."""
+    for name, promised in vars(protocol).items():
+        if name.startswith("_") or not inspect.isfunction(promised):
+            continue
+        parameters = inspect.signature(promised).parameters.values()
+        more = [f"**{one.name}" for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]
+        given = tuple(one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD)
         method = getattr(found, name, None)
         if not callable(method):
-            raise ConfigError(f"{owner} has no method {name}({', '.join(parameters)})")
-        more = ["**columns"] if name in keywords else []
-        is_bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
-        given = parameters if is_bound else ("self", *parameters)
+            raise ConfigError(f"{owner} has no method {name}({', '.join(given[1:])})")
+        if isinstance(inspect.getattr_static(found, name), staticmethod | classmethod):
+            given = given[1:]
         _check_call(f"{owner}: {name}", method, [*given, *more], given, None if more else {})
 
 
