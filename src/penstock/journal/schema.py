@@ -19,6 +19,7 @@ import msgspec
 
 from penstock.errors import ConfigError, PenstockError, RunFailed
 from penstock.records.ids import PipelineName, RunId
+from penstock.wire.codec import DAMAGED
 
 SCHEMA_VERSION = 1
 
@@ -58,7 +59,7 @@ def pack(entries: Iterable[Entry], *, compress: bool) -> bytes:
 def unpack(path: Path, first_seq: int, packed: int, body: bytes) -> list[Entry]:
     try:
         return _decode_entries(zlib.decompress(body) if packed else body)
-    except (zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (zlib.error, *DAMAGED) as error:
         raise RunFailed(
             f"journal {path} is corrupt: the events from number {first_seq} on are damaged: {error}"
         ) from error

@@ -17,6 +17,7 @@ import msgspec
 from penstock.errors import ConfigError, RunFailed
 from penstock.journal.reader import history
 from penstock.records.ids import PipelineName
+from penstock.wire.codec import DAMAGED
 
 Kind = Literal["sample", "prompt", "step", "version"]
 Event = dict[str, Any]
@@ -41,7 +42,7 @@ def story(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list
         try:
             event = _decode(entry.body)
             notes = _decode(entry.decided) if entry.decided else {}
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DAMAGED as error:
             raise RunFailed(f"journal {path} is corrupt: event {entry.seq} cannot be read: {error}") from error
         telling = getattr(tale, f"on_{event.get('type')}", None)
         texts = telling(event, notes) if telling is not None else ()

@@ -25,6 +25,7 @@ from torch import Tensor
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.disk import flush
 from penstock.train.step import Learner
+from penstock.wire.codec import DAMAGED
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def verify(candidate: Path) -> Checkpoint:
                     f"checkpoint {candidate} is damaged: {name} should have {expected.size_bytes} bytes and digest "
                     f"{expected.digest}, found {found.size_bytes} and {found.digest}"
                 )
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *DAMAGED) as error:
         raise ConfigError(f"checkpoint {candidate} is damaged: {error}") from error
     return Checkpoint(candidate, record)
 

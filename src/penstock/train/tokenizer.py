@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.wire.codec import DAMAGED
 
 FILE_NAME = "character_tokenizer.json"
 
@@ -94,7 +95,7 @@ def load_tokenizer(directory: Path, gguf_file: str | None = None) -> Tokenizer:
     if own.exists():
         try:
             return CharacterTokenizer(msgspec.json.decode(own.read_bytes(), type=_Saved).alphabet)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DAMAGED as error:
             raise ConfigError(f"{own} is damaged: {error}") from error
     from transformers import AutoTokenizer
 

@@ -10,6 +10,8 @@ from penstock.errors import RemoteProtocolError
 
 M = TypeVar("M")
 
+DAMAGED = (msgspec.DecodeError, UnicodeDecodeError)
+"""What decoding raises for bytes that are not what they were: the second where a text is no UTF-8."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Control messages carry scalars and references; anything larger is a mistake or an attack."""
 
@@ -30,5 +32,5 @@ class Codec(Generic[M]):
             raise RemoteProtocolError(f"message of {len(body)} bytes exceeds the limit of {self._max_bytes}")
         try:
             return self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (*DAMAGED, RecursionError) as error:
             raise RemoteProtocolError(f"malformed message of {len(body)} bytes: {error}") from error

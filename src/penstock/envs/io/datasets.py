@@ -16,6 +16,7 @@ from penstock.envs.protocol import Message, Prompt
 from penstock.envs.registry import find_reward
 from penstock.envs.rewards import Rubric
 from penstock.errors import ConfigError, RunFailed
+from penstock.wire.codec import DAMAGED
 
 
 class JsonLinesDataset:
@@ -82,7 +83,7 @@ class JsonLinesDataset:
         where = f"{self.path}, row {number + 1}"
         try:
             columns = msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DAMAGED as error:
             raise RunFailed(f"{where}: expected a JSON object in UTF-8, found something else: {error}") from error
         shown = columns.pop(self.prompt_column, None)
         if isinstance(shown, str) and shown:

@@ -30,6 +30,7 @@ from penstock.weights.io.device_digest import device_digest
 from penstock.weights.io.digest import digest_of, flat_bytes, torch_dtype
 from penstock.weights.io.neighbours import Mover
 from penstock.weights.manifest import check_manifest, describe, tensors_of
+from penstock.wire.codec import DAMAGED
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ class DeviceMover:
             return None
         try:
             copy = msgspec.json.decode(body, type=DeviceCopy)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except DAMAGED as error:
             raise RemoteProtocolError(f"{describe(manifest)}: {DEVICE_FILE} is damaged: {error}") from error
         return copy if copy.slot.device_uuid == self._uuid and copy.digest == manifest.digest else None
 

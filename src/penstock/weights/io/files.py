@@ -35,6 +35,7 @@ from penstock.weights.buckets import DEFAULT_BUCKET_BYTES, TensorHash, compose, 
 from penstock.weights.io.digest import PIECE_BYTES, host_pieces, specs_of, tensor_digest
 from penstock.weights.io.fetch import check_digests, tensor_at
 from penstock.weights.manifest import bucket_file, check_manifest, describe, directory_name
+from penstock.wire.codec import DAMAGED
 
 MANIFEST_FILE = "manifest.json"
 DURABLE_FILE = "durable"
@@ -193,7 +194,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise Stale(f"{directory} holds no manifest: the version was removed") from error
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DAMAGED as error:
         raise RemoteProtocolError(f"{directory / MANIFEST_FILE} is damaged: {error}") from error
     check_manifest(manifest)
     return manifest
