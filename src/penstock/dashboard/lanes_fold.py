@@ -69,6 +69,11 @@ class LanesFold:
                 self._free(at, self._granted.pop((member, event["request"]), ()), member)
             case "pool_move_done" | "pool_move_failed":
                 self._moved(at, event)
+            case "pool_life_began":
+                for stay in list(self.present.values()):
+                    self._free(at, [stay.device], stay.member)
+                self._requests.clear()
+                self._granted.clear()
             case "pool_member_lost":
                 self._free(at, [stay.device for stay in self.present.values() if stay.member == member], member)
                 for book in (self._requests, self._granted):

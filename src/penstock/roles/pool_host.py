@@ -109,8 +109,6 @@ class PoolHost:
         """To be called once after replaying. In a new life of the run none of the former processes is left; when only
         the controller was started again all of them are, and the pool goes on by what it had."""
         if new_life:
-            for member in self.pool.members():
-                self.lost(member, "the run was resumed without it")
             self.happen(pool.LifeBegan(self._wanted))
         for section in self._config.pipeline:
             rollout = self._devices.placements[section.name].rollout

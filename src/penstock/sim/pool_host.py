@@ -94,8 +94,6 @@ class SimPoolHost:
 
     def begin_another_life(self) -> None:
         """The run is resumed with none of its processes, and shares by turns of another length."""
-        for member in self.pool.members():
-            self.lost(member, "the run was resumed without it")
         turn_s = 25.0 - self.pool.settings.turn_s
         self.happen(pool.LifeBegan(msgspec.structs.replace(self.settings, turn_s=turn_s)))
         for shape in self._shapes:

@@ -50,6 +50,15 @@ def test_a_process_that_is_lost_frees_what_it_had():
     assert not fold.present
 
 
+def test_another_life_of_the_run_begins_with_free_devices():
+    fold = LanesFold()
+    fold.take(1.0, event("worker_joined"), {"ordered": [("w", 1, "wake", [0])]})
+    fold.take(2.0, event("devices_requested", request=1, priority=1), {"granted": [("t", 1, [1])]})
+    fold.take(5.0, {"type": "pool_life_began"}, {})
+    assert stays(fold) == [(0, "waking", 1.0, 5.0), (1, "training", 2.0, 5.0)]
+    assert not fold.present
+
+
 def test_a_failed_wake_frees_its_devices_only_if_it_proved_so():
     fold = LanesFold()
     fold.take(1.0, event("worker_joined"), {"ordered": [("w", 1, "wake", [0]), ("w", 2, "wake", [1])]})
