@@ -202,18 +202,18 @@ class Failing:
         return self.inner.bring(manifest, timeout_s, verify=verify)
 
 
+async def two_versions(bench: Bench) -> None:
+    bench.publish(0)
+    await bench.serving(0)
+    bench.publish(1)
+    await bench.serving(1)
+
+
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_version_removed_before_it_was_read_is_no_failure(tmp_path: Path, way: Way) -> None:
     mover = Failing(FileMover(tmp_path), [Stale("removed"), Stale("removed")])
     bench = Bench(tmp_path, way, mover=mover)
-
-    async def story() -> None:
-        bench.publish(0)
-        await bench.serving(0)
-        bench.publish(1)
-        await bench.serving(1)
-
-    await drive(bench, story())
+    await drive(bench, two_versions(bench))
     assert mover.fired == bench.updater.statistics.overtaken == 2
     assert bench.updater.statistics.failures == 0
 
@@ -221,14 +221,7 @@ async def test_a_version_removed_before_it_was_read_is_no_failure(tmp_path: Path
 async def test_a_file_server_that_gives_up_costs_this_update_and_not_the_process(tmp_path: Path) -> None:
     mover = Failing(FileMover(tmp_path), [TimeoutError("the file server does not answer")])
     bench = Bench(tmp_path, "staged", mover=mover)
-
-    async def story() -> None:
-        bench.publish(0)
-        await bench.serving(0)
-        bench.publish(1)
-        await bench.serving(1)
-
-    await drive(bench, story())
+    await drive(bench, two_versions(bench))
     assert mover.fired == bench.updater.statistics.failures == 1
 
 
