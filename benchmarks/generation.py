@@ -24,16 +24,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.torch.continuous import ContinuousEngine
+from penstock.engines.torch.static import TorchEngine
 from penstock.envs.protocol import Prompt
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.episode import Episode
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
-from penstock.rollout.io.request_engine import ContinuousEngine
 from penstock.rollout.io.request_workload import RequestWorkload
-from penstock.rollout.io.requests import Completion, Sampling
-from penstock.rollout.io.torch_engine import TorchEngine
-from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
 
 GROUP = 8
 PROMPT_CHARACTERS = 16

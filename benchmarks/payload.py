@@ -196,7 +196,7 @@ def serve_zmq(source: Source) -> int:
 
 def serve_raw_ucxx(source: Source) -> int:
     """The peer of our UCX carrier: one request on the stream, one tagged message back, no checks of anything."""
-    from penstock.payload.io.ucxx_core import Transfer, Worker, body_send, core, stream_receive
+    from penstock.runtime.ucx import Transfer, Worker, body_send, core, stream_receive
 
     ports: list[int] = []
     bound = threading.Event()
@@ -263,14 +263,14 @@ class ZeroMq:
 
 class RawUcxx:
     def __init__(self, port: int, largest: int) -> None:
-        from penstock.payload.io.ucxx_core import Worker, core
+        from penstock.runtime.ucx import Worker, core
 
         self._worker = Worker()
         self._endpoint = core.UCXEndpoint.create(self._worker.ucx, "127.0.0.1", port, True)
         self._into = np.zeros(largest, np.uint8).data
 
     def read(self, size: int) -> None:
-        from penstock.payload.io.ucxx_core import body_receive, stream_send
+        from penstock.runtime.ucx import body_receive, stream_send
 
         transfers = [
             stream_send(self._endpoint, ASK.pack(size)),
@@ -282,7 +282,7 @@ class RawUcxx:
             transfer.check()
 
     def close(self) -> None:
-        from penstock.payload.io.ucxx_core import close
+        from penstock.runtime.ucx import close
 
         close(self._worker, self._endpoint, [])
 

@@ -236,10 +236,10 @@ def entry(name: str, ours: float, peer: float, peer_name: str, ratio: float) -> 
 
 
 def language() -> tuple[Any, int, int]:
+    from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+    from penstock.engines.torch.static import TorchEngine
     from penstock.envs.tasks import Copy
     from penstock.rollout.io.language_workload import LanguageWorkload
-    from penstock.rollout.io.torch_engine import TorchEngine
-    from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
 
     policy = build(TinyLanguageModel(alphabet=Copy().alphabet))
     assert isinstance(policy, LanguagePolicy)
@@ -248,10 +248,10 @@ def language() -> tuple[Any, int, int]:
 
 
 def cartpole() -> tuple[Any, int, int]:
+    from penstock.engines.models import GymnasiumPolicy, build
+    from penstock.engines.policy import PolicyEngine
     from penstock.envs.io.gymnasium import GymnasiumEnvironment
     from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
-    from penstock.rollout.io.policy_engine import PolicyEngine
-    from penstock.train.model import GymnasiumPolicy, build
 
     environment = GymnasiumEnvironment(id="CartPole-v1")
     spaces = environment.spaces

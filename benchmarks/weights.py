@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from penstock.engines.serving import Serving
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.rollout.io.serving import Serving
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.device import DeviceExport, DeviceMover
 from penstock.weights.io.digest import digest_of

@@ -4,10 +4,10 @@ In a configuration: `env.name = "custom_workload:Bandit"`, `rollout.workload = "
 
 import numpy as np
 
+from penstock.engines.policy import PolicyEngine
 from penstock.envs.io.gymnasium import Spaces
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished, Outcome
-from penstock.rollout.io.policy_engine import PolicyEngine
 
 
 class Bandit:

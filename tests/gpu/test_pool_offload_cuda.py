@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes, free_device_caches
 from penstock.train.loss import TokenLossSettings
-from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
 from penstock.train.step import Learner, OptimSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

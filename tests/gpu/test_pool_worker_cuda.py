@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.torch.continuous import ContinuousEngine
+from penstock.engines.torch.static import TorchEngine
 from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
 from penstock.records.weights import Manifest
-from penstock.roles.generation import Generation, OwnEngine
-from penstock.rollout.io.request_engine import ContinuousEngine
-from penstock.rollout.io.requests import Completion, Sampling
-from penstock.rollout.io.torch_engine import TorchEngine
+from penstock.rollout.io.generation import Generation, OwnEngine
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes, free_device_caches
-from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
 from penstock.weights.io.files import FileMover, Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 

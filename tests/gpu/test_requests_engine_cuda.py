@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.rollout.io.request_engine import ContinuousEngine
-from penstock.rollout.io.requests import Completion, Sampling
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.torch.continuous import ContinuousEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.rollout.io.requests import Sampling
-from penstock.rollout.io.torch_engine import TorchEngine
+from penstock.engines.requests import Sampling
+from penstock.engines.torch.static import TorchEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.engines.serving import Serving
 from penstock.errors import Stale
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.rollout.io.serving import Serving
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.device import DEVICE_FILE, DeviceExport, DeviceMover, views
 from penstock.weights.io.device_digest import device_digest

@@ -17,8 +17,8 @@ from penstock.payload.io.fetch import BatchFetcher
 from penstock.payload.io.shm import Ring
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, SampleId, StepIndex, Version
-from penstock.roles.feed import Feed, PreparedBatch
 from penstock.runtime.offload import Offload
+from penstock.train.data import Feed, PreparedBatch
 from penstock.wire.messages import NotYet
 
 TOKENS = 300

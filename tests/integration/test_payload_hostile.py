@@ -312,7 +312,7 @@ def test_a_lying_server_is_an_exact_failure(world: World, answer: bytes) -> None
 def test_ucxx_strangers_that_stall_or_talk_nonsense_cost_their_own_connection_only(world: World) -> None:
     from penstock.payload.io.ucxx import UcxxServer
     from penstock.payload.io.ucxx_client import UcxxWire
-    from penstock.payload.io.ucxx_core import TAG
+    from penstock.runtime.ucx import TAG
 
     server = UcxxServer(world.ring.name, "secret", directory=world.directory, limits=LIMITS, max_connections=4)
     wire = UcxxWire()

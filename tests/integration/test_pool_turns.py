@@ -12,9 +12,9 @@ from penstock.config.devices import Placement
 from penstock.errors import PeerLost, RunFailed, Transient
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, GrantedDevices, Priority
-from penstock.roles import turns
-from penstock.roles.turns import Turns
 from penstock.runtime.tensors import RESIDUE_BYTES
+from penstock.train import turns
+from penstock.train.turns import Turns
 from penstock.wire.messages import AskDevices, CancelDevices, DevicesGranted, NotYet, Ok, ReleaseDevices
 
 

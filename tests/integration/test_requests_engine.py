@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.torch.continuous import ContinuousEngine
+from penstock.engines.torch.static import TorchEngine
 from penstock.errors import ConfigError, PeerLost
-from penstock.rollout.io.request_engine import ContinuousEngine
-from penstock.rollout.io.requests import Completion, Sampling
-from penstock.rollout.io.torch_engine import TorchEngine
 
 T = TypeVar("T")
 

@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.torch.continuous import ContinuousEngine
+from penstock.engines.torch.static import TorchEngine
 from penstock.envs.protocol import Prompt
 from penstock.envs.tasks import Copy
 from penstock.errors import Aborted, PeerLost
@@ -22,13 +26,9 @@ from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Failed, Finished, Outcome
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
-from penstock.rollout.io.request_engine import ContinuousEngine
 from penstock.rollout.io.request_workload import RequestWorkload
-from penstock.rollout.io.requests import Completion, Sampling
 from penstock.rollout.io.runner import Runner, RunnerSettings
-from penstock.rollout.io.torch_engine import TorchEngine
 from penstock.rollout.prefetch import Bounds
-from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
 from penstock.wire.messages import Delivered, Leased
 
 DEADLINE_S = 60.0

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.torch.static import TorchEngine
 from penstock.envs.tasks import Copy
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE, PromptIndex, SampleId, Version
 from penstock.records.payload import PayloadRef
@@ -19,9 +21,7 @@ from penstock.rollout.hooks import Failed, Finished, Outcome
 from penstock.rollout.io.hook_calls import Evaluating
 from penstock.rollout.io.language_workload import LanguageWorkload
 from penstock.rollout.io.runner import Runner, RunnerSettings
-from penstock.rollout.io.torch_engine import TorchEngine
 from penstock.rollout.prefetch import Bounds
-from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
 from penstock.wire.messages import Delivered, Leased
 
 

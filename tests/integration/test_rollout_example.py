@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from penstock.engines.policy import PolicyEngine
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
-from penstock.rollout.io.policy_engine import PolicyEngine
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
 from penstock.wire.messages import Delivered, Leased

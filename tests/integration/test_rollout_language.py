@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from penstock.config.load import dump, validate
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.torch.static import TorchEngine
 from penstock.envs.protocol import Message, Prompt
 from penstock.envs.tasks import Copy
 from penstock.errors import Aborted, ConfigError
@@ -24,8 +26,6 @@ from penstock.rollout.hooks import Failed, Finished, Unusable
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
 from penstock.rollout.io.preparation_pool import PreparationPool
-from penstock.rollout.io.torch_engine import TorchEngine
-from penstock.train.model import LanguagePolicy, TinyLanguageModel, build
 
 
 class Echo(Copy):

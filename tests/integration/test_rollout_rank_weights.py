@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.roles.rank_weights import RankWeights
+from penstock.rollout.io.rank_weights import RankWeights
 
 
 def manifest(version: int) -> Manifest:

@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.config.engine import VllmEngineSection
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.settings import VllmEngineSection
+from penstock.engines.vllm import service as vllm_engine
+from penstock.engines.vllm.service import VllmService, closing, gpus_at
 from penstock.errors import ConfigError
 from penstock.records.ids import Version
-from penstock.roles import vllm_engine
-from penstock.roles.vllm_engine import VllmService, closing, gpus_at
 from penstock.runtime.tasks import Tasks
-from penstock.train.model import TinyLanguageModel, build
 from penstock.weights.replica import Verified
 
 STAND_IN = """#!{python}
@@ -91,20 +91,17 @@ def bench(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     python.chmod(0o700)
     monkeypatch.setattr(vllm_engine, "check_interpreter", lambda python: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    pipeline = SimpleNamespace(
-        name="letters",
-        engine=VllmEngineSection(python=str(python), start_s=60.0),
-        rollout=SimpleNamespace(device="cuda", threads=1),
-    )
+    section = VllmEngineSection(python=str(python), start_s=60.0)
     process: Any = SimpleNamespace(
         name="letters.rollout.0",
-        pipeline=pipeline,
-        config=SimpleNamespace(pool=SimpleNamespace(devices=4)),
+        pipeline_name="letters",
         run=SimpleNamespace(root=folder, log_path=lambda name: folder / f"{name}.log"),
         progress=SimpleNamespace(moved=lambda doing: None),
     )
     policy = build(TinyLanguageModel(hidden_size=64, heads=2))
-    return Bench(folder, VllmService(process, policy, seed=0))
+    assert isinstance(policy, LanguagePolicy)
+    service = VllmService(process, section, policy, seed=0, device="cuda", threads=1, in_pool=True)
+    return Bench(folder, service)
 
 
 @asynccontextmanager

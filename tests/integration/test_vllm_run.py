@@ -94,7 +94,7 @@ def server_of(run: Running, worker: str = WORKER) -> list[psutil.Process]:
     """The processes below the worker that belong to its vLLM server, the one that listens first."""
     try:
         below = run.child(worker).children(recursive=True)
-        tops = [one for one in below if "penstock.rollout.io.vllm_main" in one.cmdline()]
+        tops = [one for one in below if "penstock.engines.vllm.main" in one.cmdline()]
         return [*tops, *(child for top in tops for child in top.children(recursive=True))]
     except psutil.NoSuchProcess:
         return []

@@ -23,16 +23,16 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.vllm.requests import VllmRequests, label
+from penstock.engines.vllm.server import ServerSettings, VllmServer
+from penstock.engines.vllm.weights import VllmEngine
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.rollout.io.requests import Completion, Sampling
-from penstock.rollout.io.vllm_requests import VllmRequests, label
-from penstock.rollout.io.vllm_server import ServerSettings, VllmServer
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.files import Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
-from penstock.weights.io.vllm import VllmEngine
 from penstock.weights.replica import ReplicaState
 
 PYTHON = os.environ.get("PENSTOCK_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")

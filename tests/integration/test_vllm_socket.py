@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engines.vllm.unix_socket import SocketCalls
 from penstock.errors import RemoteProtocolError
-from penstock.rollout.io.vllm_socket import SocketCalls
 
 
 class Echo:

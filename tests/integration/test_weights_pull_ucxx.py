@@ -20,9 +20,9 @@ from running import outside_address
 pytest.importorskip("ucxx")
 
 from penstock.errors import RemoteProtocolError, Stale, Transient
-from penstock.payload.io import ucxx_core
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
+from penstock.runtime import ucx as ucxx_core
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import Publisher
 from penstock.weights.io.pull import PullMover

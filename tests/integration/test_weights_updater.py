@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.engines.serving import Serving
 from penstock.errors import PeerLost, Stale, Transient
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.rollout.io.serving import Serving
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import FileMover, Publisher

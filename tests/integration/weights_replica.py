@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from penstock.engines.policy import PolicyEngine
+from penstock.engines.requests import Sampling
+from penstock.engines.torch.static import TorchEngine
 from penstock.errors import PeerLost, Transient
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.rollout.io.policy_engine import PolicyEngine
-from penstock.rollout.io.requests import Sampling
-from penstock.rollout.io.torch_engine import TorchEngine
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io import files
 from penstock.weights.io.files import FileMover, Publisher

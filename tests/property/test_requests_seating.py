@@ -7,8 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.errors import InvalidTransition, LocalProtocolError
-from penstock.rollout.seating import (
+from penstock.engines.torch.seating import (
     AllLeft,
     CachesDropped,
     ConversationLeft,
@@ -21,6 +20,7 @@ from penstock.rollout.seating import (
     Seat,
     Seating,
 )
+from penstock.errors import InvalidTransition, LocalProtocolError
 
 
 class Engine(RuleBasedStateMachine):

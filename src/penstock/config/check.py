@@ -6,10 +6,12 @@ import importlib
 import sys
 
 from penstock.batch import advantage, filters
-from penstock.config.pipeline import EnvSection, PathModel, PipelineSection
+from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
+from penstock.engines.settings import PathModel
 from penstock.envs.conformity import check_class
 from penstock.envs.registry import check_options, find_environment, find_reward
+from penstock.envs.settings import EnvSection
 from penstock.errors import ConfigError
 from penstock.rollout.hooks import Workload
 from penstock.runtime.named import check_call, check_methods, load_callable, takes

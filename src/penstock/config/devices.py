@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The devices of one pipeline."""
-
-    train: tuple[int, ...]
-    rollout: tuple[int, ...]
-    train_is_shared: bool
-    """Somebody else may want the training devices: hold them only while training."""
+from penstock.records.pool import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +39,8 @@ def _one_each(config: Config) -> Devices:
         placements[one.name] = Placement(train, rollout, train_is_shared=False)
         count += 1 + workers
     return Devices(count, placements)
+
+
+def weights_stay_on_device(config: Config, pipeline: PipelineSection) -> bool:
+    """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty."""
+    return pipeline.weights.mover == "auto" and not config.pool.devices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from penstock.config.section import Section
+from penstock.records.section import Section
 
 
 class MetricsSection(Section):

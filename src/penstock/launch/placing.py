@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.config.engine import VllmEngineSection
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
+from penstock.engines.settings import VllmEngineSection
 from penstock.errors import ConfigError
 from penstock.launch.processes import ProcessSpec, processes_of
 

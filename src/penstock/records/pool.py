@@ -107,3 +107,12 @@ class PoolStatus(msgspec.Struct, frozen=True):
     """Wakes and sleeps ordered since the pool opened."""
     failed_moves: int
     refused_plans: int
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The devices of one pipeline."""
+
+    train: tuple[int, ...]
+    rollout: tuple[int, ...]
+    train_is_shared: bool
+    """Others may want the training devices: hold them only while training."""

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.batch import filters
-from penstock.config.pipeline import EvaluationSection, PipelineSection
-from penstock.config.run import ControlSection
+from penstock.config.pipeline import PipelineSection
 from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.pipeline import PipelineControl
 from penstock.control.points import EvaluationSettings
+from penstock.control.sections import ControlSection, EvaluationSection
 from penstock.control.settings import PipelineSettings
 from penstock.errors import RunFailed
 from penstock.journal.writer import Journal

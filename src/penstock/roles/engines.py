@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.config.engine import Engine, TorchEngineSection
 from penstock.config.pipeline import PipelineSection
+from penstock.engines.models import ControlPolicy, LanguagePolicy
+from penstock.engines.policy import PolicyEngine
+from penstock.engines.requests import RequestEngine
+from penstock.engines.serving import ServingEngine
+from penstock.engines.settings import Engine, TorchEngineSection
+from penstock.engines.torch.continuous import ContinuousEngine
+from penstock.engines.torch.static import TorchEngine
 from penstock.envs.registry import find_reward
 from penstock.envs.rewards import Rubric
 from penstock.rollout.hooks import Workload
 from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload
-from penstock.rollout.io.policy_engine import PolicyEngine
-from penstock.rollout.io.request_engine import ContinuousEngine
 from penstock.rollout.io.request_workload import RequestWorkload
-from penstock.rollout.io.requests import RequestEngine
-from penstock.rollout.io.serving import ServingEngine
-from penstock.rollout.io.torch_engine import TorchEngine
 from penstock.runtime.named import load_callable
-from penstock.train.model import ControlPolicy, LanguagePolicy
 
 
 class ScoredEnvironment:

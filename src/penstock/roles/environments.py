@@ -6,12 +6,13 @@ import sys
 from typing import Any
 
 from penstock.config.check import environment_options
-from penstock.config.pipeline import EnvSection, PipelineSection
+from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.envs.conformity import check_counted, check_text_environment
 from penstock.envs.cursor import draw
 from penstock.envs.protocol import DividedEnvironment, prompts_per_pass
 from penstock.envs.registry import find_reward, make_environment
+from penstock.envs.settings import EnvSection
 from penstock.errors import ConfigError, PenstockError
 
 HELD_OUT = 1

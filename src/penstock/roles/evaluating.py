@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from penstock.engines.models import ControlPolicy, LanguagePolicy
+from penstock.engines.vllm.service import VllmService
 from penstock.records.prompt import PromptLease
 from penstock.roles.engines import workload_of
 from penstock.roles.environments import evaluation_environment_of
 from penstock.roles.process import RoleProcess
-from penstock.roles.vllm_engine import VllmService
 from penstock.rollout.hooks import Finished
 from penstock.rollout.io.hook_calls import Evaluating
-from penstock.train.model import ControlPolicy, LanguagePolicy
 from penstock.train.rollout_log import RolloutLog, TrainedRollout
 
 CLOSE_S = 2.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from penstock.config.pipeline import WeightsSection
 from penstock.weights.coordination import Coordination, Level
 from penstock.weights.events import ReplicaReported
 from penstock.weights.fleet import TransactionSettings
 from penstock.weights.replica import ReplicaState
+from penstock.weights.settings import WeightsSection
 from penstock.wire.messages import ReportReplica
 
 log = logging.getLogger(__name__)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from penstock.config.pipeline import MlpModel, PathModel, PipelineSection, TinyModel
+from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
-from penstock.errors import ConfigError
-from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings
-from penstock.train.model import (
+from penstock.engines.models import (
     ControlPolicy,
     GymnasiumPolicy,
     LanguagePolicy,
@@ -20,6 +15,8 @@ from penstock.train.model import (
     TinyLanguageModel,
     build,
 )
+from penstock.engines.settings import MlpModel, PathModel, TinyModel
+from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings
 from penstock.train.step import OptimSettings
 
 
@@ -61,22 +58,3 @@ def loss_of(pipeline: PipelineSection) -> LossSettings:
 
 def optimizer_of(config: Config, pipeline: PipelineSection) -> OptimSettings:
     return OptimSettings(**pipeline.optimizer.model_dump(), seed=config.run.seed)
-
-
-def device_of(name: str) -> torch.device:
-    """`auto` is the GPU when there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r}: {error}") from error
-
-
-def device_at(config: Config, name: str, devices: Sequence[int], rank: int = 0) -> torch.device:
-    """Where a process works that was given these devices. Unless a GPU is named, those of a pool are the GPUs in their
-    order, as far as there are any; without a pool each rank takes one."""
-    count = torch.cuda.device_count()
-    if name not in ("auto", "cuda") or not count:
-        return device_of(name)
-    return torch.device("cuda", (devices[rank] if config.pool.devices else rank) % count)

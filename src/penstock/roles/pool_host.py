@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from penstock.config.devices import Devices
-from penstock.config.engine import VllmEngineSection
 from penstock.config.run import Config
 from penstock.control.io.waiting import WaitingRoom, deadline
 from penstock.control.pipeline import PipelineControl
+from penstock.engines.settings import VllmEngineSection
 from penstock.errors import ConfigError, PenstockError, Stale
 from penstock.journal.writer import Journal
 from penstock.pool import events as pool

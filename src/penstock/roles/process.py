@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import errno
 import logging
 import traceback
 from collections.abc import Coroutine
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import uvloop
 
@@ -18,44 +16,27 @@ from penstock.config.load import load
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.errors import LocalProtocolError, PenstockError
-from penstock.records.ids import MemberId, PipelineName
+from penstock.records.ids import PipelineName
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.logs import configure
-from penstock.runtime.progress import ProgressCell
+from penstock.runtime.member import RunMember, StoppedAtStart
 from penstock.runtime.rundir import NO_SPACE, RunDir
-from penstock.runtime.shutdown import ShutdownSignal
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 UNEXPECTED = 70
 """Exit code of a process that died of an error nobody named."""
 
 LOOPBACK = "127.0.0.1"
-LOOK_EVERY_S = 0.1
 TRACEBACK_CHARACTERS = 4000
 NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
-class StoppedAtStart(Exception):
-    """Asked to stop before there was anything to end in good order."""
+@dataclass(slots=True, kw_only=True)
+class RoleProcess(RunMember):
+    """A member with the configuration of its run."""
 
-
-@dataclass(slots=True)
-class RoleProcess:
-    """One process of a run. `member` is new for every incarnation: a restarted process is someone else."""
-
-    run: RunDir
     config: Config
-    name: str
-    member: MemberId
-    session: str
-    """The supervisor's life: a run that is resumed has another one."""
-    pipeline_name: PipelineName | None
-    index: int
-    stop: ShutdownSignal = field(default_factory=ShutdownSignal)
-    progress: ProgressCell = field(default_factory=ProgressCell)
 
     @property
     def pipeline(self) -> PipelineSection:
@@ -66,15 +47,6 @@ class RoleProcess:
         raise LocalProtocolError(
             f"{self.name} was started for pipeline {self.pipeline_name!r}, which is not configured"
         )
-
-    async def started(self, work: Future[T]) -> T:
-        """What comes of work that takes long, before anything is held: a stop meanwhile ends the process at once."""
-        starting = asyncio.wrap_future(work)
-        while not starting.done():
-            if self.stop.requested:
-                raise StoppedAtStart
-            await asyncio.wait([starting], timeout=LOOK_EVERY_S)
-        return starting.result()
 
     def lag_monitor(self) -> LagMonitor:
         """Watches this process's loop as configured."""
@@ -98,7 +70,7 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
             name=options.name,
             member=options.member,
             session=options.session,
-            pipeline_name=options.pipeline,
+            pipeline_name=options.pipeline or PipelineName(""),
             index=options.index,
         )
         uvloop.run(_with_signals(main, process))

@@ -13,8 +13,9 @@ from penstock.control.io.client import ControlClient
 from penstock.control.io.heartbeat import Sidecar
 from penstock.errors import PeerLost
 from penstock.records.ids import PipelineName
-from penstock.roles.process import RoleProcess, StoppedAtStart
+from penstock.roles.process import RoleProcess
 from penstock.runtime.lag import LagMonitor
+from penstock.runtime.member import StoppedAtStart
 from penstock.runtime.process import host_id
 from penstock.runtime.shutdown import teardown
 from penstock.runtime.tasks import Tasks

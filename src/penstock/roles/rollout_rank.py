@@ -12,23 +12,24 @@ from typing import Any
 import msgspec
 import torch
 
+from penstock.config.devices import weights_stay_on_device
 from penstock.errors import PenstockError
+from penstock.payload.io.served import served
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
-from penstock.roles.carriers import served
-from penstock.roles.generation import OwnEngine
-from penstock.roles.models import device_at
-from penstock.roles.movers import mover_of
 from penstock.roles.process import RoleProcess
-from penstock.roles.rank_weights import RankWeights
-from penstock.roles.ranks import INTERRUPT, RankSeat, ring_key
 from penstock.roles.rollout_worker import build
-from penstock.roles.worker_desk import RingStore
+from penstock.rollout.io.generation import OwnEngine
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
 from penstock.rollout.io.rank_fetch import Fetch, file_store, join
+from penstock.rollout.io.rank_weights import RankWeights
+from penstock.rollout.io.ranks import INTERRUPT, RankSeat, ring_key
+from penstock.rollout.io.worker_desk import RingStore
 from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
 from penstock.runtime.tasks import Tasks
+from penstock.runtime.tensors import device_at, device_of
+from penstock.weights.io.movers import mover_of
 from penstock.weights.io.updater import ReplicaUpdater
 
 
@@ -69,7 +70,9 @@ async def _keep_step(
     pipeline = process.pipeline
     moved = process.progress.moved
     interrupt = getattr(engine, "interrupt", lambda: None)
-    own = OwnEngine(engine, partial(device_at, process.config, pipeline.rollout.device, rank=seat.rank))
+    own = OwnEngine(
+        engine, partial(device_at, pipeline.rollout.device, in_pool=bool(process.config.pool.devices), rank=seat.rank)
+    )
     weights = RankWeights(own, moved, Path(seat.newest), interrupt)
     surroundings = Surroundings(
         wait_for_weights=weights.wait_for,
@@ -91,7 +94,13 @@ async def _keep_step(
         engine,
         weights,
         weights.report,
-        mover_of(process),
+        mover_of(
+            process,
+            pipeline.weights,
+            process.config.payload.carrier,
+            device_of(pipeline.rollout.device),
+            on_device=weights_stay_on_device(process.config, pipeline),
+        ),
         way=pipeline.weights.way,
         change_timeout_s=pipeline.weights.deadline_s,
     )

@@ -8,30 +8,33 @@ from typing import Any
 
 import torch
 
-from penstock.config.engine import VllmEngineSection
+from penstock.config.devices import weights_stay_on_device
+from penstock.engines.models import ControlPolicy, LanguagePolicy
+from penstock.engines.settings import VllmEngineSection
+from penstock.engines.vllm.service import VllmService, closing
 from penstock.envs.protocol import prompts_per_pass
+from penstock.errors import ConfigError
+from penstock.payload.io.served import served
 from penstock.payload.io.shm import Ring
 from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress
-from penstock.roles.carriers import served
 from penstock.roles.engines import engine_of, workload_of
 from penstock.roles.environments import environment_of
 from penstock.roles.evaluating import evaluating
-from penstock.roles.generation import Generation, GenerationLoop, OwnEngine, Resident
-from penstock.roles.models import device_at, policy_of
-from penstock.roles.movers import mover_of
+from penstock.roles.models import policy_of
 from penstock.roles.preparing import PromptsElsewhere
 from penstock.roles.process import RoleProcess
-from penstock.roles.ranks import RankGroup
 from penstock.roles.reporting import LEAVE_S, connected, heed_stop, report_gauges
-from penstock.roles.vllm_engine import VllmService, closing
-from penstock.roles.worker_desk import RingStore, WorkerDesk
+from penstock.rollout.io.generation import Generation, GenerationLoop, OwnEngine, Resident
 from penstock.rollout.io.hook_calls import Evaluating
+from penstock.rollout.io.ranks import RankGroup
 from penstock.rollout.io.runner import Runner, RunnerSettings
+from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.prefetch import Bounds
 from penstock.runtime.offload import Offload
 from penstock.runtime.tasks import Tasks
-from penstock.train.model import ControlPolicy, LanguagePolicy
+from penstock.runtime.tensors import device_at, device_of
+from penstock.weights.io.movers import mover_of
 from penstock.weights.io.updater import ReplicaUpdater
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ async def main(process: RoleProcess) -> None:
     pipeline = process.pipeline
     rollout = pipeline.rollout
     torch.set_num_threads(rollout.threads)
-    ranks = RankGroup(process)
+    ranks = RankGroup(process, rollout.ranks)
     await ranks.start()
     building = Offload(1, "build")
     process.progress.moved("building the model")
@@ -78,7 +81,7 @@ async def _generate(
 
     def place(devices: tuple[int, ...]) -> torch.device:
         ranks.stand_on(devices)
-        return device_at(process.config, pipeline.rollout.device, devices)
+        return device_at(pipeline.rollout.device, devices, in_pool=bool(process.config.pool.devices))
 
     resident: Resident = engine if isinstance(engine, VllmService) else OwnEngine(engine, place)
     async with (
@@ -104,7 +107,13 @@ async def _generate(
             updater = engine.updater(generation, desk.report, deadline_s)
         else:
             way = pipeline.weights.way
-            mover = mover_of(process)
+            mover = mover_of(
+                process,
+                pipeline.weights,
+                process.config.payload.carrier,
+                device_of(pipeline.rollout.device),
+                on_device=weights_stay_on_device(process.config, pipeline),
+            )
             source = ranks.announcing(generation)
             updater = ReplicaUpdater(engine, source, desk.report, mover, way=way, change_timeout_s=deadline_s)
 
@@ -133,7 +142,17 @@ def build(process: RoleProcess) -> tuple[Any, Any, Any, LanguagePolicy | Control
     seed = zlib.crc32(process.member.encode()) ^ config.run.seed
     kept = process.run.rollouts(pipeline.name) / "unfinished"
     if isinstance(pipeline.engine, VllmEngineSection):
-        service = VllmService(process, policy, seed)
+        if not isinstance(policy, LanguagePolicy):
+            raise ConfigError(f"pipeline {pipeline.name!r}: vLLM serves language models only")
+        service = VllmService(
+            process,
+            pipeline.engine,
+            policy,
+            seed=seed,
+            device=pipeline.rollout.device,
+            threads=pipeline.rollout.threads,
+            in_pool=bool(config.pool.devices),
+        )
         return environment, service, workload_of(pipeline, environment, policy, service.requests, kept), policy
     engine = engine_of(policy, seed, lambda: process.progress.moved("generating"), pipeline.engine)
     return environment, engine, workload_of(pipeline, environment, policy, engine, kept), policy

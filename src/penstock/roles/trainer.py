@@ -11,25 +11,26 @@ import torch
 
 from penstock.batch.advantage import resolve
 from penstock.batch.pack import PackSettings
-from penstock.config.devices import devices_of
+from penstock.config.devices import devices_of, weights_stay_on_device
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex
-from penstock.roles.emergencies import heed_checkpoints
 from penstock.roles.environments import environment_of
-from penstock.roles.feed import Feed
-from penstock.roles.models import device_at, loss_of, optimizer_of, policy_of
-from penstock.roles.offering import Offering, offering
+from penstock.roles.models import loss_of, optimizer_of, policy_of
 from penstock.roles.process import RoleProcess
-from penstock.roles.publishing import Publishing
 from penstock.roles.reporting import connected, heed_stop, report_gauges
-from penstock.roles.training import TrainingLoop
-from penstock.roles.turns import LearnerOnTurns, Turns
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
+from penstock.runtime.tensors import device_at
 from penstock.train import checkpoint
+from penstock.train.data import Feed
+from penstock.train.emergencies import heed_checkpoints
+from penstock.train.loop import TrainingLoop
+from penstock.train.offering import Offering, offering
+from penstock.train.publish import Publishing
 from penstock.train.rollout_log import RolloutLog
 from penstock.train.step import Learner
+from penstock.train.turns import LearnerOnTurns, Turns
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ async def main(process: RoleProcess) -> None:
         host_id=host_id(), token=process.run.token(), label=process.name, carrier=process.config.payload.carrier
     )
     try:
-        with offering(process, lineage) as offered:
+        placement = {"workers": pipeline.rollout.workers, "on_device": weights_stay_on_device(process.config, pipeline)}
+        with offering(process, lineage, pipeline.weights, process.config.payload, **placement) as offered:
             await _train(process, learner, lineage, offered, (training, fetching, writing), fetcher, rollouts)
     finally:
         fetcher.close()
@@ -72,7 +74,7 @@ async def _train(
     training, fetching, writing = offloads
     lag = process.lag_monitor()
     placement = devices_of(process.config).placements[pipeline.name]
-    device = device_at(process.config, pipeline.train.device, placement.train)
+    device = device_at(pipeline.train.device, placement.train, in_pool=bool(process.config.pool.devices))
     resident = LearnerOnTurns(learner, device, training, shared=placement.train_is_shared)
     connection = connected(process, "trainer", resident.move_out, step=step, lineage=lineage)
     async with connection as client, Tasks() as tasks:
@@ -84,7 +86,18 @@ async def _train(
         tasks.spawn("heed the stop", heed_stop(process, client))
         tasks.spawn("report gauges", report_gauges(process, client, lag))
         turns = Turns(process, client, placement, resident)
-        loop = TrainingLoop(process, client, learner, feed, publishing, turns, training, rollouts)
+        loop = TrainingLoop(
+            process,
+            client,
+            learner,
+            feed,
+            publishing,
+            turns,
+            training,
+            rollouts,
+            pipeline.checkpoint,
+            publish_timeout_s=pipeline.weights.deadline_s,
+        )
         tasks.spawn("save when asked to", heed_checkpoints(process, client, loop.save_afresh))
         await loop.run(step)
         async with asyncio.timeout(pipeline.weights.deadline_s):

@@ -5,8 +5,12 @@ Trainer and engines must agree on the first, or no digest ever matches; and on t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from penstock.errors import ConfigError
 
 RESIDUE_BYTES = 64 << 20
 """Device memory that may stay allocated when all else was taken off: caches of libraries, not ours to free."""
@@ -40,3 +44,22 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 class OwnedTensors(dict[str, Tensor]):
     """Tensors by name whose memory is the receiver's: nobody else will write to it, so it need not be copied."""
+
+
+def device_of(name: str) -> torch.device:
+    """`auto` is the GPU when there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r}: {error}") from error
+
+
+def device_at(name: str, devices: Sequence[int], *, in_pool: bool, rank: int = 0) -> torch.device:
+    """Where a process works that was given these devices. Unless a GPU is named, those of a pool are the GPUs in their
+    order, as far as there are any; without a pool each rank takes one."""
+    count = torch.cuda.device_count()
+    if name not in ("auto", "cuda") or not count:
+        return device_of(name)
+    return torch.device("cuda", (devices[rank] if in_pool else rank) % count)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.train.model import ActorCritic
+from penstock.engines.models import ActorCritic
 
 
 class TokenLossSettings(msgspec.Struct, frozen=True, tag="tokens"):

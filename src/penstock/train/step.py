@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engines.models import ControlPolicy, LanguagePolicy
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.tensors import free_device_caches
 from penstock.train.loss import (
@@ -26,7 +27,6 @@ from penstock.train.loss import (
     control_loss,
     token_loss,
 )
-from penstock.train.model import ControlPolicy, LanguagePolicy
 
 
 class OptimSettings(msgspec.Struct, frozen=True):

@@ -7,10 +7,11 @@ import inspect
 import msgspec
 import pytest
 
-from penstock.config.pipeline import ControlLossSection, OptimizerSection, TokenLossSection
-from penstock.config.run import LagSection, Section
+from penstock.config.run import Section
 from penstock.runtime.lag import LagMonitor
+from penstock.runtime.settings import LagSection
 from penstock.train.loss import ControlLossSettings, TokenLossSettings
+from penstock.train.settings import ControlLossSection, OptimizerSection, TokenLossSection
 from penstock.train.step import OptimSettings
 
 

@@ -11,13 +11,13 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from penstock.engines.policy import PolicyEngine
 from penstock.envs.io.gymnasium import GymnasiumEnvironment
 from penstock.errors import ConfigError
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished
 from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
-from penstock.rollout.io.policy_engine import PolicyEngine
 
 
 class Gaussian(nn.Module):

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.torch import rows as request_rows
+from penstock.engines.torch.rows import Row, Rows, SavedCache
+from penstock.engines.torch.static import TorchEngine
 from penstock.errors import ConfigError
-from penstock.rollout.io import request_rows
-from penstock.rollout.io.request_rows import Row, Rows, SavedCache
-from penstock.rollout.io.requests import Completion, Sampling
-from penstock.rollout.io.torch_engine import TorchEngine
 
 VOCABULARY = 12
 GREEDY = Sampling(max_new_tokens=12, greedy=True)

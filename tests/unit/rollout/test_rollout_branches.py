@@ -8,13 +8,13 @@ import numpy as np
 
 from penstock.batch import codec
 from penstock.batch.pack import PackSettings, TokenMicroBatch, pack
+from penstock.engines.requests import Completion, Sampling
 from penstock.envs.tasks import Arithmetic
 from penstock.envs.tools import WithTools
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished
 from penstock.rollout.io.language_workload import LanguageWorkload
-from penstock.rollout.io.requests import Completion, Sampling
 
 RIGHT = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 WRONG = '<tool_call>{"name": "sub"}</tool_call>'

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from penstock.engines.policy import PolicyEngine
+from penstock.engines.requests import Sampling
+from penstock.engines.serving import Serving
+from penstock.engines.torch.static import TorchEngine
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
-from penstock.rollout.io.policy_engine import PolicyEngine
-from penstock.rollout.io.requests import Sampling
-from penstock.rollout.io.serving import Serving
-from penstock.rollout.io.torch_engine import TorchEngine
 
 
 def tiny_model(seed: int = 0) -> Any:

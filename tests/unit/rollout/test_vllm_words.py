@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from penstock.engines.requests import Sampling
+from penstock.engines.vllm.requests import completion_of, label, sampling_params
+from penstock.engines.vllm.server import ServerSettings, VllmServer, check_interpreter, command, environment
 from penstock.errors import ConfigError, RemoteProtocolError
-from penstock.rollout.io.requests import Sampling
-from penstock.rollout.io.vllm_requests import completion_of, label, sampling_params
-from penstock.rollout.io.vllm_server import ServerSettings, VllmServer, check_interpreter, command, environment
 
 OLD, NEW = "a" * 32, "b" * 32
 

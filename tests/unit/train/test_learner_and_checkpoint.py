@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from penstock.batch.pack import TokenMicroBatch, TrajectoryBatch
+from penstock.engines.models import GymnasiumPolicy, LanguagePolicy, ModelSpec, TinyLanguageModel, build
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.tensors import device_bytes
 from penstock.train import checkpoint
 from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings
-from penstock.train.model import GymnasiumPolicy, LanguagePolicy, ModelSpec, TinyLanguageModel, build
 from penstock.train.step import Learner, OptimSettings
 
 

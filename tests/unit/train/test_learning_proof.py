@@ -14,12 +14,7 @@ import torch
 from penstock.batch import advantage
 from penstock.batch.pack import PackSettings, pack
 from penstock.config.recommended import RECOMMENDED
-from penstock.envs.tasks import Copy
-from penstock.rollout.io.policy_engine import PolicyEngine
-from penstock.rollout.io.requests import Sampling
-from penstock.rollout.io.torch_engine import TorchEngine
-from penstock.train.loss import ControlLossSettings, TokenLossSettings
-from penstock.train.model import (
+from penstock.engines.models import (
     ControlPolicy,
     GymnasiumPolicy,
     LanguagePolicy,
@@ -27,6 +22,11 @@ from penstock.train.model import (
     TinyLanguageModel,
     build,
 )
+from penstock.engines.policy import PolicyEngine
+from penstock.engines.requests import Sampling
+from penstock.engines.torch.static import TorchEngine
+from penstock.envs.tasks import Copy
+from penstock.train.loss import ControlLossSettings, TokenLossSettings
 from penstock.train.step import Learner, OptimSettings
 
 STALENESS = 2

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from penstock.batch.pack import TokenMicroBatch, TrajectoryBatch
+from penstock.engines.models import ControlPolicy, GymnasiumPolicy, LanguagePolicy, TinyLanguageModel, build
 from penstock.train.loss import (
     ControlLossSettings,
     EpisodeTensors,
@@ -16,7 +17,6 @@ from penstock.train.loss import (
     discounted_sums,
     token_loss,
 )
-from penstock.train.model import ControlPolicy, GymnasiumPolicy, LanguagePolicy, TinyLanguageModel, build
 
 SPEC = TinyLanguageModel(alphabet="abcdef>", hidden_size=16, layers=2, heads=2, max_positions=64)
 

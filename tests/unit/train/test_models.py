@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.errors import ConfigError
-from penstock.train.model import (
+from penstock.engines.models import (
     ControlPolicy,
     GymnasiumPolicy,
     LanguagePolicy,
@@ -15,7 +14,8 @@ from penstock.train.model import (
     TinyLanguageModel,
     build,
 )
-from penstock.train.tokenizer import FILE_NAME, CharacterTokenizer, load_tokenizer
+from penstock.engines.tokenizer import FILE_NAME, CharacterTokenizer, load_tokenizer
+from penstock.errors import ConfigError
 
 
 def test_the_character_tokenizer_round_trips_and_leaves_special_tokens_out(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.engines.tokenizer import CharacterTokenizer
 from penstock.train.rollout_log import QUEUED_STEPS, RolloutLog, TrainedRollout
-from penstock.train.tokenizer import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer("abc>")
 

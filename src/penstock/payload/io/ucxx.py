@@ -21,7 +21,7 @@ from penstock.errors import LocalProtocolError, RunFailed
 from penstock.payload.exchange import HELLO, BodySent, ConnectionFailed, Event, ExchangeLimits, ExchangeState, Received
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.payload.io.serving import Handler, ServerStatistics, Service, turned_away
-from penstock.payload.io.ucxx_core import (
+from penstock.runtime.ucx import (
     TAG,
     Transfer,
     UCXError,

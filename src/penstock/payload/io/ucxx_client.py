@@ -11,7 +11,9 @@ import xxhash
 
 from penstock.errors import Aborted
 from penstock.payload.exchange import STATUS
-from penstock.payload.io.ucxx_core import (
+from penstock.payload.io.wire_client import Broken
+from penstock.payload.ports import Fault
+from penstock.runtime.ucx import (
     TAG,
     Transfer,
     UCXError,
@@ -23,8 +25,6 @@ from penstock.payload.io.ucxx_core import (
     stream_receive,
     stream_send,
 )
-from penstock.payload.io.wire_client import Broken
-from penstock.payload.ports import Fault
 
 
 class UcxxWire:

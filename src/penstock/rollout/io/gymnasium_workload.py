@@ -8,10 +8,10 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from penstock.engines.policy import PolicyEngine
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished, Outcome
-from penstock.rollout.io.policy_engine import PolicyEngine
 
 
 class Episodes(Protocol):

@@ -13,12 +13,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from penstock.engines.requests import Completion, Sampling
 from penstock.errors import Aborted, ConfigError, PenstockError
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
-from penstock.rollout.io.requests import Completion, Sampling
 
 
 class PromptLike(Protocol):

@@ -7,11 +7,11 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.engines.requests import RequestEngine
 from penstock.errors import Aborted, PeerLost, RunFailed
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed
 from penstock.rollout.io.language_workload import Environment, LanguageHooks, PreparedPrompt, Tokenizer
-from penstock.rollout.io.requests import RequestEngine
 from penstock.runtime.offload import Offload
 
 

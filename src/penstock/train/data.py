@@ -18,7 +18,7 @@ from penstock.payload.io.received import Buffers
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, StepIndex
 from penstock.records.payload import RingAddress
-from penstock.roles.process import RoleProcess
+from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train.rollout_log import TrainedRollout
 from penstock.wire.messages import AskBatch, BatchReady, Complete, NotYet
@@ -76,7 +76,7 @@ class Feed:
 
     def __init__(
         self,
-        process: RoleProcess,
+        process: RunMember,
         client: ControlClient,
         fetcher: BatchFetcher,
         offload: Offload,

@@ -15,7 +15,7 @@ import msgspec
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.roles.generation import Resident
+from penstock.rollout.io.generation import Resident
 from penstock.rollout.io.group import GroupRunner
 from penstock.runtime.rundir import write_atomically
 from penstock.weights.io.updater import ManifestSource, ReplicaReport

@@ -8,16 +8,18 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.payload.settings import PayloadSection
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.roles.movers import stay_on_device, ucx_for
-from penstock.roles.process import RoleProcess
+from penstock.runtime.member import RunMember
 from penstock.runtime.process import host_id
 from penstock.weights.io.device import DeviceExport
 from penstock.weights.io.files import Publisher
 from penstock.weights.io.meeting import BroadcastHost
+from penstock.weights.io.movers import ucx_for
 from penstock.weights.io.pull import ArtifactServer
 from penstock.weights.io.pull_ucxx import UcxxArtifactServer
+from penstock.weights.settings import WeightsSection
 
 CLOSE_S = 2.0
 
@@ -51,10 +53,11 @@ class Offering:
 
 
 @contextmanager
-def offering(process: RoleProcess, lineage: str) -> Iterator[Offering]:
+def offering(
+    process: RunMember, lineage: str, weights: WeightsSection, payload: PayloadSection, *, workers: int, on_device: bool
+) -> Iterator[Offering]:
     """Serves what is published for as long as the body runs."""
-    pipeline, host = process.pipeline, process.config.payload.host
-    weights = pipeline.weights
+    host = payload.host
     places: dict[str, object] = {}
     servers: list[Server] = []
     with ExitStack() as open_servers:
@@ -63,7 +66,7 @@ def offering(process: RoleProcess, lineage: str) -> Iterator[Offering]:
             open_servers.callback(pulled.close, CLOSE_S)
             servers.append(pulled)
             places |= {"host_id": host_id(), "addresses": (pulled.address,)}
-        ucx = ucx_for(process.config.payload)
+        ucx = ucx_for(payload.carrier)
         if weights.mover != "files" and ucx is not None:
             by_ucxx = UcxxArtifactServer(
                 process.run.root, process.run.token().encode(), ucx, host=host, keep=weights.keep
@@ -72,11 +75,9 @@ def offering(process: RoleProcess, lineage: str) -> Iterator[Offering]:
             servers.append(by_ucxx)
             places["ucxx_addresses"] = (by_ucxx.address,)
         if weights.mover == "broadcast":
-            meeting = BroadcastHost(
-                process.run.root, host=host, expected=pipeline.rollout.workers, send_timeout_s=weights.deadline_s
-            )
+            meeting = BroadcastHost(process.run.root, host=host, expected=workers, send_timeout_s=weights.deadline_s)
             open_servers.callback(meeting.close, CLOSE_S)
             servers.append(meeting)
             places["meeting"] = meeting.address
-        publisher = Publisher(process.run.root, lineage, weights.keep, pipeline=pipeline.name, **places)  # type: ignore[arg-type]
-        yield Offering(publisher, servers, DeviceExport(process.run.root) if stay_on_device(process) else None)
+        publisher = Publisher(process.run.root, lineage, weights.keep, pipeline=process.pipeline_name, **places)  # type: ignore[arg-type]
+        yield Offering(publisher, servers, DeviceExport(process.run.root) if on_device else None)

@@ -1,12 +1,53 @@
-"""What draws tokens: `[pipeline.engine]`."""
+"""`[pipeline.model]` and `[pipeline.engine]`: what is trained, and what draws tokens from it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
-from penstock.config.section import NonNegative, Positive, Seconds, Section
+from penstock.records.section import NonNegative, Positive, Seconds, Section
+
+
+class TinyModel(Section):
+    """A small causal language model built from a config, with a character tokenizer of its own."""
+
+    kind: Literal["tiny"] = "tiny"
+    """Chooses this table."""
+    hidden: Positive = 128
+    """Width of its layers."""
+    layers: Positive = 1
+    """Transformer layers."""
+    heads: Positive = 4
+    """Attention heads of each layer; must divide `hidden`."""
+    max_length: Positive = 128
+    """Tokens of prompt and completions together."""
+
+
+class PathModel(Section):
+    """A pretrained model from a local directory (config.json and safetensors, or one GGUF file)."""
+
+    kind: Literal["path"] = "path"
+    """Chooses this table."""
+    path: Path
+    """The directory."""
+    gguf_file: str = ""
+    """The file in it, if the weights are in GGUF."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model is trained and served in."""
+
+
+class MlpModel(Section):
+    """A policy and value network for gymnasium environments."""
+
+    kind: Literal["mlp"] = "mlp"
+    """Chooses this table."""
+    hidden: Positive = 64
+    """Width of its layers."""
+
+
+Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
 
 
 class TorchEngineSection(Section):

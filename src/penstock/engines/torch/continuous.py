@@ -16,12 +16,12 @@ import msgspec
 import torch
 from torch import nn
 
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.torch import seating
+from penstock.engines.torch.rows import Row, Rows, SavedCache
+from penstock.engines.torch.seating import Seating
+from penstock.engines.torch.static import SamplingEngine
 from penstock.errors import ConfigError, PeerLost
-from penstock.rollout import seating
-from penstock.rollout.io.request_rows import Row, Rows, SavedCache
-from penstock.rollout.io.requests import Completion, Sampling
-from penstock.rollout.io.torch_engine import SamplingEngine
-from penstock.rollout.seating import Seating
 
 
 class _Request(msgspec.Struct, eq=False):

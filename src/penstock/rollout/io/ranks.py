@@ -21,13 +21,13 @@ import msgspec
 from penstock.errors import PeerLost, PenstockError
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
-from penstock.roles.process import RoleProcess
-from penstock.roles.rank_weights import Announcing
-from penstock.roles.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.io.group import GroupRunner
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
 from penstock.rollout.io.rank_fetch import Fetch, LastWords, file_store, join
+from penstock.rollout.io.rank_weights import Announcing
 from penstock.rollout.io.runner import RunnerSettings
+from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
+from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import how_ended
 from penstock.runtime.progress import ProgressCell
@@ -66,8 +66,8 @@ def ring_key(rank: int) -> str:
 class RankGroup:
     """The other ranks of this worker. Start it from the main thread: children die with the thread that made them."""
 
-    def __init__(self, process: RoleProcess) -> None:
-        self.ranks = process.pipeline.rollout.ranks
+    def __init__(self, process: RunMember, ranks: int) -> None:
+        self.ranks = ranks
         self.rings: tuple[RingAddress, ...] = ()
         self._process = process
         self._children: dict[int, asyncio.subprocess.Process] = {}
@@ -105,7 +105,7 @@ class RankGroup:
                 sys.executable,
                 *("-m", "penstock.roles", "rollout_rank", str(process.run.root)),
                 *("--name", name, "--member", f"{process.member}.rank{rank}", "--session", process.session),
-                *("--parent", str(os.getpid()), "--pipeline", process.pipeline.name, "--index", str(process.index)),
+                *("--parent", str(os.getpid()), "--pipeline", process.pipeline_name, "--index", str(process.index)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,

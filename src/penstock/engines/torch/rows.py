@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.rollout.io.request_cache import RowCache
-from penstock.rollout.io.requests import Completion, Ending, Sampling
-from penstock.rollout.io.torch_engine import SamplingEngine
+from penstock.engines.requests import Completion, Ending, Sampling
+from penstock.engines.torch.cache import RowCache
+from penstock.engines.torch.static import SamplingEngine
 
 READ_TOKENS = 8192
 """Read by one forward at most, padding included, so that a long context does not hold up the rows that decode."""

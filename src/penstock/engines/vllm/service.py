@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from penstock.config.engine import VllmEngineSection
+from penstock.engines.models import LanguagePolicy
+from penstock.engines.settings import VllmEngineSection
+from penstock.engines.vllm.requests import VllmRequests, label
+from penstock.engines.vllm.server import ServerSettings, VllmServer, check_interpreter
+from penstock.engines.vllm.weights import VllmEngine
 from penstock.errors import ConfigError
-from penstock.roles.models import device_of
-from penstock.roles.process import RoleProcess
-from penstock.rollout.io.vllm_requests import VllmRequests, label
-from penstock.rollout.io.vllm_server import ServerSettings, VllmServer, check_interpreter
+from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
-from penstock.train.model import ControlPolicy, LanguagePolicy
+from penstock.runtime.tensors import device_of
 from penstock.weights.io.updater import ManifestSource, ReplicaReport, ReplicaUpdater
-from penstock.weights.io.vllm import VllmEngine
 
 STOP_S = 4.0
 PAUSE_S = 60.0
@@ -34,16 +34,24 @@ HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 class VllmService:
     """One server for one worker. Completions come from `requests`, versions go in through `weights`."""
 
-    def __init__(self, process: RoleProcess, policy: LanguagePolicy | ControlPolicy, seed: int) -> None:
-        section = process.pipeline.engine
-        assert isinstance(section, VllmEngineSection)
-        if not isinstance(policy, LanguagePolicy):
-            raise ConfigError(f"pipeline {process.pipeline.name!r}: vLLM serves language models only")
+    def __init__(
+        self,
+        process: RunMember,
+        section: VllmEngineSection,
+        policy: LanguagePolicy,
+        *,
+        seed: int,
+        device: str,
+        threads: int,
+        in_pool: bool,
+    ) -> None:
         self._section = section
+        self._device = device
+        self._in_pool = in_pool
         self._process = process
         python = section.python or sys.executable
         check_interpreter(python)
-        settings = server_settings(process, section, policy, seed, python)
+        settings = server_settings(process, section, policy, seed=seed, python=python, device=device, threads=threads)
         self.server = VllmServer(settings)
         address = self.server.address()
         self.weights = VllmEngine(
@@ -149,11 +157,11 @@ class VllmService:
 
     def _gpus_at(self, devices: tuple[int, ...]) -> tuple[str, ...]:
         """What the server may see of the GPUs; empty where it is left to the server."""
-        if not self.server.settings.accelerator or not self._process.config.pool.devices:
+        if not self.server.settings.accelerator or not self._in_pool:
             return ()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         known = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-        return gpus_at(devices, self._process.pipeline.rollout.device, known)
+        return gpus_at(devices, self._device, known)
 
 
 @asynccontextmanager
@@ -177,18 +185,24 @@ def gpus_at(devices: Sequence[int], name: str, known: Sequence[str]) -> tuple[st
 
 
 def server_settings(
-    process: RoleProcess, section: VllmEngineSection, policy: LanguagePolicy, seed: int, python: str
+    process: RunMember,
+    section: VllmEngineSection,
+    policy: LanguagePolicy,
+    *,
+    seed: int,
+    python: str,
+    device: str,
+    threads: int,
 ) -> ServerSettings:
-    rollout = process.pipeline.rollout
     config: Any = policy.module.config
-    accelerator = device_of(rollout.device).type != "cpu"
+    accelerator = device_of(device).type != "cpu"
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not accelerator and head_size not in HEAD_SIZES_ON_CPU:
         raise ConfigError(
             f"the model's attention heads have size {head_size}; vLLM on CPU can do {HEAD_SIZES_ON_CPU}: for a tiny "
             "model choose model.hidden and model.heads so that hidden / heads is one of them"
         )
-    folder = process.run.root / "engines" / process.pipeline.name
+    folder = process.run.root / "engines" / process.pipeline_name
     home = folder / process.name
     home.mkdir(parents=True, exist_ok=True)
     return ServerSettings(
@@ -199,7 +213,7 @@ def server_settings(
         dtype=str(next(policy.module.parameters()).dtype).removeprefix("torch."),
         max_length=section.max_length or config.max_position_embeddings,
         max_requests=section.max_requests,
-        threads=rollout.threads,
+        threads=threads,
         cache_gb=section.cache_gb,
         eager=section.eager,
         accelerator=accelerator,

@@ -15,11 +15,10 @@ from typing import Protocol
 
 import torch
 
-from penstock.config.devices import Placement
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, RemoteProtocolError, RunFailed, Stale, Transient
-from penstock.records.pool import DeviceId, Priority
-from penstock.roles.process import RoleProcess
+from penstock.records.pool import DeviceId, Placement, Priority
+from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
 from penstock.train.step import PARTS, Learner
@@ -74,7 +73,7 @@ class Grant:
 class Turns:
     """Takes and gives back the training devices of one pipeline."""
 
-    def __init__(self, process: RoleProcess, client: ControlClient, placement: Placement, resident: Resident) -> None:
+    def __init__(self, process: RunMember, client: ControlClient, placement: Placement, resident: Resident) -> None:
         self._process = process
         self._client = client
         self._among = tuple(DeviceId(device) for device in placement.train)

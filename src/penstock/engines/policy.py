@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.rollout.io.serving import Serving, ServingEngine
+from penstock.engines.serving import Serving, ServingEngine
 
 
 class ActingModule(Protocol):

@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
 from penstock.runtime.tensors import module_tensors
-from penstock.train.tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 
 
 class TinyLanguageModel(msgspec.Struct, frozen=True, tag="tiny"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from penstock.config.run import PayloadSection
 from penstock.errors import ConfigError
 from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
+from penstock.payload.settings import PayloadSection
 from penstock.records.payload import RingAddress
 from penstock.runtime.process import host_id
 

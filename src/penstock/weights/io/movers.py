@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from penstock.config.run import PayloadSection
+import torch
+
 from penstock.errors import ConfigError
-from penstock.roles.models import device_of
-from penstock.roles.process import RoleProcess
+from penstock.runtime.member import RunMember
 from penstock.runtime.process import host_id
 from penstock.weights.io.device import DeviceMover
 from penstock.weights.io.files import FileMover
@@ -15,25 +15,27 @@ from penstock.weights.io.meeting import BroadcastMover
 from penstock.weights.io.neighbours import Mover
 from penstock.weights.io.pull import NearestMover, PullMover
 from penstock.weights.io.pull_ucxx import Ucx, UcxxCarrier
+from penstock.weights.settings import WeightsSection
 
 
-def ucx_for(section: PayloadSection) -> Ucx | None:
+def ucx_for(carrier: str) -> Ucx | None:
     """The binding to UCX that the payloads use, if they are carried by it: then weights are pulled by it too."""
-    if section.carrier != "ucxx":
+    if carrier != "ucxx":
         return None
     try:
-        from penstock.payload.io import ucxx_core
+        from penstock.runtime import ucx
     except ImportError as error:
         raise ConfigError(f"payload.carrier is 'ucxx', which needs the extra penstock[ucxx]: {error}") from error
-    return cast("Ucx", ucxx_core)
+    return cast("Ucx", ucx)
 
 
-def mover_of(process: RoleProcess) -> Mover:
-    """The configured way; `roles.offering` is its other end, in the trainer."""
-    weights = process.pipeline.weights
+def mover_of(
+    process: RunMember, weights: WeightsSection, carrier: str, device: torch.device, *, on_device: bool
+) -> Mover:
+    """The configured way; `train.offering` is its other end, in the trainer."""
     files = FileMover(process.run.root)
     token = process.run.token().encode()
-    ucx = ucx_for(process.config.payload)
+    ucx = ucx_for(carrier)
     pull = PullMover(token, streams=weights.streams, ucxx=UcxxCarrier(token, ucx) if ucx is not None else None)
     nearest = NearestMover(host_id(), files, pull)
     match weights.mover:
@@ -44,11 +46,5 @@ def mover_of(process: RoleProcess) -> Mover:
         case "broadcast":
             return BroadcastMover(process.member, nearest)
         case "auto":
-            device = device_of(process.pipeline.rollout.device)
-            by_device = device.type == "cuda" and stay_on_device(process)
+            by_device = device.type == "cuda" and on_device
             return DeviceMover(process.run.root, device, nearest) if by_device else nearest
-
-
-def stay_on_device(process: RoleProcess) -> bool:
-    """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty."""
-    return process.pipeline.weights.mover == "auto" and not process.config.pool.devices

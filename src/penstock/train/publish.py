@@ -13,9 +13,9 @@ from penstock.control.io.client import ControlClient
 from penstock.errors import Stale
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.roles.offering import Offering
-from penstock.roles.process import RoleProcess
+from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
+from penstock.train.offering import Offering
 from penstock.wire.messages import PublishWeights
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Publishing:
     Unblocked by: `offer`.
     """
 
-    def __init__(self, process: RoleProcess, client: ControlClient, publisher: Offering, offload: Offload) -> None:
+    def __init__(self, process: RunMember, client: ControlClient, publisher: Offering, offload: Offload) -> None:
         self._process = process
         self._client = client
         self._publisher = publisher

@@ -19,7 +19,7 @@ from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.records.weights import Manifest
-from penstock.roles.process import RoleProcess
+from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ReplicaReport
 from penstock.wire.messages import (
@@ -45,9 +45,7 @@ class Versioned(Protocol):
 class WorkerDesk:
     """Leases, deliveries and weights, as the runner and the updater ask for them."""
 
-    def __init__(
-        self, process: RoleProcess, client: ControlClient, tasks: Tasks, serving: Versioned, ring: Ring
-    ) -> None:
+    def __init__(self, process: RunMember, client: ControlClient, tasks: Tasks, serving: Versioned, ring: Ring) -> None:
         self._process = process
         self._tasks = tasks
         self._client = client

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from penstock.engines.requests import Completion, Ending, Sampling
+from penstock.engines.vllm.unix_socket import SocketCalls
 from penstock.errors import ConfigError, PeerLost, RemoteProtocolError
-from penstock.rollout.io.requests import Completion, Ending, Sampling
-from penstock.rollout.io.vllm_socket import SocketCalls
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"

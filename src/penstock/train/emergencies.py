@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, RemoteProtocolError
-from penstock.roles.process import RoleProcess
+from penstock.runtime.member import RunMember
 from penstock.wire.messages import AskCheckpoint, CheckpointWanted, NotYet
 
 log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 ASK_FOR_S = 20.0
 
 
-async def heed_checkpoints(process: RoleProcess, client: ControlClient, save: Callable[[], Awaitable[None]]) -> None:
+async def heed_checkpoints(process: RunMember, client: ControlClient, save: Callable[[], Awaitable[None]]) -> None:
     """Saves whenever the controller asks for it, until the run stops.
 
     Consumes: the controller's wishes. Produces: checkpoints, and weights written afresh. Waits for: a wish.

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.engines.serving import ServingEngine
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
 from penstock.records.weights import Manifest
-from penstock.roles.worker_desk import WorkerDesk
-from penstock.rollout.io.serving import ServingEngine
+from penstock.rollout.io.worker_desk import WorkerDesk
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
 from penstock.weights.io.updater import ReplicaReport

@@ -10,14 +10,15 @@ from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, Stale
 from penstock.records.ids import StepIndex, Version
 from penstock.records.pool import Priority
-from penstock.roles.feed import Feed, PreparedBatch
-from penstock.roles.process import RoleProcess
-from penstock.roles.publishing import Publishing
-from penstock.roles.turns import Turns
+from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train import checkpoint
+from penstock.train.data import Feed, PreparedBatch
+from penstock.train.publish import Publishing
 from penstock.train.rollout_log import RolloutLog
+from penstock.train.settings import CheckpointSection
 from penstock.train.step import Learner, PriorLogprobs
+from penstock.train.turns import Turns
 from penstock.wire.messages import AckCheckpoint, AckStep
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        process: RoleProcess,
+        process: RunMember,
         client: ControlClient,
         learner: Learner,
         feed: Feed,
@@ -40,6 +41,8 @@ class TrainingLoop:
         turns: Turns,
         training: Offload,
         rollouts: RolloutLog,
+        checkpoints: CheckpointSection,
+        publish_timeout_s: float,
     ) -> None:
         self._process = process
         self._client = client
@@ -49,12 +52,15 @@ class TrainingLoop:
         self._turns = turns
         self._training = training
         self._rollouts = rollouts
+        self._checkpoints = checkpoints
+        self._publish_timeout_s = publish_timeout_s
+        self._directory = process.run.checkpoints(process.pipeline_name)
         self._saved_step = StepIndex(learner.steps)
         self._between_steps = asyncio.Lock()
         """Held while the learner and what the controller knows of it differ."""
 
     async def run(self, step: StepIndex) -> None:
-        every = self._process.pipeline.checkpoint.every_steps
+        every = self._checkpoints.every_steps
         async with asyncio.TaskGroup() as group:
             upcoming = group.create_task(self._feed.prepare(step))
             if await self._come_up(upcoming):
@@ -146,15 +152,13 @@ class TrainingLoop:
         self._process.progress.moved(f"saving the checkpoint of step {step}")
         await self._training.run(self._write_checkpoint)
         self._saved_step = step
-        async with asyncio.timeout(self._process.pipeline.weights.deadline_s):
+        async with asyncio.timeout(self._publish_timeout_s):
             await self._publishing.make_durable(Version(step))
-        section = self._process.pipeline.checkpoint
-        directory = self._process.run.checkpoints(self._process.pipeline.name)
         saved = AckCheckpoint(
             pipeline=self._client.pipeline,
             member=self._process.member,
             step=step,
-            last_resort=StepIndex(checkpoint.last_resort(directory, keep=section.keep)),
+            last_resort=StepIndex(checkpoint.last_resort(self._directory, keep=self._checkpoints.keep)),
         )
         try:
             await self._client.call(saved)
@@ -164,6 +168,4 @@ class TrainingLoop:
             log.info("the controller was gone before it heard of the checkpoint of step %d: %s", step, error)
 
     def _write_checkpoint(self) -> None:
-        pipeline = self._process.pipeline
-        directory = self._process.run.checkpoints(pipeline.name)
-        checkpoint.save(directory, self._learner, keep=pipeline.checkpoint.keep)
+        checkpoint.save(self._directory, self._learner, keep=self._checkpoints.keep)

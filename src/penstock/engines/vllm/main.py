@@ -1,4 +1,4 @@
-"""A vLLM server that ends with the worker that started it: `python -m penstock.rollout.io.vllm_main PARENT FLAGS...`.
+"""A vLLM server that ends with the worker that started it: `python -m penstock.engines.vllm.main PARENT FLAGS...`.
 
 Runs in the environment that has vLLM, which may be another one than the worker's. The processes that the server starts
 tie themselves to it in turn, through the plugin that vLLM loads in each of them.

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.requests import Completion, Ending, Sampling
+from penstock.engines.serving import Serving, ServingEngine
 from penstock.errors import ConfigError
-from penstock.rollout.io.requests import Completion, Ending, Sampling
-from penstock.rollout.io.serving import Serving, ServingEngine
 
 
 class SamplingEngine(ServingEngine):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SOCKET = "socket"
 """In the server's working directory."""
-MAIN = "penstock.rollout.io.vllm_main"
+MAIN = "penstock.engines.vllm.main"
 USAGE = 2
 """Exit code of a command line that the server refuses."""
 SOCKET_PATH_BYTES = 100

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.config.load import validate
-from penstock.roles.models import device_at
+from penstock.runtime.tensors import device_at
 
 
 def device(pool: int, name: str, *devices: int, rank: int = 0) -> str:
-    pipeline = {"name": "p", "steps": 1, "env": {"name": "copy"}, "model": {"kind": "tiny"}}
-    config = validate({"pool": {"devices": pool}, "pipeline": [pipeline]})
-    return str(device_at(config, name, devices, rank))
+    return str(device_at(name, devices, in_pool=bool(pool), rank=rank))
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])

@@ -1,0 +1,73 @@
+"""`[control]` and `[pipeline.evaluation]`: membership, stalls, and measuring versions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from penstock.envs.settings import EnvSection
+from penstock.records.section import NonNegative, NonNegativeFloat, Positive, Seconds, Section
+
+
+class ControlSection(Section):
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback exposes the run to the network; the token still guards it."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """0 lets the system choose a free port."""
+    heartbeat_every_s: Seconds = 1.0
+    """Between two signs of life of a process."""
+    suspect_after_s: Seconds = 5.0
+    """Silence after which a process is suspected."""
+    reap_after_s: Seconds = 15.0
+    """Silence after which a process is given up and its leases are issued again."""
+    wedged_after_s: Seconds = 600.0
+    """No progress for so long, though heartbeats arrive, counts as silence too."""
+    startup_grace_s: Seconds = 120.0
+    """How long the first processes may take to register."""
+    stall_after_s: Seconds = 60.0
+    """No step, delivery or lease for so long is reported, with who waits for whom."""
+    stall_fail_after_s: Seconds = 600.0
+    """And after so long the run fails with that sentence."""
+    exit_without_trainer_s: Seconds | None = None
+    """Fail when a pipeline has had no trainer for so long. Off by default, since trainers may join later."""
+    reconnect_s: Seconds = 60.0
+    """How long workers and trainers look for a lost controller before they give up."""
+
+    @model_validator(mode="after")
+    def _hearts_beat_in_time(self) -> ControlSection:
+        for key in ("suspect_after_s", "reap_after_s"):
+            if getattr(self, key) <= self.heartbeat_every_s:
+                raise ValueError(
+                    f"{key} = {getattr(self, key):g} is no more than heartbeat_every_s = {self.heartbeat_every_s:g}: "
+                    "between two heartbeats every process would count as silent"
+                )
+        return self
+
+
+class EvaluationSection(Section):
+    """Measuring versions while training goes on: on prompts that are not trained, never trained themselves."""
+
+    every_steps: NonNegative = 0
+    """Evaluate the first version, every so many after it, and the last; 0 evaluates none."""
+    prompts: Positive = 64
+    """Prompts, or starting states, of one evaluation: the same ones every time."""
+    samples: Positive = 1
+    """Per prompt; more than one only with a temperature."""
+    temperature: NonNegativeFloat = 0.0
+    """0 takes the most likely token or action; policies of gymnasium environments know only 0 and 1."""
+    env: EnvSection | None = None
+    """Another environment than the one trained on. Without one, the last `prompts` rows of a dataset are kept out of
+    training; prompts that are made from a seed are made from another one."""
+    workers: Positive = 1
+    """Workers that evaluate at once. Meanwhile they take no new weights; the others go on as ever."""
+    timeout_s: Seconds = 300.0
+    """An evaluation that takes longer is skipped, and said to be."""
+    save_count: NonNegative = 8
+    """Prompts of each whose samples are written to `rollouts/` for reading."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluationSection:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError("evaluation.samples above 1 would all be alike at temperature 0; set a temperature")
+        return self

@@ -1,0 +1,67 @@
+"""`[pipeline.rollout]`: how samples are generated."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from penstock.records.section import Fraction, ImportPath, NonNegative, Positive, PositiveFloat, Section
+
+
+class RolloutSection(Section):
+    workers: Positive = 1
+    """Processes that generate samples."""
+    ranks: Positive = 1
+    """Processes of one worker that generate in step, each with an engine of its own and its share of every batch."""
+    devices_per_worker: Positive = 1
+    """Devices of the pool that one worker occupies while it is awake."""
+    workload: ImportPath | None = None
+    """Your own five hooks, as `package.module:Class`; the built-in one fits the environment otherwise."""
+    group_size: Positive = 8
+    """Samples per prompt."""
+    batch_samples: Positive = 64
+    """Samples generated at once."""
+    max_new_tokens: Positive = 16
+    """Language models: the longest completion."""
+    temperature: PositiveFloat = 1.0
+    """Language models: of the sampling."""
+    top_k: Positive | None = None
+    """Draw only from so many most likely tokens. With this, `top_p` or `min_p` the samples come from a narrower policy
+    than the one that is trained: their recorded log-probabilities are those of the narrower one, so the importance
+    weight of an up-to-date token is the share p <= 1 of the full distribution that was left, and what was cut off is
+    never learned about. `token_loss.importance = "none"` weighs all tokens alike instead."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw only from the most likely tokens that together have this probability; applies after `min_p` and `top_k`."""
+    min_p: Fraction = 0.0
+    """Draw only from tokens at least this likely in proportion to the most likely one."""
+    max_turns: Positive = 1
+    """Language models: how many completions one episode may have."""
+    reply_threads: Positive = 8
+    """Request engines: how many environments may think about their reply at once."""
+    prefetch: bool = True
+    """Overlap leasing, preparation and post-processing with generation. Read live."""
+    queue_samples: Positive = 128
+    """Bound on samples waiting between two stages."""
+    queue_mb: Positive = 1024
+    """Bound on prepared and generated data waiting between two stages."""
+    concurrency: Positive = 1
+    """Generate calls in flight, each of up to `batch_samples`: 1 for a batch engine, many for a request engine. For a
+    request engine, and neither of the two given, a call is one group and there are enough to fill its rows twice."""
+    preparations: Positive = 1
+    """Prompts prepared at once."""
+    preparation_processes: NonNegative = 0
+    """Language models: processes that read prompts from the environment. 0 reads them in threads of the worker, which
+    is better unless reading a prompt computes in Python for long."""
+    ring_mb: Positive = 64
+    """Shared memory for finished samples that the trainer has not fetched yet."""
+    ring_slots: Positive = 4096
+    """How many samples that may be."""
+    max_failures: Positive = 3
+    """A prompt that fails so often is set aside with its error."""
+    max_losses: Positive | None = None
+    """A prompt whose workers die so often is set aside too. Off by default: workers die for other reasons."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
+    threads: Positive = 1
+    """Torch threads of a worker."""

@@ -1,0 +1,20 @@
+"""`[lag]`: how every process watches its own event loop."""
+
+from __future__ import annotations
+
+from penstock.records.section import Positive, Seconds, Section
+
+
+class LagSection(Section):
+    """How every process watches its own event loop."""
+
+    period_s: Seconds = 0.1
+    """Between two looks at how late the loop is."""
+    window: Positive = 600
+    """The percentiles are over so many looks."""
+    stall_s: Seconds = 0.5
+    """A loop blocked for so long is reported while it blocks, with the stack that blocks it."""
+    warn_p99_s: Seconds = 0.1
+    """One line of warning when one look in a hundred finds the loop so late."""
+    warn_every_s: Seconds = 60.0
+    """Between two such lines."""

@@ -1,0 +1,27 @@
+"""`[pipeline.weights]`: how new versions reach the engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from penstock.records.section import NonNegative, Positive, Seconds, Section
+
+
+class WeightsSection(Section):
+    way: Literal["staged", "in_place"] = "staged"
+    """`staged` loads beside the serving weights and swaps; `in_place` saves memory and pauses generation."""
+    mover: Literal["auto", "files", "pull", "broadcast"] = "auto"
+    """How versions reach the workers: `files` of a directory they share with the trainer; `pull` over the network, by
+    the payloads' carrier; `broadcast` to all who wait, and to stragglers as `auto` does; `auto` takes the nearest way:
+    device memory on the trainer's GPU, files on its host, pull elsewhere."""
+    streams: Positive = 4
+    """Connections that one worker pulls with at once."""
+    keep: Positive = 3
+    """Versions kept on disk."""
+    deadline_s: Seconds = 60.0
+    """How long one update of one worker may take."""
+    on_fault: Literal["restore", "evict", "fail"] = "restore"
+    """What becomes of an engine that holds a mixture of versions: it is brought to a whole one, its worker is replaced,
+    or the run fails."""
+    min_healthy: NonNegative = 0
+    """Workers that must serve: none of them is replaced while fewer others do, and the run fails if that lasts."""
