@@ -1,4 +1,4 @@
-"""Payloads between two processes, by every carrier, beside what the machine itself can do.
+"""Payloads between two processes, by every transport, beside what the machine itself can do.
 
 A producer process writes into its ring and serves it; this process reads. Ours and its peers take turns, payload by
 payload and in an order drawn anew each time, so that all meet the same noise and the same caches: what one leaves
@@ -195,7 +195,7 @@ def serve_zmq(source: Source) -> int:
 
 
 def serve_raw_ucxx(source: Source) -> int:
-    """The peer of our UCX carrier: one request on the stream, one tagged message back, no checks of anything."""
+    """The peer of our UCX transport: one request on the stream, one tagged message back, no checks of anything."""
     from penstock.runtime.ucx import Transfer, Worker, body_send, core, stream_receive
 
     ports: list[int] = []
@@ -293,8 +293,8 @@ class Rows:
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.table = Table(title="payload transport: ours beside its peer, same run, separate processes")
-        for column in ("carrier", "size", "p50", "p99", "GB/s", "peer", "peer p50", "peer GB/s", "ratio", "cpu s/GB"):
-            self.table.add_column(column, justify="left" if column in ("carrier", "peer") else "right")
+        for column in ("transport", "size", "p50", "p99", "GB/s", "peer", "peer p50", "peer GB/s", "ratio", "cpu s/GB"):
+            self.table.add_column(column, justify="left" if column in ("transport", "peer") else "right")
 
     def add(self, name: str, size: int, ours: Timing, peer_name: str, peer: Timing, cpu_s: float | None = None) -> None:
         ratio = peer.p50_s / ours.p50_s
@@ -531,7 +531,7 @@ def time_text(seconds: float) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="penstock bench payload", description="Payloads between two processes, by every carrier."
+        prog="penstock bench payload", description="Payloads between two processes, by every transport."
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")

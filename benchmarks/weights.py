@@ -38,9 +38,9 @@ from penstock.engines.serving import Serving
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.runtime.tensors import module_tensors
-from penstock.weights.io.device import DeviceExport, DeviceMover
+from penstock.weights.io.device import DeviceExport, DeviceTransport
 from penstock.weights.io.digest import digest_of
-from penstock.weights.io.files import FileMover, Publisher
+from penstock.weights.io.files import FileTransport, Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 
 UPDATES = 24
@@ -58,14 +58,14 @@ def model(size_mb: int, seed: int, device: str) -> nn.Module:
     return stack.requires_grad_(False)
 
 
-def mover_for(run_dir: Path, device: str) -> FileMover | DeviceMover:
-    files = FileMover(run_dir)
-    return files if device == "cpu" else DeviceMover(run_dir, torch.device(device), files)
+def transport_for(run_dir: Path, device: str) -> FileTransport | DeviceTransport:
+    files = FileTransport(run_dir)
+    return files if device == "cpu" else DeviceTransport(run_dir, torch.device(device), files)
 
 
-def proof(mover: FileMover | DeviceMover, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
+def proof(transport: FileTransport | DeviceTransport, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
     """As the updater proves delivery."""
-    return mover.delivered(manifest, staged) if isinstance(mover, DeviceMover) else digest_of(staged)
+    return transport.delivered(manifest, staged) if isinstance(transport, DeviceTransport) else digest_of(staged)
 
 
 def size_bytes(module: nn.Module) -> int:
@@ -138,16 +138,16 @@ def replica(
     """One replica: measures in step with the others, and sends what it measured."""
     torch.set_num_threads(1)
     engine = Serving(model(size_mb, 99, device))
-    mover = mover_for(run_dir, device)
+    transport = transport_for(run_dir, device)
     copying = CopyPass(engine.module, device)
     for manifest in manifests:  # the second buffer is in use from the first update on
-        engine.stage(mover.bring(manifest, DEADLINE_S))
+        engine.stage(transport.bring(manifest, DEADLINE_S))
         engine.swap(manifest.version, manifest.digest, DEADLINE_S)
 
     def staged(manifest: Manifest) -> tuple[float, float]:
         began = time.perf_counter()
-        engine.stage(mover.bring(manifest, DEADLINE_S, verify=False))
-        assert proof(mover, manifest, engine.staged_tensors()) == manifest.digest
+        engine.stage(transport.bring(manifest, DEADLINE_S, verify=False))
+        assert proof(transport, manifest, engine.staged_tensors()) == manifest.digest
         synchronize(device)
         transferred = time.perf_counter() - began
         return transferred, engine.swap(manifest.version, manifest.digest, DEADLINE_S)
@@ -160,7 +160,7 @@ def replica(
         transfers.append(staged(manifests[turn % len(manifests)])[0])
     del copying
     by_host: list[float] = []
-    files = FileMover(run_dir)
+    files = FileTransport(run_dir)
     for turn in range(0 if device == "cpu" else 3):
         began = time.perf_counter()
         engine.stage(files.bring(manifests[turn % len(manifests)], DEADLINE_S, verify=False))
@@ -179,7 +179,7 @@ def replica(
             manifest = manifests[turn % len(manifests)]
             began = time.perf_counter()
             engine.sleep(DEADLINE_S)
-            engine.load_in_place(mover.bring(manifest, DEADLINE_S), manifest.version, manifest.digest, DEADLINE_S)
+            engine.load_in_place(transport.bring(manifest, DEADLINE_S), manifest.version, manifest.digest, DEADLINE_S)
             assert digest_of(engine.served_tensors()) == manifest.digest
             engine.wake(DEADLINE_S)
             worlds.append(time.perf_counter() - began)
@@ -189,7 +189,7 @@ def replica(
             "memcpy_s": statistics.median(copies),
             "transfer_s": statistics.median(transfers),
             "by_host_s": statistics.median(by_host) if by_host else None,
-            "off_the_device": mover.fallbacks if isinstance(mover, DeviceMover) else 0,
+            "off_the_device": transport.fallbacks if isinstance(transport, DeviceTransport) else 0,
             "pauses_s": pauses,
             "worlds_s": worlds,
             "step_s": decoding.step_s(),
@@ -223,12 +223,12 @@ class Announced:
 async def backlog(run_dir: Path, manifests: list[Manifest], size_mb: int, device: str) -> dict[str, float]:
     """A trainer that publishes about four times as fast as the replica can load."""
     engine = Serving(model(size_mb, 99, device))
-    mover = mover_for(run_dir, device)
+    transport = transport_for(run_dir, device)
     load_s = 0.0
     for _ in range(2):  # the second time in warm memory
         began = time.perf_counter()
         for manifest in manifests:
-            engine.stage(mover.bring(manifest, DEADLINE_S))
+            engine.stage(transport.bring(manifest, DEADLINE_S))
             engine.swap(manifest.version, manifest.digest)
         load_s = (time.perf_counter() - began) / len(manifests)
     source = Announced(manifests, load_s / 4, 60)
@@ -241,7 +241,7 @@ async def backlog(run_dir: Path, manifests: list[Manifest], size_mb: int, device
             if message.version >= source.count - 1:
                 finished.set()
 
-    updater = ReplicaUpdater(engine, source, report, mover, poll_s=1.0)
+    updater = ReplicaUpdater(engine, source, report, transport, poll_s=1.0)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         task = group.create_task(updater.run())
         await finished.wait()

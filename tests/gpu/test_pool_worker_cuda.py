@@ -20,7 +20,7 @@ from penstock.records.weights import Manifest
 from penstock.rollout.io.generation import Generation, OwnEngine
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes, free_device_caches
-from penstock.weights.io.files import FileMover, Publisher
+from penstock.weights.io.files import FileTransport, Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -107,7 +107,7 @@ async def test_on_the_device_only_between_a_wake_and_a_sleep(kind: Any, way: Any
     async with Tasks() as tasks:
         own = OwnEngine(engine, lambda devices: torch.device("cuda", devices[0]))
         generation = Generation(own, desk, Standing, tasks, lambda doing: None)
-        updater = ReplicaUpdater(engine, generation, desk.report, FileMover(tmp_path), way=way, poll_s=0.1)
+        updater = ReplicaUpdater(engine, generation, desk.report, FileTransport(tmp_path), way=way, poll_s=0.1)
         generation.updating = lambda: updater.updating
         tasks.spawn("update weights", updater.run())
         for version in (0, 1, 1):

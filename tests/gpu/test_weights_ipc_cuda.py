@@ -19,10 +19,10 @@ from penstock.errors import Stale
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.runtime.tensors import module_tensors
-from penstock.weights.io.device import DEVICE_FILE, DeviceExport, DeviceMover, views
+from penstock.weights.io.device import DEVICE_FILE, DeviceExport, DeviceTransport, views
 from penstock.weights.io.device_digest import device_digest
 from penstock.weights.io.digest import digest_of
-from penstock.weights.io.files import FileMover, Publisher
+from penstock.weights.io.files import FileTransport, Publisher
 from penstock.weights.manifest import tensors_of
 
 pytestmark = [
@@ -60,7 +60,7 @@ def train(run_dir: Path) -> None:
         sys.stdout.flush()
 
 
-class Recorded(FileMover):
+class Recorded(FileTransport):
     """Files, and how often they were used."""
 
     used = 0
@@ -104,65 +104,65 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
         trainer.kill()
 
 
-def update(engine: Serving, mover: DeviceMover, manifest: Manifest) -> None:
+def update(engine: Serving, transport: DeviceTransport, manifest: Manifest) -> None:
     """As the updater does it."""
-    tensors = mover.bring(manifest, DEADLINE_S, verify=False)
+    tensors = transport.bring(manifest, DEADLINE_S, verify=False)
     assert {tensor.device.type for tensor in tensors.values()} == {"cuda"}
     engine.stage(tensors)
-    assert mover.delivered(manifest, engine.staged_tensors()) == manifest.digest
+    assert transport.delivered(manifest, engine.staged_tensors()) == manifest.digest
     engine.swap(manifest.version, manifest.digest)
 
 
 def test_versions_go_from_device_to_device_and_serve_as_published(tmp_path: Path, trainer: Trainer) -> None:
     files = Recorded(tmp_path)
-    mover = DeviceMover(tmp_path, torch.device("cuda"), files)
+    transport = DeviceTransport(tmp_path, torch.device("cuda"), files)
     engine = Serving(model(99).to("cuda"))
     for version in (1, 2, 3):
         manifest, made = trainer.publish(version)
-        update(engine, mover, manifest)
+        update(engine, transport, manifest)
         assert output(engine.module) == made
         assert digest_of(engine.served_tensors()) == manifest.digest, "the proof on the host says the same"
-    assert (files.used, mover.brought, mover.fallbacks) == (0, 3, 0)
+    assert (files.used, transport.brought, transport.fallbacks) == (0, 3, 0)
 
 
 def test_a_slot_that_was_overwritten_is_stale_not_torn(tmp_path: Path, trainer: Trainer) -> None:
-    mover = DeviceMover(tmp_path, torch.device("cuda"), Recorded(tmp_path))
+    transport = DeviceTransport(tmp_path, torch.device("cuda"), Recorded(tmp_path))
     first, _ = trainer.publish(1)
-    described = mover._described(first)
+    described = transport._described(first)
     assert described is not None
     for version in (2, 3):
         trainer.publish(version)
     # A copy that began before and ended after the slot was used again: what it holds is another version.
-    slot = mover._open(described.slot)
+    slot = transport._open(described.slot)
     assert slot is not None
-    mover._brought = (described, slot.clone())
-    tensors = views(mover._brought[1], tensors_of(first))
+    transport._brought = (described, slot.clone())
+    tensors = views(transport._brought[1], tensors_of(first))
     assert not (tmp_path / first.directory / DEVICE_FILE).exists()
     with pytest.raises(Stale, match="made way"):
-        mover.delivered(first, tensors)
+        transport.delivered(first, tensors)
     # Asked for again it comes from its files, which are still there.
-    assert digest_of(mover.bring(first, DEADLINE_S)) == first.digest
-    assert mover.fallbacks == 1
+    assert digest_of(transport.bring(first, DEADLINE_S)) == first.digest
+    assert transport.fallbacks == 1
 
 
 def test_damage_on_the_device_is_noticed_there(tmp_path: Path, trainer: Trainer) -> None:
-    mover = DeviceMover(tmp_path, torch.device("cuda"), Recorded(tmp_path))
+    transport = DeviceTransport(tmp_path, torch.device("cuda"), Recorded(tmp_path))
     manifest, _ = trainer.publish(1)
     for damaged in (False, True):
-        staged = mover.bring(manifest, DEADLINE_S, verify=False)
+        staged = transport.bring(manifest, DEADLINE_S, verify=False)
         if damaged:
             next(iter(staged.values())).view(torch.uint8).view(-1)[7] ^= 1
-        assert (mover.delivered(manifest, staged) == manifest.digest) is not damaged
-    copied = {name: tensor.clone() for name, tensor in mover.bring(manifest, DEADLINE_S, verify=False).items()}
-    assert mover.delivered(manifest, copied) == manifest.digest, "copies are proved on the host"
-    assert mover.bring(manifest, DEADLINE_S), "and what is brought to be written in place is verified beforehand"
+        assert (transport.delivered(manifest, staged) == manifest.digest) is not damaged
+    copied = {name: tensor.clone() for name, tensor in transport.bring(manifest, DEADLINE_S, verify=False).items()}
+    assert transport.delivered(manifest, copied) == manifest.digest, "copies are proved on the host"
+    assert transport.bring(manifest, DEADLINE_S), "and what is brought to be written in place is verified beforehand"
 
 
 def test_a_trainer_that_is_gone_does_not_hurt_what_was_copied(tmp_path: Path, trainer: Trainer) -> None:
-    mover = DeviceMover(tmp_path, torch.device("cuda"), Recorded(tmp_path))
+    transport = DeviceTransport(tmp_path, torch.device("cuda"), Recorded(tmp_path))
     engine = Serving(model(99).to("cuda"))
     manifest, made = trainer.publish(1)
-    update(engine, mover, manifest)
+    update(engine, transport, manifest)
     assert trainer.kill() == -signal.SIGKILL
     assert output(engine.module) == made
 

@@ -92,11 +92,11 @@ def break_off(server: Any) -> int:
     return server.break_off()
 
 
-def consume(carrier: Any, directory: str) -> None:
+def consume(transport: Any, directory: str) -> None:
     """Fetches what it is told to, compares with what must have been written, and reports."""
-    call_s = 2.0 if carrier == "ucxx" else 0.5  # to set up UCX takes long
+    call_s = 2.0 if transport == "ucxx" else 0.5  # to set up UCX takes long
     policy = RetryPolicy(call_s=call_s, slot_s=4, batch_s=8, rounds=2, pause_s=0.02)
-    fetcher = BatchFetcher(host_id="here", token=TOKEN, directory=directory, carrier=carrier, policy=policy)
+    fetcher = BatchFetcher(host_id="here", token=TOKEN, directory=directory, transport=transport, policy=policy)
     say(ready=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -247,12 +247,12 @@ class Ledger:
         ports = self.addresses[number]["tcp_ports"]
         self.proxies[number] = [Proxy(port, self.witness, self.faults, port) for port in ports]
 
-    def start_consumer(self, carrier: str) -> None:
-        self.consumers[carrier] = process = Process("consume", carrier, self.directory)
+    def start_consumer(self, transport: str) -> None:
+        self.consumers[transport] = process = Process("consume", transport, self.directory)
         process.first_answer()
 
-    def address(self, number: int, carrier: str) -> dict[str, Any]:
-        ports = [proxy.port for proxy in self.proxies[number]] if carrier == "tcp" else []
+    def address(self, number: int, transport: str) -> dict[str, Any]:
+        ports = [proxy.port for proxy in self.proxies[number]] if transport == "tcp" else []
         return {**self.addresses[number], "tcp_ports": ports}
 
     def step(self) -> None:
@@ -271,11 +271,11 @@ class Ledger:
                         self.witness[f"{wire} broken off"] += count
                     if not all(self.witness[f"{wire} broken off"] for wire in WIRES):
                         process.order(**{"break": 1})  # there was nothing to break off: until there is
-        for carrier, process in self.consumers.items():
+        for transport, process in self.consumers.items():
             if not process.job and self.made:
                 job, self.made = self.made[:BATCH], self.made[BATCH:]
                 process.job = [(sample, (ref, number)) for sample, ref, number in job]
-                rings = [self.address(number, carrier) for number in {number for _, _, number in job}]
+                rings = [self.address(number, transport) for number in {number for _, _, number in job}]
                 process.order(fetch=[(sample, ref) for sample, ref, _ in job], rings=rings)
             for answer in take_all(process.answers):
                 self.account(process, answer)
@@ -294,17 +294,17 @@ class Ledger:
                 self.made.append((sample, ref, number))
         process.job = []
 
-    def kill_consumer(self, carrier: str) -> None:
-        process = self.consumers[carrier]
+    def kill_consumer(self, transport: str) -> None:
+        process = self.consumers[transport]
         while not process.job and (self.made or self.unmade):
             self.step()
-        del self.consumers[carrier]
+        del self.consumers[transport]
         process.kill()
         for answer in take_all(process.answers):
             self.account(process, answer)
         self.made += [(sample, ref, number) for sample, (ref, number) in process.job]
-        self.witness[f"{carrier} consumer killed"] += bool(process.job)
-        self.start_consumer(carrier)
+        self.witness[f"{transport} consumer killed"] += bool(process.job)
+        self.start_consumer(transport)
 
     def kill_producer(self) -> None:
         number = self.random.choice(list(self.producers))
@@ -342,8 +342,8 @@ def run_chaos(samples: int, every: int, directory: Path, sound: int, seed: int =
     try:
         for _ in range(2):
             ledger.start_producer()
-        for carrier in CARRIERS:
-            ledger.start_consumer(carrier)
+        for transport in CARRIERS:
+            ledger.start_consumer(transport)
         while len(ledger.trained) < samples:
             assert time.monotonic() < deadline, f"only {len(ledger.trained)} of {samples} trained; {ledger.witness}"
             ledger.step()
@@ -382,7 +382,7 @@ EXPECTED = {
     "healed",
     "producer killed",
     *(f"{wire} broken off" for wire in WIRES),
-    *(f"{carrier} consumer killed" for carrier in CARRIERS),
+    *(f"{transport} consumer killed" for transport in CARRIERS),
 }
 
 

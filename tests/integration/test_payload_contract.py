@@ -1,4 +1,4 @@
-"""One contract, three carriers: whatever carries a payload, these promises hold."""
+"""One contract, three transports: whatever carries a payload, these promises hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from penstock.errors import ConfigError, LocalProtocolError, Transient
 from penstock.payload.exchange import ExchangeLimits
-from penstock.payload.io.fetch import BatchFetcher, Carrier, FetchReport
+from penstock.payload.io.fetch import BatchFetcher, FetchReport, Transport
 from penstock.payload.io.mapping import Mapping
 from penstock.payload.io.prefetch import Prefetcher
 from penstock.payload.io.reader import RingReader
@@ -43,10 +43,10 @@ class Server(Protocol):
 
 
 class World:
-    """A producer with a ring and servers, and consumers that reach it by one carrier."""
+    """A producer with a ring and servers, and consumers that reach it by one transport."""
 
-    def __init__(self, carrier: Carrier, directory: Path) -> None:
-        self.carrier: Carrier = carrier
+    def __init__(self, transport: Transport, directory: Path) -> None:
+        self.transport: Transport = transport
         self.directory = str(directory)
         self.ring = Ring.create("run-1", capacity_bytes=8 << 20, slots=16, directory=self.directory)
         self.server = self.serve()
@@ -54,9 +54,9 @@ class World:
         self.fetcher = self.new_fetcher()
 
     def serve(self, limits: ExchangeLimits | None = None, ports: tuple[int, ...] = (0, 0)) -> Server | None:
-        if self.carrier == "tcp":
+        if self.transport == "tcp":
             return TcpServer(self.ring.name, "secret", ports=ports, directory=self.directory, limits=limits)
-        if self.carrier == "ucxx":
+        if self.transport == "ucxx":
             from penstock.payload.io.ucxx import UcxxServer
 
             return UcxxServer(self.ring.name, "secret", ports=ports, directory=self.directory, limits=limits)
@@ -64,7 +64,7 @@ class World:
 
     def new_fetcher(self, token: str = "secret", policy: RetryPolicy = QUICK) -> BatchFetcher:
         fetcher = BatchFetcher(
-            host_id="here", token=token, directory=self.directory, carrier=self.carrier, policy=policy
+            host_id="here", token=token, directory=self.directory, transport=self.transport, policy=policy
         )
         self.fetchers.append(fetcher)
         return fetcher
@@ -74,8 +74,8 @@ class World:
         ports = () if self.server is None else self.server.ports
         return self.ring.address(
             host_id="here",
-            tcp_ports=ports if self.carrier == "tcp" else (),
-            ucxx_ports=ports if self.carrier == "ucxx" else (),
+            tcp_ports=ports if self.transport == "tcp" else (),
+            ucxx_ports=ports if self.transport == "ucxx" else (),
         )
 
     def write(self, body: bytes) -> PayloadRef:
@@ -214,7 +214,7 @@ def test_a_damaged_body_is_never_delivered(world: World) -> None:
         file.write(b"q")
     report = world.fetcher.fetch([ref], [world.address])
     assert report.views == {}
-    assert report.missing[ref].kind == ("stale" if world.carrier == "shm" else "corrupt")
+    assert report.missing[ref].kind == ("stale" if world.transport == "shm" else "corrupt")
     report.consumed()
 
 
@@ -235,13 +235,13 @@ def test_many_threads_may_fetch_at_once(world: World) -> None:
     assert sorted(seen) == [bytes([number]) * 1000 for number in range(16)]
 
 
-def test_the_carrier_in_use_is_said_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_transport_in_use_is_said_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(3):
         world.fetcher.fetch([world.write(b"x")], [world.address]).consumed()
     lines = [record.message for record in caplog.records if "come by" in record.message]
     assert len(lines) == 1
-    assert f"come by {world.carrier} " in lines[0]
+    assert f"come by {world.transport} " in lines[0]
 
 
 def test_a_batch_is_handed_out_under_its_own_key_only(world: World) -> None:
@@ -319,7 +319,7 @@ class TestOnAWire:
     def test_an_address_that_cannot_be_is_refused(self, world: World) -> None:
         ref = world.write(b"there")
         for host, port in (("..", 1), ("a" * 300, 1), ("127.0.0.1", 70_000), ("127.0.0.1", -1)):
-            address = msgspec.structs.replace(world.address, host=host, **{f"{world.carrier}_ports": (port,)})
+            address = msgspec.structs.replace(world.address, host=host, **{f"{world.transport}_ports": (port,)})
             assert world.fetcher.fetch([ref], [address]).missing[ref].kind == "refused"
         assert bytes(world.fetcher.fetch([ref], [world.address]).views[ref]) == b"there"
 
@@ -419,7 +419,7 @@ class TestOnAWire:
         report.consumed()
 
 
-def test_the_nearest_carrier_is_chosen_with_a_way_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_nearest_transport_is_chosen_with_a_way_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     ring = Ring.create("run-1", capacity_bytes=1 << 20, slots=4, directory=str(tmp_path))
     server = TcpServer(ring.name, "secret", directory=str(tmp_path))
@@ -484,8 +484,8 @@ def test_a_ring_that_nobody_can_reach_is_a_reason_and_not_an_error(tmp_path: Pat
     assert bytes(report.views[refs[1]]) == b"kept"
     report.consumed()
     fetcher.close()
-    forced = BatchFetcher(host_id="here", directory=str(tmp_path), carrier="tcp")
-    with pytest.raises(ConfigError, match="carrier tcp was asked for, but the producer offers no port"):
+    forced = BatchFetcher(host_id="here", directory=str(tmp_path), transport="tcp")
+    with pytest.raises(ConfigError, match="transport tcp was asked for, but the producer offers no port"):
         forced.fetch(refs, addresses)
     forced.close()
     kept.close()
@@ -507,10 +507,10 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("carrier", WIRES)
-def test_a_producer_killed_while_it_sends_is_an_exact_failure_and_its_ring_remains(carrier, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", WIRES)
+def test_a_producer_killed_while_it_sends_is_an_exact_failure_and_its_ring_remains(transport, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PRODUCER, str(tmp_path), carrier], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", PRODUCER, str(tmp_path), transport], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
         address, (first, large) = msgspec.json.decode(

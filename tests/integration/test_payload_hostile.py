@@ -326,7 +326,7 @@ def test_ucxx_strangers_that_stall_or_talk_nonsense_cost_their_own_connection_on
             stranger.ask(b"", memoryview(bytearray()), time.monotonic() + 0.2)
         strangers.append(stranger)
     ref = world.ring.write([b"fine"], timeout_s=5)
-    fetcher = BatchFetcher(host_id="elsewhere", token="secret", carrier="ucxx", directory=world.directory)
+    fetcher = BatchFetcher(host_id="elsewhere", token="secret", transport="ucxx", directory=world.directory)
     report = fetcher.fetch([ref], [world.ring.address(host_id="here", ucxx_ports=server.ports)])
     assert bytes(report.views[ref]) == b"fine"
     report.consumed()
@@ -350,7 +350,7 @@ def test_a_ucxx_server_on_loopback_is_out_of_reach_from_elsewhere(world: World) 
     server = UcxxServer(world.ring.name, "secret", host="127.0.0.1", directory=world.directory)
     policy = RetryPolicy(call_s=2, slot_s=5, batch_s=6, rounds=1)
     fetcher = BatchFetcher(
-        host_id="elsewhere", token="secret", carrier="ucxx", directory=world.directory, policy=policy
+        host_id="elsewhere", token="secret", transport="ucxx", directory=world.directory, policy=policy
     )
     report = fetcher.fetch([ref], [world.ring.address(host_id="here", host=outside, ucxx_ports=server.ports)])
     assert report.missing[ref].kind in ("refused", "reset", "timed_out")
@@ -578,12 +578,12 @@ ring.close()
 """
 
 
-@pytest.mark.parametrize("carrier", ["tcp", "ucxx"])
-def test_an_idle_server_uses_no_cpu(tmp_path: Path, carrier: str) -> None:
-    if carrier == "ucxx":
+@pytest.mark.parametrize("transport", ["tcp", "ucxx"])
+def test_an_idle_server_uses_no_cpu(tmp_path: Path, transport: str) -> None:
+    if transport == "ucxx":
         pytest.importorskip("ucxx", reason="the extra `ucxx` is not installed")
     with subprocess.Popen(
-        [sys.executable, "-c", IDLE, str(tmp_path), carrier], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", IDLE, str(tmp_path), transport], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         assert child.stdin is not None

@@ -135,14 +135,14 @@ class Stage:
     """Trainer, controller and supervisor of one case, in this process; the replicas are real ones."""
 
     def __init__(
-        self, run_dir: Path, nursery: Nursery, processes: ModuleType, engine: str, way: str, mover: str
+        self, run_dir: Path, nursery: Nursery, processes: ModuleType, engine: str, way: str, transport: str
     ) -> None:
         self.run_dir, self.nursery, self.processes = run_dir, nursery, processes
-        self.engine, self.way, self.mover = engine, way, mover
+        self.engine, self.way, self.transport = engine, way, transport
         self.settings = TransactionSettings(
             min_healthy=1, update_timeout_s=10.0, fenced_timeout_s=15.0, unhealthy_timeout_s=40.0
         )
-        self.pulled = ArtifactServer(run_dir, processes.TOKEN) if mover == "pull" else None
+        self.pulled = ArtifactServer(run_dir, processes.TOKEN) if transport == "pull" else None
         addresses = (self.pulled.address,) if self.pulled is not None else ()
         self.publisher = Publisher(run_dir, "lineage1", keep=2, bucket_bytes=256, addresses=addresses)
         self.published: list[Manifest] = []
@@ -253,7 +253,7 @@ class Stage:
             socket=self.socket,
             engine=self.engine,
             way=self.way,
-            mover=self.mover,
+            transport=self.transport,
             **fault,
         )
         self.cases[member] = case
@@ -329,8 +329,8 @@ class Stage:
 @pytest.fixture
 def stage_for(tmp_path: Path, nursery: Nursery, processes: ModuleType) -> Callable[..., Any]:
     @asynccontextmanager
-    async def opened(engine: str, way: str, mover: str = "files", **fault: Any) -> AsyncIterator[Stage]:
-        stage = Stage(tmp_path, nursery, processes, engine, way, mover)
+    async def opened(engine: str, way: str, transport: str = "files", **fault: Any) -> AsyncIterator[Stage]:
+        stage = Stage(tmp_path, nursery, processes, engine, way, transport)
         await stage.listen()
         try:
             async with asyncio.TaskGroup() as group:
@@ -422,7 +422,7 @@ async def test_a_fault_at_any_step(stage_for: Callable[..., Any], engine: str, w
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["transient", "damage", "kill"])
 async def test_a_fault_while_a_version_is_pulled(stage_for: Callable[..., Any], way: str, kind: str) -> None:
-    async with stage_for("policy", way, mover="pull", step="bring", kind=kind) as stage:
+    async with stage_for("policy", way, transport="pull", step="bring", kind=kind) as stage:
         one = stage.publish(seed=11)
         await until(lambda: bool(witness(stage)), f"the fault strikes: {stage.transaction}")
         await until(lambda: stage.everyone_serves(one), f"version 1 is served: {stage.transaction}")
@@ -432,7 +432,7 @@ async def test_a_fault_while_a_version_is_pulled(stage_for: Callable[..., Any], 
 
 async def test_a_source_that_goes_away_and_comes_back_tears_nobody(stage_for: Callable[..., Any]) -> None:
     """The trainer is killed with versions that replicas were about to pull; its successor serves them elsewhere."""
-    async with stage_for("policy", "staged", mover="pull") as stage:
+    async with stage_for("policy", "staged", transport="pull") as stage:
         stage.pulled.close(5.0)
         stage.pulled = None
         stage.publish(seed=11)

@@ -16,8 +16,8 @@ from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.weights.io import meeting as module
 from penstock.weights.io.digest import digest_of
-from penstock.weights.io.files import FileMover, Publisher
-from penstock.weights.io.meeting import BroadcastHost, BroadcastMover
+from penstock.weights.io.files import FileTransport, Publisher
+from penstock.weights.io.meeting import BroadcastHost, BroadcastTransport
 
 DEADLINE_S = 120.0
 
@@ -33,7 +33,9 @@ class Stage:
     def __init__(self, run_dir: Path, build_timeout_s: float) -> None:
         self.host = BroadcastHost(run_dir, expected=2, build_timeout_s=build_timeout_s, send_timeout_s=60.0)
         self.publisher = Publisher(run_dir, "l1", keep=8, bucket_bytes=50_000, meeting=self.host.address)
-        self.movers = [BroadcastMover(name, FileMover(run_dir), invite_timeout_s=20.0) for name in ("a", "b")]
+        self.transports = [
+            BroadcastTransport(name, FileTransport(run_dir), invite_timeout_s=20.0) for name in ("a", "b")
+        ]
 
     def publish(self, version: int) -> Manifest:
         manifest = self.publisher.publish(Version(version), tensors(version))
@@ -52,10 +54,10 @@ class Stage:
         assert all(looked.acquire(timeout=DEADLINE_S) for _ in range(4))
         self.host._waiting = plain
 
-    def bring(self, *movers: BroadcastMover, manifest: Manifest) -> list[str]:
+    def bring(self, *transports: BroadcastTransport, manifest: Manifest) -> list[str]:
         """Digests of what each of them got, all at the same time."""
-        with ThreadPoolExecutor(len(movers)) as pool:
-            found = [pool.submit(mover.bring, manifest, DEADLINE_S) for mover in movers]
+        with ThreadPoolExecutor(len(transports)) as pool:
+            found = [pool.submit(transport.bring, manifest, DEADLINE_S) for transport in transports]
             return [digest_of(one.result()) for one in found]
 
 
@@ -77,9 +79,9 @@ def test_all_who_ask_get_each_version_in_one_group(stage_for: Callable[..., Stag
     stage = stage_for()
     for version in range(1, 9):
         manifest = stage.publish(version)
-        assert stage.bring(*stage.movers, manifest=manifest) == [manifest.digest] * 2
+        assert stage.bring(*stage.transports, manifest=manifest) == [manifest.digest] * 2
         stage.host_looked_again()
-    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(8, 0)] * 2
+    assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(8, 0)] * 2
     assert (stage.host.sent, stage.host.broken) == (8, 0)
 
 
@@ -87,7 +89,7 @@ def test_one_that_gave_up_waiting_is_not_waited_for_later(
     stage_for: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = stage_for(build_timeout_s=5.0)
-    impatient, other = stage.movers
+    impatient, other = stage.transports
 
     def stay_away(*_: Any, **__: Any) -> Mapping[str, torch.Tensor]:
         raise module.Aborted("stays away")
@@ -104,9 +106,9 @@ def test_one_that_gave_up_waiting_is_not_waited_for_later(
     monkeypatch.setattr(other._receiver, "receive", plain)
     impatient._invite_timeout_s = 20.0
     third = stage.publish(3)
-    assert stage.bring(*stage.movers, manifest=third) == [third.digest] * 2
+    assert stage.bring(*stage.transports, manifest=third) == [third.digest] * 2
     stage.host_looked_again()
-    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(1, 1), (1, 1)]
+    assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(1, 1), (1, 1)]
     assert (stage.host.sent, stage.host.broken) == (1, 1)
 
 
@@ -114,23 +116,23 @@ def test_a_version_that_is_published_afresh_is_still_broadcast(stage_for: Callab
     stage = stage_for()
     stage.publish(1)
     manifest = stage.publish(1)
-    assert stage.bring(*stage.movers, manifest=manifest) == [manifest.digest] * 2
-    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(1, 0)] * 2
+    assert stage.bring(*stage.transports, manifest=manifest) == [manifest.digest] * 2
+    assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(1, 0)] * 2
 
 
 def test_whoever_asks_alone_is_not_kept_waiting_for_others(stage_for: Callable[..., Stage]) -> None:
     stage = stage_for()
     manifest = stage.publish(1)
-    assert stage.bring(stage.movers[0], manifest=manifest) == [manifest.digest]
-    assert stage.bring(stage.movers[1], manifest=manifest) == [manifest.digest]
-    assert [mover.received for mover in stage.movers] == [1, 1]
+    assert stage.bring(stage.transports[0], manifest=manifest) == [manifest.digest]
+    assert stage.bring(stage.transports[1], manifest=manifest) == [manifest.digest]
+    assert [transport.received for transport in stage.transports] == [1, 1]
 
 
 def test_one_that_asks_and_does_not_come_costs_this_broadcast_only(
     stage_for: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = stage_for(build_timeout_s=1.0)
-    absent, present = stage.movers
+    absent, present = stage.transports
     came: list[Any] = []
 
     def stay_away(*arguments: Any, **_: Any) -> Mapping[str, torch.Tensor]:
@@ -143,12 +145,12 @@ def test_one_that_asks_and_does_not_come_costs_this_broadcast_only(
     present._invite_timeout_s = 1.0  # which bounds the building of its group too
     assert stage.bring(absent, present, manifest=first) == [first.digest] * 2
     assert came, "the fault did not strike"
-    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(0, 1), (0, 1)]
+    assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(0, 1), (0, 1)]
     monkeypatch.setattr(absent._receiver, "receive", plain)
     present._invite_timeout_s = 20.0
     second = stage.publish(2)
     assert stage.bring(absent, present, manifest=second) == [second.digest] * 2
-    assert [(mover.received, mover.fallbacks) for mover in stage.movers] == [(1, 1), (1, 1)]
+    assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(1, 1), (1, 1)]
     assert stage.host.broken == 1
 
 
@@ -159,22 +161,22 @@ def test_an_overtaken_version_comes_another_way_at_once(
     first, second, third = (stage.publish(version) for version in (1, 2, 3))
     for number, overtaken in enumerate((first, second), 1):
         with caplog.at_level(logging.DEBUG):
-            assert stage.bring(stage.movers[0], manifest=overtaken) == [overtaken.digest]
-        assert stage.movers[0].fallbacks == number
+            assert stage.bring(stage.transports[0], manifest=overtaken) == [overtaken.digest]
+        assert stage.transports[0].fallbacks == number
         assert caplog.text.count("broadcasts a newer version") == number
-    assert stage.bring(stage.movers[0], manifest=third) == [third.digest]
-    assert stage.movers[0].received == 1
+    assert stage.bring(stage.transports[0], manifest=third) == [third.digest]
+    assert stage.transports[0].received == 1
 
 
 def test_a_trainer_that_is_gone_is_noticed_at_once(tmp_path: Path) -> None:
     manifest = Publisher(tmp_path, "l1", meeting="127.0.0.1:1").publish(Version(1), tensors(1))
-    mover = BroadcastMover("a", FileMover(tmp_path))
-    assert digest_of(mover.bring(manifest, DEADLINE_S)) == manifest.digest
-    assert (mover.received, mover.fallbacks) == (0, 1)
+    transport = BroadcastTransport("a", FileTransport(tmp_path))
+    assert digest_of(transport.bring(manifest, DEADLINE_S)) == manifest.digest
+    assert (transport.received, transport.fallbacks) == (0, 1)
 
 
 def test_versions_without_a_meeting_come_another_way(tmp_path: Path) -> None:
     manifest = Publisher(tmp_path, "l1").publish(Version(1), tensors(1))
-    mover = BroadcastMover("a", FileMover(tmp_path))
-    assert digest_of(mover.bring(manifest, DEADLINE_S)) == manifest.digest
-    assert mover.fallbacks == 1
+    transport = BroadcastTransport("a", FileTransport(tmp_path))
+    assert digest_of(transport.bring(manifest, DEADLINE_S)) == manifest.digest
+    assert transport.fallbacks == 1

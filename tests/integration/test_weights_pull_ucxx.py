@@ -25,8 +25,8 @@ from penstock.records.weights import Manifest
 from penstock.runtime import ucx as ucxx_core
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import Publisher
-from penstock.weights.io.pull import PullMover
-from penstock.weights.io.pull_ucxx import UcxxArtifactServer, UcxxCarrier
+from penstock.weights.io.pull import PullTransport
+from penstock.weights.io.pull_ucxx import UcxxArtifactServer, UcxxConnection
 
 TOKEN = b"secret"
 DEADLINE_S = 60.0
@@ -42,8 +42,8 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def mover(token: bytes = TOKEN) -> PullMover:
-    return PullMover(token, ucxx=UcxxCarrier(token, ucxx_core))
+def transport(token: bytes = TOKEN) -> PullTransport:
+    return PullTransport(token, ucxx=UcxxConnection(token, ucxx_core))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def published(run_dir: Path, server: UcxxArtifactServer, version: int) -> Manife
 def test_versions_arrive_one_after_the_other_and_removed_ones_while_they_are_offered(
     tmp_path: Path, server: UcxxArtifactServer
 ) -> None:
-    pulling = mover()
+    pulling = transport()
     first = published(tmp_path, server, 1)
     assert digest_of(pulling.bring(first, DEADLINE_S)) == first.digest
     second = published(tmp_path, server, 2)
@@ -80,24 +80,24 @@ def test_versions_arrive_one_after_the_other_and_removed_ones_while_they_are_off
 def test_strangers_are_refused_and_others_still_served(tmp_path: Path, server: UcxxArtifactServer) -> None:
     manifest = published(tmp_path, server, 1)
     with pytest.raises(RemoteProtocolError, match="wrong token"):
-        mover(b"guess").bring(manifest, DEADLINE_S)
+        transport(b"guess").bring(manifest, DEADLINE_S)
     assert server.refusals == 1
-    assert digest_of(mover().bring(manifest, DEADLINE_S)) == manifest.digest
+    assert digest_of(transport().bring(manifest, DEADLINE_S)) == manifest.digest
 
 
 def test_a_server_on_loopback_is_out_of_reach_by_other_interfaces(tmp_path: Path, server: UcxxArtifactServer) -> None:
     manifest = published(tmp_path, server, 1)
     elsewhere = server.address.replace("127.0.0.1", outside_address())
     with pytest.raises(Transient):
-        mover().bring(msgspec.structs.replace(manifest, ucxx_addresses=(elsewhere,)), 3.0)
+        transport().bring(msgspec.structs.replace(manifest, ucxx_addresses=(elsewhere,)), 3.0)
     assert server.served_bytes == 0
-    assert digest_of(mover().bring(manifest, DEADLINE_S)) == manifest.digest
+    assert digest_of(transport().bring(manifest, DEADLINE_S)) == manifest.digest
 
 
 def test_a_closed_server_frees_its_port_whatever_its_connections_were_doing(tmp_path: Path) -> None:
     server = UcxxArtifactServer(tmp_path, TOKEN, ucxx_core)
     manifest = published(tmp_path, server, 1)
-    idle = mover()
+    idle = transport()
     assert digest_of(idle.bring(manifest, DEADLINE_S)) == manifest.digest
     port = int(server.address.rpartition(":")[2])
     worker = ucxx_core.Worker()
@@ -136,7 +136,7 @@ def test_a_trainer_that_is_killed_ends_the_transfer_and_not_the_replica(
     ) as process:
         assert process.stdout is not None
         manifest = msgspec.json.decode(process.stdout.readline(), type=Manifest)
-        pulling = mover()
+        pulling = transport()
         assert digest_of(pulling.bring(manifest, DEADLINE_S)) == manifest.digest
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(DEADLINE_S) == -signal.SIGKILL

@@ -18,7 +18,7 @@ from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.digest import digest_of
-from penstock.weights.io.files import FileMover, Publisher
+from penstock.weights.io.files import FileTransport, Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater, Way
 from penstock.weights.replica import ReplicaState
 
@@ -62,7 +62,7 @@ class Bench:
         self.source = Newest()
         self.reports: list[ReplicaReport] = []
         self.engine = options.pop("engine", None) or Serving(policy(100))
-        mover = options.pop("mover", None) or FileMover(run_dir)
+        transport = options.pop("transport", None) or FileTransport(run_dir)
         self.told = asyncio.Event()
 
         async def report(message: ReplicaReport) -> None:
@@ -73,7 +73,7 @@ class Bench:
             self.engine,
             self.source,
             report,
-            mover,
+            transport,
             way=way,
             poll_s=0.05,
             change_timeout_s=2.0,
@@ -190,9 +190,9 @@ async def test_a_lost_controller_does_not_stop_serving(tmp_path: Path, way: Way)
 
 
 class Failing:
-    """A mover that fails as told before it brings anything."""
+    """A transport that fails as told before it brings anything."""
 
-    def __init__(self, inner: FileMover, errors: list[Exception]) -> None:
+    def __init__(self, inner: FileTransport, errors: list[Exception]) -> None:
         self.inner, self.errors, self.fired = inner, errors, 0
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
@@ -211,18 +211,18 @@ async def two_versions(bench: Bench) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_version_removed_before_it_was_read_is_no_failure(tmp_path: Path, way: Way) -> None:
-    mover = Failing(FileMover(tmp_path), [Stale("removed"), Stale("removed")])
-    bench = Bench(tmp_path, way, mover=mover)
+    transport = Failing(FileTransport(tmp_path), [Stale("removed"), Stale("removed")])
+    bench = Bench(tmp_path, way, transport=transport)
     await drive(bench, two_versions(bench))
-    assert mover.fired == bench.updater.statistics.overtaken == 2
+    assert transport.fired == bench.updater.statistics.overtaken == 2
     assert bench.updater.statistics.failures == 0
 
 
 async def test_a_file_server_that_gives_up_costs_this_update_and_not_the_process(tmp_path: Path) -> None:
-    mover = Failing(FileMover(tmp_path), [TimeoutError("the file server does not answer")])
-    bench = Bench(tmp_path, "staged", mover=mover)
+    transport = Failing(FileTransport(tmp_path), [TimeoutError("the file server does not answer")])
+    bench = Bench(tmp_path, "staged", transport=transport)
     await drive(bench, two_versions(bench))
-    assert mover.fired == bench.updater.statistics.failures == 1
+    assert transport.fired == bench.updater.statistics.failures == 1
 
 
 async def test_weights_of_another_model_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
@@ -247,12 +247,12 @@ async def test_a_step_that_never_ends_gives_the_replica_up(tmp_path: Path) -> No
     release = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    class Hanging(FileMover):
+    class Hanging(FileTransport):
         def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(30)
             return super().bring(manifest, timeout_s, verify=verify)
 
-    bench = Bench(tmp_path, "staged", mover=Hanging(tmp_path), bring_timeout_s=0.02, grace_s=0.02)
+    bench = Bench(tmp_path, "staged", transport=Hanging(tmp_path), bring_timeout_s=0.02, grace_s=0.02)
     bench.publish(0)
     with pytest.raises(PeerLost, match=r"'bring'.*replaced"):
         async with asyncio.timeout(20):

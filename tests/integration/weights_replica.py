@@ -35,8 +35,8 @@ from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io import files
-from penstock.weights.io.files import FileMover, Publisher
-from penstock.weights.io.pull import PullMover
+from penstock.weights.io.files import FileTransport, Publisher
+from penstock.weights.io.pull import PullTransport
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 
 OBSERVATION = np.linspace(-1.0, 1.0, 4, dtype=np.float32)[None]
@@ -52,7 +52,7 @@ class Case(msgspec.Struct):
     socket: str
     engine: str = "policy"
     way: str = "staged"
-    mover: str = "files"
+    transport: str = "files"
     step: str = ""
     """Where the fault strikes; empty: nowhere."""
     kind: str = "raise"
@@ -218,9 +218,9 @@ class FaultyEngine:
         self.engine.wake(timeout_s)
 
 
-class FaultyMover:
+class FaultyTransport:
     def __init__(self, case: Case, fault: Fault) -> None:
-        self.inner: Any = PullMover(TOKEN) if case.mover == "pull" else FileMover(Path(case.run_dir))
+        self.inner: Any = PullTransport(TOKEN) if case.transport == "pull" else FileTransport(Path(case.run_dir))
         self.fault = fault
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, Tensor]:
@@ -276,7 +276,7 @@ def replica(case: Case) -> int:
         FaultyEngine(engine, fault),
         controller,
         controller.report,
-        FaultyMover(case, fault),
+        FaultyTransport(case, fault),
         way=case.way,  # type: ignore[arg-type]
         poll_s=0.5,
         bring_timeout_s=0.5,

@@ -150,7 +150,7 @@ class RetryMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         for ref, deadline in sorted(self.in_flight.items(), key=lambda item: item[1]):
-            if deadline <= self.now:  # a carrier ends its calls by their deadline
+            if deadline <= self.now:  # a transport ends its calls by their deadline
                 del self.in_flight[ref]
                 self.note(self.retry.handle(CallFailed(ref, Failure("timed_out", "")), self.now))
         self.note(self.retry.handle(TimePassed(), self.now))

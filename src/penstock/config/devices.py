@@ -43,4 +43,4 @@ def _one_each(config: Config) -> Devices:
 
 def weights_stay_on_device(config: Config, pipeline: PipelineSection) -> bool:
     """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty."""
-    return pipeline.weights.mover == "auto" and not config.pool.devices
+    return pipeline.weights.transport == "auto" and not config.pool.devices

@@ -22,6 +22,14 @@ TAGS = ("tiny", "path", "mlp", "torch", "vllm")
 """Values of `kind` that choose a table; pydantic puts them into the location of a mistake."""
 
 
+RENAMED = {
+    "payload.carrier": "payload.transport",
+    "pipeline.weights.mover": "pipeline.weights.transport",
+    "pipeline.control_loss": "pipeline.ppo_loss",
+}
+"""Keys of earlier versions, by what they are called now."""
+
+
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a TOML file, applies `a.b=c` overrides, and validates; any mistake is one `ConfigError`."""
     try:
@@ -99,6 +107,9 @@ def _explain(tree: dict[str, Any], text: str, source: str, problem: dict[str, An
     if problem["type"] == "extra_forbidden":
         valid = sorted(_fields_at(location[:-1]))
         near = difflib.get_close_matches(str(location[-1]), valid, n=1)
+        renamed = RENAMED.get(".".join(part for part in location if isinstance(part, str)))
+        if renamed is not None:
+            return f"{where}: {key!r} is now called {renamed!r}"
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
         return f"{where}: unknown key {key!r}; {hint}"
     if problem["type"] == "missing":

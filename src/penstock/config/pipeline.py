@@ -19,8 +19,8 @@ from penstock.records.section import (
 from penstock.rollout.settings import RolloutSection
 from penstock.train.settings import (
     CheckpointSection,
-    ControlLossSection,
     OptimizerSection,
+    PpoLossSection,
     SamplesSection,
     TokenLossSection,
     TrainSection,
@@ -51,7 +51,7 @@ class PipelineSection(Section):
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
     token_loss: TokenLossSection = TokenLossSection()
-    control_loss: ControlLossSection = ControlLossSection()
+    ppo_loss: PpoLossSection = PpoLossSection()
     optimizer: OptimizerSection = OptimizerSection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -114,8 +114,8 @@ class PipelineSection(Section):
             return
         if not isinstance(self.engine, TorchEngineSection) or self.engine.batching != "static":
             raise ValueError("rollout.ranks above 1 needs an engine of kind 'torch' with batching = 'static'")
-        if self.weights.mover == "broadcast":
-            raise ValueError("rollout.ranks above 1 cannot be broadcast to: weights.mover must be another")
+        if self.weights.transport == "broadcast":
+            raise ValueError("rollout.ranks above 1 cannot be broadcast to: weights.transport must be another")
         if rollout.concurrency > 1:
             raise ValueError("rollout.ranks above 1 go batch by batch: rollout.concurrency must be 1")
         if rollout.batch_samples < rollout.ranks * rollout.group_size:

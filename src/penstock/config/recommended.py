@@ -19,7 +19,7 @@ RECOMMENDED: dict[str, dict[str, dict[str, Any]]] = {
         "optimizer": {"learning_rate": 1e-6, "beta2": 0.99, "warmup_steps": 10},
     },
     "mlp": {
-        "control_loss": {"discount": 0.99, "gae_lambda": 0.95},
+        "ppo_loss": {"discount": 0.99, "gae_lambda": 0.95},
         "optimizer": {"learning_rate": 2e-3, "epochs": 6, "minibatches": 4, "max_grad_norm": 0.5},
     },
 }

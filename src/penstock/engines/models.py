@@ -151,7 +151,7 @@ class ActorCritic(nn.Module):
             return actions, self.distribution(observations).log_prob(actions)
 
 
-class ControlPolicy(Policy):
+class ActorCriticPolicy(Policy):
     """A gymnasium policy."""
 
     def __init__(self, module: ActorCritic) -> None:
@@ -159,7 +159,7 @@ class ControlPolicy(Policy):
         self.network = module
 
 
-def build(spec: ModelSpec) -> LanguagePolicy | ControlPolicy:
+def build(spec: ModelSpec) -> LanguagePolicy | ActorCriticPolicy:
     """The policy that `spec` describes. The same spec gives the same numbers, in every process."""
     # For every new shape cuDNN's attention makes a plan, which takes tens of milliseconds; each decode step, and nearly
     # each micro-batch, has a new shape. Generation is three times faster with the other kernels.
@@ -168,7 +168,7 @@ def build(spec: ModelSpec) -> LanguagePolicy | ControlPolicy:
         return _build_tiny(spec)
     if isinstance(spec, PretrainedLanguageModel):
         return _build_pretrained(spec)
-    return ControlPolicy(ActorCritic(spec, torch.Generator().manual_seed(spec.seed)))
+    return ActorCriticPolicy(ActorCritic(spec, torch.Generator().manual_seed(spec.seed)))
 
 
 def _build_tiny(spec: TinyLanguageModel) -> LanguagePolicy:

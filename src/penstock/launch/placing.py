@@ -144,7 +144,7 @@ def _amount(cpus: float, gpus: int) -> str:
 
 def _reads_weights_files(pipeline: PipelineSection) -> bool:
     """An engine of its own reads its weights from files, and so does whoever is configured to."""
-    return isinstance(pipeline.engine, VllmEngineSection) or pipeline.weights.mover == "files"
+    return isinstance(pipeline.engine, VllmEngineSection) or pipeline.weights.transport == "files"
 
 
 def _wants_gpu(device: str, with_gpus: bool, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""One exchange: one request, one status, one body. The same on every carrier with a wire.
+"""One exchange: one request, one status, one body. The same on every transport with a wire.
 
     client  ──hello──▶     once per connection: magic, version, digest of the run's token
             ──read──▶      which payload, named as exactly as a reference names it

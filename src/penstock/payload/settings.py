@@ -8,7 +8,7 @@ from penstock.records.section import Positive, Section
 
 
 class PayloadSection(Section):
-    carrier: Literal["auto", "shm", "tcp", "ucxx"] = "auto"
+    transport: Literal["auto", "shm", "tcp", "ucxx"] = "auto"
     """How samples reach the trainer: `auto` maps shared memory on the same host and uses TCP otherwise."""
     host: str = "127.0.0.1"
     """Address to serve payloads on. Anything but loopback exposes them to the network; the token still guards them."""

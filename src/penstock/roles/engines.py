@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config.pipeline import PipelineSection
-from penstock.engines.models import ControlPolicy, LanguagePolicy
+from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.policy import PolicyEngine
 from penstock.engines.requests import RequestEngine
 from penstock.engines.serving import ServingEngine
@@ -47,7 +47,7 @@ class ScoredEnvironment:
 
 
 def engine_of(
-    policy: LanguagePolicy | ControlPolicy,
+    policy: LanguagePolicy | ActorCriticPolicy,
     seed: int,
     progressed: Callable[[], None],
     section: Engine,
@@ -66,7 +66,7 @@ def engine_of(
 def workload_of(
     pipeline: PipelineSection,
     environment: Any,
-    policy: LanguagePolicy | ControlPolicy,
+    policy: LanguagePolicy | ActorCriticPolicy,
     engine: ServingEngine | RequestEngine,
     kept: Path | None,
     *,

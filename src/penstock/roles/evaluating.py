@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.engines.models import ControlPolicy, LanguagePolicy
+from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.vllm.service import VllmService
 from penstock.records.prompt import PromptLease
 from penstock.roles.engines import workload_of
@@ -21,7 +21,7 @@ CLOSE_S = 2.0
 
 @contextmanager
 def evaluating(
-    process: RoleProcess, engine: Any, policy: LanguagePolicy | ControlPolicy
+    process: RoleProcess, engine: Any, policy: LanguagePolicy | ActorCriticPolicy
 ) -> Iterator[Evaluating | None]:
     """What a worker makes evaluations with; what is written for people is on disk when the block ends."""
     pipeline, section = process.pipeline, process.pipeline.evaluation

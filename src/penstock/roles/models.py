@@ -7,7 +7,7 @@ from typing import Any
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.engines.models import (
-    ControlPolicy,
+    ActorCriticPolicy,
     GymnasiumPolicy,
     LanguagePolicy,
     ModelSpec,
@@ -16,11 +16,11 @@ from penstock.engines.models import (
     build,
 )
 from penstock.engines.settings import MlpModel, PathModel, TinyModel
-from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings
+from penstock.train.loss import LossSettings, PpoLossSettings, TokenLossSettings
 from penstock.train.step import OptimSettings
 
 
-def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ControlPolicy:
+def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
     """The initial policy in host memory: equal numbers in every process."""
     return build(_spec(config, pipeline, environment))
 
@@ -52,7 +52,7 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
 
 def loss_of(pipeline: PipelineSection) -> LossSettings:
     if isinstance(pipeline.model, MlpModel):
-        return ControlLossSettings(**pipeline.control_loss.model_dump())
+        return PpoLossSettings(**pipeline.ppo_loss.model_dump())
     return TokenLossSettings(**pipeline.token_loss.model_dump(), temperature=pipeline.rollout.temperature)
 
 

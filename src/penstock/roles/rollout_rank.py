@@ -29,7 +29,7 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_at, device_of
-from penstock.weights.io.movers import mover_of
+from penstock.weights.io.transports import transport_of
 from penstock.weights.io.updater import ReplicaUpdater
 
 
@@ -94,10 +94,10 @@ async def _keep_step(
         engine,
         weights,
         weights.report,
-        mover_of(
+        transport_of(
             process,
             pipeline.weights,
-            process.config.payload.carrier,
+            process.config.payload.transport,
             device_of(pipeline.rollout.device),
             on_device=weights_stay_on_device(process.config, pipeline),
         ),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.config.devices import weights_stay_on_device
-from penstock.engines.models import ControlPolicy, LanguagePolicy
+from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.settings import VllmEngineSection
 from penstock.engines.vllm.service import VllmService, closing
 from penstock.envs.protocol import prompts_per_pass
@@ -34,7 +34,7 @@ from penstock.rollout.prefetch import Bounds
 from penstock.runtime.offload import Offload
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_at, device_of
-from penstock.weights.io.movers import mover_of
+from penstock.weights.io.transports import transport_of
 from penstock.weights.io.updater import ReplicaUpdater
 
 log = logging.getLogger(__name__)
@@ -107,15 +107,15 @@ async def _generate(
             updater = engine.updater(generation, desk.report, deadline_s)
         else:
             way = pipeline.weights.way
-            mover = mover_of(
+            transport = transport_of(
                 process,
                 pipeline.weights,
-                process.config.payload.carrier,
+                process.config.payload.transport,
                 device_of(pipeline.rollout.device),
                 on_device=weights_stay_on_device(process.config, pipeline),
             )
             source = ranks.announcing(generation)
-            updater = ReplicaUpdater(engine, source, desk.report, mover, way=way, change_timeout_s=deadline_s)
+            updater = ReplicaUpdater(engine, source, desk.report, transport, way=way, change_timeout_s=deadline_s)
 
         def figures() -> dict[str, float]:
             return generation.statistics() | updater.statistics.values() | getattr(engine, "statistics", dict)()
@@ -131,7 +131,7 @@ async def _generate(
         tasks.cancel()
 
 
-def build(process: RoleProcess) -> tuple[Any, Any, Any, LanguagePolicy | ControlPolicy]:
+def build(process: RoleProcess) -> tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]:
     """Environment, engine, hooks and policy, in host memory: devices are the pool's to give."""
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)

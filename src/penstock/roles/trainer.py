@@ -48,7 +48,7 @@ async def main(process: RoleProcess) -> None:
     log.info("training %s from step %d, lineage %s", pipeline.name, step, lineage)
     rollouts = _rollout_log(process, learner)
     fetcher = BatchFetcher(
-        host_id=host_id(), token=process.run.token(), label=process.name, carrier=process.config.payload.carrier
+        host_id=host_id(), token=process.run.token(), label=process.name, transport=process.config.payload.transport
     )
     try:
         placement = {"workers": pipeline.rollout.workers, "on_device": weights_stay_on_device(process.config, pipeline)}

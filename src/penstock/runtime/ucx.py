@@ -1,4 +1,4 @@
-"""The few things of UCX that the carrier needs: a worker that sleeps, transfers that keep their memory, an end.
+"""The few things of UCX that the transport needs: a worker that sleeps, transfers that keep their memory, an end.
 
 Uses UCXX's core interface and blocks in the kernel on the worker's event descriptor: the asyncio interface spins while
 it waits, and here an idle server must use no CPU.

@@ -1,8 +1,8 @@
 """What is minimised: a clipped policy gradient, corrected for the policy that really sampled the data.
 
 Three policies meet here. The *sampling* policy made the tokens, some versions ago; its log-probabilities came with the
-sample. The *proximal* policy is the one the step starts from. The *current* policy is being changed. The clip holds the
-current policy near the proximal one, and the weight proximal / sampling, truncated at `importance_cap`, corrects for
+sample. The *old* policy is the one the step starts from. The *current* policy is being changed. The clip holds the
+current policy near the old one, and the weight old / sampling, truncated at `importance_cap`, corrects for
 stale data. With one update per step the first two gradients coincide and the clip is idle.
 
 Every mean is over the whole update, so the gradient does not depend on how the data was cut into micro-batches.
@@ -43,7 +43,7 @@ class TokenLossSettings(msgspec.Struct, frozen=True, tag="tokens"):
     """That of the sampling: the log-probabilities in the samples are those of the tempered policy."""
 
 
-class ControlLossSettings(msgspec.Struct, frozen=True, tag="control"):
+class PpoLossSettings(msgspec.Struct, frozen=True, tag="control"):
     """For gymnasium policies."""
 
     clip: float = 0.2
@@ -54,7 +54,7 @@ class ControlLossSettings(msgspec.Struct, frozen=True, tag="control"):
     entropy_coefficient: float = 0.0
 
 
-LossSettings = TokenLossSettings | ControlLossSettings
+LossSettings = TokenLossSettings | PpoLossSettings
 
 
 class TokenBatch(Protocol):
@@ -154,22 +154,22 @@ def token_loss(
     *,
     total_tokens: int,
     total_sequences: int,
-    proximal_M: Tensor | None = None,
+    old_M: Tensor | None = None,
     reference_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The micro-batch's share of the loss, and a tensor of `TOKEN_METRICS` with the largest ratio appended.
 
-    Without `proximal_M` this is the only update of the step, and the current policy is the proximal one.
+    Without `old_M` this is the only update of the step, and the current policy is the old one.
     """
     logits = batch.distribution_logits(module, settings.temperature)
     log_p = torch.log_softmax(logits, dim=-1)
     current_M = log_p.gather(-1, batch.target_M[:, None]).squeeze(-1)
-    proximal_M = current_M.detach() if proximal_M is None else proximal_M
-    weight_M = (proximal_M - batch.sampled_M).exp()
+    old_M = current_M.detach() if old_M is None else old_M
+    weight_M = (old_M - batch.sampled_M).exp()
     ratio_max = weight_M.max()
     capped = torch.zeros_like(weight_M)
     ratio_sum = weight_M.sum()
-    kl_sampling = (weight_M - 1 - (proximal_M - batch.sampled_M)).sum()
+    kl_sampling = (weight_M - 1 - (old_M - batch.sampled_M)).sum()
     if settings.importance == "truncate":
         capped = (weight_M > settings.importance_cap).float()
         weight_M = weight_M.clamp(max=settings.importance_cap)
@@ -178,9 +178,7 @@ def token_loss(
         weight_M = weight_M * (1 - capped)
     else:
         weight_M = torch.ones_like(weight_M)
-    objective_M, clipped = _clipped(
-        current_M - proximal_M, batch.advantage_M, 1 - settings.clip_low, 1 + settings.clip_high
-    )
+    objective_M, clipped = _clipped(current_M - old_M, batch.advantage_M, 1 - settings.clip_low, 1 + settings.clip_high)
     loss_M = -weight_M * objective_M
     with torch.set_grad_enabled(settings.entropy_coefficient != 0.0):
         entropy_M = -(log_p.exp() * log_p).sum(-1)
@@ -203,9 +201,9 @@ def token_loss(
 
 
 class EpisodeTensors:
-    """Episodes as tensors, with the proximal policy's values, advantages and log-probabilities worked out once."""
+    """Episodes as tensors, with the old policy's values, advantages and log-probabilities worked out once."""
 
-    def __init__(self, batch: EpisodeBatch, network: ActorCritic, settings: ControlLossSettings, device: torch.device):
+    def __init__(self, batch: EpisodeBatch, network: ActorCritic, settings: PpoLossSettings, device: torch.device):
         self.observations_S = torch.from_numpy(batch.observations_S).to(device)
         self.actions_S = torch.from_numpy(batch.actions_S).to(device)
         self.sampled_S = torch.from_numpy(batch.logprobs_S).to(device)
@@ -223,7 +221,7 @@ class EpisodeTensors:
             self.returns_S = self.advantages_S + values_S
             # In units of the returns' variance the value loss cannot drown the policy's gradient.
             self.value_scale = 0.5 / (float(self.returns_S.var(correction=0)) + 1e-2)
-            self.proximal_S = network.distribution(self.observations_S).log_prob(self.actions_S)
+            self.old_S = network.distribution(self.observations_S).log_prob(self.actions_S)
         self.steps = len(self.sampled_S)
 
 
@@ -242,27 +240,27 @@ def discounted_sums(values_S: Tensor, lengths_N: Tensor, discount: float) -> Ten
 
 
 CONTROL_METRICS = ("loss", "value_loss", "entropy", "kl_sampling", "ratio_mean", "clip_fraction", "capped_fraction")
-"""What `control_loss` reports: means over the minibatch."""
+"""What `ppo_loss` reports: means over the minibatch."""
 
 
-def control_loss(
-    batch: EpisodeTensors, chosen: Tensor, network: ActorCritic, settings: ControlLossSettings
+def ppo_loss(
+    batch: EpisodeTensors, chosen: Tensor, network: ActorCritic, settings: PpoLossSettings
 ) -> tuple[Tensor, Tensor]:
     """The loss over the environment steps `chosen`, and `CONTROL_METRICS` with the largest ratio appended."""
     observations = batch.observations_S[chosen]
     distribution = network.distribution(observations)
     current = distribution.log_prob(batch.actions_S[chosen])
-    proximal = batch.proximal_S[chosen]
-    raw_weight = (proximal - batch.sampled_S[chosen]).exp()
+    old = batch.old_S[chosen]
+    raw_weight = (old - batch.sampled_S[chosen]).exp()
     weight = raw_weight.clamp(max=settings.importance_cap)
     advantage = batch.advantages_S[chosen]
     advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-6)
-    objective, clipped = _clipped(current - proximal, advantage, 1 - settings.clip, 1 + settings.clip)
+    objective, clipped = _clipped(current - old, advantage, 1 - settings.clip, 1 + settings.clip)
     value_loss = batch.value_scale * (network.value(observations) - batch.returns_S[chosen]).square().mean()
     entropy = distribution.entropy().mean()
     policy_loss = -(weight * objective).mean()
     loss = policy_loss + settings.value_coefficient * value_loss - settings.entropy_coefficient * entropy
-    kl_sampling = (raw_weight - 1 - (proximal - batch.sampled_S[chosen])).mean()
+    kl_sampling = (raw_weight - 1 - (old - batch.sampled_S[chosen])).mean()
     capped = (raw_weight > settings.importance_cap).float().mean()
     means = [loss, value_loss, entropy, kl_sampling, raw_weight.mean(), clipped.mean(), capped, raw_weight.max()]
     return loss, torch.stack(means).detach()

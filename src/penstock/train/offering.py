@@ -16,9 +16,9 @@ from penstock.runtime.process import host_id
 from penstock.weights.io.device import DeviceExport
 from penstock.weights.io.files import Publisher
 from penstock.weights.io.meeting import BroadcastHost
-from penstock.weights.io.movers import ucx_for
 from penstock.weights.io.pull import ArtifactServer
 from penstock.weights.io.pull_ucxx import UcxxArtifactServer
+from penstock.weights.io.transports import ucx_for
 from penstock.weights.settings import WeightsSection
 
 CLOSE_S = 2.0
@@ -61,20 +61,20 @@ def offering(
     places: dict[str, object] = {}
     servers: list[Server] = []
     with ExitStack() as open_servers:
-        if weights.mover != "files":
+        if weights.transport != "files":
             pulled = ArtifactServer(process.run.root, process.run.token().encode(), host=host, keep=weights.keep)
             open_servers.callback(pulled.close, CLOSE_S)
             servers.append(pulled)
             places |= {"host_id": host_id(), "addresses": (pulled.address,)}
-        ucx = ucx_for(payload.carrier)
-        if weights.mover != "files" and ucx is not None:
+        ucx = ucx_for(payload.transport)
+        if weights.transport != "files" and ucx is not None:
             by_ucxx = UcxxArtifactServer(
                 process.run.root, process.run.token().encode(), ucx, host=host, keep=weights.keep
             )
             open_servers.callback(by_ucxx.close, CLOSE_S)
             servers.append(by_ucxx)
             places["ucxx_addresses"] = (by_ucxx.address,)
-        if weights.mover == "broadcast":
+        if weights.transport == "broadcast":
             meeting = BroadcastHost(process.run.root, host=host, expected=workers, send_timeout_s=weights.deadline_s)
             open_servers.callback(meeting.close, CLOSE_S)
             servers.append(meeting)

@@ -51,8 +51,8 @@ class TokenLossSection(Section):
     """Reward for staying undecided: for models trained from nothing, not for pretrained ones."""
 
 
-class ControlLossSection(Section):
-    """The loss of gymnasium policies; the fields of `train.loss.ControlLossSettings`."""
+class PpoLossSection(Section):
+    """The loss of gymnasium policies; the fields of `train.loss.PpoLossSettings`."""
 
     clip: PositiveFloat = 0.2
     """An action's probability ratio is clipped at 1 minus and 1 plus this."""

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engines.models import ControlPolicy, LanguagePolicy
+from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.tensors import free_device_caches
 from penstock.train.loss import (
     CONTROL_METRICS,
     TOKEN_METRICS,
-    ControlLossSettings,
     EpisodeBatch,
     EpisodeTensors,
     LossSettings,
+    PpoLossSettings,
     TokenBatch,
     TokenLossSettings,
     TokenTensors,
-    control_loss,
+    ppo_loss,
     token_loss,
 )
 
@@ -60,7 +60,7 @@ class PriorLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of a micro-batch's trained tokens before the step's first update, in host memory."""
 
     reference_M: Tensor | None = None
-    proximal_M: Tensor | None = None
+    old_M: Tensor | None = None
 
 
 class Learner:
@@ -72,7 +72,7 @@ class Learner:
 
     def __init__(
         self,
-        policy: LanguagePolicy | ControlPolicy,
+        policy: LanguagePolicy | ActorCriticPolicy,
         loss_settings: LossSettings,
         optim_settings: OptimSettings,
         *,
@@ -121,13 +121,13 @@ class Learner:
             return [PriorLogprobs()] * len(micro_batches)
         batches = cast("Sequence[TokenBatch]", micro_batches)
         several = self._several_updates(sum(bool(batch.loss_mask_RT.any()) for batch in batches))
-        proximal = self.policy if several else None
+        old = self.policy if several else None
         reference = self.reference if settings.kl_coefficient else None
         self.policy.module.train()
         scores: list[PriorLogprobs] = []
         for batch in batches:
             reference_M = _logprobs(batch, reference, settings.temperature)
-            scores.append(PriorLogprobs(reference_M, _logprobs(batch, proximal, settings.temperature)))
+            scores.append(PriorLogprobs(reference_M, _logprobs(batch, old, settings.temperature)))
             self._progressed(f"scoring step {self.steps}: {len(scores)} of {len(batches)} micro-batches")
         return scores
 
@@ -218,7 +218,7 @@ class Learner:
         if not prepared:
             return {"tokens": 0.0, "sequences": 0.0}
         reference = [_on(device, score.reference_M) for batch, score in scored if batch.tokens]
-        proximal = [_on(device, score.proximal_M) for batch, score in scored if batch.tokens]
+        old = [_on(device, score.old_M) for batch, score in scored if batch.tokens]
         updates = min(self._optim.minibatches, len(prepared))
         several = self._several_updates(len(prepared))
         sums: list[Tensor] = []
@@ -235,7 +235,7 @@ class Learner:
                         settings,
                         total_tokens=tokens,
                         total_sequences=sequences,
-                        proximal_M=proximal[i],
+                        old_M=old[i],
                         reference_M=reference[i],
                     )
                     loss.backward()
@@ -256,8 +256,8 @@ class Learner:
             "updates": float(len(grad_norms)),
         }
 
-    def _control_step(self, batches: Sequence[EpisodeBatch], settings: ControlLossSettings) -> dict[str, float]:
-        assert isinstance(self.policy, ControlPolicy)
+    def _control_step(self, batches: Sequence[EpisodeBatch], settings: PpoLossSettings) -> dict[str, float]:
+        assert isinstance(self.policy, ActorCriticPolicy)
         network = self.policy.network
         if not batches:
             return {"tokens": 0.0, "sequences": 0.0}
@@ -270,7 +270,7 @@ class Learner:
         for epoch in range(self._optim.epochs):
             order = torch.from_numpy(self._order(batch.steps, epoch)).to(device)
             for chosen in order.tensor_split(min(self._optim.minibatches, batch.steps)):
-                loss, metrics = control_loss(batch, chosen, network, settings)
+                loss, metrics = ppo_loss(batch, chosen, network, settings)
                 loss.backward()
                 rows.append(metrics)
                 self._progressed(f"training step {self.steps}: epoch {epoch + 1} of {self._optim.epochs}")
@@ -304,7 +304,9 @@ class Learner:
         return norm
 
 
-def _logprobs(batch: TokenBatch, policy: LanguagePolicy | ControlPolicy | None, temperature: float) -> Tensor | None:
+def _logprobs(
+    batch: TokenBatch, policy: LanguagePolicy | ActorCriticPolicy | None, temperature: float
+) -> Tensor | None:
     """On the host; None if nobody is asked."""
     if policy is None or not batch.loss_mask_RT.any():
         return None

@@ -10,9 +10,9 @@ from penstock.records.section import NonNegative, Positive, Seconds, Section
 class WeightsSection(Section):
     way: Literal["staged", "in_place"] = "staged"
     """`staged` loads beside the serving weights and swaps; `in_place` saves memory and pauses generation."""
-    mover: Literal["auto", "files", "pull", "broadcast"] = "auto"
+    transport: Literal["auto", "files", "pull", "broadcast"] = "auto"
     """How versions reach the workers: `files` of a directory they share with the trainer; `pull` over the network, by
-    the payloads' carrier; `broadcast` to all who wait, and to stragglers as `auto` does; `auto` takes the nearest way:
+    the payloads' transport; `broadcast` to all who wait, and to stragglers as `auto` does; `auto` takes the nearest:
     device memory on the trainer's GPU, files on its host, pull elsewhere."""
     streams: Positive = 4
     """Connections that one worker pulls with at once."""

@@ -10,8 +10,8 @@ import pytest
 from penstock.config.run import Section
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.settings import LagSection
-from penstock.train.loss import ControlLossSettings, TokenLossSettings
-from penstock.train.settings import ControlLossSection, OptimizerSection, TokenLossSection
+from penstock.train.loss import PpoLossSettings, TokenLossSettings
+from penstock.train.settings import OptimizerSection, PpoLossSection, TokenLossSection
 from penstock.train.step import OptimSettings
 
 
@@ -19,7 +19,7 @@ from penstock.train.step import OptimSettings
     ("section", "settings", "elsewhere"),
     [
         (TokenLossSection, TokenLossSettings, {"temperature"}),
-        (ControlLossSection, ControlLossSettings, set()),
+        (PpoLossSection, PpoLossSettings, set()),
         (OptimizerSection, OptimSettings, {"seed"}),
     ],
 )

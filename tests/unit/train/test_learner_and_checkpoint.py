@@ -13,7 +13,7 @@ from penstock.engines.models import GymnasiumPolicy, LanguagePolicy, ModelSpec, 
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.tensors import device_bytes
 from penstock.train import checkpoint
-from penstock.train.loss import ControlLossSettings, LossSettings, TokenLossSettings
+from penstock.train.loss import LossSettings, PpoLossSettings, TokenLossSettings
 from penstock.train.step import Learner, OptimSettings
 
 
@@ -59,7 +59,7 @@ SEVERAL_UPDATES = OptimSettings(epochs=2, minibatches=2, decay_steps=10)
 KINDS = {
     "language": (LANGUAGE, TokenLossSettings(), OptimSettings(warmup_steps=3), language_batches),
     "language, several updates": (LANGUAGE, TokenLossSettings(), SEVERAL_UPDATES, language_batches),
-    "control": (CONTROL, ControlLossSettings(), SEVERAL_UPDATES, control_batches),
+    "control": (CONTROL, PpoLossSettings(), SEVERAL_UPDATES, control_batches),
 }
 
 
@@ -68,7 +68,7 @@ def learner(spec: ModelSpec, loss: LossSettings, optim: OptimSettings) -> Learne
 
 
 def small() -> Learner:
-    return learner(CONTROL, ControlLossSettings(), OptimSettings())
+    return learner(CONTROL, PpoLossSettings(), OptimSettings())
 
 
 def tensors(owner: Learner) -> dict[str, torch.Tensor]:
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_a_number_stops_the_run_and_keeps_the_weights() -
 
 def test_the_learning_rate_warms_up_and_decays() -> None:
     settings = OptimSettings(1.0, warmup_steps=3, decay_steps=10, final_fraction=0)
-    owner = learner(CONTROL, ControlLossSettings(), settings)
+    owner = learner(CONTROL, PpoLossSettings(), settings)
     assert [owner.learning_rate(step) for step in range(3)] == pytest.approx([0.25, 0.45, 0.6])
     assert owner.learning_rate(5) == pytest.approx(0.5)
     assert owner.learning_rate(50) == 0
@@ -269,7 +269,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     found = checkpoint.save(tmp_path, small())
-    other = learner(GymnasiumPolicy((4,), "discrete", 2, hidden_size=8), ControlLossSettings(), OptimSettings())
+    other = learner(GymnasiumPolicy((4,), "discrete", 2, hidden_size=8), PpoLossSettings(), OptimSettings())
     with pytest.raises(ConfigError, match="another model"):
         checkpoint.load(found, other)
 
@@ -330,5 +330,5 @@ def test_what_scoring_needs():
     assert learner(LANGUAGE, TokenLossSettings(), OptimSettings()).scored_by == ()
     assert with_reference(OptimSettings()).scored_by == ("reference",)
     assert with_reference(OptimSettings(minibatches=2)).scored_by == ("policy", "reference")
-    several = learner(CONTROL, ControlLossSettings(), OptimSettings(epochs=2))
+    several = learner(CONTROL, PpoLossSettings(), OptimSettings(epochs=2))
     assert several.scored_by == (), "a control policy compares with the samples alone"

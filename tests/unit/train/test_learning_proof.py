@@ -15,7 +15,7 @@ from penstock.batch import advantage
 from penstock.batch.pack import PackSettings, pack
 from penstock.config.recommended import RECOMMENDED
 from penstock.engines.models import (
-    ControlPolicy,
+    ActorCriticPolicy,
     GymnasiumPolicy,
     LanguagePolicy,
     PretrainedLanguageModel,
@@ -26,7 +26,7 @@ from penstock.engines.policy import PolicyEngine
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.static import TorchEngine
 from penstock.envs.tasks import Copy
-from penstock.train.loss import ControlLossSettings, TokenLossSettings
+from penstock.train.loss import PpoLossSettings, TokenLossSettings
 from penstock.train.step import Learner, OptimSettings
 
 STALENESS = 2
@@ -95,10 +95,10 @@ def test_a_gymnasium_policy_learns_to_balance_a_pole(seed: int) -> None:
     steps, episodes = 90, 16
     spec = GymnasiumPolicy((4,), "discrete", 2, seed=seed)
     policy, served = build(spec), build(spec)
-    assert isinstance(policy, ControlPolicy)
+    assert isinstance(policy, ActorCriticPolicy)
     settings = OptimSettings(**RECOMMENDED["mlp"]["optimizer"], decay_steps=steps)
-    loss = {"discount": 0.99, "gae_lambda": 0.95} | RECOMMENDED["mlp"].get("control_loss", {})
-    learner = Learner(policy, ControlLossSettings(**loss), settings)
+    loss = {"discount": 0.99, "gae_lambda": 0.95} | RECOMMENDED["mlp"].get("ppo_loss", {})
+    learner = Learner(policy, PpoLossSettings(**loss), settings)
     engine = PolicyEngine(served.module, seed=seed)
     weights = OldWeights(engine, learner)
     environments = [gymnasium.make("CartPole-v1") for _ in range(episodes)]

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from penstock.batch.pack import TokenMicroBatch, TrajectoryBatch
-from penstock.engines.models import ControlPolicy, GymnasiumPolicy, LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.models import ActorCriticPolicy, GymnasiumPolicy, LanguagePolicy, TinyLanguageModel, build
 from penstock.train.loss import (
-    ControlLossSettings,
     EpisodeTensors,
+    PpoLossSettings,
     TokenLossSettings,
     TokenTensors,
-    control_loss,
     discounted_sums,
+    ppo_loss,
     token_loss,
 )
 
@@ -149,9 +149,9 @@ def test_the_clip_stops_the_gradient_on_the_rewarded_side_only() -> None:
         batch = tokens([6], 2, packed=False)
         batch.advantages_N[:] = advantage
         prepared = TokenTensors(batch, torch.device("cpu"))
-        proximal = prepared.logprobs(policy.module, 1.0).detach() - distance
+        old = prepared.logprobs(policy.module, 1.0).detach() - distance
         policy.module.zero_grad()
-        loss, _ = token_loss(prepared, policy.module, settings, total_tokens=4, total_sequences=1, proximal_M=proximal)
+        loss, _ = token_loss(prepared, policy.module, settings, total_tokens=4, total_sequences=1, old_M=old)
         loss.backward()
         moved = any(bool(p.grad.abs().sum() > 0) for p in policy.module.parameters() if p.grad is not None)
         assert moved != held
@@ -188,7 +188,7 @@ def test_discounted_sums_agree_with_the_plain_recursion() -> None:
 @pytest.mark.parametrize("kind", ["discrete", "gaussian"])
 def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
     policy = build(GymnasiumPolicy((3,), kind, 2))  # type: ignore[arg-type]
-    assert isinstance(policy, ControlPolicy)
+    assert isinstance(policy, ActorCriticPolicy)
     rng = np.random.default_rng(0)
     observations = rng.normal(size=(5, 3)).astype(np.float32)
     actions = np.zeros(5, np.int64) if kind == "discrete" else np.zeros((5, 2), np.float32)
@@ -197,13 +197,13 @@ def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
         observations, actions, np.zeros(5, np.float32), np.ones(5, np.float32), np.array([2, 3]),
         np.array([1, 0], np.uint8), last,
     )  # fmt: skip
-    settings = ControlLossSettings(discount=0.9, gae_lambda=1.0)
+    settings = PpoLossSettings(discount=0.9, gae_lambda=1.0)
     prepared = EpisodeTensors(batch, policy.network, settings, torch.device("cpu"))
     future = policy.network.value(torch.from_numpy(last))[1].item()
     # A reward of 1 counts 0.1: values are in units of the horizon, which is 10 steps here.
     assert prepared.returns_S.tolist() == pytest.approx(
         [0.19, 0.1, 0.271 + 0.729 * future, 0.19 + 0.81 * future, 0.1 + 0.9 * future], abs=1e-4
     )
-    loss, metrics = control_loss(prepared, torch.arange(5), policy.network, settings)
+    loss, metrics = ppo_loss(prepared, torch.arange(5), policy.network, settings)
     loss.backward()
     assert torch.isfinite(metrics).all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.engines.models import (
-    ControlPolicy,
+    ActorCriticPolicy,
     GymnasiumPolicy,
     LanguagePolicy,
     PretrainedLanguageModel,
@@ -107,7 +107,7 @@ def test_hidden_size_and_heads_must_agree() -> None:
 @pytest.mark.parametrize("kind", ["discrete", "gaussian"])
 def test_actions_come_with_their_own_logprobs(kind: str) -> None:
     policy = build(GymnasiumPolicy((4,), kind, 3))  # type: ignore[arg-type]
-    assert isinstance(policy, ControlPolicy)
+    assert isinstance(policy, ActorCriticPolicy)
     observations = torch.from_numpy(np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32))
     actions, logprobs = policy.network.act(observations, torch.Generator().manual_seed(1))
     again, _ = policy.network.act(observations, torch.Generator().manual_seed(1))

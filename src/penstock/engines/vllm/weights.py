@@ -32,7 +32,7 @@ LOOK_EVERY_S = 0.05
 
 
 class VllmEngine:
-    """One server as the engine *and* the mover of a `ReplicaUpdater` with `way="in_place"`.
+    """One server as the engine *and* the transport of a `ReplicaUpdater` with `way="in_place"`.
 
     engine = VllmEngine("path/of/the/socket", run_dir)
     ReplicaUpdater(engine, source, report, engine, way="in_place", prove=engine.served_digest)
@@ -76,7 +76,7 @@ class VllmEngine:
         self._initialised = self._vacated = False
         self.version, self.digest = -1, ""
 
-    # The mover's side
+    # The transport's side
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         """Verifies the files here, before the server is touched; the server reads them itself."""

@@ -32,8 +32,8 @@ from penstock.records.payload import PayloadRef, RingAddress
 
 log = logging.getLogger(__name__)
 
-Carrier = Literal["shm", "tcp", "ucxx"]
-NEAREST_FIRST: tuple[Carrier, ...] = ("shm", "ucxx", "tcp")
+Transport = Literal["shm", "tcp", "ucxx"]
+NEAREST_FIRST: tuple[Transport, ...] = ("shm", "ucxx", "tcp")
 
 CLOSE_S = 10.0
 TELL_S = 2.0
@@ -124,7 +124,7 @@ class BatchFetcher:
     """Fetches batches for one trainer process. Blocking and thread-safe; call it from a worker thread.
 
     Payloads on the same host are read in place; others come by UCXX where the producer offers it and it is installed
-    here, or else by TCP. `carrier` overrides the choice for all rings.
+    here, or else by TCP. `transport` overrides the choice for all rings.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class BatchFetcher:
         label: str = "trainer",
         directory: str = DIRECTORY,
         verify: bool = True,
-        carrier: Carrier | Literal["auto"] = "auto",
+        transport: Transport | Literal["auto"] = "auto",
         policy: RetryPolicy | None = None,
         buffers: Buffers | None = None,
     ) -> None:
@@ -144,22 +144,22 @@ class BatchFetcher:
         self._label = label
         self._directory = directory
         self._verify = verify
-        self._forced = carrier
+        self._forced = transport
         self._policy = policy or RetryPolicy()
         self._buffers = buffers or Buffers()
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._readers: dict[str, RingReader] = {}
         self._unused: dict[str, int] = {}
-        self._carriers: dict[str, Carrier] = {}
-        self._clients: dict[Carrier, WireClient] = {}
+        self._transports: dict[str, Transport] = {}
+        self._clients: dict[Transport, WireClient] = {}
         self._consumption = Consumption()
         self._going_on: set[Cancellation] = set()
         self._closed = False
         self._calls = ThreadPoolExecutor(self._policy.concurrency, thread_name_prefix="payload-call")
 
     def __repr__(self) -> str:
-        return f"<BatchFetcher {self._label}, carriers {self._carriers}>"
+        return f"<BatchFetcher {self._label}, transports {self._transports}>"
 
     def fetch(
         self, refs: Iterable[PayloadRef], rings: Sequence[RingAddress], cancellation: Cancellation | None = None
@@ -294,57 +294,57 @@ class BatchFetcher:
             raise broken
         report.missing.update(retry.missing)
 
-    def _way(self, ring: str, address: RingAddress | None) -> Carrier | Failure:
+    def _way(self, ring: str, address: RingAddress | None) -> Transport | Failure:
         if address is None:
             return Failure("unknown_ring", f"no address is known for ring {ring}")
-        if ring not in self._carriers:
+        if ring not in self._transports:
             try:
-                carrier, why = self._choose(address)
+                transport, why = self._choose(address)
             except PeerLost as error:
                 return Failure("unreachable", str(error))
-            log.info("payloads of ring %s come by %s (%s)", ring, carrier, why)
-            self._carriers[ring] = carrier
+            log.info("payloads of ring %s come by %s (%s)", ring, transport, why)
+            self._transports[ring] = transport
         self._unused[ring] = 0
-        return self._carriers[ring]
+        return self._transports[ring]
 
-    def _choose(self, address: RingAddress) -> tuple[Carrier, str]:
+    def _choose(self, address: RingAddress) -> tuple[Transport, str]:
         passed_over: list[str] = []
-        for carrier in NEAREST_FIRST:
-            if self._forced not in ("auto", carrier):
+        for transport in NEAREST_FIRST:
+            if self._forced not in ("auto", transport):
                 continue
             try:
-                self._prepare(carrier, address)
+                self._prepare(transport, address)
             except (Stale, Transient, ConfigError, RemoteProtocolError) as error:
                 if self._forced != "auto" and isinstance(error, ConfigError):
-                    raise ConfigError(f"carrier {carrier} was asked for, but {error}") from error
-                passed_over.append(f"not {carrier}: {error}")
+                    raise ConfigError(f"transport {transport} was asked for, but {error}") from error
+                passed_over.append(f"not {transport}: {error}")
                 continue
-            return carrier, "; ".join(passed_over) or "nearest"
+            return transport, "; ".join(passed_over) or "nearest"
         raise PeerLost(f"ring {address.ring} cannot be reached: {'; '.join(passed_over)}")
 
-    def _prepare(self, carrier: Carrier, address: RingAddress) -> None:
-        """Make `carrier` ready for use with `address`, or raise why it cannot be."""
-        if carrier == "shm":
+    def _prepare(self, transport: Transport, address: RingAddress) -> None:
+        """Make `transport` ready for use with `address`, or raise why it cannot be."""
+        if transport == "shm":
             if self._forced == "auto" and address.host_id != self._host_id:
                 raise Stale("it is on another host")
             self._readers[address.ring] = RingReader.attach(
                 address, directory=self._directory, label=self._label, verify=self._verify
             )
             return
-        if not (address.tcp_ports if carrier == "tcp" else address.ucxx_ports):
+        if not (address.tcp_ports if transport == "tcp" else address.ucxx_ports):
             raise ConfigError("the producer offers no port")
-        if carrier in self._clients:
+        if transport in self._clients:
             return
-        wire = TcpWire() if carrier == "tcp" else _ucxx_wire()
-        self._clients[carrier] = WireClient(wire, self._token, self._buffers, verify=self._verify)
+        wire = TcpWire() if transport == "tcp" else _ucxx_wire()
+        self._clients[transport] = WireClient(wire, self._token, self._buffers, verify=self._verify)
 
     def _detach_unused(self, addresses: dict[str, RingAddress]) -> None:
-        for ring in list(self._carriers):
+        for ring in list(self._transports):
             self._unused[ring] = 0 if ring in addresses else self._unused[ring] + 1
             reader = self._readers.get(ring)
             if self._unused[ring] <= KEEP_UNUSED_FETCHES or (reader is not None and reader.leases):
                 continue
-            del self._carriers[ring], self._unused[ring]
+            del self._transports[ring], self._unused[ring]
             if reader is not None:
                 del self._readers[ring]
                 reader.close()

@@ -1,4 +1,4 @@
-"""What a client of any carrier hands over: a body, the memory it lies in, and how to break a call off."""
+"""What a client of any transport hands over: a body, the memory it lies in, and how to break a call off."""
 
 from __future__ import annotations
 

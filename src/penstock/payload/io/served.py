@@ -21,16 +21,16 @@ def served(ring: Ring, section: PayloadSection, token: str) -> Iterator[RingAddr
     with ExitStack() as servers:
         tcp_ports: tuple[int, ...] = ()
         ucxx_ports: tuple[int, ...] = ()
-        if section.carrier in ("auto", "tcp"):
+        if section.transport in ("auto", "tcp"):
             tcp = TcpServer(ring.name, token, host=section.host, ports=(0,) * section.ports)
             servers.callback(tcp.close, CLOSE_S)
             tcp_ports = tcp.ports
-        if section.carrier == "ucxx":
+        if section.transport == "ucxx":
             try:
                 from penstock.payload.io.ucxx import UcxxServer
             except ImportError as error:
                 raise ConfigError(
-                    f"payload.carrier is 'ucxx', which needs the extra penstock[ucxx]: {error}"
+                    f"payload.transport is 'ucxx', which needs the extra penstock[ucxx]: {error}"
                 ) from error
             ucxx = UcxxServer(ring.name, token, host=section.host, ports=(0,) * section.ports)
             servers.callback(ucxx.close, CLOSE_S)

@@ -1,7 +1,7 @@
 """The exchange over UCX (extra `ucxx`), server's side: control on an endpoint's stream, bodies as tagged messages.
 
 Each port has a thread of its own, which owns a UCX worker and drives its connections. A client begins each connection
-with the tag under which it wants its bodies, chosen at random; then the exchange is as on every carrier.
+with the tag under which it wants its bodies, chosen at random; then the exchange is as on every transport.
 
 UCX buffers what arrives unasked, without a bound that we could set: offer these ports on trusted networks only. It
 cannot listen on one address. Given a loopback host the server knows of no other device and refuses whoever comes by

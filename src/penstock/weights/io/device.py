@@ -28,7 +28,7 @@ from penstock.runtime.tensors import OwnedTensors
 from penstock.weights.buckets import DTYPES, size_of
 from penstock.weights.io.device_digest import device_digest
 from penstock.weights.io.digest import digest_of, flat_bytes, torch_dtype
-from penstock.weights.io.neighbours import Mover
+from penstock.weights.io.neighbours import WeightTransport
 from penstock.weights.manifest import check_manifest, describe, tensors_of
 from penstock.wire.codec import DAMAGED
 
@@ -156,10 +156,10 @@ def _handle_of(slot: torch.Tensor) -> SlotHandle:
     )
 
 
-class DeviceMover:
+class DeviceTransport:
     """A replica's side: one copy, into fresh memory that the engine may serve from as it is."""
 
-    def __init__(self, run_dir: Path, device: torch.device, fallback: Mover) -> None:
+    def __init__(self, run_dir: Path, device: torch.device, fallback: WeightTransport) -> None:
         if device.type != "cuda":
             raise LocalProtocolError(f"versions can be shared on a CUDA device only, not on {device}")
         self._run_dir = run_dir
@@ -174,7 +174,9 @@ class DeviceMover:
         self.fallbacks = 0
 
     def __repr__(self) -> str:
-        return f"DeviceMover({self._device}, {self.brought} on the device, {self.fallbacks} otherwise{self._refused})"
+        return (
+            f"DeviceTransport({self._device}, {self.brought} on the device, {self.fallbacks} otherwise{self._refused})"
+        )
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         check_manifest(manifest)

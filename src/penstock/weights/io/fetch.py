@@ -1,6 +1,6 @@
-"""Bytes of a version into tensors, verified, from wherever a carrier finds them.
+"""Bytes of a version into tensors, verified, from wherever a transport finds them.
 
-Every carrier (files, a stream from another host) is a `BucketSource`; copying, hashing and the comparison with the
+Every transport (files, a stream from another host) is a `BucketSource`; copying, hashing and the comparison with the
 manifest are here, once. Each byte is copied once, and hashed where it arrived while it is still in the cache: what is
 verified is the memory that will serve.
 """

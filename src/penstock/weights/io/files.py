@@ -297,7 +297,7 @@ def map_version(run_dir: Path, manifest: Manifest, *, verify: bool = True) -> di
     return tensors
 
 
-class FileMover:
+class FileTransport:
     """Brings versions out of a run directory on this host (or on a file system shared with the trainer's)."""
 
     def __init__(self, run_dir: Path) -> None:

@@ -42,7 +42,7 @@ from penstock.weights.broadcast import (
     MemberReceived,
 )
 from penstock.weights.io.collective import BroadcastReceiver, BroadcastSender, Invitation
-from penstock.weights.io.neighbours import Mover
+from penstock.weights.io.neighbours import WeightTransport
 from penstock.weights.manifest import check_manifest, describe
 
 logger = logging.getLogger(__name__)
@@ -190,13 +190,13 @@ class BroadcastHost:
         self.sent += not missing
 
 
-class BroadcastMover:
+class BroadcastTransport:
     """A replica's side: takes part in broadcasts, and brings the version by `fallback` where that fails.
 
     Tensors are valid until the next `bring`.
     """
 
-    def __init__(self, member: str, fallback: Mover, *, invite_timeout_s: float = 10.0) -> None:
+    def __init__(self, member: str, fallback: WeightTransport, *, invite_timeout_s: float = 10.0) -> None:
         self._member = member
         self._fallback = fallback
         self._invite_timeout_s = invite_timeout_s
@@ -206,7 +206,7 @@ class BroadcastMover:
         self.fallbacks = 0
 
     def __repr__(self) -> str:
-        return f"BroadcastMover({self._member}, {self.received} received, {self.fallbacks} brought another way)"
+        return f"BroadcastTransport({self._member}, {self.received} received, {self.fallbacks} brought another way)"
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         """Always verified when it came by broadcast: hashing what has just arrived costs next to nothing."""

@@ -56,7 +56,7 @@ class ManifestSource(Protocol):
         ...
 
 
-class Mover(Protocol):
+class WeightTransport(Protocol):
     """Brings a version's bytes into this host's memory."""
 
     def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
@@ -70,7 +70,7 @@ class Mover(Protocol):
 
 @runtime_checkable
 class SelfProving(Protocol):
-    """A mover that can prove delivery where the memory lies, faster than by the manifest's own hash."""
+    """A transport that can prove delivery where the memory lies, faster than by the manifest's own hash."""
 
     def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
         """The manifest's digest if and only if these tensors are that version. `Stale` when it made way meanwhile."""

@@ -26,7 +26,7 @@ from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Tran
 from penstock.records.weights import Manifest
 from penstock.weights.io.digest import PIECE_BYTES, torch_dtype
 from penstock.weights.io.fetch import BucketSource, fetch, fits
-from penstock.weights.io.files import FileMover, FileSource
+from penstock.weights.io.files import FileSource, FileTransport
 from penstock.weights.manifest import check_manifest, describe, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -299,16 +299,16 @@ class PullSource:
             self._all.clear()
 
 
-class OtherCarrier(Protocol):
+class OtherTransport(Protocol):
     """Reads versions at another kind of address, from one thread."""
 
     def open(self, manifest: Manifest, address: str, deadline: float) -> BucketSource: ...
 
 
-class PullMover:
+class PullTransport:
     """Brings versions over the network, into memory it uses again: tensors are valid until the next `bring`."""
 
-    def __init__(self, token: bytes, *, streams: int = 4, ucxx: OtherCarrier | None = None) -> None:
+    def __init__(self, token: bytes, *, streams: int = 4, ucxx: OtherTransport | None = None) -> None:
         """`ucxx` carries versions that name an address for it; over TCP, `streams` connections are used at once."""
         if streams < 1:
             raise LocalProtocolError(f"streams must be at least 1, found {streams}")
@@ -345,10 +345,10 @@ class PullMover:
         return self._buffers
 
 
-class NearestMover:
+class NearestTransport:
     """Maps the files of versions that lie on this host and can be seen from here, and pulls the others."""
 
-    def __init__(self, host_id: str, files: FileMover, pull: PullMover) -> None:
+    def __init__(self, host_id: str, files: FileTransport, pull: PullTransport) -> None:
         self._host_id = host_id
         self._files = files
         self._pull = pull

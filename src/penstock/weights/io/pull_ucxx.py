@@ -1,8 +1,8 @@
 """Versions over UCX (extra `ucxx`): requests and answers on an endpoint's stream, bodies as tagged messages.
 
-The requests are those of the TCP carrier. The server's one thread drives all its connections and sends out of the page
-cache; UCX itself uses as many lanes as there are. UCX buffers what arrives unasked, without a bound that we could set:
-offer these ports on trusted networks only.
+The requests are those of the TCP transport. The server's one thread drives all its connections and sends out of the
+page cache; UCX itself uses as many lanes as there are. UCX buffers what arrives unasked, without a bound that we could
+set: offer these ports on trusted networks only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Transfer(Protocol):
 
 
 class Ucx(Protocol):
-    """What this carrier needs of UCX: the payloads' own binding to it, passed in by the role."""
+    """What this transport needs of UCX: the payloads' own binding to it, passed in by the role."""
 
     TAG: Any
     UCXError: type[Exception]
@@ -193,7 +193,7 @@ class _Connection:
         self._release()
 
 
-class UcxxCarrier:
+class UcxxConnection:
     """Reads versions by UCX, from one thread, over a connection that it keeps from version to version."""
 
     def __init__(self, token: bytes, ucx: Ucx) -> None:
@@ -257,8 +257,8 @@ class UcxxCarrier:
 class _UcxxSource:
     """One version at one server."""
 
-    def __init__(self, carrier: UcxxCarrier, manifest: Manifest, peer: tuple[str, int], deadline: float) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: UcxxConnection, manifest: Manifest, peer: tuple[str, int], deadline: float) -> None:
+        self._transport = transport
         self._manifest = manifest
         self._peer = peer
         self._deadline = deadline
@@ -266,9 +266,9 @@ class _UcxxSource:
     def pieces(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
         while target:
             piece = target[:PIECE_BYTES]
-            self._carrier.read(self._manifest, self._peer, bucket, offset, piece, self._deadline)
+            self._transport.read(self._manifest, self._peer, bucket, offset, piece, self._deadline)
             yield piece
             target, offset = target[len(piece) :], offset + len(piece)
 
     def close(self) -> None:
-        """The connection is the carrier's, and is kept."""
+        """The connection is the transport's, and is kept."""

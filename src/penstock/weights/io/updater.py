@@ -27,7 +27,7 @@ from penstock.runtime.clock import Clock, SystemClock
 from penstock.runtime.offload import Offload
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.fetch import check_fit
-from penstock.weights.io.neighbours import Engine, ManifestSource, Mover, SelfProving
+from penstock.weights.io.neighbours import Engine, ManifestSource, SelfProving, WeightTransport
 from penstock.weights.manifest import check_manifest, describe
 from penstock.weights.replica import (
     AbandonReplica,
@@ -92,7 +92,7 @@ class ReplicaUpdater:
         engine: Engine,
         source: ManifestSource,
         report: Callable[[ReplicaReport], Awaitable[None]],
-        mover: Mover,
+        transport: WeightTransport,
         *,
         way: Way = "staged",
         poll_s: float = 10.0,
@@ -113,7 +113,7 @@ class ReplicaUpdater:
         self._engine = engine
         self._source = source
         self._report = report
-        self._mover = mover
+        self._transport = transport
         self._prover = prove
         self._way: Way = way
         self._poll_s = poll_s
@@ -250,7 +250,7 @@ class ReplicaUpdater:
 
     async def _bring(self, manifest: Manifest, offload: Offload, *, verify: bool) -> Mapping[str, torch.Tensor]:
         began = self._clock.now()
-        bring = partial(self._mover.bring, manifest, self._bring_timeout_s, verify=verify)
+        bring = partial(self._transport.bring, manifest, self._bring_timeout_s, verify=verify)
         tensors = await self._do("bring", offload, bring, timeout_s=self._bring_timeout_s)
         self.statistics.last_bring_s = self._clock.now() - began
         if self._prover is None:
@@ -282,8 +282,8 @@ class ReplicaUpdater:
 
     def _staged_digest(self, manifest: Manifest) -> str:
         staged = self._engine.staged_tensors()
-        if isinstance(self._mover, SelfProving):
-            return self._mover.delivered(manifest, staged)
+        if isinstance(self._transport, SelfProving):
+            return self._transport.delivered(manifest, staged)
         return digest_of(staged)
 
     def _served_digest(self) -> str:
@@ -294,7 +294,7 @@ class ReplicaUpdater:
     ) -> T:
         """One step in the background thread, with its name known to `repr` and to the error."""
         self._step = step
-        # Engines and movers keep the deadline they are given; one that does not is wedged.
+        # Engines and transports keep the deadline they are given; one that does not is wedged.
         timeout_s = (self._change_timeout_s if timeout_s is None else timeout_s) + self._grace_s
         allowed = asyncio.timeout(timeout_s)
         try:

@@ -68,7 +68,7 @@ collective.Group.broadcast = taking_part
 """
 
 
-def begin(folder: Path, code: str, mover: str, steps: int) -> Running:
+def begin(folder: Path, code: str, transport: str, steps: int) -> Running:
     (folder / "mine.py").write_text(MINE + code)
     config = letters(
         folder,
@@ -76,7 +76,7 @@ def begin(folder: Path, code: str, mover: str, steps: int) -> Running:
         run=f'extra_path = ["{folder}"]',
         rollout="workers = 2",
         checkpoint_every=4,
-        extra=f'[pipeline.weights]\nmover = "{mover}"\n',
+        extra=f'[pipeline.weights]\ntransport = "{transport}"\n',
     )
     config.write_text(config.read_text().replace('name = "copy"', 'name = "mine:Mine"'))
     return start(folder, config)
