@@ -1,9 +1,46 @@
-"""Time as a thing that is passed in: seconds since the epoch that never run backwards."""
+"""Time as a thing that is passed in: seconds since the epoch that never run backwards.
+
+Loops that must also run in simulation take `monotonic` and `sleep` from here instead of from `time`.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
+
+
+class TimeSource(Protocol):
+    """What the module `time` offers, as far as this package needs it."""
+
+    def time(self) -> float: ...
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+_source: TimeSource = time
+
+
+def monotonic() -> float:
+    """`time.monotonic`, or virtual time in a simulation."""
+    return _source.monotonic()
+
+
+def sleep(seconds: float) -> None:
+    """`time.sleep`, or virtual time in a simulation. Not on a loop."""
+    _source.sleep(seconds)
+
+
+@contextmanager
+def taken_from(source: TimeSource) -> Iterator[None]:
+    """All time of this process comes from `source` while the body runs."""
+    global _source
+    before, _source = _source, source
+    try:
+        yield
+    finally:
+        _source = before
 
 
 class Clock(Protocol):
@@ -21,10 +58,10 @@ class SystemClock:
     """
 
     def __init__(self, *, not_before: float = 0.0) -> None:
-        self._offset = max(time.time(), not_before) - time.monotonic()
+        self._offset = max(_source.time(), not_before) - monotonic()
 
     def now(self) -> float:
-        return self._offset + time.monotonic()
+        return self._offset + monotonic()
 
 
 class ManualClock:

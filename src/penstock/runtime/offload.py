@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.errors import LocalProtocolError
 
@@ -85,3 +85,16 @@ class Offload:
 
     def __repr__(self) -> str:
         return f"Offload({self._name!r}, threads={len(self._threads)}, queued={self.queued}, closed={self._closed})"
+
+
+def background(threads: int, name: str) -> Offload:
+    """Threads beside the running loop. A loop with virtual time brings its own, whose work takes virtual time."""
+    loop = asyncio.get_running_loop()
+    return loop.offload(threads, name) if isinstance(loop, OffloadingLoop) else Offload(threads, name)
+
+
+@runtime_checkable
+class OffloadingLoop(Protocol):
+    """A loop that decides itself where blocking work is done."""
+
+    def offload(self, threads: int, name: str) -> Offload: ...

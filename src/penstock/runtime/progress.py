@@ -11,8 +11,9 @@ import os
 import struct
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
+
+from penstock.runtime.clock import monotonic
 
 MAX_DOING_BYTES = 200
 
@@ -51,7 +52,7 @@ class ProgressCell:
         """Says: progress was made just now, and this is what comes next. Takes about a microsecond."""
         said = doing.encode()[:MAX_DOING_BYTES]
         self._writes += 1
-        CELL.pack_into(self._cell, 0, self._writes, time.monotonic(), len(said), said, self._writes)
+        CELL.pack_into(self._cell, 0, self._writes, monotonic(), len(said), said, self._writes)
 
     def read(self) -> Progress | None:
         """The latest report; None before the first."""
@@ -64,7 +65,7 @@ class ProgressCell:
             size = 0
         if moved == 0.0:
             return None
-        return Progress(max(0.0, time.monotonic() - moved), said[:size].decode(errors="replace"))
+        return Progress(max(0.0, monotonic() - moved), said[:size].decode(errors="replace"))
 
     def close(self) -> None:
         self._cell.close()

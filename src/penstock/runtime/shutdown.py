@@ -6,9 +6,10 @@ import asyncio
 import logging
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+
+from penstock.runtime.clock import monotonic
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class ShutdownSignal:
             loop.add_signal_handler(number, self._signalled, f"received {number.name}")
 
     def _signalled(self, reason: str) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
         elif now - self._signalled_at > INSIST_AFTER_S:
@@ -94,10 +95,10 @@ async def teardown(
     what is left, and at least a tenth of the whole (so n steps take at most `deadline_s * (1 + n / 10)`).
     """
     steps = list(steps)
-    end = time.monotonic() + deadline_s
+    end = monotonic() + deadline_s
     outcomes: list[StepOutcome] = []
     for number, (name, step) in enumerate(steps, start=1):
-        began = time.monotonic()
+        began = monotonic()
         allowed_s = max(end - began, deadline_s / 10)
         allowed = asyncio.timeout(allowed_s)
         problem = ""
@@ -107,7 +108,7 @@ async def teardown(
         except Exception as error:  # noqa: BLE001 - reported below; the remaining steps must still run
             late = isinstance(error, TimeoutError) and allowed.expired()
             problem = f"not done after {allowed_s:.1f} s, given up" if late else f"{type(error).__name__}: {error}"
-        outcome = StepOutcome(name, time.monotonic() - began, problem)
+        outcome = StepOutcome(name, monotonic() - began, problem)
         outcomes.append(outcome)
         if problem:
             logger.warning("teardown %d/%d %s: %s", number, len(steps), name, problem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,7 @@ from penstock.payload.io.received import Buffers
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, StepIndex
 from penstock.records.payload import RingAddress
+from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train.rollout_log import TrainedRollout
@@ -96,11 +96,11 @@ class Feed:
 
     async def prepare(self, step: StepIndex) -> PreparedBatch | None:
         """None when training is complete, or when this process was asked to stop."""
-        began = time.monotonic()
+        began = monotonic()
         ready = await self._ask(step)
         if ready is None:
             return None
-        waited_s = time.monotonic() - began
+        waited_s = monotonic() - began
         return await self._offload.run(self._fetch_and_pack, ready.batch, ready.rings, waited_s)
 
     async def _ask(self, step: StepIndex) -> BatchReady | None:
@@ -129,7 +129,7 @@ class Feed:
         return None
 
     def _fetch_and_pack(self, batch: Batch, rings: tuple[RingAddress, ...], waited_s: float) -> PreparedBatch:
-        began = time.monotonic()
+        began = monotonic()
         report = self._fetcher.fetch((ref for group in batch.groups for ref in group.payloads), rings)
         kept = [group for group in batch.groups if report.missing.keys().isdisjoint(group.payloads)]
         missing = tuple(group.prompt for group in batch.groups if not report.missing.keys().isdisjoint(group.payloads))
@@ -156,7 +156,7 @@ class Feed:
             reason,
             report,
             waited_s,
-            time.monotonic() - began,
+            monotonic() - began,
             batch.final,
             memory,
             self._buffers,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, Stale
 from penstock.records.ids import StepIndex, Version
 from penstock.records.pool import Priority
+from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train import checkpoint
@@ -112,7 +112,7 @@ class TrainingLoop:
 
     async def _train(self, batch: PreparedBatch) -> bool:
         """One step, with the turns it needs; False when asked to stop before it began."""
-        began, waited_before_s = time.monotonic(), self._turns.waited_s
+        began, waited_before_s = monotonic(), self._turns.waited_s
         scores = [PriorLogprobs()] * len(batch.micro_batches)
         if self._learner.scored_by:
             if not await self._turns.take(Priority.SCORING):
@@ -125,7 +125,7 @@ class TrainingLoop:
         async with self._between_steps:
             self._process.progress.moved(f"training step {batch.step}")
             metrics = await self._training.run(self._learner.step, batch.micro_batches, scores)
-            step_s = time.monotonic() - began - turn_s
+            step_s = monotonic() - began - turn_s
             await self._turns.give_back()  # before the weights are published: what is published then is in host memory
             metrics |= {"step_s": step_s, "wait_s": batch.waited_s, "fetch_s": batch.prepared_s, "turn_s": turn_s}
             await self._hand_over(batch, metrics)

@@ -9,7 +9,6 @@ their memory is proved free.
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +17,7 @@ import torch
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, RemoteProtocolError, RunFailed, Stale, Transient
 from penstock.records.pool import DeviceId, Placement, Priority
+from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
@@ -89,7 +89,7 @@ class Turns:
 
         Devices that are held for other work are given back in the same call.
         """
-        began = time.monotonic()
+        began = monotonic()
         wanted = work if self._shared or work is Priority.INITIALISATION else Priority.TRAINING
         if self._grant is not None:
             if self._shared:
@@ -102,7 +102,7 @@ class Turns:
                 return False
         self._process.progress.moved(f"moving on to devices {list(self._among)} for {work.name.lower()}")
         await self._resident.move_in(work)
-        self.waited_s += time.monotonic() - began
+        self.waited_s += monotonic() - began
         return True
 
     async def give_back(self) -> None:
@@ -135,7 +135,7 @@ class Turns:
         return await self._asked(priority, PATIENCE_S, held)
 
     async def _asked(self, priority: Priority, timeout_s: float, held: Grant | None) -> Grant | None:
-        number, began = next(self._numbers), time.monotonic()
+        number, began = next(self._numbers), monotonic()
         ask = AskDevices(
             pipeline=self._client.pipeline,
             member=self._client.member,
@@ -156,7 +156,7 @@ class Turns:
                     case NotYet():
                         waited_for = f"devices {list(self._among)} for {priority.name.lower()}"
                         self._process.progress.moved(f"waiting for {waited_for}")
-                        if time.monotonic() - began > PATIENCE_S:
+                        if monotonic() - began > PATIENCE_S:
                             raise RunFailed(f"{self._process.name}: no turn came on {waited_for}")
                     case reply:
                         raise RemoteProtocolError(f"the controller answered a request for devices with {reply!r}")

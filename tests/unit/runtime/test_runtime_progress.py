@@ -46,7 +46,7 @@ def test_a_writer_that_died_within_a_write_leaves_its_time_but_no_torn_text() ->
 
 def test_progress_is_the_last_move_even_when_the_text_stays_the_same(monkeypatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
     cell = ProgressCell()
     cell.moved("generate")
     now[0] = 105.0

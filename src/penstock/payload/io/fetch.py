@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from penstock.payload.retry import (
     TimePassed,
 )
 from penstock.records.payload import PayloadRef, RingAddress
+from penstock.runtime.clock import monotonic
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class BatchFetcher:
         report: FetchReport,
         cancellation: Cancellation,
     ) -> None:
-        retry = BatchRetry(wanted, self._policy, time.monotonic())
+        retry = BatchRetry(wanted, self._policy, monotonic())
         landed: queue.SimpleQueue[tuple[PayloadRef, Received | Failure | BaseException]] = queue.SimpleQueue()
         tried: dict[PayloadRef, set[int]] = {}
 
@@ -262,20 +262,20 @@ class BatchFetcher:
                 landed.put((ref, error))
 
         broken: BaseException | None = None
-        effects = retry.handle(TimePassed(), time.monotonic())
+        effects = retry.handle(TimePassed(), monotonic())
         while True:
             for effect in effects:
                 if isinstance(effect, BeginCall):
                     self._calls.submit(call, effect.ref, effect.deadline)
             if retry.done:
                 break
-            now = time.monotonic()
+            now = monotonic()
             try:
                 ref, outcome = landed.get(timeout=max(0.0, min(retry.wake_at(now) - now, 1.0)))
             except queue.Empty:
                 ref, outcome = None, None
             if cancellation.reason is not None:
-                retry.handle(BatchCancelled(cancellation.reason), time.monotonic())
+                retry.handle(BatchCancelled(cancellation.reason), monotonic())
             if ref is None:
                 event = TimePassed()
             elif isinstance(outcome, Received):
@@ -287,9 +287,9 @@ class BatchFetcher:
             else:
                 broken = outcome
                 cancellation.cancel(f"a call failed unexpectedly: {outcome!r}")
-                retry.handle(BatchCancelled(f"a call failed unexpectedly: {outcome!r}"), time.monotonic())
+                retry.handle(BatchCancelled(f"a call failed unexpectedly: {outcome!r}"), monotonic())
                 event = CallFailed(ref, Failure("cancelled", str(outcome)))
-            effects = retry.handle(event, time.monotonic())
+            effects = retry.handle(event, monotonic())
         if broken is not None:
             raise broken
         report.missing.update(retry.missing)

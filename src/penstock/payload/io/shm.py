@@ -7,12 +7,11 @@ use `RingReader`. A ring outlives its writer until it is unlinked: by `close`, o
 from __future__ import annotations
 
 import os
-import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from random import Random, SystemRandom
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -34,6 +33,7 @@ from penstock.payload.slot import (
     reader_of,
 )
 from penstock.records.payload import PayloadRef, RingAddress
+from penstock.runtime.clock import monotonic, sleep
 from penstock.runtime.process import start_time
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ GROW_PAUSE_S = 0.5
 HARVEST_WRITES = 64
 """Every write looks whether the oldest payload was given back, because its memory is warm where fresh one is not; after
 so many writes it looks at all of them, for what was given back out of turn."""
+
+SYSTEM_RANDOM = SystemRandom()
 
 _STATE_MASK = np.uint64(STATE_MASK)
 
@@ -97,6 +99,7 @@ class Ring:
         directory: str = DIRECTORY,
         digests: bool = True,
         guardian_pid: int | None = None,
+        random: Random = SYSTEM_RANDOM,
     ) -> Ring:
         """Make a new, empty ring of which this process is the producer.
 
@@ -108,7 +111,7 @@ class Ring:
         guardian = os.getppid() if guardian_pid is None else guardian_pid
         header = Header(
             run_id=run_id,
-            epoch=secrets.randbits(63),
+            epoch=random.getrandbits(63),
             slots=slots,
             capacity_bytes=-(-capacity_bytes // ALIGNMENT) * ALIGNMENT,
             writer_pid=os.getpid(),
@@ -117,7 +120,7 @@ class Ring:
             guardian_start=int(start_time(guardian) or 0) if guardian > 1 else 0,
             digests=digests,
         )
-        path = Path(directory) / f"{NAME_PREFIX}{secrets.token_hex(16)}"
+        path = Path(directory) / f"{NAME_PREFIX}{random.randbytes(16).hex()}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, header.layout.total_bytes)
@@ -250,17 +253,17 @@ class Ring:
         reserved = self._try_reserve(size_bytes)
         if reserved is not None:
             return reserved
-        began = time.monotonic()
+        began = monotonic()
         pause_s = 2e-4
         while reserved is None:
-            if time.monotonic() - began >= timeout_s:
+            if monotonic() - began >= timeout_s:
                 raise Transient(self._full(size_bytes, timeout_s))
-            time.sleep(min(pause_s, max(0.0, timeout_s - (time.monotonic() - began))))
+            sleep(min(pause_s, max(0.0, timeout_s - (monotonic() - began))))
             pause_s = min(2 * pause_s, 5e-3)
             reserved = self._try_reserve(size_bytes)
         with self._lock:
             self._waited += 1
-            self._waited_s += time.monotonic() - began
+            self._waited_s += monotonic() - began
         return reserved
 
     def _try_reserve(self, size_bytes: int) -> tuple[int, int, int] | None:
@@ -311,7 +314,7 @@ class Ring:
 
     def _commit_memory(self, end: int) -> bool:
         """Make sure that there is memory up to `end`, if possible a whole step; false when the file system is full."""
-        if self._extents and time.monotonic() < self._grow_again_at:
+        if self._extents and monotonic() < self._grow_again_at:
             return False
         start = self._mapping.layout.arena + self._committed_bytes
         for target in (min(self._arena.capacity_bytes, -(-end // COMMIT_BYTES) * COMMIT_BYTES), end):
@@ -322,7 +325,7 @@ class Ring:
                     f"{self._mapping.path.parent} is full: ring {self.name} could not grow to {target} bytes "
                     f"({error.strerror}); make the ring smaller or that file system larger"
                 )
-                self._grow_again_at = time.monotonic() + GROW_PAUSE_S
+                self._grow_again_at = monotonic() + GROW_PAUSE_S
                 continue
             use_huge_pages(self._mapping.memory, start, self._mapping.layout.arena + target)
             self._committed_bytes = target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,6 +12,7 @@ from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.rollout import flow, trace
 from penstock.rollout.io.hook_calls import Post
 from penstock.rollout.io.tracing import Tracing
+from penstock.runtime.clock import monotonic
 from penstock.wire.messages import Delivered, Leased
 
 logger = logging.getLogger(__name__)
@@ -58,12 +58,12 @@ class DeskCalls:
         try:
             if after_s:
                 await asyncio.sleep(after_s)
-            asked = time.monotonic()
+            asked = monotonic()
             answer = await self._desk.lease(samples, self._lease_wait_s)
         except Exception as error:  # noqa: BLE001 - raised by the loop, once the leases in hand are given back
             self._post(error)
             return None
-        now = time.monotonic()
+        now = monotonic()
         granted = sum(len(lease.samples) for lease in answer.leases)
         self._tracing.tell(
             trace.LeaseAnswered(now, samples, granted, answer.verdict, now - asked, held_samples, answer.phase)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -23,6 +22,7 @@ from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout, Score, StageTimes
 from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Arrays, Failed, Finished, Outcome, Unusable, Workload, held_bytes
+from penstock.runtime.clock import monotonic
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class HookCalls:
         self._each(tickets, "postprocess", self._postprocess_one)
 
     def _each(self, tickets: Sequence[flow.Ticket], hook: str, call: Callable[[flow.Ticket, Work], flow.Event]) -> None:
-        told_at = time.monotonic()
+        told_at = monotonic()
         ended: list[flow.Event] = []
         for ticket in tickets:
             work = self._works.get(ticket)
@@ -145,10 +145,10 @@ class HookCalls:
                 work.fail(hook, _text(error))
                 preparing = hook == "prepare"
                 ended.append(flow.PrepareEnded(ticket, failed=True) if preparing else flow.PostprocessEnded(ticket))
-            if time.monotonic() - told_at >= TELL_EVERY_S:
+            if monotonic() - told_at >= TELL_EVERY_S:
                 self._post(*ended)
                 ended.clear()
-                told_at = time.monotonic()
+                told_at = monotonic()
         self._post(*ended)
 
     def _hooks_of(self, lease: PromptLease) -> Workload[Any, Any, Any]:
@@ -159,9 +159,9 @@ class HookCalls:
         return self._evaluating.workload
 
     def _prepare_one(self, ticket: flow.Ticket, work: Work) -> flow.Event:
-        started = time.monotonic()
+        started = monotonic()
         prepared = self._hooks_of(work.lease).prepare(work.lease)
-        work.prepare_s = time.monotonic() - started
+        work.prepare_s = monotonic() - started
         self._count("prepare_s", work.prepare_s)
         if isinstance(prepared, Unusable):
             work.fail("prepare", prepared.reason, poison=True)
@@ -170,7 +170,7 @@ class HookCalls:
         return flow.PrepareEnded(ticket, held_bytes(prepared))
 
     def _postprocess_one(self, ticket: flow.Ticket, work: Work) -> flow.Event:
-        started = time.monotonic()
+        started = monotonic()
         outcomes = self._hooks_of(work.lease).postprocess(work.prepared, work.generated)
         if len(outcomes) != len(work.lease.samples):
             raise LocalProtocolError(
@@ -181,7 +181,7 @@ class HookCalls:
         work.prepared = work.generated = None
         if ticket not in self._works:  # given back in the meantime
             self.drop(work)
-        self._count("postprocess_s", time.monotonic() - started)
+        self._count("postprocess_s", monotonic() - started)
         return flow.PostprocessEnded(ticket)
 
     def drop(self, work: Work) -> None:
@@ -195,7 +195,7 @@ class HookCalls:
         works = self._entered(batch, tickets)
         if not works:
             return
-        started = time.monotonic()
+        started = monotonic()
         hook = "collate"
         try:
             workload = self._hooks_of(works[0].lease)
@@ -211,7 +211,7 @@ class HookCalls:
         works = self._entered(batch, tickets)
         if not works:
             return
-        started = time.monotonic()
+        started = monotonic()
         hook = "collate"
         try:
             workload = self._hooks_of(works[0].lease)
@@ -230,7 +230,7 @@ class HookCalls:
         if not works:
             self._post(flow.GenerateEnded(batch, failed=True))
             return works
-        now = time.monotonic()
+        now = monotonic()
         samples = 0
         for work in works:
             samples += len(work.lease.samples)
@@ -244,7 +244,7 @@ class HookCalls:
             raise LocalProtocolError(
                 f"generate must return one result per prompt: expected {len(works)}, found {len(generated)}"
             )
-        now = time.monotonic()
+        now = monotonic()
         served = Version(self._evaluating.serving.version if self._evaluating is not None else 0)
         for work, result in zip(works, generated, strict=True):
             work.generated, work.served = result, served
@@ -256,7 +256,7 @@ class HookCalls:
         self._post(flow.GenerateEnded(batch, sizes))
 
     def _raised(self, batch: int, works: Sequence[Work], hook: str, error: BaseException, started: float) -> None:
-        now = time.monotonic()
+        now = monotonic()
         self._tell(trace.GenerateLeft(now, batch, now - started, f"{hook}: {type(error).__name__}: {error}"))
         if self._ends_the_run(error):
             self._post(_as_failure(hook, error))
@@ -304,7 +304,7 @@ class HookCalls:
         times = StageTimes(
             prepare_s=work.prepare_s,
             generate_s=work.generate_s,
-            postprocess_s=time.monotonic() - started,
+            postprocess_s=monotonic() - started,
             waited_s=work.waited_s,
         )
         return Rollout(

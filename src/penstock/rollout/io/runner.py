@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -23,7 +22,8 @@ from penstock.rollout.io.desk_calls import Desk, DeskCalls
 from penstock.rollout.io.hook_calls import Evaluating, HookCalls, Store, Work
 from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
 from penstock.rollout.prefetch import Bounds, Prefetch
-from penstock.runtime.offload import Offload
+from penstock.runtime.clock import monotonic
+from penstock.runtime.offload import Offload, background
 from penstock.wire.messages import Leased
 
 logger = logging.getLogger(__name__)
@@ -127,9 +127,9 @@ class Runner:
         self._loop = asyncio.get_running_loop()
         bounds = self.settings.bounds
         threads = (
-            Offload(bounds.preparations, "prepare"),
-            Offload(1 if self._awaits else bounds.concurrency, "engine"),
-            Offload(1, "postprocess"),
+            background(bounds.preparations, "prepare"),
+            background(1 if self._awaits else bounds.concurrency, "engine"),
+            background(1, "postprocess"),
         )
         try:
             self._progressed("preflight")
@@ -229,7 +229,7 @@ class Runner:
             self._deadline = self._loop.time() + self.settings.return_s
         elif isinstance(event, flow.StopAsked) and self._deadline is None:
             self._deadline = self._loop.time() + self.settings.drain_s
-        now = time.monotonic()
+        now = monotonic()
         first_ticket = self.machine.held.next_ticket
         effects = self.machine.handle(event, now)
         for ticket in range(first_ticket, self.machine.held.next_ticket):

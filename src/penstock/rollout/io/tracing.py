@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 
 from penstock.rollout import trace
 from penstock.rollout.holdings import LINE, OUTPUT, Holdings
+from penstock.runtime.clock import monotonic
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Tracing:
 
     def sample(self, branches: Counter[str], queue: Callable[[float], trace.QueueSampled]) -> bool:
         """Traces A and B, about once a second; True when they were taken."""
-        now = time.monotonic()
+        now = monotonic()
         if now - self._sampled_at < SAMPLED_EVERY_S:
             return False
         self._sampled_at = now

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.records.weights import Manifest
+from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ReplicaReport
@@ -84,7 +84,7 @@ class WorkerDesk:
             return error
         if not isinstance(reply, Leased):
             return RemoteProtocolError(f"the controller answered a request for a lease with {reply!r}")
-        expired = self._unread.expire(reply.oldest, time.monotonic()) if reply.oldest is not None else []
+        expired = self._unread.expire(reply.oldest, monotonic()) if reply.oldest is not None else []
         if reply.discard or expired:
             self._ring.discard((*reply.discard, *expired))
         return reply

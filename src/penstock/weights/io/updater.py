@@ -24,7 +24,7 @@ from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.clock import Clock, SystemClock
-from penstock.runtime.offload import Offload
+from penstock.runtime.offload import Offload, background
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.fetch import check_fit
 from penstock.weights.io.neighbours import Engine, ManifestSource, SelfProving, WeightTransport
@@ -149,7 +149,7 @@ class ReplicaUpdater:
         Consumes manifests, produces reports; waits for the next manifest, unblocked by a publication or `poll_s`.
         Raises `PeerLost` when this replica cannot be brought to serve: the process must be replaced.
         """
-        offload = Offload(1, "weights")
+        offload = background(1, "weights")
         try:
             await self._perform(await self._take_stock(offload), offload)
             while True:
