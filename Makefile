@@ -11,10 +11,10 @@ demo: $(STAMP)
 	$(BIN)/penstock run examples/demo.toml
 
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 slow: $(STAMP)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 2 -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -36,6 +36,7 @@ from penstock.runtime.tasks import Tasks
 from penstock.wire import messages
 from penstock.wire.codec import MAX_MESSAGE_BYTES
 from penstock.wire.messages import Refused, Reply, Request
+from profiles import examples
 
 A = PipelineName("a")
 W = MemberId("worker")
@@ -472,7 +473,7 @@ class ListedJournal:
     def fail(self, failure: PenstockError) -> None: ...
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     bodies=st.lists(
         st.binary(max_size=200) | trees.map(msgspec.msgpack.encode) | nearly_valid() | flipped(), max_size=8

@@ -11,6 +11,7 @@ from running import letters, start, step_lines, trained_steps, wait_for
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.smoke
 def test_a_run_trains_and_ends_with_a_summary(folder: Path):
     run = start(folder, letters(folder, steps=6))
     code, output = run.end()
@@ -56,7 +57,6 @@ def test_a_killed_process_is_replaced_and_the_run_completes(folder: Path, victim
     assert "SIGKILL" in output
 
 
-@pytest.mark.slow
 def test_a_frozen_worker_is_found_out_killed_and_replaced(folder: Path):
     """It does not die and its heartbeat goes on: only its lack of progress gives it away."""
     control = "[control]\nsuspect_after_s = 2\nreap_after_s = 4\nwedged_after_s = 5\n"

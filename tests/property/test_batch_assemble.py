@@ -14,6 +14,7 @@ from penstock.batch.assemble import sequences_of
 from penstock.batch.pack import PackSettings, TokenMicroBatch, pack_tokens
 from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.rollout.episode import Episode
+from profiles import examples
 
 LAYERS, TOP_K = 2, 3
 
@@ -125,7 +126,7 @@ def play(prompt: list[int], script: list, routed: bool) -> tuple[Episode, list[N
     return episode, [*branches, now]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(few, min_size=1, max_size=4), scripts, st.booleans(), st.sampled_from([0, 64]))
 def test_what_is_trained_equals_the_naive_reference(prompt: list[int], script: list, routed: bool, row: int) -> None:
     episode, branches = play(prompt, script, routed)
@@ -191,7 +192,7 @@ def test_branches_that_lie_are_refused(branches: np.ndarray) -> None:
         pack_tokens([sample], np.zeros(1), PackSettings())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(*[st.integers(-1, 8)] * 3), min_size=1, max_size=5))
 def test_any_branches_are_packed_within_the_sample_or_refused(rows: list[tuple[int, int, int]]) -> None:
     sample = {

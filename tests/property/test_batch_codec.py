@@ -10,6 +10,7 @@ from hypothesis.extra import numpy as arrays_of
 
 from penstock.batch import codec
 from penstock.errors import RemoteProtocolError
+from profiles import examples
 
 arrays = st.dictionaries(
     st.text(st.characters(codec="ascii"), min_size=1, max_size=12),
@@ -20,7 +21,7 @@ arrays = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(arrays)
 def test_round_trip(sample: dict[str, np.ndarray]) -> None:
     decoded = codec.decode(bytes(codec.encode(sample)))
@@ -31,7 +32,7 @@ def test_round_trip(sample: dict[str, np.ndarray]) -> None:
         assert decoded[name].tobytes() == array.tobytes()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(arrays, st.data())
 def test_chunks_are_written_like_the_array_they_are(sample: dict[str, np.ndarray], data: st.DataObject) -> None:
     cut: dict[str, np.ndarray | list[np.ndarray]] = {}
@@ -50,7 +51,7 @@ def test_chunks_are_written_like_the_array_they_are(sample: dict[str, np.ndarray
     assert progress[-1][0] == encoded.size_bytes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(arrays, st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4), st.integers(-40, 8))
 def test_damaged_samples_never_escape_the_buffer(
     sample: dict[str, np.ndarray], writes: list[tuple[int, int]], resize: int
@@ -62,7 +63,7 @@ def test_damaged_samples_never_escape_the_buffer(
     check(bytes(buffer))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 def test_noise_is_refused_or_decoded_within_bounds(noise: bytes, with_magic: bool) -> None:
     check((codec.MAGIC + b"\x01\0" if with_magic else b"") + noise)

@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.batch.pack import plan_micro_batches, plan_rows
+from profiles import examples
 
 lengths = st.lists(st.integers(1, 500), max_size=60)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(lengths, st.integers(0, 600))
 def test_rows_hold_each_sequence_once_within_their_room(sizes: list[int], row_tokens: int) -> None:
     rows = plan_rows(sizes, row_tokens)
@@ -22,7 +23,7 @@ def test_rows_hold_each_sequence_once_within_their_room(sizes: list[int], row_to
     assert len(loads) < 2 or loads[0] + loads[1] > row_tokens
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(lengths, st.integers(1, 2000))
 def test_micro_batches_hold_each_row_once_within_the_budget(widths: list[int], budget: int) -> None:
     batches = plan_micro_batches(widths, budget)

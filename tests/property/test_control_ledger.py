@@ -25,6 +25,7 @@ from penstock.control.settings import PipelineSettings
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
+from profiles import examples
 
 LIVE = ("leased", "delivered", "buffered", "dispatched")
 
@@ -434,5 +435,5 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.control import effects, events
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
+from profiles import examples
 
 SETTINGS = PipelineSettings(
     name="p",
@@ -163,5 +164,5 @@ class MembershipMachine(RuleBasedStateMachine):
 
 TestMembership = MembershipMachine.TestCase
 TestMembership.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -17,6 +17,7 @@ from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
+from profiles import examples
 
 
 class PhaseMachine(RuleBasedStateMachine):
@@ -166,5 +167,5 @@ class PhaseMachine(RuleBasedStateMachine):
 
 TestPhases = PhaseMachine.TestCase
 TestPhases.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(100), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -12,16 +12,17 @@ from penstock.envs.cursor import Cursor
 from penstock.envs.mixture import Mixture
 from penstock.envs.tasks import Copy
 from penstock.rollout.episode import Episode
+from profiles import examples
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rows=st.integers(1, 400), seed=st.integers(-(2**62), 2**62), epoch=st.integers(0, 10**6))
 def test_every_epoch_is_a_permutation(rows: int, seed: int, epoch: int) -> None:
     cursor = Cursor(rows, seed)
     assert sorted(cursor.row(epoch * rows + offset) for offset in range(rows)) == list(range(rows))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6), seed=st.integers(0, 99), start=st.integers(0, 50)
 )
@@ -39,7 +40,7 @@ tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 turn = st.tuples(st.lists(tokens, min_size=1, max_size=3), tokens)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(prompt=tokens, turns=st.lists(turn, max_size=4), cut=st.integers(0, 20))
 def test_an_episode_cut_anywhere_and_carried_over_is_the_same_episode(
     prompt: list[int], turns: list[tuple[list[list[int]], list[int]]], cut: int

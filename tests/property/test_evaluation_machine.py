@@ -22,6 +22,7 @@ from penstock.control.evaluation import Evaluation
 from penstock.control.points import EvaluationResult, EvaluationSettings, EvaluationState
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE
 from penstock.records.rollout import FailedRollout, Score
+from profiles import examples
 
 TIMEOUT_S = 50.0
 workers = st.sampled_from(("a", "b", "c"))
@@ -266,5 +267,5 @@ class EvaluationMachine(RuleBasedStateMachine):
 
 TestEvaluation = EvaluationMachine.TestCase
 TestEvaluation.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(200), stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

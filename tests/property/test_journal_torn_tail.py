@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.journal.reader import history, replay
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName, RunId
+from profiles import examples
 
 A = PipelineName("a")
 RUN = RunId("run-1")
@@ -57,7 +58,7 @@ def torn() -> Iterator[Torn]:
     shutil.rmtree(torn.folder)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(share=st.floats(0, 1), junk=st.binary(max_size=64))
 def test_a_log_cut_anywhere_gives_back_a_prefix(torn: Torn, share: float, junk: bytes) -> None:
     keep = int(share * len(torn.log))
@@ -123,5 +124,5 @@ class JournalMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-JournalMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+JournalMachine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=20, deadline=None)
 TestJournal = JournalMachine.TestCase

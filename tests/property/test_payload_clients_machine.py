@@ -49,6 +49,7 @@ from penstock.payload.retry import (
 )
 from penstock.payload.retry import Effect as RetryEffect
 from penstock.records.payload import PayloadRef
+from profiles import examples
 
 FAULTS: list[Fault] = ["refused", "reset", "truncated", "timed_out", "corrupt", "protocol"]
 KINDS: list[FailureKind] = [*FAULTS, "stale", "busy"]
@@ -184,9 +185,9 @@ class RetryMachine(RuleBasedStateMachine):
 
 
 TestPorts = PortsMachine.TestCase
-TestPorts.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPorts.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestRetry = RetryMachine.TestCase
-TestRetry.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestRetry.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 REF = PayloadRef("ring", 77, 3, 9, 1000, 5)
 OTHER = PayloadRef("ring", 77, 4, 2, 500, 6)
@@ -214,7 +215,7 @@ def as_carried(exchange: ServerExchange, event: Event) -> Iterator[Event]:
         data = data[count:]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.booleans(), st.lists(EVENTS, max_size=30))
 def test_a_slot_taken_is_released_exactly_once_and_consumed_only_on_demand(known: bool, events: list[Event]) -> None:
     exchange = ServerExchange("secret", "ring", 77, 0.0)
@@ -246,7 +247,7 @@ def test_a_slot_taken_is_released_exactly_once_and_consumed_only_on_demand(known
         assert (ReleaseSlot() in effects) == held
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(min_size=STATUS.size, max_size=STATUS.size))
 def test_no_status_makes_a_client_allocate_more_than_it_asked_for(raw: bytes) -> None:
     try:

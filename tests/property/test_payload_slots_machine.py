@@ -17,6 +17,7 @@ from penstock.payload.io.mapping import Mapping
 from penstock.payload.io.reader import Lease, RingReader
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import PayloadRef
+from profiles import examples
 
 SLOTS, CAPACITY_BYTES, READERS = 5, 4096, 3
 
@@ -252,4 +253,4 @@ class SlotsAndRing(RuleBasedStateMachine):
 
 
 TestSlotsAndRing = SlotsAndRing.TestCase
-TestSlotsAndRing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlotsAndRing.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -16,6 +16,7 @@ from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, OrderNumber, Priority, Topology
+from profiles import examples
 
 NAMES = [PipelineName(name) for name in "abc"]
 DEVICES = 6
@@ -226,5 +227,5 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 TestPoolMachine = pytest.mark.timeout(300)(TestPoolMachine)

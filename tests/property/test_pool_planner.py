@@ -14,6 +14,7 @@ from penstock.pool.planner import make_plan
 from penstock.pool.validate import validate
 from penstock.records.ids import PipelineName
 from penstock.records.pool import DeviceId, Priority, SeatId, Topology
+from profiles import examples
 
 NOW = 1000.0
 PHASES: tuple[SeatPhase, ...] = ("serving", "serving", "waking", "leaving", "fenced")
@@ -96,7 +97,7 @@ def carried_out(snapshot: Snapshot, plan: Plan) -> Snapshot:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(snapshots())
 def test_every_plan_is_valid_and_the_same_again(snapshot: Snapshot):
     plan = make_plan(snapshot)
@@ -104,7 +105,7 @@ def test_every_plan_is_valid_and_the_same_again(snapshot: Snapshot):
     assert make_plan(msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=Snapshot)) == plan
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(snapshots())
 def test_workers_are_taken_for_somebody_only(snapshot: Snapshot):
     plan = make_plan(snapshot)
@@ -113,7 +114,7 @@ def test_workers_are_taken_for_somebody_only(snapshot: Snapshot):
     assert all(wanted & set(seats[shrink.seat].devices) for shrink in plan.shrinks)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(snapshots(requests=False))
 def test_once_everybody_is_served_plans_come_to_rest(snapshot: Snapshot):
     """Hysteresis: at the same demand the moves end after a few rounds, and no device goes back and forth."""
@@ -131,7 +132,7 @@ def test_once_everybody_is_served_plans_come_to_rest(snapshot: Snapshot):
         snapshot = carried_out(snapshot, plan)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(snapshots(), st.data())
 def test_the_validator_refuses_a_plan_that_was_tampered_with(snapshot: Snapshot, data: st.DataObject):
     plan = make_plan(snapshot)

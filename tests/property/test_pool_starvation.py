@@ -14,6 +14,7 @@ from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Topology
+from profiles import examples
 
 SETTINGS = {
     "turn_s": 5.0,
@@ -73,7 +74,7 @@ class Crowd:
         self.tell(ev.TimePassed())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     nodes=st.sampled_from([(2,), (4,), (8,), (4, 4)]),
     shapes=st.lists(

@@ -11,6 +11,7 @@ from penstock.records.prompt import PromptLease
 from penstock.rollout import flow
 from penstock.rollout.pacing import LONGEST_PAUSE_S
 from penstock.rollout.prefetch import Bounds, Prefetch
+from profiles import examples
 
 
 class PrefetchUnderAnyOrder(RuleBasedStateMachine):
@@ -226,5 +227,5 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
         self.machine.check()
 
 
-PrefetchUnderAnyOrder.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+PrefetchUnderAnyOrder.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 TestPrefetchUnderAnyOrder = PrefetchUnderAnyOrder.TestCase

@@ -21,6 +21,7 @@ from penstock.engines.torch.seating import (
     Seating,
 )
 from penstock.errors import InvalidTransition, LocalProtocolError
+from profiles import examples
 
 
 class Engine(RuleBasedStateMachine):
@@ -131,7 +132,7 @@ class Engine(RuleBasedStateMachine):
         assert not hasattr(self, "machine") or self.machine.idle
 
 
-Engine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Engine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 TestSeating = Engine.TestCase
 
 

@@ -14,6 +14,7 @@ from penstock.rollout import cadence, flow, lead
 from penstock.rollout.cadence import Cadence
 from penstock.rollout.flow import Stage
 from penstock.rollout.lead import Lead
+from profiles import examples
 
 GROUP = 2
 
@@ -223,4 +224,4 @@ class RanksMachine(RuleBasedStateMachine):
 
 
 TestRanks = RanksMachine.TestCase
-TestRanks.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestRanks.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)

@@ -24,6 +24,7 @@ from penstock.weights.replica import (
     Verified,
     WriteBegan,
 )
+from profiles import examples
 
 BUCKETS = 3
 VERSIONS = st.integers(0, 5)
@@ -151,4 +152,4 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 
 TestReplicaMachine = ReplicaMachine.TestCase
-TestReplicaMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestReplicaMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

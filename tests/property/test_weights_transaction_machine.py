@@ -28,6 +28,7 @@ from penstock.weights.faults import Policy
 from penstock.weights.fleet import TransactionSettings
 from penstock.weights.replica import ReplicaState
 from penstock.weights.transaction import WeightTransaction
+from profiles import examples
 
 S = ReplicaState
 MEMBERS = [MemberId(name) for name in "abcd"]
@@ -195,4 +196,4 @@ TestRestore = TransactionMachine.TestCase
 TestEvict = EvictingMachine.TestCase
 TestFail = FailingMachine.TestCase
 for case in (TestRestore, TestEvict, TestFail):
-    case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.dashboard.series import Points, Series, rates
+from profiles import examples
 
 
 def test_few_points_are_kept_as_they_are():
@@ -33,7 +34,7 @@ def test_a_long_curve_keeps_its_spike():
     assert abs(spike - 54_321) <= 100_000 / 32
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5000), st.floats(-1e6, 1e6)), min_size=1, max_size=300),
     st.integers(1, 40),

@@ -24,6 +24,7 @@ from penstock.weights.broadcast import (
     MemberJoined,
     MemberReceived,
 )
+from profiles import examples
 
 A, B, C = MemberId("a"), MemberId("b"), MemberId("c")
 KINDS = ["ask", "join", "got", "fail", "gone", "wait"]
@@ -164,7 +165,7 @@ def test_a_broken_attempt_makes_way_for_a_newer_version() -> None:
     assert invite.manifest == version(2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["ask", "join", "got", "fail", "gone", "wait"]), st.sampled_from([A, B, C, None]))

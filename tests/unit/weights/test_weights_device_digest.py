@@ -12,6 +12,7 @@ from penstock.records.weights import TensorSpec
 from penstock.weights.io import device_digest as module
 from penstock.weights.io.device import placement, views
 from penstock.weights.io.device_digest import device_digest
+from profiles import examples
 
 SPECS = (
     TensorSpec("a.odd", "uint8", (13,)),
@@ -67,7 +68,7 @@ def test_memory_that_is_not_whole_words_is_refused() -> None:
             device_digest(memory, ())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(where=st.integers(0, 10**7), bit=st.integers(0, 7))
 def test_every_flipped_bit_is_noticed(where: int, bit: int) -> None:
     damaged = flat()
@@ -75,7 +76,7 @@ def test_every_flipped_bit_is_noticed(where: int, bit: int) -> None:
     assert device_digest(damaged, SPECS) != device_digest(flat(), SPECS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(first=st.integers(0, 18_000), second=st.integers(0, 18_000))
 def test_exchanged_words_are_noticed(first: int, second: int) -> None:
     slot = torch.arange(18_001, dtype=torch.int64).view(torch.uint8)
