@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import safetensors.torch
 import torch
 from rich.console import Console
@@ -36,7 +37,7 @@ from torch import nn
 
 from penstock.engines.serving import Serving
 from penstock.records.ids import Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.device import DeviceExport, DeviceTransport
 from penstock.weights.io.digest import digest_of
@@ -208,14 +209,13 @@ class Announced:
     def newest(self) -> int:
         return min(self.count - 1, int((time.perf_counter() - self.began) / self.every_s))
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
         deadline = time.perf_counter() + wait_s
         while time.perf_counter() < deadline:
-            manifest = self.manifests[self.newest % len(self.manifests)]
-            if manifest.digest != held_digest:
-                return Manifest(
-                    Version(self.newest), manifest.lineage, manifest.digest, manifest.buckets, manifest.directory
-                )
+            newest = self.newest
+            manifest = msgspec.structs.replace(self.manifests[newest % len(self.manifests)], version=Version(newest))
+            if manifest.held != held:
+                return manifest
             await asyncio.sleep(self.every_s / 2)
         return None
 

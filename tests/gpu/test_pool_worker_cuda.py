@@ -16,7 +16,7 @@ from penstock.engines.torch.continuous import ContinuousEngine
 from penstock.engines.torch.static import TorchEngine
 from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.rollout.io.generation import Generation, OwnEngine
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes, free_device_caches
@@ -48,8 +48,8 @@ class Desk:
     def publish(self, version: int, source: LanguagePolicy) -> None:
         self.newest = self._publisher.publish(Version(version), source.named_tensors())
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
-        if self.newest is None or self.newest.digest == held_digest:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
+        if self.newest is None or self.newest.held == held:
             await asyncio.sleep(min(wait_s, 0.02))
             return None
         return self.newest

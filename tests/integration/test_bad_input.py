@@ -149,3 +149,15 @@ def test_a_journal_that_is_not_one(folder: Path):
     assert code == 1
     assert "journal" in output
     assert "Traceback" not in output
+
+
+def test_steps_that_change_nothing_do_not_stop_the_run(folder: Path):
+    """All rewards are equal and there is no entropy bonus: no gradient, and every version has the same bytes."""
+    source = MINE + "\n    def score(self, prompts, completions, **columns):\n        return [0.0] * len(prompts)\n"
+    config = with_environment(folder, source, steps=12, extra="[pipeline.token_loss]\nentropy_coefficient = 0.0\n")
+    run = start(folder, config)
+    code, output = run.end(90)
+    assert code == 0, output
+    assert len(step_lines(run.directory)) == 12
+    last = step_lines(run.directory)[-1]
+    assert last["staleness_max"] <= 2, last

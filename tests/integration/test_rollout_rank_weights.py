@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.records.ids import Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import NOTHING_HELD, Held, Manifest
 from penstock.rollout.io.rank_weights import RankWeights
 
 
@@ -23,6 +23,10 @@ class FakeEngine:
         self.asleep = False
         self.devices: tuple[int, ...] = ()
         self.interrupted = False
+
+    @property
+    def held(self) -> Held:
+        return Held(Version(self.version), self.digest)
 
     def load(self, loaded: Manifest) -> None:
         self.version, self.digest = loaded.version, loaded.digest
@@ -51,12 +55,12 @@ async def test_unproven_weights_are_waited_for_and_older_ones_too(tmp_path: Path
     for version in (0, 1, 2):
         assert not waiting.done(), "neither nothing nor an older version will do"
         await asyncio.to_thread(weights.announced, manifest(version))
-        heard = await weights.next_manifest(engine.digest, 10.0)
+        heard = await weights.next_manifest(engine.held, 10.0)
         assert heard == manifest(version)
         engine.load(manifest(version))
         await asyncio.sleep(0)
     assert await asyncio.wait_for(waiting, 20)
-    assert await weights.next_manifest(engine.digest, 0.01) is None
+    assert await weights.next_manifest(engine.held, 0.01) is None
 
 
 async def test_a_resting_rank_sleeps_and_loads_nothing(tmp_path: Path) -> None:
@@ -65,11 +69,11 @@ async def test_a_resting_rank_sleeps_and_loads_nothing(tmp_path: Path) -> None:
     await asyncio.to_thread(weights.rest)
     assert engine.asleep
     await asyncio.to_thread(weights.announced, manifest(1))
-    assert await weights.next_manifest("", 0.05) is None
+    assert await weights.next_manifest(NOTHING_HELD, 0.05) is None
     await asyncio.to_thread(weights.wake, (2, 3))
     assert not engine.asleep
     assert engine.devices == (2, 3), "where the order says"
-    assert await weights.next_manifest("", 10.0) == manifest(1)
+    assert await weights.next_manifest(NOTHING_HELD, 10.0) == manifest(1)
 
 
 async def test_a_rank_that_waits_hears_of_newer_weights_without_a_fetch(tmp_path: Path) -> None:
@@ -77,7 +81,7 @@ async def test_a_rank_that_waits_hears_of_newer_weights_without_a_fetch(tmp_path
     weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
     waiting = asyncio.ensure_future(asyncio.to_thread(weights.wait_for, Version(5)))
     (tmp_path / "newest").write_bytes(msgspec.json.encode(manifest(7)))
-    heard = await weights.next_manifest("", 30.0)
+    heard = await weights.next_manifest(NOTHING_HELD, 30.0)
     assert heard == manifest(7)
     engine.load(manifest(7))
     assert await asyncio.wait_for(waiting, 20)

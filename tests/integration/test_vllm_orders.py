@@ -165,7 +165,7 @@ async def test_a_server_that_is_wanted_on_other_gpus_is_started_anew_there(bench
         await service.occupy((1,), 10.0)
         assert sorted(bench.lives().values()) == ["0", "1"]
         assert [bench.lives()[pid] for pid in bench.running()] == ["1"]
-        assert service.digest == bench.updater.replica.held_digest == "", "the new one holds nothing"
+        assert service.digest == bench.updater.replica.held.digest == "", "the new one holds nothing"
 
 
 async def test_a_server_that_refuses_its_flags_ends_the_worker_as_a_mistake_of_the_configuration(bench: Bench) -> None:

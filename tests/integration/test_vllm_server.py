@@ -29,7 +29,7 @@ from penstock.engines.vllm.server import ServerSettings, VllmServer
 from penstock.engines.vllm.weights import VllmEngine
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.files import Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
@@ -185,8 +185,8 @@ class Bench:
         self.newest = self.publisher.publish(Version(version), module_tensors(model(version)))
         return self.newest
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
-        if self.newest is None or self.newest.digest == held_digest:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
+        if self.newest is None or self.newest.held == held:
             await asyncio.sleep(0.05)
             return None
         return self.newest

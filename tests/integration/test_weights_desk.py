@@ -36,9 +36,9 @@ async def fail_to_load(room: Room, times: int) -> None:
 
 
 async def test_weights_are_offered_once_they_differ_and_not_before(room: Room):
-    assert isinstance(await room.desk.call(AskWeights(P, W, held_digest="d0")), messages.NotYet)
+    assert isinstance(await room.desk.call(AskWeights(P, W, held=MANIFEST.held)), messages.NotYet)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        asking = group.create_task(room.desk.call(AskWeights(P, W, held_digest="d0", wait_s=30.0)))
+        asking = group.create_task(room.desk.call(AskWeights(P, W, held=MANIFEST.held, wait_s=30.0)))
         await asyncio.sleep(0)
         await room.desk.call(PublishWeights(P, T, manifest=NEXT))
     assert asking.result() == messages.Weights(NEXT)
@@ -66,7 +66,7 @@ async def test_a_fleet_that_cannot_load_has_the_trainer_asked_for_a_checkpoint_u
     assert await room.desk.call(AskWeights(P, successor)) == messages.Weights(MANIFEST)
     await room.desk.call(PublishWeights(P, T, manifest=NEXT, durable=True))
     assert isinstance(await room.desk.call(AskCheckpoint(P, T)), messages.NotYet)
-    assert await room.desk.call(AskWeights(P, successor, held_digest="d0")) == messages.Weights(NEXT)
+    assert await room.desk.call(AskWeights(P, successor, held=MANIFEST.held)) == messages.Weights(NEXT)
 
 
 async def test_a_trainer_that_was_lost_is_named_for_the_supervisor_and_one_that_left_is_not(room: Room):

@@ -27,7 +27,7 @@ import msgspec
 import pytest
 
 from penstock.records.ids import MemberId, Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.weights.events import (
     CheckpointTrainer,
     EvictReplica,
@@ -221,7 +221,7 @@ class Stage:
         future: asyncio.Future[Manifest] = asyncio.get_running_loop().create_future()
         self.answers[member] = future
         if member in self.alive():
-            self.tell(WeightsAsked(member, request["held"]))
+            self.tell(WeightsAsked(member, msgspec.convert(request["held"], Held)))
         try:
             manifest = await asyncio.wait_for(future, request["wait_s"])
         except TimeoutError:

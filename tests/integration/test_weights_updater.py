@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from penstock.engines.serving import Serving
 from penstock.errors import PeerLost, Stale, Transient
 from penstock.records.ids import Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import FileTransport, Publisher
@@ -42,10 +43,10 @@ class Newest:
         self.manifest = manifest
         self.changed.set()
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
         if self.errors:
             raise self.errors.pop(0)
-        if self.manifest is None or self.manifest.digest == held_digest:
+        if self.manifest is None or self.manifest.held == held:
             self.changed.clear()
             try:
                 await asyncio.wait_for(self.changed.wait(), wait_s)
@@ -123,6 +124,30 @@ async def test_a_new_engine_serves_nothing_before_the_first_version(tmp_path: Pa
         bench.publish(0)
         await bench.serving(0)
         bench.assert_serves(0)
+
+    await drive(bench, story())
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_version_with_the_bytes_that_are_served_is_taken_up_at_no_cost(tmp_path: Path, way: Way) -> None:
+    """As after a step without a gradient. Nothing is fetched, and a step in flight does not hold it up."""
+    bench = Bench(tmp_path, way)
+
+    async def story() -> None:
+        bench.publish(0)
+        await bench.serving(0)
+        same = module_tensors(policy(0))
+        with bench.engine.step() as (began_with, digest):
+            bench.source.publish(msgspec.structs.replace(bench.publisher.publish(Version(1), same), directory="gone"))
+            await bench.serving(1)
+            assert began_with == 0
+        with bench.engine.step() as served:
+            assert served == (1, digest)
+        assert bench.reports[-1].pause_s == 0.0
+        assert bench.updater.statistics.failures == bench.updater.statistics.interrupted == 0
+        bench.publish(2)
+        await bench.serving(2)
+        bench.assert_serves(2)
 
     await drive(bench, story())
 

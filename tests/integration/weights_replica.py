@@ -32,7 +32,7 @@ from penstock.engines.requests import Sampling
 from penstock.engines.torch.static import TorchEngine
 from penstock.errors import PeerLost, Transient
 from penstock.records.ids import Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.runtime.tensors import module_tensors
 from penstock.weights.io import files
 from penstock.weights.io.files import FileTransport, Publisher
@@ -208,6 +208,9 @@ class FaultyEngine:
         self.fault.strike("finalize")
         return pause_s
 
+    def relabel(self, version: int, timeout_s: float) -> None:
+        self.engine.relabel(version, timeout_s)
+
     def sleep(self, timeout_s: float) -> None:
         self.fault.strike("quiesce")
         self.engine.sleep(timeout_s)
@@ -251,9 +254,9 @@ class Controller:
         except (OSError, ValueError, TimeoutError) as error:
             raise Transient(f"the controller does not answer: {error!r}") from error
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
         self.fault.strike("poll")
-        reply = await self.call({"call": "ask", "held": held_digest, "wait_s": wait_s}, wait_s + 2.0)
+        reply = await self.call({"call": "ask", "held": msgspec.to_builtins(held), "wait_s": wait_s}, wait_s + 2.0)
         return msgspec.convert(reply["manifest"], Manifest) if reply.get("manifest") else None
 
     async def report(self, report: ReplicaReport) -> None:

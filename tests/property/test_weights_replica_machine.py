@@ -146,9 +146,9 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_claimed_is_held(self) -> None:
-        if self.replica.held_digest:
+        if self.replica.held.digest:
             assert self.complete()
-            assert self.replica.held_digest == digest(self.memory[0])
+            assert self.replica.held.digest == digest(self.memory[0])
 
 
 TestReplicaMachine = ReplicaMachine.TestCase

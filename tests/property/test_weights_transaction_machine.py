@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.records.ids import MemberId, Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import NOTHING_HELD, Manifest
 from penstock.weights.events import (
     AdmitReplica,
     EvictReplica,
@@ -106,7 +106,7 @@ class TransactionMachine(RuleBasedStateMachine):
         member = data.draw(st.sampled_from(sorted(self.holds)))
         held = self.holds[member]
         self.offers.pop(member, None)
-        self.tell(WeightsAsked(member, held.digest if held else ""))
+        self.tell(WeightsAsked(member, held.held if held else NOTHING_HELD))
 
     @precondition(lambda self: self.offers)
     @rule(

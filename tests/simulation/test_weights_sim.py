@@ -198,7 +198,7 @@ class World:
     def report_again(self, process: Process) -> None:
         if process.alive:
             replica = process.replica
-            digest = replica.held_digest
+            digest = replica.held.digest
             self.deliver(process, ReplicaReported(process.member, replica.state, replica.version, digest))
 
     # Replicas
@@ -265,7 +265,7 @@ class World:
             return
         process.question += 1
         question = process.question
-        self.tell(WeightsAsked(process.member, process.replica.held_digest))
+        self.tell(WeightsAsked(process.member, process.replica.held))
 
         def poll_again() -> None:
             if process.question == question:
@@ -274,7 +274,7 @@ class World:
         self.after(POLL_S, poll_again)
 
     def offered(self, process: Process, manifest: Manifest) -> None:
-        if not process.alive or manifest.digest == process.replica.held_digest:
+        if not process.alive or manifest.digest == process.replica.held:
             return
         process.question += 1  # the poll is answered
         if self.strikes("killed while bringing"):

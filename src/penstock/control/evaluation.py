@@ -27,6 +27,7 @@ from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId, PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Score
+from penstock.records.weights import Held
 
 IDLE_SHARE = 0.25
 """Of the deadline: how long an evaluator may hold nothing, though there is more to do, before it counts as gone."""
@@ -68,15 +69,15 @@ class Evaluation:
         """Whether the member must go on serving what it serves."""
         return self.state.running is not None and member in self.state.running.evaluators
 
-    def keeps(self, member: MemberId, digest: str, published: Mapping[Version, str]) -> bool:
-        """Whether a member that serves `digest` should go on doing so: it is pinned, or could begin the running point
+    def keeps(self, member: MemberId, held: Held, published: Mapping[Version, str]) -> bool:
+        """Whether a member that serves `held` should go on doing so: it is pinned, or could begin the running point
         the next time it asks for work. Where weights change as fast as they can be loaded, nobody would be found that
         serves any for a while.
         """
         point = self.state.running
         if point is None or not self.lacks_evaluator:
             return self.pins(member)
-        return any(version >= point.due and known == digest for version, known in published.items())
+        return held.version >= point.due and published.get(held.version) == held.digest
 
     def take_notes(self, pipeline: str) -> list[NoteEvaluation | Log]:
         """What there is to be said about points that ended since this was last asked."""

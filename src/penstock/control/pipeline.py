@@ -36,7 +36,7 @@ from penstock.control.trainer_side import TrainerSide
 from penstock.control.worker_side import WorkerSide
 from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId, StepIndex, Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.wire.messages import Phase
 
 _encoder = msgspec.msgpack.Encoder()
@@ -111,9 +111,9 @@ class PipelineControl:
         """Samples that could still be leased or are out, and how many ever came to an end; None once it is over."""
         return self.observer.demand() if self.phase in ("running", "draining") else None
 
-    def keeps_weights(self, member: MemberId, digest: str) -> bool:
+    def keeps_weights(self, member: MemberId, held: Held) -> bool:
         """Whether a worker is to go on serving what it serves: it evaluates that, or should, the next time it asks."""
-        return self.evaluation.keeps(member, digest, self.state.digests)
+        return self.evaluation.keeps(member, held, self.state.digests)
 
     def attendance(self) -> tuple[frozenset[MemberId], MemberId | None, dict[MemberId, str]]:
         """The workers there are, the trainer if there is one, and who was lost and why.

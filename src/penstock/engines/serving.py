@@ -140,6 +140,11 @@ class Serving:
             self.version, self.digest = version, digest
             return time.monotonic() - started
 
+    def relabel(self, version: int, timeout_s: float = 60.0) -> None:
+        """What is served is also this version; steps that begin from now on are of it. Waits for nothing."""
+        with self._gate:
+            self.version = version
+
     def sleep(self, timeout_s: float = 60.0) -> None:
         """Stops stepping and frees device memory. Generations in flight keep their tokens and go on after `wake`."""
         with self._change(timeout_s):
@@ -248,6 +253,10 @@ class ServingEngine:
     def load_in_place(self, tensors: Mapping[str, Tensor], version: int, digest: str, timeout_s: float = 60.0) -> float:
         """See `Serving.load_in_place`."""
         return self.serving.load_in_place(tensors, version, digest, timeout_s)
+
+    def relabel(self, version: int, timeout_s: float = 60.0) -> None:
+        """See `Serving.relabel`."""
+        self.serving.relabel(version, timeout_s)
 
     def served_tensors(self) -> dict[str, Tensor]:
         """See `Serving.served_tensors`."""

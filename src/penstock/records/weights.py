@@ -24,8 +24,20 @@ class BucketSpec(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """Which weights an engine holds. The digest alone does not name a version: a step that changes nothing publishes
+    the old bytes under a new version."""
+
+    version: Version = Version(-1)
+    digest: str = ""
+    """Empty when nothing complete is held."""
+
+
+NOTHING_HELD = Held()
+
+
 class Manifest(msgspec.Struct, frozen=True):
-    """An immutable version of a model's weights. Two manifests are the same weights if their digests are equal."""
+    """An immutable version of a model's weights. Two versions have the same bytes if their digests are equal."""
 
     version: Version
     lineage: str
@@ -43,3 +55,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """The same by UCX."""
     meeting: str = ""
     """Where replicas that want it broadcast meet the trainer, `host:port`."""
+
+    @property
+    def held(self) -> Held:
+        """What an engine holds that has loaded it."""
+        return Held(self.version, self.digest)

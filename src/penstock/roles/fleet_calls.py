@@ -8,7 +8,7 @@ from typing import Protocol
 from penstock.control.io.calls import Answerer
 from penstock.control.io.waiting import WaitingRoom, deadline
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.weights.coordination import Coordination
 from penstock.wire.messages import AskCheckpoint, AskWeights, CheckpointWanted, NotYet, Phase, Reply, Weights
 
@@ -18,7 +18,7 @@ class Machine(Protocol):
     def phase(self) -> Phase: ...
     @property
     def weights(self) -> Manifest | None: ...
-    def keeps_weights(self, member: MemberId, digest: str) -> bool: ...
+    def keeps_weights(self, member: MemberId, held: Held) -> bool: ...
 
 
 class FleetCalls:
@@ -46,7 +46,7 @@ class FleetCalls:
             # that evaluates a version, or is about to, goes on serving it.
             while (
                 machine.weights is None
-                or machine.keeps_weights(request.member, request.held_digest)
+                or machine.keeps_weights(request.member, request.held)
                 or (offer := self._offer(fleet, request)) is None
             ):
                 if machine.phase == "stopped" or not await waiting.hold(name, ("weights", "phase"), until):
@@ -55,7 +55,7 @@ class FleetCalls:
         return Weights(offer)
 
     def _offer(self, fleet: Coordination, request: AskWeights) -> Manifest | None:
-        return fleet.offer(request.member, request.held_digest, self._now())
+        return fleet.offer(request.member, request.held, self._now())
 
     async def ask_checkpoint(self, request: AskCheckpoint) -> Reply:
         """Held until the fleet wants a checkpoint; the same answer comes again until it was published, durably."""

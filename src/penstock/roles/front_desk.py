@@ -22,6 +22,7 @@ from penstock.errors import ConfigError
 from penstock.journal.writer import Journal
 from penstock.payload.discards import Discards
 from penstock.records.ids import POOL, MemberId, PipelineName, Version
+from penstock.records.weights import Held
 from penstock.roles.fleet import fleet_of, reported
 from penstock.roles.fleet_calls import FleetCalls
 from penstock.roles.pool_host import PoolHost
@@ -130,7 +131,7 @@ class FrontDesk(ControlDesk):
             case messages.AckCheckpoint(), Ok():
                 digest = self._machines[request.pipeline].state.digests.get(Version(request.step))
                 if digest is not None:
-                    self._tell_fleet(request.pipeline, weights.VersionMadeDurable(digest))
+                    self._tell_fleet(request.pipeline, weights.VersionMadeDurable(Held(Version(request.step), digest)))
             case messages.PublishWeights(), Ok():
                 self._tell_fleet(request.pipeline, weights.VersionPublished(request.manifest, request.durable))
             case messages.ReportReplica(), Ok():

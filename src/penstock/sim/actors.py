@@ -13,7 +13,7 @@ from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Ver
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
-from penstock.records.weights import Manifest
+from penstock.records.weights import NOTHING_HELD, Held, Manifest
 from penstock.sim.desk import AskWeights
 from penstock.sim.engine import Body, Call, Engine, Owner, Signal, Sleep, Until
 from penstock.sim.faults import FaultLog
@@ -129,7 +129,7 @@ class SimWorker:
 
     def _follow_weights(self) -> Body:
         while True:
-            held = self._digest
+            held = Held(self.weights.version, self._digest) if self.weights is not None else NOTHING_HELD
             manifest: Manifest | None = yield Call(AskWeights(held, self.member), LONG_POLL_S)
             if manifest is None:
                 continue

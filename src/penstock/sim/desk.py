@@ -18,6 +18,7 @@ from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId
+from penstock.records.weights import Held
 from penstock.sim.engine import Call, Engine, Process
 from penstock.sim.faults import FaultLog
 
@@ -30,9 +31,9 @@ _decoder = msgspec.msgpack.Decoder(events.Event)
 
 
 class AskWeights(msgspec.Struct, frozen=True):
-    """Waits for weights other than the ones held; a question, not an event."""
+    """Waits for another version than the one held; a question, not an event."""
 
-    held_digest: str
+    held: Held
     member: MemberId = MemberId("")
 
 
@@ -128,9 +129,9 @@ class SimDesk:
         """The answer to a call, and what to hold the call for if that may bring a better one."""
         request = pending.call.request
         if isinstance(request, AskWeights):
-            keeps = self.control.keeps_weights(request.member, request.held_digest)
+            keeps = self.control.keeps_weights(request.member, request.held)
             weights = None if keeps else self.control.weights
-            fresh = weights if weights is not None and weights.digest != request.held_digest else None
+            fresh = weights if weights is not None and weights.held != request.held else None
             return fresh, "weights" if fresh is None else ""
         if isinstance(request, events.LeaseAsked):
             others = sum(held.process is not pending.process for held in self._held["leases"])

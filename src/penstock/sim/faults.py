@@ -84,6 +84,8 @@ class WholeFaults(Faults, frozen=True, kw_only=True):
     lose_acknowledgement: float = 0.0
     damage_artifact: float = 0.0
     """Chance that a published version cannot be loaded by anybody."""
+    equal_bytes: float = 0.0
+    """Chance that a step changes nothing, so that its version has the bytes of the one before."""
     slow_bring: float = 0.0
     """Chance that a version takes so long to bring that it may be removed meanwhile."""
     bring_fails: float = 0.0
@@ -112,6 +114,7 @@ class WholeFaults(Faults, frozen=True, kw_only=True):
             corrupt_transfer=min(0.1, 0.01 * intensity),
             lose_acknowledgement=min(0.1, 0.01 * intensity),
             damage_artifact=min(0.1, 0.02 * intensity),
+            equal_bytes=min(0.5, 0.2 * intensity),
             slow_bring=min(0.2, 0.05 * intensity),
             bring_fails=min(0.2, 0.04 * intensity),
             damage_memory=min(0.1, 0.03 * intensity),

@@ -10,6 +10,7 @@ from penstock.control import effects, events
 from penstock.payload.discards import Discards
 from penstock.records.ids import MemberId, Version
 from penstock.records.payload import PayloadRef
+from penstock.records.weights import Held
 from penstock.sim.desk import AskWeights, Pending, SimDesk
 from penstock.sim.pool_host import AskDevices, AskOrders, ReleaseDevices, ReportOrder, SimPoolHost
 from penstock.weights import events as weights
@@ -66,7 +67,7 @@ class FrontDesk(SimDesk):
     def _decide(self, pending: Pending) -> tuple[Any, str]:
         request, now = pending.call.request, self.engine.now
         match request:
-            case AskWeights(held_digest=held, member=member):
+            case AskWeights(held=held, member=member):
                 if (refusal := self._refusal(member)) is not None:
                     return refusal, ""
                 none = self.control.weights is None or self.control.keeps_weights(member, held)
@@ -99,7 +100,7 @@ class FrontDesk(SimDesk):
             case events.CheckpointSaved(), effects.Confirm():
                 digest = self.control.state.digests.get(Version(request.step))
                 if digest is not None:
-                    self._tell(weights.VersionMadeDurable(digest))
+                    self._tell(weights.VersionMadeDurable(Held(Version(request.step), digest)))
             case events.MemberRegistered(role="rollout"), effects.AcceptMember():
                 self.pool.joined(self.settings.name, request.member)
             case events.HeartbeatHeard(), effects.AcceptHeartbeat(known=True):

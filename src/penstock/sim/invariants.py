@@ -97,15 +97,15 @@ class Truth:
         found = engine.memory[0]
         if engine.asleep or engine.mixed or not replica.may_serve:
             raise InvalidTransition(f"an engine with {engine.memory} generates although its replica is {replica!r}")
-        if found != replica.digest or self._artifacts.ever.get(found) != replica.version:
+        if found != replica.digest or replica.version not in self._artifacts.ever.get(found, ()):
             raise InvalidTransition(f"an engine with {found!r}, never published so, generates as {replica!r}")
 
     def accepted(self, event: events.Delivered, refused: Container[SampleId]) -> None:
         """Samples that the controller took."""
         for rollout in event.rollouts:
-            published = self._artifacts.ever.get(rollout.weights_digest)
-            if rollout.sample not in refused and published != rollout.version:
-                raise InvalidTransition(f"{rollout} was taken, its weights were published as version {published}")
+            published = self._artifacts.ever.get(rollout.weights_digest, set())
+            if rollout.sample not in refused and rollout.version not in published:
+                raise InvalidTransition(f"{rollout} was taken, its weights were published as versions {published}")
 
     def trains(self, batch: Batch, fetched: Fetched) -> None:
         """A batch with the payloads that came, at the moment they are used."""

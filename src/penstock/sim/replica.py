@@ -12,7 +12,7 @@ from typing import Literal
 from penstock.control import effects
 from penstock.errors import PeerLost, PenstockError, RemoteProtocolError, Stale, Transient
 from penstock.records.ids import MemberId, Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import NOTHING_HELD, Held, Manifest
 from penstock.runtime.backoff import Backoff
 from penstock.sim.desk import AskWeights
 from penstock.sim.engine import Body, Call, Engine, Signal, Sleep, Until
@@ -22,6 +22,7 @@ from penstock.weights.replica import (
     AbandonReplica,
     Mismatched,
     Quiesced,
+    Relabelled,
     Replica,
     ReplicaEffect,
     ReplicaEvent,
@@ -48,31 +49,31 @@ class Artifacts:
     KEPT = 2
 
     def __init__(self) -> None:
-        self.ever: dict[str, Version] = {}
-        """Every digest that was ever published."""
-        self._there: list[str] = []
-        self._durable = ""
-        self._damaged: set[str] = set()
+        self.ever: dict[str, set[Version]] = {}
+        """Every digest that was ever published, and as which versions."""
+        self._there: list[Held] = []
+        self._durable = NOTHING_HELD
+        self._damaged: set[Held] = set()
 
     def publish(self, manifest: Manifest, *, damaged: bool) -> None:
         """Writes a version, or writes it afresh."""
-        digest = manifest.digest
-        self.ever[digest] = manifest.version
-        self._there = [*(there for there in self._there if there != digest), digest][-self.KEPT :]
-        (self._damaged.add if damaged else self._damaged.discard)(digest)
+        held = manifest.held
+        self.ever.setdefault(held.digest, set()).add(held.version)
+        self._there = [*(there for there in self._there if there != held), held][-self.KEPT :]
+        (self._damaged.add if damaged else self._damaged.discard)(held)
 
-    def make_durable(self, digest: str) -> None:
-        if digest in self._there:
-            self._durable = digest
+    def make_durable(self, held: Held) -> None:
+        if held in self._there:
+            self._durable = held
 
-    def is_damaged(self, digest: str) -> bool:
-        return digest in self._damaged
+    def is_damaged(self, held: Held) -> bool:
+        return held in self._damaged
 
-    def bring(self, digest: str) -> str:
+    def bring(self, held: Held) -> str:
         """What is found in the files of a version."""
-        if digest not in self._there and digest != self._durable:
-            raise Stale(f"{digest} was removed: newer versions exist")
-        return f"damaged {digest}" if digest in self._damaged else digest
+        if held not in self._there and held != self._durable:
+            raise Stale(f"{held} was removed: newer versions exist")
+        return f"damaged {held.digest}" if held in self._damaged else held.digest
 
 
 class SimEngine:
@@ -143,14 +144,18 @@ class SimUpdater:
         self.updating = False
         while not self._is_awake():
             yield Until(self._woken)
-        manifest = yield Call(AskWeights(self.replica.held_digest, self._member), POLL_S)
+        manifest = yield Call(AskWeights(self.replica.held, self._member), POLL_S)
         if isinstance(manifest, effects.RefuseCall):
             raise PeerLost(manifest.message)
-        if manifest is None or manifest.digest == self.replica.held_digest or not self._is_awake():
+        if manifest is None or manifest.held == self.replica.held or not self._is_awake():
             return
         self.updating = True
         try:
-            yield from (self._staged if self._way == "staged" else self._in_place)(manifest)
+            if self.replica.may_serve and manifest.digest == self.replica.digest:
+                self._engine.version = manifest.version
+                yield from self._perform(self._tell(Relabelled(manifest.version)))
+            else:
+                yield from (self._staged if self._way == "staged" else self._in_place)(manifest)
         except Stale:
             self._faults.count("version gone before it was read")
             yield from self._rest()
@@ -217,7 +222,7 @@ class SimUpdater:
         yield from self._do("bring", self._bring_s * (30.0 if slow else 1.0))
         if self._strikes("weights transfer broke off", self._settings.bring_fails):
             raise Transient("the transfer broke off")
-        return self._artifacts.bring(manifest.digest)
+        return self._artifacts.bring(manifest.held)
 
     def _perhaps_damage(self, memory: list[str]) -> None:
         if self._strikes("digest mismatch", self._settings.damage_memory):

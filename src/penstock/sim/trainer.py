@@ -11,7 +11,7 @@ from penstock.control import effects, events
 from penstock.records.batch import Batch
 from penstock.records.ids import MemberId, PromptIndex, StepIndex, Version
 from penstock.records.pool import Priority
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.sim.actors import LONG_POLL_S, Lineage, Pace, send_beat
 from penstock.sim.engine import Body, Call, Engine, Owner, Signal, Sleep, Until
 from penstock.sim.faults import FaultLog, WholeFaults
@@ -61,6 +61,7 @@ class WholeTrainer:
         self._engine = engine
         self._lineage = lineage
         self._artifacts = artifacts
+        self._digests: dict[Version, str] = {}
         self._faults = faults
         self._settings = settings
         self._pace = pace
@@ -165,11 +166,18 @@ class WholeTrainer:
 
     def _publish(self, version: Version, *, durable: bool) -> Body:
         yield Sleep(self._pace.publish_s)
-        digest = f"{self.owner.name}/{version}"
-        manifest = Manifest(version, self.owner.name, digest, (), "")
+        manifest = Manifest(version, self.owner.name, self._digest(version), (), "")
         strikes = self._faults.strikes("artifact damaged", self._settings.damage_artifact, self._engine.now)
         self._artifacts.publish(manifest, damaged=strikes and not durable)
         yield from self._call(Publish(events.WeightsPublished(self.member, manifest), durable))
+
+    def _digest(self, version: Version) -> str:
+        """The same each time; now and then that of the version before, as after a step without a gradient."""
+        if version not in self._digests:
+            before = self._digests.get(Version(version - 1))
+            same = before and self._faults.strikes("step changed nothing", self._settings.equal_bytes, self._engine.now)
+            self._digests[version] = before if before and same else f"{self.owner.name}/{version}"
+        return self._digests[version]
 
     def _save(self) -> Body:
         yield Sleep(self._pace.checkpoint_s)
@@ -177,7 +185,7 @@ class WholeTrainer:
         step = StepIndex(len(self.seen))
         while self._offered is not None or self._publishing:
             yield Until(self._published)
-        self._artifacts.make_durable(f"{self.owner.name}/{step}")
+        self._artifacts.make_durable(Held(Version(step), self._digest(Version(step))))
         yield from self._call(events.CheckpointSaved(self.member, step, self._lineage.last_resort))
 
     def _heed_checkpoints(self) -> Body:

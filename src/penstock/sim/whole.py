@@ -19,6 +19,7 @@ import msgspec
 from penstock.control import effects, events
 from penstock.errors import RunFailed
 from penstock.records.ids import MemberId, PipelineName
+from penstock.records.weights import NOTHING_HELD
 from penstock.rollout.prefetch import Bounds
 from penstock.sim.actors import Lineage
 from penstock.sim.engine import Call, Engine, Owner, Process
@@ -241,7 +242,7 @@ class PipelineRun:
     def unrest(self) -> str:
         """What has not come to rest yet; empty when nothing moves any more and every replica serves the newest."""
         newest = self.desk.fleet.transaction.newest
-        digest = newest.digest if newest is not None else ""
+        wanted = newest.held if newest is not None else NOTHING_HELD
         for worker in self.processes.workers.values():
             if not worker.owner.alive or worker.owner.wedged:
                 if not worker.retired or worker.owner.wedged:
@@ -250,8 +251,8 @@ class PipelineRun:
             replica = worker.updater.replica
             if worker.updater.updating:
                 return f"{worker.member} is updating its weights: {replica!r}"
-            behind = not (replica.may_serve and replica.digest == digest)
-            if worker.awake and behind and not self.artifacts.is_damaged(digest):
+            behind = not (replica.may_serve and replica.held == wanted)
+            if worker.awake and behind and not self.artifacts.is_damaged(wanted):
                 return f"{worker.member} is awake with {replica!r}, the newest weights are {newest}"
             if worker.awake and replica.may_serve and worker.engine.asleep:
                 return f"the engine of {worker.member} was paused and never resumed: {replica!r}"

@@ -183,7 +183,7 @@ class WholeWorker:
         while True:
             if move != self._move:
                 return False
-            newest = yield Call(AskWeights(self.engine.digest, self.member))
+            newest = yield Call(AskWeights(self.updater.replica.held, self.member))
             if self.updater.replica.may_serve and newest is None:
                 break
             if self._sim.now > deadline:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from penstock.records.ids import MemberId, Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.weights import events
 from penstock.weights.fleet import TransactionSettings
 from penstock.weights.replica import ReplicaState
@@ -39,12 +39,12 @@ class Coordination:
         self._say = say
         self._trainer: MemberId | None = None
 
-    def offer(self, member: MemberId, held_digest: str, now: float) -> Manifest | None:
+    def offer(self, member: MemberId, held: Held, now: float) -> Manifest | None:
         """What to answer a replica that waits for weights; None while it holds the newest, or is to get none."""
         newest = self.transaction.newest
-        if newest is None or newest.digest == held_digest:
+        if newest is None or newest.held == held:
             return None
-        offered = self.tell(events.WeightsAsked(member, held_digest), now)
+        offered = self.tell(events.WeightsAsked(member, held), now)
         return offered.manifest if offered is not None else None
 
     def holds_back(self, member: MemberId) -> Literal["throttled", "version_too_old"] | None:

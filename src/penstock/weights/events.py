@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.records.ids import MemberId, Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.weights.replica import ReplicaState
 
 
@@ -19,7 +19,7 @@ class VersionPublished(msgspec.Struct, frozen=True):
 
 
 class VersionMadeDurable(msgspec.Struct, frozen=True):
-    digest: str
+    held: Held
 
 
 class TrainerLost(msgspec.Struct, frozen=True):
@@ -55,10 +55,10 @@ class MembershipReconciled(msgspec.Struct, frozen=True):
 
 
 class WeightsAsked(msgspec.Struct, frozen=True):
-    """A replica waits for weights other than those it holds."""
+    """A replica waits for another version than the one it holds."""
 
     member: MemberId
-    held_digest: str
+    held: Held
 
 
 class ReplicaReported(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.errors import LocalProtocolError
 from penstock.records.ids import MemberId, Version
+from penstock.records.weights import NOTHING_HELD, Held
 from penstock.weights.faults import Policy
 from penstock.weights.replica import ReplicaState
 
@@ -49,6 +50,10 @@ class ReplicaRecord(msgspec.Struct):
     first_error: str = ""
     later_errors: list[str] = []
     pause_s: float = 0.0
+
+    @property
+    def held(self) -> Held:
+        return Held(self.version, self.digest) if self.digest else NOTHING_HELD
 
     @property
     def lies_idle(self) -> bool:

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.errors import InvalidTransition
 from penstock.records.ids import Version
+from penstock.records.weights import NOTHING_HELD, Held
 
 RESUME_TRIES = 3
 """Resuming is idempotent and cheap; an engine that refuses it this often is broken."""
@@ -58,6 +59,12 @@ class Swapped(msgspec.Struct, frozen=True):
     digest: str
 
 
+class Relabelled(msgspec.Struct, frozen=True):
+    """A version was published whose bytes are those that are served, and are served as that version from now on."""
+
+    version: Version
+
+
 class Mismatched(msgspec.Struct, frozen=True):
     """The digest recomputed from the engine's memory is not the expected one."""
 
@@ -87,7 +94,7 @@ class Restarted(msgspec.Struct, frozen=True):
 
 
 ReplicaEvent: TypeAlias = (
-    Quiesced | WriteBegan | Verified | Swapped | Mismatched | Resumed | UpdateFailed | Died | Restarted
+    Quiesced | WriteBegan | Verified | Swapped | Relabelled | Mismatched | Resumed | UpdateFailed | Died | Restarted
 )
 
 
@@ -117,6 +124,7 @@ _S = ReplicaState
 TRANSITIONS: dict[tuple[ReplicaState, type[msgspec.Struct]], ReplicaState] = {
     (_S.SERVING, Quiesced): _S.QUIESCED,
     (_S.SERVING, Swapped): _S.SERVING,
+    (_S.SERVING, Relabelled): _S.SERVING,
     (_S.SERVING, Mismatched): _S.TORN,
     (_S.SERVING, Resumed): _S.SERVING,
     (_S.QUIESCED, Quiesced): _S.QUIESCED,
@@ -163,10 +171,10 @@ class Replica:
         return self.state is ReplicaState.SERVING
 
     @property
-    def held_digest(self) -> str:
-        """What a complete update would be compared with: empty while nothing complete is held."""
+    def held(self) -> Held:
+        """The complete version it holds, if any: what a published one is compared with."""
         complete = (ReplicaState.SERVING, ReplicaState.QUIESCED, ReplicaState.LOADED)
-        return self.digest if self.state in complete else ""
+        return Held(self.version, self.digest) if self.state in complete else NOTHING_HELD
 
     def handle(self, event: ReplicaEvent, now: float) -> list[ReplicaEffect]:
         if isinstance(event, UpdateFailed):
@@ -181,6 +189,9 @@ class Replica:
         match event:
             case Verified() | Swapped():
                 self.version, self.digest = event.version, event.digest
+                self.failures, self.interruptions, self.first_error, self.later_errors = 0, 0, "", []
+            case Relabelled():
+                self.version = event.version
                 self.failures, self.interruptions, self.first_error, self.later_errors = 0, 0, "", []
             case Mismatched():
                 self._note(f"digest {event.found}, expected {event.expected}")

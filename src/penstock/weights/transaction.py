@@ -19,7 +19,7 @@ from collections import Counter
 
 from penstock.errors import LocalProtocolError
 from penstock.records.ids import MemberId, Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import NOTHING_HELD, Held, Manifest
 from penstock.weights.events import (
     AdmitReplica,
     CheckpointTrainer,
@@ -110,7 +110,7 @@ class WeightTransaction:
             case VersionPublished():
                 effects = self._published(event, now)
             case VersionMadeDurable():
-                if self.newest is not None and self.newest.digest == event.digest:
+                if self.newest is not None and self.newest.held == event.held:
                     self.durable = self.newest
                 effects = []
             case TrainerLost():
@@ -167,27 +167,26 @@ class WeightTransaction:
         replica.asked = replica.waiting = True
         # Asking again ends an offer: either it was taken, and a report has said so, or the answer was lost.
         replica.offered = ""
-        return [*self._believe(event, now), *self._offer(event.member, now, event.held_digest)]
+        return [*self._believe(event, now), *self._offer(event.member, now, event.held)]
 
     def _believe(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
         """A question says what is held, as a report would: it may be the first this controller hears of it."""
-        replica, held = self.replicas[event.member], event.held_digest
+        replica, held = self.replicas[event.member], event.held
         serving = replica.state is ReplicaState.SERVING
-        if replica.evicting or (serving and held == replica.digest) or (not serving and not held):
+        if replica.evicting or (serving and held == replica.held) or (not serving and not held.digest):
             return []
-        version = next((version for version, digests in self._digests.items() if held in digests), None)
-        if held and version is None:
+        if held.digest and not self.expects(held.version, held.digest):
             return []  # from before this controller's memory; it is about to be offered the newest
-        replica.state = ReplicaState.SERVING if held else ReplicaState.STALE
-        replica.digest, replica.since = held, now
-        replica.version = version if version is not None else replica.version
+        replica.state = ReplicaState.SERVING if held.digest else ReplicaState.STALE
+        replica.digest, replica.since = held.digest, now
+        replica.version = held.version if held.digest else replica.version
         return self._admission(event.member)
 
-    def _offer(self, member: MemberId, now: float, held: str | None = None) -> list[TransactionEffect]:
+    def _offer(self, member: MemberId, now: float, held: Held | None = None) -> list[TransactionEffect]:
         replica = self.replicas[member]
-        held = replica.digest if held is None else held
+        held = replica.held if held is None else held
         usable = self.newest is not None and not self.failed and not replica.evicting
-        if self.newest is None or not usable or not replica.waiting or held == self.newest.digest:
+        if self.newest is None or not usable or not replica.waiting or held == self.newest.held:
             return []
         replica.waiting, replica.offered, replica.since = False, self.newest.digest, now
         self.statistics.offers += 1
@@ -205,7 +204,7 @@ class WeightTransaction:
             state = ReplicaState.TORN
         if replica.state is not state:
             replica.since = now
-        moved = state is ReplicaState.SERVING and event.digest != replica.digest
+        moved = state is ReplicaState.SERVING and Held(event.version, event.digest) != replica.held
         replica.state, replica.version, replica.digest = state, event.version, event.digest
         replica.offered = ""
         effects = self._admission(event.member)
@@ -354,7 +353,7 @@ class WeightTransaction:
                 case Action.FAIL:
                     effects.extend(self._fail(f"replica {member} is {replica.state}: {replica.first_error}"))
                 case Action.RETRY | Action.REFIT:
-                    effects.extend(self._offer(member, now, ""))
+                    effects.extend(self._offer(member, now, NOTHING_HELD))
                 case Action.STOP_ADMISSION:
                     self.admission_stopped = True
                     effects.append(StopAdmission(replica.first_error))
@@ -375,7 +374,7 @@ class WeightTransaction:
             return []
         if replica.admitted and not whole_fleet and self.healthy <= self.settings.min_healthy:
             replica.failures = replica.overdue = 0  # still serves, and is needed: it gets another round
-            return self._offer(member, now, "")
+            return self._offer(member, now, NOTHING_HELD)
         replica.evicting, replica.offered, replica.waiting, replica.since = True, "", False, now
         self.statistics.evictions += 1
         return [*self._admission(member), EvictReplica(member, reason)]

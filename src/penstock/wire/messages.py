@@ -16,7 +16,7 @@ from penstock.records.payload import PayloadRef, RingAddress
 from penstock.records.pool import DeviceId, GrantedDevices, Order, OrderNumber, Priority
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout, Score
-from penstock.records.weights import Manifest
+from penstock.records.weights import NOTHING_HELD, Held, Manifest
 
 Role = Literal["rollout", "trainer"]
 Phase = Literal["running", "draining", "complete", "stopped"]
@@ -123,9 +123,9 @@ class AskCheckpoint(Call, tag="ask_checkpoint", frozen=True):
 
 
 class AskWeights(Call, tag="ask_weights", frozen=True):
-    """Waits for weights other than the ones held. Only the newest version is ever offered."""
+    """Waits for another version than the one held. Only the newest is ever offered; its bytes may be those held."""
 
-    held_digest: str = ""
+    held: Held = NOTHING_HELD
     wait_s: float = 0.0
 
 

@@ -11,6 +11,7 @@ from penstock.control.points import EvaluationResult, EvaluationSettings
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Score
+from penstock.records.weights import Held
 
 SETTINGS = EvaluationSettings(every=2, prompts=3, timeout_s=100.0)
 
@@ -44,7 +45,7 @@ def ended(driver) -> list[EvaluationResult]:
 
 
 def pinned(driver, member: str) -> bool:
-    return driver.control.keeps_weights(MemberId(member), "none of those that are known")
+    return driver.control.keeps_weights(MemberId(member), Held(Version(-1), "none of those that are known"))
 
 
 def step(driver, number: int) -> None:
@@ -104,15 +105,15 @@ def test_workers_keep_what_they_serve_until_one_of_them_begins(ready):
     driver = ready()
     evaluate(driver, driver.lease(8))
     step(driver, 0)
-    assert not driver.control.keeps_weights(MemberId("w"), "digest1"), "no point is due"
+    assert not driver.control.keeps_weights(MemberId("w"), Held(Version(1), "digest1")), "no point is due"
     step(driver, 1)
-    assert driver.control.keeps_weights(MemberId("w"), "digest2")
-    assert driver.control.keeps_weights(MemberId("v"), "digest2")
-    assert not driver.control.keeps_weights(MemberId("v"), "digest1"), "too old for it"
-    assert not driver.control.keeps_weights(MemberId("v"), "of a lost lineage")
+    assert driver.control.keeps_weights(MemberId("w"), Held(Version(2), "digest2"))
+    assert driver.control.keeps_weights(MemberId("v"), Held(Version(2), "digest2"))
+    assert not driver.control.keeps_weights(MemberId("v"), Held(Version(1), "digest1")), "too old for it"
+    assert not driver.control.keeps_weights(MemberId("v"), Held(Version(2), "of a lost lineage"))
     driver.lease(8, "v")
     assert "weights" in driver.announced()
-    assert not driver.control.keeps_weights(MemberId("w"), "digest2")
+    assert not driver.control.keeps_weights(MemberId("w"), Held(Version(2), "digest2"))
 
 
 def test_the_point_is_of_the_version_that_its_worker_serves(ready):

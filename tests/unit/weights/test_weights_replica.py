@@ -161,5 +161,5 @@ def test_a_dead_replica_has_no_updates() -> None:
 @pytest.mark.parametrize("state", list(S))
 def test_what_is_held_is_claimed_only_when_complete(state: ReplicaState) -> None:
     complete = state in (S.SERVING, S.QUIESCED, S.LOADED)
-    assert bool(replica_in(state).held_digest) is complete
+    assert bool(replica_in(state).held.digest) is complete
     assert replica_in(state).may_serve is (state is S.SERVING)

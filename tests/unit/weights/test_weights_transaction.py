@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from penstock.errors import LocalProtocolError
 from penstock.records.ids import MemberId, Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import NOTHING_HELD, Held, Manifest
 from penstock.weights.events import (
     AdmitReplica,
     CheckpointTrainer,
@@ -62,7 +63,7 @@ class Fleet:
         self.now += seconds
         return self(Ticked())
 
-    def ask(self, member: MemberId, held: str = "") -> list[TransactionEffect]:
+    def ask(self, member: MemberId, held: Held = NOTHING_HELD) -> list[TransactionEffect]:
         return self(WeightsAsked(member, held))
 
     def serve(self, member: MemberId, manifest: Manifest, skipped: int = 0) -> list[TransactionEffect]:
@@ -98,7 +99,7 @@ def test_a_replica_is_offered_the_newest_and_admitted_once_it_serves_it(fleet: F
     assert fleet.ask(A) == []
     assert fleet(VersionPublished(version(0))) == [OfferVersion(A, version(0))]
     assert fleet.serve(A, version(0)) == [AdmitReplica(A, Version(0), version(0).digest)]
-    assert fleet.ask(A, version(0).digest) == []
+    assert fleet.ask(A, version(0).held) == []
     assert fleet(VersionPublished(version(1))) == [OfferVersion(A, version(1))]
     assert fleet.serve(A, version(1)) == []
     assert fleet.transaction.statistics.updates == 2
@@ -106,14 +107,14 @@ def test_a_replica_is_offered_the_newest_and_admitted_once_it_serves_it(fleet: F
 
 def test_a_slow_replica_gets_only_the_newest_version(fleet: Fleet) -> None:
     fleet.started(A, B)
-    fleet.ask(A, version(0).digest)
+    fleet.ask(A, version(0).held)
     assert fleet(VersionPublished(version(1))) == [OfferVersion(A, version(1))]
     for number in range(2, 9):
         assert fleet(VersionPublished(version(number))) == []
         assert fleet.transaction.metrics()["weights_offers_open"] == 1
     assert fleet.transaction.behind() == {A: 8, B: 8}
     fleet.serve(A, version(1))
-    assert fleet.ask(A, version(1).digest) == [OfferVersion(A, version(8))]
+    assert fleet.ask(A, version(1).held) == [OfferVersion(A, version(8))]
     fleet.serve(A, version(8), skipped=6)
     assert fleet.transaction.behind() == {A: 0, B: 8}
     assert fleet.transaction.metrics()["weights_skipped_versions_total"] == 6
@@ -139,7 +140,7 @@ def test_weights_that_nobody_published_are_not_served(fleet: Fleet) -> None:
 
 def test_a_torn_replica_is_fenced_and_refitted(fleet: Fleet) -> None:
     fleet.started(A, B)
-    fleet.ask(A, version(0).digest)
+    fleet.ask(A, version(0).held)
     fleet(VersionPublished(version(1)))
     assert fleet.fail(A, S.TORN) == [FenceReplica(A, "is torn")]
     assert fleet.ask(A) == [OfferVersion(A, version(1))]
@@ -184,7 +185,7 @@ def test_the_last_healthy_replicas_are_not_evicted_while_they_serve() -> None:
 
 def test_a_lost_replica_costs_only_itself(fleet: Fleet) -> None:
     fleet.started(A, B)
-    fleet.ask(B, version(0).digest)
+    fleet.ask(B, version(0).held)
     assert fleet(ReplicaLost(A, "killed")) == [FenceReplica(A, "killed")]
     assert fleet(VersionPublished(version(1))) == [OfferVersion(B, version(1))]
     assert fleet(ReplicaLost(A, "killed")) == []
@@ -193,7 +194,7 @@ def test_a_lost_replica_costs_only_itself(fleet: Fleet) -> None:
 def test_membership_is_reconciled_and_the_dead_are_never_addressed(fleet: Fleet) -> None:
     fleet.started(A, B)
     for member in (A, B):
-        fleet.ask(member, version(0).digest)
+        fleet.ask(member, version(0).held)
     effects = fleet(MembershipReconciled(frozenset({B, C})))
     assert [type(e) for e in effects] == [FenceReplica]
     assert fleet.transaction.replicas[C].state is S.STALE
@@ -235,7 +236,7 @@ def test_a_fresh_fleet_that_works_opens_admission_again() -> None:
     fleet.ask(B)
     assert of(fleet.serve(B, version(0)), OpenAdmission)
     assert fleet.transaction.fleet_restarts == 1, "that the durable version can be loaded says nothing of others"
-    fleet.ask(B, version(0).digest)
+    fleet.ask(B, version(0).held)
     assert fleet.transaction.checkpoint_wanted
     assert fleet(VersionPublished(version(1), durable=True)) == [OfferVersion(B, version(1))]
     assert not fleet.transaction.checkpoint_wanted
@@ -263,7 +264,7 @@ def test_a_lost_trainer_is_restarted_once_and_the_replicas_go_on(fleet: Fleet) -
     assert fleet(TrainerLost("killed", B)) == [RestartTrainer("killed", B)]
     assert fleet(TrainerLost("killed")) == []
     assert fleet.transaction.healthy == 1
-    fleet.ask(A, version(0).digest)
+    fleet.ask(A, version(0).held)
     fresh = version(0, "lineage2")
     assert fleet(VersionPublished(fresh)) == [OfferVersion(A, fresh)]
     assert fleet(TrainerLost("killed again")) == [RestartTrainer("killed again")]
@@ -282,12 +283,12 @@ def test_a_trainer_that_was_replaced_is_not_listened_to(fleet: Fleet) -> None:
 def test_an_offer_without_an_answer_is_repeated_once_and_then_the_replica_goes() -> None:
     fleet = Fleet(update_timeout_s=10.0).started(A, B)
     for member in (A, B):
-        fleet.ask(member, version(0).digest)
+        fleet.ask(member, version(0).held)
     fleet(VersionPublished(version(1)))
     fleet.serve(B, version(1))
     assert fleet.later(10.0) == []
     assert fleet.later(0.1) == []  # noted once, still serving
-    assert fleet.ask(A, version(0).digest) == [OfferVersion(A, version(1))]
+    assert fleet.ask(A, version(0).held) == [OfferVersion(A, version(1))]
     assert [type(e) for e in fleet.later(10.1)] == [FenceReplica, EvictReplica]
     assert [type(e) for e in fleet.later(1e6)] == [EvictReplica]  # and it is insisted on
 
@@ -314,9 +315,11 @@ def test_a_new_controller_learns_from_questions_what_is_served_already() -> None
     fleet = Fleet(fenced_timeout_s=10.0)
     fleet(VersionPublished(version(1)))
     fleet(MembershipReconciled(frozenset({A, B, C})))
-    assert fleet.ask(A, version(1).digest) == [AdmitReplica(A, Version(1), version(1).digest)]
-    assert fleet.ask(A, version(1).digest) == []
-    assert fleet.ask(B, "f" * 32) == [OfferVersion(B, version(1))]  # unknown here: not admitted, but helped
+    assert fleet.ask(A, version(1).held) == [AdmitReplica(A, Version(1), version(1).digest)]
+    assert fleet.ask(A, version(1).held) == []
+    assert fleet.ask(B, Held(Version(9), "f" * 32)) == [
+        OfferVersion(B, version(1))
+    ]  # unknown here: not admitted, but helped
     fleet.later(10.1)
     assert fleet.transaction.replicas[A].admitted
     assert fleet.transaction.replicas[B].evicting or fleet.transaction.replicas[B].offered
@@ -363,15 +366,35 @@ def test_those_who_sleep_do_not_speak_for_those_who_fail() -> None:
 
 def test_a_replica_that_holds_nothing_complete_is_fenced_even_if_its_report_was_lost(fleet: Fleet) -> None:
     fleet.started(A, B)
-    assert fleet.ask(A, "") == [FenceReplica(A, "is stale"), OfferVersion(A, version(0))]
+    assert fleet.ask(A) == [FenceReplica(A, "is stale"), OfferVersion(A, version(0))]
+
+
+def test_equal_bytes_under_a_new_version_are_offered(fleet: Fleet) -> None:
+    fleet.started(A)
+    fleet.serve(A, version(0))
+    same = msgspec.structs.replace(version(0), version=Version(1))
+    fleet.ask(A, version(0).held)
+    assert OfferVersion(A, same) in fleet(VersionPublished(same))
+    fleet.serve(A, same)
+    assert fleet.transaction.replicas[A].version == 1
+    assert fleet.transaction.behind() == {A: 0}
+    assert fleet.ask(A, same.held) == []
+
+
+def test_a_checkpoint_makes_only_its_own_version_durable(fleet: Fleet) -> None:
+    fleet.started(A)
+    same = msgspec.structs.replace(version(0), version=Version(1))
+    fleet(VersionPublished(same))
+    fleet(VersionMadeDurable(version(0).held))
+    assert fleet.transaction.durable == version(0)
 
 
 def test_durability_follows_the_newest(fleet: Fleet) -> None:
     fleet.started(A)
     fleet(VersionPublished(version(1)))
-    fleet(VersionMadeDurable("e" * 32))
+    fleet(VersionMadeDurable(Held(Version(1), "e" * 32)))
     assert fleet.transaction.durable == version(0)
-    fleet(VersionMadeDurable(version(1).digest))
+    fleet(VersionMadeDurable(version(1).held))
     assert fleet.transaction.durable == version(1)
 
 

@@ -83,12 +83,17 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def completion_of(body: bytes, held: tuple[int, str]) -> Completion:
-    """What the server answered, checked. `held` are the weights to name where no token was drawn."""
+def completion_of(
+    body: bytes, held: tuple[int, str], known_as: Callable[[int, str], int] = lambda version, digest: version
+) -> Completion:
+    """What the server answered, checked. `held` are the weights to name where no token was drawn, `known_as` the
+    version of weights that have a label."""
     try:
         choice = _decode(body).choices[0]
         ending = ENDINGS[choice.finish_reason]
-        spans = [(span.start, *_parsed(span.version)) for span in choice.weight_versions or () if span.start < span.end]
+        found = [span for span in choice.weight_versions or () if span.start < span.end]
+        labels = [(span.start, *_parsed(span.version)) for span in found]
+        spans = [(start, known_as(version, digest), digest) for start, version, digest in labels]
     except (msgspec.DecodeError, IndexError, KeyError, ValueError) as error:
         raise RemoteProtocolError(f"the vLLM server's answer cannot be read ({error!r}): {body[:300]!r}") from error
     drawn = choice.logprobs.content if choice.logprobs is not None else []
@@ -125,14 +130,17 @@ class VllmRequests:
         *,
         max_positions: int,
         held: Callable[[], tuple[int, str]] = lambda: (-1, ""),
+        known_as: Callable[[int, str], int] = lambda version, digest: version,
         fate: Callable[[], str] = lambda: "",
         deadline_s: float = 1800.0,
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`held` says which weights the server holds, `fate` how it ended; `deadline_s` bounds one completion."""
+        """`held` says which weights the server holds, `fate` how it ended; `known_as` is that of `completion_of`;
+        `deadline_s` bounds one completion."""
         self._calls = SocketCalls(address)
         self.max_positions: int | None = max_positions
         self._held = held
+        self._known_as = known_as
         self._fate = fate
         self._deadline_s = deadline_s
         self._progressed = progressed
@@ -178,7 +186,7 @@ class VllmRequests:
         if status >= 400:
             raise RemoteProtocolError(f"the vLLM server refused a request ({status}): {answer[:300]!r}")
         self._progressed()
-        return completion_of(answer, self._held())
+        return completion_of(answer, self._held(), self._known_as)
 
     def forget(self, cache_key: object) -> None:
         """The server keeps and drops prefixes by itself."""

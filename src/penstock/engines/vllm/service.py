@@ -61,6 +61,7 @@ class VllmService:
             address,
             max_positions=settings.max_length,
             held=lambda: (self.weights.version, self.weights.digest),
+            known_as=self.weights.known_as,
             fate=self.server.fate,
             deadline_s=section.request_s,
             progressed=lambda: process.progress.moved("generating"),

@@ -58,6 +58,9 @@ class VllmEngine:
         self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
         self._manifests: dict[str, Manifest] = {}
         self._checksums: dict[str, dict[str, str]] = {}
+        self._loaded = -1
+        """The version under which the server loaded what it holds."""
+        self._known_as: dict[tuple[int, str], int] = {}
         self._initialised = False
         self._paused = False
         self._vacated = False
@@ -125,7 +128,19 @@ class VllmEngine:
         while len(self._checksums) > 8:
             del self._checksums[next(iter(self._checksums))]
         self.version, self.digest = version, digest
+        self._loaded = version
+        self._known_as.pop((version, digest), None)
         return time.monotonic() - began
+
+    def relabel(self, version: int, timeout_s: float) -> None:
+        """The server goes on labelling tokens with the version that it loaded: see `known_as`."""
+        self._known_as[self._loaded, self.digest] = self.version = version
+        while len(self._known_as) > 8:
+            del self._known_as[next(iter(self._known_as))]
+
+    def known_as(self, version: int, digest: str) -> int:
+        """The version of weights that the server labels so: the last one published with these very bytes."""
+        return self._known_as.get((version, digest), version)
 
     def wake(self, timeout_s: float) -> None:
         self._call("POST", "/resume", timeout_s)

@@ -17,7 +17,7 @@ from penstock.engines.serving import ServingEngine
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.rollout.io.worker_desk import WorkerDesk
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
@@ -141,14 +141,14 @@ class Generation:
 
     # -- weights: only while awake ----------------------------------------------------------------------------------
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
         try:
             async with asyncio.timeout(wait_s):
                 await self._awake.wait()
         except TimeoutError:
             self._progressed("asleep by order of the pool")
             return None
-        return await self._desk.next_manifest(held_digest, wait_s)
+        return await self._desk.next_manifest(held, wait_s)
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,8 @@ class Generation:
 
     async def sync_weights(self) -> Version:
         while True:
-            newest = await self._desk.next_manifest(self._engine.digest, 0.0)
+            held = Held(Version(self._engine.version), self._engine.digest)
+            newest = await self._desk.next_manifest(held, 0.0)
             if self._engine.digest and newest is None:
                 return Version(self._engine.version)
             self._progressed("waiting for weights")

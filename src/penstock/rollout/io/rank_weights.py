@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.rollout.io.generation import Resident
 from penstock.rollout.io.group import GroupRunner
 from penstock.runtime.rundir import write_atomically
@@ -50,11 +50,11 @@ class RankWeights:
 
     # -- to the updater ---------------------------------------------------------------------------------------------
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
         """See `ManifestSource.next_manifest`. A resting rank loads nothing."""
         try:
             async with asyncio.timeout(wait_s):
-                while self._resting or self._newest is None or self._newest.digest == held_digest:
+                while self._resting or self._newest is None or self._newest.held == held:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -133,8 +133,8 @@ class Announcing:
         self._runner = runner
         self._newest = newest
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
-        manifest = await self._source.next_manifest(held_digest, wait_s)
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
+        manifest = await self._source.next_manifest(held, wait_s)
         if manifest is not None:
             write_atomically(self._newest, msgspec.json.encode(manifest).decode())
             self._runner.announce(manifest)

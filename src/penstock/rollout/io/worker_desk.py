@@ -17,7 +17,7 @@ from penstock.payload.unread import Unread
 from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout, Score
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
@@ -121,11 +121,9 @@ class WorkerDesk:
             self._ring.discard(rollout.payload for rollout in rollouts if rollout.sample in refused)
         return reply
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
         reply = await self._client.call(
-            AskWeights(
-                pipeline=self._client.pipeline, member=self._client.member, held_digest=held_digest, wait_s=wait_s
-            )
+            AskWeights(pipeline=self._client.pipeline, member=self._client.member, held=held, wait_s=wait_s)
         )
         match reply:
             case Weights(manifest=manifest):

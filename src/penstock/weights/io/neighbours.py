@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 
 
 class Engine(Protocol):
@@ -39,6 +39,10 @@ class Engine(Protocol):
         """Overwrites the live tensors; returns the pause in seconds."""
         ...
 
+    def relabel(self, version: int, timeout_s: float) -> None:
+        """The weights it holds are also this version: tokens drawn from now on are of it. Generation goes on."""
+        ...
+
     def sleep(self, timeout_s: float) -> None:
         """Stops generation between two decode steps until `wake`."""
         ...
@@ -51,7 +55,7 @@ class Engine(Protocol):
 class ManifestSource(Protocol):
     """Where the newest version is learned."""
 
-    async def next_manifest(self, held_digest: str, wait_s: float) -> Manifest | None:
+    async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
         """The newest version unless it is the one held; None when `wait_s` passed without one."""
         ...
 

@@ -2,6 +2,7 @@
 
     staged:    poll → bring → stage → prove → swap → report                 generation goes on; second buffer
     in place:  poll → bring → quiesce → write → prove → resume → report     generation stands still; no second buffer
+    relabel:   poll → relabel → report                                      a version whose bytes are already served
 
 The proof is the digest of the very memory that serves afterwards, taken before it does.
 
@@ -33,6 +34,7 @@ from penstock.weights.replica import (
     AbandonReplica,
     Mismatched,
     Quiesced,
+    Relabelled,
     Replica,
     ReplicaEffect,
     ReplicaEvent,
@@ -173,13 +175,13 @@ class ReplicaUpdater:
         self._step = "poll"
         try:
             async with asyncio.timeout(self._poll_s + self._report_timeout_s):
-                manifest = await self._source.next_manifest(self.replica.held_digest, self._poll_s)
+                manifest = await self._source.next_manifest(self.replica.held, self._poll_s)
         except (Transient, TimeoutError) as error:
             logger.warning("no answer about the newest weights (%s); %s goes on", error, self.replica)
             await asyncio.sleep(self._poll_backoff.next_s())
             return
         self._poll_backoff.reset()
-        if manifest is None or manifest.digest == self.replica.held_digest:
+        if manifest is None or manifest.held == self.replica.held:
             return
         held = self.replica.version
         self.statistics.behind = max(0, manifest.version - held) if held >= 0 else 0
@@ -187,7 +189,10 @@ class ReplicaUpdater:
         began = self._clock.now()
         try:
             check_manifest(manifest)
-            update = self._staged if self._way == "staged" else self._in_place
+            if self.replica.may_serve and manifest.digest == self.replica.digest:
+                update = self._relabel
+            else:
+                update = self._staged if self._way == "staged" else self._in_place
             await update(manifest, offload)
         except Stale as error:  # found while bringing it, before anything that serves was touched: a newer one exists
             self.statistics.overtaken += 1
@@ -247,6 +252,12 @@ class ReplicaUpdater:
         self._tell(Verified(manifest.version, manifest.digest))
         self._pause_s = self._clock.now() - quiesced_at
         await self._perform([ResumeEngine()], offload)
+
+    async def _relabel(self, manifest: Manifest, offload: Offload) -> None:
+        """The bytes that serve are those of this version too: nothing is moved, and generation does not stop."""
+        self._pause_s = 0.0
+        await self._do("relabel", offload, self._engine.relabel, manifest.version, self._change_timeout_s)
+        await self._perform(self._tell(Relabelled(manifest.version)), offload)
 
     async def _bring(self, manifest: Manifest, offload: Offload, *, verify: bool) -> Mapping[str, torch.Tensor]:
         began = self._clock.now()
