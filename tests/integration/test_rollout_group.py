@@ -19,8 +19,9 @@ from penstock.records.weights import Manifest
 from penstock.rollout import trace
 from penstock.rollout.io.group import GroupRunner
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
-from penstock.rollout.io.rank_fetch import LastWords, News
+from penstock.rollout.io.rank_fetch import News
 from penstock.runtime.offload import Offload
+from penstock.runtime.ranks import RankFailure
 
 RANKS = 2
 
@@ -31,7 +32,7 @@ class Room:
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS)
         self.news: list[News] = [News()] * RANKS
-        self.words: LastWords | None = None
+        self.words: RankFailure | None = None
 
 
 class RoomFetch:
@@ -55,7 +56,7 @@ class RoomFetch:
         return everybody
 
     def fail(self, error: PenstockError) -> None:
-        self._room.words = self._room.words or LastWords.of(error, self.rank)
+        self._room.words = self._room.words or RankFailure.of(error, self.rank)
         self.leave()
 
     def leave(self) -> None:

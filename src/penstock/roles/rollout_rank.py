@@ -21,12 +21,13 @@ from penstock.roles.process import RoleProcess
 from penstock.roles.rollout_worker import build
 from penstock.rollout.io.generation import OwnEngine
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
-from penstock.rollout.io.rank_fetch import Fetch, file_store, join
+from penstock.rollout.io.rank_fetch import Fetch, join
 from penstock.rollout.io.rank_weights import RankWeights
 from penstock.rollout.io.ranks import INTERRUPT, RankSeat, ring_key
 from penstock.rollout.io.worker_desk import RingStore
 from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
+from penstock.runtime.ranks import file_store
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_at, device_of
 from penstock.weights.io.transports import transport_of

@@ -7,36 +7,19 @@ was.
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import time
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
 import msgspec
 import torch
 import torch.distributed as dist
 
-from penstock import errors
-from penstock.errors import PeerLost, PenstockError, RunFailed
+from penstock.errors import PeerLost, PenstockError
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
 from penstock.rollout.cadence import Order
-from penstock.runtime.process import is_alive, start_time
-
-logger = logging.getLogger(__name__)
-
-GroupStore = Any
-"""A torch.distributed store; the library exports no name for its type."""
+from penstock.runtime.ranks import FailureNotes, GroupStore, join_group
 
 _HEADER = 8
-FAILED_KEY = "penstock/failed"
-LAST_WORD_S = 2.0
-"""How long a broken collective waits for the rank that broke it to have said why."""
 
 
 class Orders(msgspec.Struct, array_like=True):
@@ -65,23 +48,6 @@ class News(msgspec.Struct, array_like=True):
     """Counters since the start, about once a second."""
 
 
-class LastWords(msgspec.Struct):
-    """Why a rank could not go on."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, error: PenstockError, rank: int) -> LastWords:
-        prefix = f"rank {rank}: "
-        return cls(type(error).__name__, prefix + error.message.removeprefix(prefix))
-
-    def error(self) -> PenstockError:
-        kind = getattr(errors, self.kind, RunFailed)
-        kind = kind if isinstance(kind, type) and issubclass(kind, PenstockError) else RunFailed
-        return kind(f"the group failed together: {self.message}")
-
-
 class Fetch:
     """One rank's end of the collective."""
 
@@ -90,11 +56,10 @@ class Fetch:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = group
-        self._store = store
+        self._notes = FailureNotes(store, rank=rank, ranks=ranks)
         self._frame_bytes = 1 << 16
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(News)
-        store.set(f"penstock/pid/{rank}", f"{os.getpid()} {start_time(os.getpid())}")
 
     def all_news(self, news: News) -> list[News]:
         """One collective of equal frames; a second, with larger frames from then on, when somebody's news do not fit.
@@ -126,12 +91,8 @@ class Fetch:
         return frames
 
     def tell(self, error: PenstockError) -> None:
-        """Leaves the reason for the others to read. The first word is the cause, the rest are echoes."""
-        words = LastWords.of(error, self.rank)
-        try:
-            self._store.compare_set(FAILED_KEY, "", msgspec.json.encode(words).decode())
-        except RuntimeError as lost:  # the store's host is gone, and everybody knows by now
-            logger.warning("could not tell the other ranks of %s: %s", words.message, lost)
+        """Leaves the reason for the others to read."""
+        self._notes.tell(error)
 
     def fail(self, error: PenstockError) -> None:
         """Tells the others why, then leaves the group so that whatever they wait for breaks."""
@@ -145,32 +106,8 @@ class Fetch:
             dist.destroy_process_group()
 
     def blame(self) -> PenstockError | None:
-        """Who else broke a collective: the first failing rank's own words, or who is gone. None if nobody did."""
-        deadline = time.monotonic() + LAST_WORD_S
-        try:
-            while time.monotonic() < deadline:
-                if self._store.check([FAILED_KEY]):
-                    return msgspec.json.decode(self._store.get(FAILED_KEY), type=LastWords).error()
-                dead = self._dead_ranks()
-                if dead:
-                    return PeerLost(f"rank {', '.join(map(str, dead))} died; the group cannot go on")
-                time.sleep(0.02)
-        except RuntimeError:
-            return PeerLost("the rank that hosts the group's store is gone; the group cannot go on")
-        return None
-
-    def _dead_ranks(self) -> list[int]:
-        dead: list[int] = []
-        for rank in range(self.ranks):
-            pid, started = self._store.get(f"penstock/pid/{rank}").decode().split()
-            if not is_alive(int(pid), float(started)):
-                dead.append(rank)
-        return dead
-
-
-def file_store(path: Path, ranks: int) -> GroupStore:
-    """A store for ranks of one machine: nothing listens, and it outlives any of them."""
-    return dist.FileStore(str(path), ranks)  # pyright: ignore[reportPrivateImportUsage]
+        """Which other rank broke a collective; None if no rank did."""
+        return self._notes.blame()
 
 
 def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0) -> Fetch:
@@ -178,8 +115,6 @@ def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0)
 
     `timeout_s` must exceed the longest generation: a dead rank is noticed at once, it only bounds a wedged one.
     """
-    # The library takes this from nowhere else. The ranks of a worker share a machine: nothing listens beyond it.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+    join_group(store, rank=rank, ranks=ranks, timeout_s=timeout_s)
     assert dist.group.WORLD is not None
     return Fetch(dist.group.WORLD, store, rank=rank, ranks=ranks, timeout_s=timeout_s)

@@ -1,9 +1,4 @@
-"""A worker of several ranks, seen from rank 0, which is the worker process itself.
-
-The other ranks are child processes: they die with the worker however it ends, their logs lie beside its log, and none
-of them is known to the controller. They meet in a gloo group over loopback; what they need to find each other lies in a
-private file of the run directory. A rank that ends early ends the worker, with that rank's last words.
-"""
+"""A worker of several ranks, seen from rank 0, which is the worker process itself. See `runtime.ranks`."""
 
 from __future__ import annotations
 
@@ -11,26 +6,24 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from penstock.errors import PeerLost, PenstockError
+from penstock.errors import PenstockError
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
 from penstock.rollout.io.group import GroupRunner
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
-from penstock.rollout.io.rank_fetch import Fetch, LastWords, file_store, join
+from penstock.rollout.io.rank_fetch import Fetch, join
 from penstock.rollout.io.rank_weights import Announcing
 from penstock.rollout.io.runner import RunnerSettings
 from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
-from penstock.runtime.process import how_ended
-from penstock.runtime.progress import ProgressCell
+from penstock.runtime.ranks import RankChildren, file_store
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ManifestSource
 
@@ -38,7 +31,6 @@ log = logging.getLogger(__name__)
 
 INTERRUPT = signal.SIGUSR2
 """Tells a rank to end its generation early: its leases were given back."""
-WATCH_EVERY_S = 0.5
 LEAVE_S = 3.0
 FETCH_S = 1800.0
 """Longest wait of a rank for the slowest one. A dead rank is noticed at once, and a wedged one by the controller."""
@@ -70,13 +62,11 @@ class RankGroup:
         self.ranks = ranks
         self.rings: tuple[RingAddress, ...] = ()
         self._process = process
-        self._children: dict[int, asyncio.subprocess.Process] = {}
-        self._cells: dict[int, ProgressCell] = {}
+        self._children = RankChildren(process, "rollout_rank", ranks)
         self._working = Offload(1, "ranks")
         self._fetch: Fetch | None = None
         self._runner: GroupRunner | None = None
         self._stepping: asyncio.Future[None] | None = None
-        self._store = process.run.root / f".ranks-{process.member}"
         self._newest = process.run.root / f".ranks-{process.member}.newest"
 
     @property
@@ -90,31 +80,11 @@ class RankGroup:
         """Starts the other ranks, if there are any; they build their models while this process builds its own."""
         if not self.others:
             return
-        os.close(os.open(self._store, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        for rank in range(1, self.ranks):
-            self._cells[rank] = ProgressCell()
-            self._children[rank] = await self._start(rank)
+        await self._children.start(self._seat)
 
-    async def _start(self, rank: int) -> asyncio.subprocess.Process:
-        process, name = self._process, self._name(rank)
-        process.run.failure_path(name).unlink(missing_ok=True)
-        fd = self._cells[rank].fileno()
-        seat = RankSeat(rank, self.ranks, str(self._store), str(self._newest), FETCH_S, os.getppid(), fd)
-        with process.run.log_path(name).open("ab") as output:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "penstock.roles", "rollout_rank", str(process.run.root)),
-                *("--name", name, "--member", f"{process.member}.rank{rank}", "--session", process.session),
-                *("--parent", str(os.getpid()), "--pipeline", process.pipeline_name, "--index", str(process.index)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=(fd,),
-            )
-        assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(seat) + b"\n")
-        log.info("started %s as process %d", name, child.pid)
-        return child
+    def _seat(self, rank: int, cell_fd: int) -> RankSeat:
+        store = str(self._children.store)
+        return RankSeat(rank, self.ranks, store, str(self._newest), FETCH_S, os.getppid(), cell_fd)
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[RankGroup]:
@@ -124,22 +94,17 @@ class RankGroup:
             return
         try:
             meeting = asyncio.wrap_future(self._working.submit(self._meet))
-            await self._first_of(meeting)
+            await self._children.first_of(meeting)
             self._fetch, self.rings = meeting.result()
             log.info("%d ranks are together", self.ranks)
             yield self
             await self._leave()
         finally:
-            for rank, child in self._children.items():
-                if child.returncode is None:
-                    log.info("killing %s", self._name(rank))
-                    child.kill()
-                    await child.wait()
-            self._store.unlink(missing_ok=True)
+            await self._children.close()
             self._newest.unlink(missing_ok=True)
 
     def _meet(self) -> tuple[Fetch, tuple[RingAddress, ...]]:
-        store = file_store(self._store, self.ranks)
+        store = file_store(self._children.store, self.ranks)
         fetch = join(store, rank=0, ranks=self.ranks, timeout_s=FETCH_S)
         said = [store.get(ring_key(rank)) for rank in range(1, self.ranks)]
         return fetch, tuple(msgspec.json.decode(address, type=RingAddress) for address in said)
@@ -151,8 +116,7 @@ class RankGroup:
         with suppress(TimeoutError):  # whoever is late is killed
             async with asyncio.timeout(LEAVE_S):
                 await asyncio.wait([self._stepping])
-                for child in self._children.values():
-                    await child.wait()
+                await self._children.wait()
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -166,9 +130,7 @@ class RankGroup:
 
         def interrupt() -> None:
             own_interrupt()
-            for child in self._children.values():
-                with suppress(ProcessLookupError):
-                    child.send_signal(INTERRUPT)
+            self._children.signal(INTERRUPT)
 
         self._runner = GroupRunner(desk, settings, progressed=moved, interrupt=interrupt)
         lockstep = Lockstep(
@@ -197,37 +159,7 @@ class RankGroup:
         """Raises with the cause as soon as any rank is lost."""
         assert self._runner is not None
         try:
-            await self._first_of(stepping)
+            await self._children.first_of(stepping)
         except PenstockError as error:
             self._runner.broke(error)
             raise
-
-    async def _first_of(self, expected: asyncio.Future[Any]) -> None:
-        """Waits for it, and raises instead when a rank ends before. The ranks' progress counts as this process's."""
-        while True:
-            done, _ = await asyncio.wait([expected], timeout=WATCH_EVERY_S)
-            if done:
-                expected.result()
-                return
-            for rank, child in self._children.items():
-                if child.returncode is not None:
-                    raise self._last_words(rank)
-            self._pass_on_progress()
-
-    def _pass_on_progress(self) -> None:
-        """A rank that hangs holds up the others at the next fetch, so the group moves if any of its ranks does."""
-        for rank, cell in self._cells.items():
-            progress = cell.read()
-            if progress is not None and progress.ago_s < WATCH_EVERY_S:
-                self._process.progress.moved(f"rank {rank}: {progress.doing}")
-
-    def _last_words(self, rank: int) -> PenstockError:
-        code = self._children[rank].returncode
-        said = self._process.run.read_failure(self._name(rank))
-        if said is not None:
-            return LastWords(said["kind"], f"rank {rank}: {said['message'].removeprefix(f'rank {rank}: ')}").error()
-        assert code is not None
-        return PeerLost(f"rank {rank} {how_ended(code)}; the group cannot go on")
-
-    def _name(self, rank: int) -> str:
-        return f"{self._process.name}.rank{rank}"
