@@ -68,6 +68,26 @@ def play(workload: LanguageWorkload, leases: Sequence[PromptLease]) -> list[list
     return [list(workload.postprocess(one, made)) for one, made in zip(prepared, generated, strict=True)]  # type: ignore[arg-type]
 
 
+class Told:
+    count = None
+    prompt = Copy().prompt
+
+    def score(self, prompts: Any, completions: Any, ended: Any, token_counts: Any, answer: Any) -> list[float | None]:
+        self.ended, self.token_counts = ended, token_counts
+        return [0.0] * len(completions)
+
+
+def test_rewards_are_told_how_completions_ended_and_payloads_carry_it() -> None:
+    environment = Told()
+    workload = workload_for(environment)
+    [outcomes] = play(workload, [lease(0, samples=32)])
+    ended = ["stop" if made.arrays["token_ids"][-1] == workload.tokenizer.eos_id else "length" for made in outcomes]
+    assert set(ended) == {"stop", "length"}
+    assert environment.ended == ended
+    assert environment.token_counts == [made.length for made in outcomes]
+    assert [bool(made.arrays["truncated"][0]) for made in outcomes] == [one == "length" for one in ended]
+
+
 def test_single_turn_samples_have_the_promised_arrays() -> None:
     workload = workload_for(Copy())
     workload.preflight()

@@ -7,13 +7,18 @@ number (or None: not applicable) per completion is broken for every prompt, so i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from penstock.errors import ConfigError, RunFailed
+from penstock.runtime.named import takes
 
 RewardFunction = Callable[..., "list[float | None]"]
+
+TOLD = ("ended", "token_counts")
+"""Told to a reward function that has a parameter of this name, each with one entry per completion: how it ended
+("stop", "length" or "context") and how many tokens the policy wrote. A column of the same name goes before it."""
 
 
 class Rubric:
@@ -33,13 +38,19 @@ class Rubric:
     ) -> list[float | None]:
         total: list[float | None] = [None] * len(completions)
         for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
-            for row, value in enumerate(checked(name, function(prompts, completions, **columns), len(completions))):
+            values = function(prompts, completions, **acceptable(function, columns))
+            for row, value in enumerate(checked(name, values, len(completions))):
                 if value is not None:
                     total[row] = (total[row] or 0.0) + weight * value
         return total
 
     def __repr__(self) -> str:
         return f"Rubric({dict(zip(self.names, self.weights, strict=True))})"
+
+
+def acceptable(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns without what the function need not be told: see `TOLD`."""
+    return {name: values for name, values in columns.items() if name not in TOLD or takes(function, name)}
 
 
 def checked(name: str, values: Any, expected: int) -> list[float | None]:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from penstock.envs.protocol import GoBack, Message, Prompt, TextEnvironment, prompts_per_pass
+from penstock.envs.rewards import acceptable
 from penstock.errors import ConfigError
 
 MISTAKE = "error: "
@@ -65,7 +66,8 @@ class WithTools:
         return msgspec.structs.replace(prompt, text=f"{self.description()}\n\n{prompt.text}")
 
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
-        return self.environment.score(prompts, completions, **columns)
+        score = self.environment.score
+        return score(prompts, completions, **acceptable(score, columns))
 
     def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | GoBack | None:
         answers = [self.answer(call) for call in _CALL.findall(completions[-1])]

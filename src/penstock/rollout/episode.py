@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from penstock.batch.columns import TRUNCATED
 from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.rollout.hooks import Arrays
 
@@ -53,6 +54,9 @@ class Episode(msgspec.Struct):
     """From which of the tokens on, which version; one span for as long as the version stays the same."""
     completions: list[str] = []
     """The text of every finished completion, for rewards and replies only."""
+    endings: list[str] = []
+    """How each of them ended: "stop" by a token that ends a turn, "length" at the token limit, "context"
+    where the reply to it found no room."""
     replies: list[str] = []
     turn_tokens: int = 0
     """Generated in the completion that is not finished yet."""
@@ -75,6 +79,11 @@ class Episode(msgspec.Struct):
     @property
     def generated_tokens(self) -> int:
         return sum(len(piece.token_ids) for piece in self.pieces if piece.logprobs is not None)
+
+    @property
+    def truncated(self) -> bool:
+        """The last completion was cut off: it did not end by itself."""
+        return bool(self.endings) and self.endings[-1] != "stop"
 
     @property
     def wants_completion(self) -> bool:
@@ -139,10 +148,11 @@ class Episode(msgspec.Struct):
             missing -= len(piece.token_ids)
         return np.concatenate(pieces[::-1]).tolist() if pieces else []
 
-    def finish_turn(self, text: str) -> None:
+    def finish_turn(self, text: str, ending: str = "stop") -> None:
         """The completion is complete; `text` is what it says."""
         self._begin_turn()
         self.completions.append(text)
+        self.endings.append(ending)
         self.turn_tokens = 0
 
     def replied(self, text: str, token_ids: Sequence[int] | np.ndarray, back_to: int | None = None) -> None:
@@ -159,7 +169,7 @@ class Episode(msgspec.Struct):
             self._append(_Piece(np.asarray(token_ids, dtype=np.int32), self.tip))
 
     def arrays(self) -> Arrays:
-        """The whole episode: `token_ids`, `loss_mask`, `logprobs` per token, `versions` as spans.
+        """The whole episode: `token_ids`, `loss_mask`, `logprobs` per token, `versions` as spans, `truncated`.
 
         With routing, `routed_experts` in the chunks they came in: writing them is the join. With several branches,
         `branches`: which stretches of the tokens each of them is made of.
@@ -176,6 +186,7 @@ class Episode(msgspec.Struct):
             "loss_mask": drawn.view(np.uint8),
             "logprobs": logprobs,
             "versions": np.array(self.spans, np.int32).reshape(-1, 2),
+            TRUNCATED: np.array([self.truncated], np.uint8),
         }
         if any(piece.routed_experts is not None for piece in pieces):
             arrays["routed_experts"] = self._routing(starts)
@@ -212,6 +223,7 @@ class Episode(msgspec.Struct):
             self.tokens != sum(len(piece.token_ids) for piece in self.pieces)
             or self.turn_tokens > self.generated_tokens
             or len(self.replies) > len(self.completions)
+            or len(self.endings) != len(self.completions)
             or len(self.turns) != len(self.completions) + bool(self.turn_tokens)
             or not all(0 <= index < len(self.pieces) for index in (self.tip, *self.turns))
         ):

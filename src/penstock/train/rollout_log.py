@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from penstock.batch.columns import REWARD_PART, TRUNCATED, reward_parts, truncated
+
 logger = logging.getLogger(__name__)
 
 QUEUED_STEPS = 8
@@ -118,6 +120,9 @@ class RolloutLog:
             line["advantage"] = round(rollout.advantage, 6)
         arrays = rollout.arrays
         if "token_ids" in arrays:
+            line |= {"truncated": truncated(arrays)}
+            if parts := reward_parts(arrays):
+                line |= {"reward_parts": {name: round(value, 6) for name, value in parts.items()}}
             return line | {"length": int(arrays["loss_mask"].sum()), "pieces": self._pieces(arrays)}
         return line | {
             "length": len(arrays["rewards"]),
@@ -140,5 +145,5 @@ class RolloutLog:
 
 def _readable(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Copies of the small arrays that a line is made of; observations and routing stay behind."""
-    names = ("token_ids", "loss_mask", "actions", "rewards", "terminated")
-    return {name: arrays[name].copy() for name in names if name in arrays}
+    names = ("token_ids", "loss_mask", "actions", "rewards", "terminated", TRUNCATED)
+    return {name: arrays[name].copy() for name in arrays if name in names or name.startswith(REWARD_PART)}

@@ -31,6 +31,15 @@ def test_a_completion_no_function_applies_to_has_no_reward() -> None:
     assert Rubric([only_long])(["p"], ["a"]) == [None]
 
 
+def ended_well(prompts: Any, completions: Any, ended: Any) -> list[float | None]:
+    return [float(how == "stop") for how in ended]
+
+
+def test_functions_are_told_what_they_have_a_parameter_for() -> None:
+    told = {"ended": ["stop", "length"], "token_counts": [1, 2]}
+    assert Rubric([ended_well, lambda prompts, completions: [1.0, 1.0]])(["p"] * 2, ["a"] * 2, **told) == [2.0, 1.0]
+
+
 def test_two_functions_of_one_name_are_told_apart() -> None:
     assert Rubric([halves, halves]).names == ("halves", "halves_2")
 

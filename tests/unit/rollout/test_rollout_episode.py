@@ -34,7 +34,19 @@ def test_arrays_are_joined_once_with_masks_logprobs_and_version_spans() -> None:
         "loss_mask": "uint8",
         "logprobs": "float32",
         "versions": "int32",
+        "truncated": "uint8",
     }
+
+
+def test_a_sample_is_truncated_by_how_its_last_completion_ended() -> None:
+    episode = two_turns()
+    assert (episode.endings, episode.truncated) == (["stop", "stop"], False)
+    episode.replied("?", [10])
+    episode.generated(np.array([11]), np.array([-1.5]), spans((0, 4)), 4, "four")
+    episode.finish_turn("d", "length")
+    again = Episode.from_bytes(episode.to_bytes())
+    assert (again.endings, again.truncated) == (["stop", "stop", "length"], True)
+    assert again.arrays()["truncated"].tolist() == [1]
 
 
 def test_the_oldest_version_and_its_digest_stand_for_the_episode() -> None:

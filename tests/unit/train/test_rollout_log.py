@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.batch.columns import reward_part_arrays
 from penstock.engines.tokenizer import CharacterTokenizer
 from penstock.train.rollout_log import QUEUED_STEPS, RolloutLog, TrainedRollout
 
@@ -20,6 +21,8 @@ def spoken(sample: int) -> TrainedRollout:
         "token_ids": np.array([*first, *second, TOKENIZER.eos_id, *third], np.int32),
         "loss_mask": np.array([0, 0, 0, 1, 1, 1, 0, 1], np.uint8),
         "routed_experts": np.zeros((8, 2, 2), np.uint8),
+        "truncated": np.array([1], np.uint8),
+        **reward_part_arrays({"right": 0.5, "short": None}),
     }
     return TrainedRollout(7, sample, 3, 0.5, -0.25, arrays)
 
@@ -51,6 +54,8 @@ def test_lines_read_like_a_conversation(tmp_path: Path) -> None:
             "version": 3,
             "reward": 0.5,
             "advantage": -0.25,
+            "truncated": True,
+            "reward_parts": {"right": 0.5},
             "length": 4,
             "pieces": [
                 {"by": "context", "text": "ab>"},

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from penstock.engines.requests import Completion, Sampling
+from penstock.envs.rewards import acceptable
 from penstock.errors import Aborted, ConfigError, PenstockError
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
@@ -203,7 +204,7 @@ class LanguageHooks(Generic[AnyEngine]):
         episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
         if drawn.ending == "interrupted":
             return False
-        episode.finish_turn(self.tokenizer.decode(episode.turn_ids()))
+        episode.finish_turn(self.tokenizer.decode(episode.turn_ids()), drawn.ending)
         return True
 
     def goes_on(self, prepared: PreparedPrompt, episode: Episode) -> bool:
@@ -217,17 +218,23 @@ class LanguageHooks(Generic[AnyEngine]):
         text, back_to = (reply, None) if isinstance(reply, str) else (reply.text, reply.to)
         token_ids = self.tokenizer.encode(text)
         if not self._fits(episode.context_tokens(back_to) + len(token_ids)):
+            episode.endings[-1] = "context"  # the conversation was to go on, and there is no room for it
             return False
         episode.replied(text, token_ids, back_to)
         return True
 
     def _score(self, prompt: PromptLike, episodes: Sequence[Episode]) -> list[float | None]:
         """The last completion is what is scored; the whole conversation is there as the column `turns`."""
-        columns = {name: [value] * len(episodes) for name, value in prompt.columns.items()}
+        columns: dict[str, list[Any]] = {
+            "ended": [episode.endings[-1] for episode in episodes],
+            "token_counts": [episode.generated_tokens for episode in episodes],
+        }
+        columns |= {name: [value] * len(episodes) for name, value in prompt.columns.items()}
         if self.max_turns > 1:
             columns["turns"] = [[*episode.completions] for episode in episodes]
         completions = [episode.completions[-1] for episode in episodes]
-        return self.environment.score([prompt.shown()] * len(episodes), completions, **columns)
+        score = self.environment.score
+        return score([prompt.shown()] * len(episodes), completions, **acceptable(score, columns))
 
     def _finished(self, episode: Episode, reward: float | None) -> Outcome:
         if reward is None:

@@ -1,0 +1,51 @@
+"""Small facts about a sample that travel in its payload beside the tokens.
+
+| array            | type       | says                                                                           |
+|------------------|------------|--------------------------------------------------------------------------------|
+| `truncated`      | uint8[1]   | 1: the last completion was cut off (token limit, context)                      |
+| `unscored`       | uint8[1]   | 1: it has no reward of its own; no advantage, not trained                      |
+| `reward_parts.F` | float32[1] | what the reward function F gave, before its weight; absent where it was `None` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from penstock.batch.codec import MAX_NAME_BYTES
+
+TRUNCATED = "truncated"
+UNSCORED = "unscored"
+REWARD_PART = "reward_parts."
+
+
+def truncated(sample: Mapping[str, np.ndarray]) -> bool:
+    """Whether the sample's last completion was cut off."""
+    return bool(TRUNCATED in sample and sample[TRUNCATED][0])
+
+
+def unscored(sample: Mapping[str, np.ndarray]) -> bool:
+    """Whether the sample has no reward of its own: its record's reward is a stand-in, the mean of its group."""
+    return bool(UNSCORED in sample and sample[UNSCORED][0])
+
+
+def reward_parts(sample: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """What each reward function gave the sample, by the function's name; those that gave `None` are left out."""
+    return {
+        name.removeprefix(REWARD_PART): float(values[0])
+        for name, values in sample.items()
+        if name.startswith(REWARD_PART)
+    }
+
+
+def reward_part_arrays(parts: Mapping[str, float | None]) -> dict[str, np.ndarray]:
+    """The arrays that `reward_parts` reads."""
+    return {
+        array_name(function): np.array([value], np.float32) for function, value in parts.items() if value is not None
+    }
+
+
+def array_name(function: str) -> str:
+    """The array of one reward function: names of arrays are short and ASCII."""
+    return (REWARD_PART + function.encode("ascii", "replace").decode())[:MAX_NAME_BYTES]
