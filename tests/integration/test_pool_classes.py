@@ -20,10 +20,10 @@ from running import TINY, Running, start, step_lines, trained_prompts, wait_for
 
 from penstock.journal.reader import history
 from penstock.pool import events as pool
-from penstock.pool.book import State
 from penstock.pool.lease import Hold
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
+from penstock.pool.state import State
 from penstock.records.ids import POOL
 from penstock.records.pool import Priority, Topology
 from penstock.runtime.rundir import RunDir

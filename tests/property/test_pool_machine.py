@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.errors import PenstockError
 from penstock.pool import events as ev
-from penstock.pool.book import State
 from penstock.pool.lease import Hold
 from penstock.pool.pool import Pool
 from penstock.pool.settings import PoolSettings
+from penstock.pool.state import State
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, OrderNumber, Priority, Topology
 from profiles import examples

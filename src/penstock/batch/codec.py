@@ -50,7 +50,7 @@ _ENTRY = struct.Struct("<BBBB")
 _EXTENTS = tuple(struct.Struct(f"<{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1))
 
 STRIDE_BYTES = 1 << 18
-"""Written between two words of progress: what was just written is still in the cache for whoever digests it."""
+"""Written between two words of progress: what was just written is still in the cache when it is digested."""
 
 Chunks = Sequence[np.ndarray]
 """Arrays that are one array along the first axis: writing them is the join."""

@@ -14,7 +14,7 @@ SERIOUS = ("WARNING", "ERROR", "CRITICAL")
 
 
 class Warned(NamedTuple):
-    """One line that somebody thought worth a warning."""
+    """One log line of level WARNING or above."""
 
     at: float
     level: str

@@ -48,7 +48,7 @@ class MetricsFold:
         self.gauges: dict[str, dict[str, Any]] = {}
         """The latest gauges of each pipeline."""
         self.processes: dict[str, dict[str, Any]] = {}
-        """The latest gauges of each process, whoever was heard of last at the end."""
+        """The latest gauges of each process, the most recently updated last."""
         self.present: frozenset[str] = frozenset()
         """The processes in the last line: the others are gone."""
         self.steps: dict[str, dict[str, Any]] = {}

@@ -11,7 +11,7 @@ Tone = Literal["well", "attention", "bad", "quiet"]
 
 SILENT_AFTER_S = 60.0
 RECENTLY_S = 10.0
-"""A run writes its gauges every two seconds: older files are nobody's work in progress."""
+"""A run writes its gauges every two seconds: older files belong to a run that is not live."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Payloads that nobody will read, on their way back to the producers that must free them."""
+"""Payloads that will not be read, reported to the producers that must free them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
 
 The server's half is `ServerExchange`. It takes a slot per read and ends that attempt exactly once, by releasing it:
 sent is not received, so only the client's word that it is done with a payload consumes it, and until then the payload
-can be read again, by whoever lost a reply or has to repeat a training step. Saying it twice does no harm.
+can be read again, by a client that lost a reply or repeats a training step. Sending it twice does no harm.
 
 The machine also sets the deadline of whatever it waits for, so that a client that stalls costs its own connection only.
 """

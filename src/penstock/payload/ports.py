@@ -1,7 +1,7 @@
 """Which of a server's ports to call next: in turn, leaving out the sick, never leaving out all.
 
 A port that failed is in quarantine, for longer with every failure in a row. A quarantined port is skipped while a
-healthy one remains. When all are sick the one whose quarantine ends first is tried at once: waiting would help nobody.
+healthy one remains. When all are sick the one whose quarantine ends first is tried at once: waiting would not help.
 A success heals.
 """
 

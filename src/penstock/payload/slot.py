@@ -4,7 +4,7 @@
       ▲                └──abandon──▶ FREE ▲                ├──reclaim──▶ READY   (its reader died)
       └─────── consume, discard ──────────┴── consume ─────┴──take─────▶ READING (a fresh reader supersedes)
 
-The word holds the state, the reader, the read attempt and the generation, so that whoever stores it commits the whole
+The word holds the state, the reader, the read attempt and the generation, so that one store commits the whole
 transition at once: a process killed before the store changed nothing, killed after it changed everything. The
 generation grows with every use of the slot, the attempt with every take; a reference names a generation and a
 finalisation names an attempt, so neither can touch a later use of the same slot. Exactly one attempt owns the
@@ -130,7 +130,7 @@ def finalise(word: int, action: Literal["consume", "release"], attempt: int) -> 
 
 
 def consume(word: int, generation: int) -> int | None:
-    """On behalf of whoever used its own copy: `generation` is done with, even if an orphan still reads it.
+    """For a reader that used its own copy: `generation` is done with, even if an orphan still reads it.
 
     None when it is already gone.
     """
@@ -139,7 +139,7 @@ def consume(word: int, generation: int) -> int | None:
 
 
 def discard(word: int, generation: int) -> int | None:
-    """Producer: nobody needs `generation` any more. None when it is already gone or being read."""
+    """Producer: `generation` is no longer needed. None when it is already gone or being read."""
     state = _DISCARD.get(word & STATE_MASK)
     return None if state is None or word >> _GENERATION_SHIFT != generation else _without_reader(word) | state
 

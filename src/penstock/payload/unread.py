@@ -1,7 +1,7 @@
-"""Payloads that were handed over, by the version of their samples, until nobody can want them any more.
+"""Delivered payloads by the version of their samples, until they can no longer be requested.
 
-A backstop. Most payloads are freed by whoever read them, or on the controller's word that nobody will. But a trainer
-killed right after its step was acknowledged can no longer say what it had used, and a killed controller takes along
+A backstop. Most payloads are freed by their reader, or on the controller's report that they will not be read. But a
+trainer killed right after its step was acknowledged can no longer report what it used, and a killed controller loses
 what it had not yet passed on. Both concern samples that are soon too old to be trained, and that is known for certain.
 """
 

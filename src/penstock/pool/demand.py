@@ -1,6 +1,6 @@
 """Demand is state: what a pipeline's ledger still wants generated, and how fast its workers have been generating.
 
-Nobody reports progress to the pool. Whoever keeps the ledger counts what remains and what was completed, so demand is
+Progress is not reported to the pool. The ledger counts what remains and what was completed, so demand is
 there before the first sample is dispatched, cannot be lost with a message, and cannot be left unwired.
 """
 

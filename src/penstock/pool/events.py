@@ -92,7 +92,7 @@ class DemandCounted(msgspec.Struct, tag="pool_demand_counted", frozen=True):
 class DevicesRequested(msgspec.Struct, tag="pool_devices_requested", frozen=True):
     """A member asks for `count` devices among `among`, all at once or not at all.
 
-    With `release` it first gives back an earlier grant; nobody can slip in between.
+    With `release` it first gives back an earlier grant, in the same event.
     """
 
     pipeline: PipelineName
@@ -141,7 +141,7 @@ class TimePassed(msgspec.Struct, tag="pool_time_passed", frozen=True):
 
 
 class ControllerRestarted(msgspec.Struct, tag="pool_controller_restarted", frozen=True):
-    """Nobody could report while the host was down: every deadline starts afresh."""
+    """No report could arrive while the host was down: every deadline starts again."""
 
 
 Event = (

@@ -5,7 +5,7 @@
 2. Pipelines below their equal part and their ideal share: idle devices, those of workers that have nothing to do, and
    what others have beyond their own part.
 3. Pipelines a whole bundle short of their ideal share, from those that have a whole bundle too many.
-4. Idle devices, and those of workers that have nothing to do, to whoever can use them.
+4. Idle devices, and those of workers that have nothing to do, to pipelines that can use them.
 
 In the last two a worker is woken only if that pays: see `PipelineView.overdue` and `worth`. Everybody's own home
 (where it trains) comes first; another's home is taken only if it is left for long enough (`away_s`, `stay_s`).
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.pool.ground import NOBODY, Ground, as_devices
+from penstock.pool.occupancy import UNOCCUPIED, Occupancy, as_devices
 from penstock.pool.places import places
 from penstock.pool.plan import PipelineView, Snapshot
 from penstock.pool.share import Share, ideal_devices
@@ -30,8 +30,8 @@ _SURPLUS = 16.0
 _BORROWED = 32.0
 _SPARE = 64.0
 _TOO_SHORT = 256.0
-"""What taking a device costs, in order of harm: somebody is leaving it, somebody will train there, somebody cannot use
-it, somebody has it beyond its part, somebody has it, it would have to be left again at once."""
+"""What taking a device costs, in order of harm: its worker is leaving, a trainer will come, its worker has no work,
+its pipeline is beyond its part, its pipeline is within its part, it would have to be left again at once."""
 
 _IDLE, _LENT, _BUSY = range(3)
 """Whose workers may have to leave: those that have nothing to do, those beyond their pipeline's part, any."""
@@ -44,28 +44,28 @@ class _Kind(NamedTuple):
     bundle: int
     places_K: np.ndarray
     row_D: np.ndarray
-    """Which of the places a device belongs to, or NOBODY."""
+    """Which of the places a device belongs to, or UNOCCUPIED."""
 
 
 class Generation:
     """Shares out devices among the pipelines' generation workers."""
 
-    def __init__(self, snapshot: Snapshot, ground: Ground) -> None:
+    def __init__(self, snapshot: Snapshot, occupancy: Occupancy) -> None:
         self._now = snapshot.now
-        self._ground = ground
+        self._ground = occupancy
         self._pipelines = snapshot.pipelines
         self._kinds = _kinds(snapshot)
-        self._shares = _shares(snapshot, ground)
+        self._shares = _shares(snapshot, occupancy)
         self._short = [share.short for share in self._shares]
         self._surplus = [
             min(share.surplus, max(0, share.held - share.part)) if view.lingers else share.surplus
             for view, share in zip(self._pipelines, self._shares, strict=True)
         ]
-        # Whoever has no work has no spare workers either: they are in surplus, or they linger.
+        # A pipeline without work has no spare workers either: they are in surplus, or they linger.
         self._spare = [
             share.spare if view.useful else 0 for view, share in zip(self._pipelines, self._shares, strict=True)
         ]
-        self._away_D = np.full(len(ground.taken), np.inf)
+        self._away_D = np.full(len(occupancy.taken), np.inf)
         for view in snapshot.pipelines:
             home = list(view.home)
             self._away_D[home] = np.minimum(self._away_D[home], view.away_s)
@@ -172,12 +172,12 @@ class Generation:
     def _take_home(self, index: int) -> bool:
         """Let the pipeline stand where it trains, if it is open there or others have no right to stay.
 
-        If it is owed a worker it may send away whoever is idle, however soon that one will have work again.
+        If it is owed a worker it may evict an idle worker, however soon that one will have work again.
         """
         homes = self._homes.get(index)
         if homes is None:
             kind = self._kinds[index]
-            rows = sorted(set(kind.row_D[list(self._pipelines[index].home)].tolist()) - {NOBODY}, reverse=True)
+            rows = sorted(set(kind.row_D[list(self._pipelines[index].home)].tolist()) - {UNOCCUPIED}, reverse=True)
             homes = self._homes[index] = kind.places_K[rows].tolist()
         while homes:
             place = homes.pop()
@@ -210,43 +210,43 @@ class Generation:
         return _LENT if self._lent(pipeline) > 0 else _BUSY
 
     def _lent(self, pipeline: int) -> int:
-        """Bundles beyond its equal part and its quota: whoever is owed some may have them."""
+        """Bundles beyond its equal part and its quota: pipelines that are owed some may have them."""
         share = self._shares[pipeline]
         return share.held - max(1, share.part, self._pipelines[pipeline].min_bundles)
 
     def _places_by_cost(self, kind: _Kind) -> list[list[int]]:
         """Places with the cheapest to take at the end. What has become impossible since then the caller drops."""
-        ground = self._ground
-        open_D = ground.open_D()
-        occupied_D = np.array(ground.occupant) != NOBODY
+        occupancy = self._ground
+        open_D = occupancy.open_D()
+        occupied_D = np.array(occupancy.occupant) != UNOCCUPIED
         # Fill up broken blocks first, so that whole ones stay whole for large bundles.
         free_B = np.add.reduceat(open_D, np.arange(0, len(open_D), self._block))
         cost_D = np.repeat(free_B, self._block)[: len(open_D)] / (2.0 * self._block * kind.bundle)
         cost_D = np.where(open_D, cost_D + np.where(occupied_D, _MUST_WAIT, 0.0), np.inf)
-        # Of the places where somebody trains, first those that are left to others for longest.
+        # Of the places with a trainer, first those that it leaves to others for longest.
         cost_D += np.where(np.isfinite(self._away_D), _HOME / (1.0 + self._away_D / 60.0) / kind.bundle, 0.0)
         cost_D += np.where(self._away_D < self._stay_s, _TOO_SHORT / kind.bundle, 0.0)
         over_served = sorted(range(len(self._shares)), key=self._gap_order, reverse=True)
         value = dict(zip(over_served, np.linspace(_SPARE, _SPARE + 1, len(over_served)).tolist(), strict=True))
-        for seat_index, seat in enumerate(ground.seats):
+        for seat_index, seat in enumerate(occupancy.seats):
             if self._may_give(seat_index, owed=True):
                 state = self._state_of(seat_index)
                 price = (_SURPLUS, _BORROWED, value[seat.pipeline])[state]
                 cost_D[list(seat.devices)] = price / min(len(seat.devices), kind.bundle)
-        cost_D[np.array(ground.taken) | np.array(ground.calm)] = np.inf
+        cost_D[np.array(occupancy.taken) | np.array(occupancy.calm)] = np.inf
         cost_K = cost_D[kind.places_K].sum(axis=1)
         order = np.argsort(cost_K, kind="stable")
         return kind.places_K[order[: int(np.isfinite(cost_K).sum())][::-1]].tolist()
 
     def _standing(self, place: list[int]) -> set[int] | None:
         """Seats that would have to leave the place; None if it is out of reach."""
-        ground = self._ground
+        occupancy = self._ground
         found: set[int] = set()
         for device in place:
-            if ground.taken[device]:
+            if occupancy.taken[device]:
                 return None
-            occupant = ground.occupant[device]
-            if occupant != NOBODY and not ground.leaving[occupant]:
+            occupant = occupancy.occupant[device]
+            if occupant != UNOCCUPIED and not occupancy.leaving[occupant]:
                 found.add(occupant)
         return found
 
@@ -271,17 +271,17 @@ class Generation:
         )
 
     def _seize(self, index: int, place: list[int], reason: str) -> None:
-        ground = self._ground
+        occupancy = self._ground
         name = self._pipelines[index].name
         for seat_index in sorted(self._standing(place) or ()):
-            seat = ground.seats[seat_index]
-            ground.shrink(seat_index, abort=False, reason=f"for {name}: {reason}")
+            seat = occupancy.seats[seat_index]
+            occupancy.shrink(seat_index, abort=False, reason=f"for {name}: {reason}")
             self._surplus[seat.pipeline] -= 1
             self._spare[seat.pipeline] -= 1
             self._shares[seat.pipeline].held -= 1
             if self._turns is not None:
                 self._turns.ready_D[list(seat.devices)] = -np.inf
-        ground.expand(name, as_devices(place))
+        occupancy.expand(name, as_devices(place))
         self._shares[index].held += 1
         self._asleep[index] -= 1
         self._short[index] -= 1
@@ -292,11 +292,13 @@ class Generation:
 class _Turns:
     """When each device can be taken by a pipeline whose turn it is, and how much its present user needs it."""
 
-    def __init__(self, ground: Ground, pipelines: tuple[PipelineView, ...], shares: list[Share], now: float) -> None:
-        self.ready_D = np.where(ground.open_D(), -np.inf, np.inf)
+    def __init__(
+        self, occupancy: Occupancy, pipelines: tuple[PipelineView, ...], shares: list[Share], now: float
+    ) -> None:
+        self.ready_D = np.where(occupancy.open_D(), -np.inf, np.inf)
         self.harm_D = np.zeros_like(self.ready_D)
-        for index, seat in enumerate(ground.seats):
-            if seat.phase in ("waking", "serving") and not ground.leaving[index]:
+        for index, seat in enumerate(occupancy.seats):
+            if seat.phase in ("waking", "serving") and not occupancy.leaving[index]:
                 devices = list(seat.devices)
                 share = shares[seat.pipeline]
                 view = pipelines[seat.pipeline]
@@ -304,18 +306,18 @@ class _Turns:
                 # A turn begins with service: a worker that is still waking has all of it before it.
                 begins = seat.since if seat.phase == "serving" else now
                 self.ready_D[devices] = -np.inf if share.held > share.useful else begins + view.turn_s
-                self.harm_D[devices] = share.ideal / share.held + (len(ground.taken) if within_quota else 0)
-        self.ready_D[np.array(ground.taken) | np.array(ground.calm)] = np.inf
+                self.harm_D[devices] = share.ideal / share.held + (len(occupancy.taken) if within_quota else 0)
+        self.ready_D[np.array(occupancy.taken) | np.array(occupancy.calm)] = np.inf
 
 
-def _shares(snapshot: Snapshot, ground: Ground) -> list[Share]:
+def _shares(snapshot: Snapshot, occupancy: Occupancy) -> list[Share]:
     pipelines = snapshot.pipelines
     held = [0] * len(pipelines)
-    for index, seat in enumerate(ground.seats):
-        if not ground.leaving[index]:
+    for index, seat in enumerate(occupancy.seats):
+        if not occupancy.leaving[index]:
             held[seat.pipeline] += 1
     # What a worker of ours is promised is still generation's to share.
-    free_D = ~np.array(ground.taken) | (np.array(ground.planned) != NOBODY)
+    free_D = ~np.array(occupancy.taken) | (np.array(occupancy.planned) != UNOCCUPIED)
     ideal = [0.0] * len(pipelines)
     part = [0] * len(pipelines)
     for devices, neighbours in _neighbourhoods(pipelines):
@@ -372,7 +374,7 @@ def _kinds(snapshot: Snapshot) -> list[_Kind]:
                 places_K = places(snapshot.topology, view.inference, view.bundle)
             else:
                 places_K = np.array(view.places, dtype=np.int64).reshape(len(view.places), view.bundle)
-            row_D = np.full(snapshot.topology.device_count, NOBODY)
+            row_D = np.full(snapshot.topology.device_count, UNOCCUPIED)
             row_D[places_K] = np.arange(len(places_K))[:, None]
             kinds[key] = _Kind(len(kinds), view.bundle, places_K, row_D)
         found.append(kinds[key])

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from penstock.errors import InvalidTransition
 from penstock.pool import events as ev
-from penstock.pool.book import Book
 from penstock.pool.lease import Hold, Member, Seat, SeatInput
 from penstock.pool.plan import Plan
 from penstock.pool.settings import PoolSettings
+from penstock.pool.state import DeviceTable
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, OrderNumber, SeatId
 
@@ -20,9 +20,9 @@ from penstock.records.pool import DeviceId, Order, OrderNumber, SeatId
 class Moves:
     """Turns plans and answers into steps of seats and holds, and collects the effects."""
 
-    def __init__(self, book: Book, settings: PoolSettings, effects: list[ev.Effect]) -> None:
-        self._book = book
-        self._state = book.state
+    def __init__(self, table: DeviceTable, settings: PoolSettings, effects: list[ev.Effect]) -> None:
+        self._table = table
+        self._state = table.state
         self._settings = settings
         self._effects = effects
 
@@ -31,17 +31,17 @@ class Moves:
         for shrink in plan.shrinks:
             self.recall(self._state.seats[shrink.seat], now, abort=shrink.abort, reason=shrink.reason)
         for withdrawal in plan.withdrawals:
-            self._book.step_hold(self._state.holds[withdrawal.request], "withdrawn")
+            self._table.step_hold(self._state.holds[withdrawal.request], "withdrawn")
         for grant in plan.grants:
             hold = self._state.holds[grant.request]
-            self._book.promise(hold, grant.devices)
+            self._table.promise(hold, grant.devices)
             self._if_clear(hold, now)
         sleeping = self._sleeping_workers() if plan.expands else {}
         for expand in plan.expands:
             worker = _pick(sleeping.get(expand.pipeline, []), expand.devices)
             seat = Seat(SeatId(self._state.next_seat), expand.pipeline, worker.member, expand.devices, "planned", now)
             self._state.next_seat += 1
-            self._book.add_seat(seat)
+            self._table.add_seat(seat)
             self._if_clear(seat, now)
 
     def recall(self, seat: Seat, now: float, *, abort: bool, reason: str) -> None:
@@ -60,7 +60,7 @@ class Moves:
             if seat.state == "serving":
                 # A wake that was held up (by the first weights, by a busy machine) says little: the next corrects it.
                 entry.wake_s = (entry.wake_s + took_s) / 2 if 0 < entry.wake_s < took_s else took_s
-                if self._book.serving(seat.pipeline) == 1:
+                if self._table.serving(seat.pipeline) == 1:
                     entry.demand.heard_at = now
         return True
 
@@ -87,7 +87,7 @@ class Moves:
         overdue = [hold for hold in self._state.holds.values() if hold.deadline is not None and hold.deadline <= now]
         for hold in overdue:
             if hold.state == "fenced":
-                self.go_on(self._book.step_hold(hold, "overdue"), now)
+                self.go_on(self._table.step_hold(hold, "overdue"), now)
             else:
                 waited_s = now - hold.since
                 self.reject(hold, "timed_out", f"not served within {waited_s:.1f} s", now)
@@ -96,12 +96,12 @@ class Moves:
     def lose(self, member: MemberId, now: float) -> bool:
         """The process has ended: everything of it is free."""
         known = self._state.members.pop(member, None)
-        seat = self._book.seat_of.get(member)
+        seat = self._table.seat_of.get(member)
         holds = [hold for hold in self._state.holds.values() if hold.member == member]
         if seat is not None:
-            self.go_on(self._book.step_seat(seat, "lost"), now)
+            self.go_on(self._table.step_seat(seat, "lost"), now)
         for hold in holds:
-            self.go_on(self._book.step_hold(hold, "lost"), now)
+            self.go_on(self._table.step_hold(hold, "lost"), now)
         return known is not None or seat is not None or bool(holds)
 
     def give_up(self, member: MemberId, reason: str, now: float) -> bool:
@@ -121,7 +121,7 @@ class Moves:
 
     def reject(self, hold: Hold, kind: ev.Rejection, reason: str, now: float) -> None:
         """End a request that has not been granted."""
-        self.go_on(self._book.step_hold(hold, "ended"), now)
+        self.go_on(self._table.step_hold(hold, "ended"), now)
         self._effects.append(ev.RejectRequest(hold.pipeline, hold.member, hold.request, kind, reason))
 
     def go_on(self, cleared: list[Seat | Hold], now: float) -> None:
@@ -149,12 +149,12 @@ class Moves:
     # --------------------------------------------------------------------------------------------------- inside
 
     def _if_clear(self, claim: Seat | Hold, now: float) -> None:
-        if not self._book.is_clear(claim):
+        if not self._table.is_clear(claim):
             return
         if isinstance(claim, Seat):
             self._step(claim, "cleared", now)
         else:
-            self._book.step_hold(claim, "cleared")
+            self._table.step_hold(claim, "cleared")
             claim.deadline, claim.since = None, now
             entry = self._state.pipelines.get(claim.pipeline)
             if entry is not None:
@@ -162,7 +162,7 @@ class Moves:
             self._effects.append(ev.GrantDevices(claim.pipeline, claim.member, claim.request, claim.devices))
 
     def _step(self, seat: Seat, what: SeatInput, now: float, *, abort: bool = False, reason: str = "") -> None:
-        cleared = self._book.step_seat(seat, what)
+        cleared = self._table.step_seat(seat, what)
         seat.deadline, seat.since = None, now
         if seat.state in ("waking", "leaving"):
             seat.order = OrderNumber(self._state.next_order)
@@ -184,7 +184,7 @@ class Moves:
 
     def _answered(self, pipeline: PipelineName, member: MemberId, order: OrderNumber) -> Seat | None:
         """The seat this answer is for; None for an answer that came too late to matter."""
-        seat = self._book.seat_of.get(member)
+        seat = self._table.seat_of.get(member)
         if seat is None or seat.pipeline != pipeline or seat.order != order or seat.state not in ("waking", "leaving"):
             return None
         return seat
@@ -209,12 +209,12 @@ class Moves:
     def _fall_silent(self, member: Member, reason: str, now: float) -> None:
         member.silent = True
         holds = [hold for hold in self._state.holds.values() if hold.member == member.member]
-        seat = self._book.seat_of.get(member.member)
+        seat = self._table.seat_of.get(member.member)
         if seat is not None and seat.state != "fenced":
             self._step(seat, "silent", now, reason=reason)
         for hold in holds:
             if hold.state == "held":
-                self._book.step_hold(hold, "silent")
+                self._table.step_hold(hold, "silent")
                 hold.deadline = now + self._settings.fence_s
                 self._effects.append(ev.FenceMember(hold.pipeline, hold.member, reason))
             elif hold.state != "fenced":
@@ -224,7 +224,7 @@ class Moves:
     def _sleeping_workers(self) -> dict[PipelineName, list[Member]]:
         sleeping: dict[PipelineName, list[Member]] = {}
         for member in self._state.members.values():
-            if member.worker and not member.silent and member.member not in self._book.seat_of:
+            if member.worker and not member.silent and member.member not in self._table.seat_of:
                 sleeping.setdefault(member.pipeline, []).append(member)
         return sleeping
 

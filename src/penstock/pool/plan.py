@@ -20,11 +20,11 @@ class PipelineView(msgspec.Struct, frozen=True):
     bundle: int
     inference: tuple[DeviceId, ...]
     remaining: int
-    """Samples still to be generated; 0 means it needs no worker (and may keep those nobody else wants)."""
+    """Samples still to be generated; 0 means it needs no worker (and may keep those that no other pipeline wants)."""
     useful: int
     """The most bundles it can put to use: by remaining work, by quota, by processes that exist."""
     worth: int = 1_000_000
-    """Beyond its equal part, devices that nobody uses are worth taking until it has so many bundles: one more would not
+    """Beyond its equal part, unused devices are worth taking until it has so many bundles: one more would not
     repay its waking."""
     overdue: bool = True
     """It has been below its share for as long as a move takes to repay: it may have workers that others are using."""
@@ -37,7 +37,7 @@ class PipelineView(msgspec.Struct, frozen=True):
     turn_s: float = 10.0
     """A woken worker of it is not taken for another pipeline's generation before this has passed."""
     lingers: bool = False
-    """Workers of it that lack work will have some again before the moves repay: up to its equal part nobody may take
+    """Workers of it that lack work will have some again before the moves repay: up to its equal part no other may take
     them for idle."""
     home: tuple[DeviceId, ...] = ()
     """Devices it trains on: its own workers stand best there, others must leave when it trains or comes back."""

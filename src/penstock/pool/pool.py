@@ -18,14 +18,14 @@ import msgspec
 
 from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.pool import events as ev
-from penstock.pool.book import Book, Entry, State, another_life, compare_shapes
+from penstock.pool.checks import check_request, check_shape
 from penstock.pool.demand import Demand
-from penstock.pool.door import check_request, check_shape
 from penstock.pool.lease import Hold, Member
 from penstock.pool.moves import Moves
 from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.settings import PoolSettings
+from penstock.pool.state import DeviceTable, Entry, State, another_life, compare_shapes
 from penstock.pool.status import describe, troubles
 from penstock.pool.validate import validate
 from penstock.pool.view import longest_wait_s, view_of, workers_by_pipeline
@@ -50,8 +50,8 @@ class Pool:
         self.settings = state.settings or self.settings
         compare_shapes(state)
         self._state = state
-        self._book = Book(state)
-        self._moves = Moves(self._book, self.settings, self._effects)
+        self._table = DeviceTable(state)
+        self._moves = Moves(self._table, self.settings, self._effects)
 
     # ------------------------------------------------------------------------------------------------ the machine
 
@@ -66,11 +66,11 @@ class Pool:
         return list(self._effects)
 
     def _can_wait(self, event: ev.Event) -> bool:
-        """Whether a plan can wait for the next tick: nobody is blocked by what happened."""
+        """Whether a plan can wait for the next tick: nothing is blocked by what happened."""
         if isinstance(event, ev.WorkerJoined):
             return self._entry(event.pipeline).demand.remaining == 0
         if isinstance(event, ev.DemandCounted):
-            return self._entry(event.pipeline).waiting_since is not None or self._book.serving(event.pipeline) > 0
+            return self._entry(event.pipeline).waiting_since is not None or self._table.serving(event.pipeline) > 0
         return isinstance(event, ev.LeaseRenewed | ev.MoveDone)
 
     def _apply(self, event: ev.Event, now: float) -> bool:
@@ -111,12 +111,12 @@ class Pool:
 
     def orders(self, member: MemberId) -> tuple[Order, ...]:
         """What this worker must do now; empty when it is where it should be."""
-        seat = self._book.seat_of.get(member)
+        seat = self._table.seat_of.get(member)
         return () if seat is None or seat.state not in ("waking", "leaving") else (self._moves.order(seat),)
 
     def granted(self, member: MemberId, request: int) -> GrantedDevices | None:
         """What a request holds; None while it waits (or when it is over)."""
-        hold = self._book.hold_of(member, request)
+        hold = self._table.hold_of(member, request)
         if hold is None or hold.state != "held":
             return None
         return GrantedDevices(hold.request, hold.priority, hold.devices)
@@ -150,7 +150,7 @@ class Pool:
 
     def check(self) -> None:
         """Raises if an invariant is broken."""
-        self._book.check()
+        self._table.check()
         if self._state.refused_plans:
             raise InvalidTransition(f"{self._state.refused_plans} plans were refused by the validator")
 
@@ -203,7 +203,7 @@ class Pool:
     def _count(self, event: ev.DemandCounted, now: float) -> bool:
         entry = self._entry(event.pipeline)
         had_work = entry.demand.remaining > 0
-        if not entry.demand.count(event.remaining, event.completed, self._book.serving(event.pipeline), now):
+        if not entry.demand.count(event.remaining, event.completed, self._table.serving(event.pipeline), now):
             return False
         if had_work and not event.remaining:
             entry.paused_since = now
@@ -246,7 +246,7 @@ class Pool:
         if not self.is_open(event.pipeline):
             raise Stale(f"pipeline {event.pipeline!r} is closed: it is given no devices any more")
         among = check_request(event, self.settings.topology)
-        if self._book.hold_of(event.member, event.request) is not None:
+        if self._table.hold_of(event.member, event.request) is not None:
             return self._renew(event.member, now)
         known = self._state.members.get(event.member)
         if known is not None and known.given_up:
@@ -257,16 +257,16 @@ class Pool:
             )
         old = None
         if event.release is not None:
-            old = self._book.hold_of(event.member, event.release)
+            old = self._table.hold_of(event.member, event.release)
             if old is None or old.state != "held":
                 raise LocalProtocolError(f"{event.member} cannot release request {event.release}: it does not hold it")
         self._member(event.pipeline, event.member, now).last_request = event.request
         if old is not None:
-            # Given back and asked for in one event: whoever plans next sees both or neither.
-            self._moves.go_on(self._book.step_hold(old, "released"), now)
+            # Given back and asked for in one event: the next plan sees both or neither.
+            self._moves.go_on(self._table.step_hold(old, "released"), now)
         number = self._state.next_hold
         self._state.next_hold += 1
-        self._book.add_hold(
+        self._table.add_hold(
             Hold(
                 hold=number,
                 pipeline=event.pipeline,
@@ -282,18 +282,18 @@ class Pool:
         return True
 
     def _release(self, event: ev.DevicesReleased, now: float) -> bool:
-        hold = self._book.hold_of(event.member, event.request)
+        hold = self._table.hold_of(event.member, event.request)
         if hold is None:
             return False
         if hold.state in ("waiting", "assigned"):
             raise LocalProtocolError(
                 f"{event.member} releases request {event.request}, which was not granted: cancel it"
             )
-        self._moves.go_on(self._book.step_hold(hold, "released"), now)
+        self._moves.go_on(self._table.step_hold(hold, "released"), now)
         return True
 
     def _cancel(self, event: ev.RequestCancelled, now: float) -> bool:
-        hold = self._book.hold_of(event.member, event.request)
+        hold = self._table.hold_of(event.member, event.request)
         if hold is None or hold.state not in ("waiting", "assigned"):
             return False
         self._moves.reject(hold, "cancelled", "cancelled by the caller", now)

@@ -12,28 +12,28 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from penstock.pool.ground import NOBODY, Ground, as_devices
+from penstock.pool.occupancy import UNOCCUPIED, Occupancy, as_devices
 from penstock.pool.places import places
 from penstock.pool.plan import RequestView, Snapshot
 from penstock.records.pool import DeviceId
 
 
-def serve_requests(snapshot: Snapshot, ground: Ground) -> None:
+def serve_requests(snapshot: Snapshot, occupancy: Occupancy) -> None:
     """Record the grants that are possible now, and the shrinks and withdrawals they need."""
     kept_D = np.zeros(snapshot.topology.device_count, dtype=bool)
     for priority in sorted({request.priority for request in snapshot.requests}):
-        promised = {request.request for request in ground.promised.values()}
+        promised = {request.request for request in occupancy.promised.values()}
         waiting = [one for one in snapshot.requests if one.priority == priority and one.request not in promised]
         passed_over: list[RequestView] = []
         for request in sorted(waiting, key=lambda request: (request.since, request.request)):
-            devices = _find(request, snapshot, ground, kept_D)
-            _take_promises(request, request.among if devices is None else devices, ground)
+            devices = _find(request, snapshot, occupancy, kept_D)
+            _take_promises(request, request.among if devices is None else devices, occupancy)
             if devices is not None:
-                _make_way(devices, ground, f"{priority.name.lower()} needs the devices")
-                ground.grant(request.request, devices)
+                _make_way(devices, occupancy, f"{priority.name.lower()} needs the devices")
+                occupancy.grant(request.request, devices)
                 continue
-            for device in _awaited(request, snapshot, ground):
-                ground.calm[device] = True
+            for device in _awaited(request, snapshot, occupancy):
+                occupancy.calm[device] = True
             if snapshot.now - request.since >= snapshot.patience_s:
                 kept_D[list(request.among)] = True
             passed_over.append(request)
@@ -41,18 +41,18 @@ def serve_requests(snapshot: Snapshot, ground: Ground) -> None:
             kept_D[list(request.among)] = True
 
 
-def _take_promises(request: RequestView, devices: Iterable[DeviceId], ground: Ground) -> None:
+def _take_promises(request: RequestView, devices: Iterable[DeviceId], occupancy: Occupancy) -> None:
     for device in devices:
-        promised = ground.promised.get(device)
+        promised = occupancy.promised.get(device)
         if promised is not None and promised.priority > request.priority:
-            ground.withdraw(promised)
+            occupancy.withdraw(promised)
 
 
-def _make_way(devices: tuple[DeviceId, ...], ground: Ground, reason: str) -> None:
-    in_the_way = {ground.occupant[d] for d in devices} | {ground.planned[d] for d in devices}
-    for index in sorted(in_the_way - {NOBODY}):
-        if not ground.leaving[index]:
-            ground.shrink(index, abort=True, reason=reason)
+def _make_way(devices: tuple[DeviceId, ...], occupancy: Occupancy, reason: str) -> None:
+    in_the_way = {occupancy.occupant[d] for d in devices} | {occupancy.planned[d] for d in devices}
+    for index in sorted(in_the_way - {UNOCCUPIED}):
+        if not occupancy.leaving[index]:
+            occupancy.shrink(index, abort=True, reason=reason)
 
 
 def _choices(request: RequestView, snapshot: Snapshot) -> np.ndarray:
@@ -62,26 +62,28 @@ def _choices(request: RequestView, snapshot: Snapshot) -> np.ndarray:
     return places(snapshot.topology, request.among, request.count)
 
 
-def _find(request: RequestView, snapshot: Snapshot, ground: Ground, kept_D: np.ndarray) -> tuple[DeviceId, ...] | None:
+def _find(
+    request: RequestView, snapshot: Snapshot, occupancy: Occupancy, kept_D: np.ndarray
+) -> tuple[DeviceId, ...] | None:
     """The place that disturbs the fewest, or None if other requests hold every one."""
     choices_K = _choices(request, snapshot)
     if not len(choices_K):
         return None
-    # Promised to a worker that has not begun to wake, or to a lower class, is as good as free: nobody is there yet. But
-    # rather take any number of workers than a promise.
-    promised = [device for device, other in ground.promised.items() if other.priority > request.priority]
-    held_D = np.array(ground.taken) & (np.array(ground.planned) == NOBODY)
+    # Promised to a worker that has not begun to wake, or to a lower class, is as good as free: no worker is there yet.
+    # But rather take any number of workers than a promise.
+    promised = [device for device, other in occupancy.promised.items() if other.priority > request.priority]
+    held_D = np.array(occupancy.taken) & (np.array(occupancy.planned) == UNOCCUPIED)
     held_D[promised] = False
-    cost_D = np.where(ground.open_D(), 0.0, 1.0)
+    cost_D = np.where(occupancy.open_D(), 0.0, 1.0)
     cost_D[promised] = len(cost_D)
     cost_K = np.where(held_D | kept_D, np.inf, cost_D)[choices_K].sum(axis=1)
     best = int(cost_K.argmin())
     return as_devices(choices_K[best].tolist()) if cost_K[best] < np.inf else None
 
 
-def _awaited(request: RequestView, snapshot: Snapshot, ground: Ground) -> list[int]:
+def _awaited(request: RequestView, snapshot: Snapshot, occupancy: Occupancy) -> list[int]:
     """The place with the fewest holders: nothing new is woken there while the request waits."""
     choices_K = _choices(request, snapshot)
     if not len(choices_K):
         return []
-    return choices_K[int(np.array(ground.taken)[choices_K].sum(axis=1).argmin())].tolist()
+    return choices_K[int(np.array(occupancy.taken)[choices_K].sum(axis=1).argmin())].tolist()

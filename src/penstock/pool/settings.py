@@ -15,7 +15,7 @@ class PoolSettings(msgspec.Struct, frozen=True):
     """How long a woken worker is safe from other pipelines' generation (times its pipeline's weight)."""
     payback: float = 13.5
     """Beyond its equal part a pipeline is given a worker only for this many times the work that is lost while it wakes.
-    Half of that time a place where others train must be free; twice that time somebody must be below its share before
+    Half of that time a place where others train must be free; twice that time a pipeline must be below its share before
     busy workers change hands. Lower makes better use of the devices, higher moves less."""
     patience_s: float = 30.0
     """A request that waited this long is no longer overtaken by later ones of its class."""

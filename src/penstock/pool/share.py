@@ -1,6 +1,6 @@
 """How many bundles each pipeline should have: devices follow remaining work x bundle size x weight.
 
-Shares are proportional, but nobody gets more than its remaining work can use, and everybody with work gets its floor
+Shares are proportional, but none gets more than its remaining work can use, and each with work gets its floor
 first. What the caps leave over goes to the others. The ideal is a real number; only whole bundles count as a reason to
 give or to take, so that nothing moves to and fro over a fraction.
 """
@@ -20,7 +20,7 @@ _HALVINGS = 60
 def ideal_devices(budget: int, weight_P: np.ndarray, floor_P: np.ndarray, cap_P: np.ndarray) -> np.ndarray:
     """Real-valued shares of `budget` devices: clip(level x weight, floor, cap) with one level for all (P pipelines).
 
-    With floors above the budget the floors are returned (somebody must take turns); with caps below it, the caps.
+    With floors above the budget the floors are returned (some must take turns); with caps below it, the caps.
     """
     if floor_P.sum() >= budget:
         return floor_P.astype(float)
@@ -44,7 +44,7 @@ class Share:
     ideal: float
     useful: int
     part: int
-    """Its equal part of the devices it competes for: up to this, whatever nobody uses is its own to use."""
+    """Its equal part of the devices it competes for: up to this, whatever is unused is its own to use."""
 
     @property
     def surplus(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from penstock.pool.book import Entry, State
 from penstock.pool.lease import Hold, Seat
+from penstock.pool.state import Entry, State
 from penstock.pool.view import useful_bundles, workers_by_pipeline
 from penstock.records.ids import PipelineName
 from penstock.records.pool import DeviceId, DeviceUse, PipelineShare, PoolStatus, Priority, Topology
@@ -99,7 +99,7 @@ def _use(claim: Seat | Hold, now: float) -> DeviceUse:
 
 
 def _users(uses: Iterable[DeviceUse], devices: set[DeviceId]) -> str:
-    """Whoever is on any of these devices, the longest there first; at most four, since a sentence is to be read."""
+    """The occupants of these devices, the longest there first; at most four, to keep the sentence short."""
     there = sorted((use for use in uses if not devices.isdisjoint(use.devices)), key=lambda use: -use.since_s)
     words = [f"{use.member} is {use.doing} on {list(use.devices)} since {use.since_s:.0f} s" for use in there[:4]]
     return ", ".join(words) + (f", and {len(there) - 4} more" if len(there) > 4 else "")

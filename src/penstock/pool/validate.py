@@ -119,7 +119,7 @@ def _check_classes(snapshot: Snapshot, plan: Plan) -> None:
         if all(wanted.get(device, request.priority) >= request.priority for device in request.assigned):
             raise InvalidTransition(
                 f"plan takes devices {request.assigned} back from request {request.request} for "
-                f"{request.priority.name.lower()}, and nobody of a higher class needs them"
+                f"{request.priority.name.lower()}, and no higher class needs them"
             )
 
 

@@ -1,13 +1,13 @@
-"""The book as the planner may see it."""
+"""The pool's state as a snapshot for the planner."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 
-from penstock.pool.book import Entry, State
 from penstock.pool.plan import PipelineView, RequestView, SeatView, Snapshot
 from penstock.pool.settings import PoolSettings
+from penstock.pool.state import Entry, State
 from penstock.records.ids import PipelineName
 from penstock.records.pool import DeviceId
 
@@ -31,7 +31,7 @@ def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
 
 
 def longest_wait_s(state: State, settings: PoolSettings) -> float:
-    """The bound for whoever is last of the open pipelines."""
+    """The bound for the last of the open pipelines."""
     shapes = [entry.shape for entry in state.pipelines.values()]
     return settings.longest_wait_s(
         pipelines_ahead=len(shapes) - 1,

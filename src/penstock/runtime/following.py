@@ -1,4 +1,4 @@
-"""Reading a file of lines while somebody else appends to it."""
+"""Reading a file of lines while another process appends to it."""
 
 from __future__ import annotations
 

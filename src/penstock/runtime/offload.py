@@ -79,7 +79,7 @@ class Offload:
                 continue
             try:
                 future.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the future
+            except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
                 future.set_exception(error)
             del item, future, function, arguments  # an idle thread must not keep a large argument alive
 

@@ -43,7 +43,7 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class OwnedTensors(dict[str, Tensor]):
-    """Tensors by name whose memory is the receiver's: nobody else will write to it, so it need not be copied."""
+    """Tensors by name whose memory is the receiver's: no other code writes to it, so it need not be copied."""
 
 
 def device_of(name: str) -> torch.device:

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import deque
 
-from penstock.pool.ground import NOBODY, Ground, as_devices
+from penstock.pool.occupancy import UNOCCUPIED, Occupancy, as_devices
 from penstock.pool.places import places
 from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.requests import serve_requests
@@ -18,28 +18,32 @@ def plain_plan(snapshot: Snapshot) -> Plan:
     Target = remaining share of the devices rounded to whole bundles, at least one; while somebody is below its target
     and its share, it takes a free place, or one from whoever is furthest above. No cap by demand, no turns, no band.
     """
-    ground = Ground(snapshot)
-    serve_requests(snapshot, ground)
+    occupancy = Occupancy(snapshot)
+    serve_requests(snapshot, occupancy)
     views = snapshot.pipelines
     held = [0] * len(views)
     own: list[list[int]] = [[] for _ in views]
-    for index, seat in enumerate(ground.seats):
-        if not ground.leaving[index]:
+    for index, seat in enumerate(occupancy.seats):
+        if not occupancy.leaving[index]:
             held[seat.pipeline] += 1
             if seat.phase == "serving":
                 own[seat.pipeline].append(index)
     bundle = views[0].bundle
-    budget = sum(not taken or planned != NOBODY for taken, planned in zip(ground.taken, ground.planned, strict=True))
+    budget = sum(
+        not taken or planned != UNOCCUPIED for taken, planned in zip(occupancy.taken, occupancy.planned, strict=True)
+    )
     weights = [view.remaining * bundle for view in views]
     total = sum(weights)
     if not total or not budget:
-        return ground.plan()
+        return occupancy.plan()
     ratio = [weight / total for weight in weights]
     target = [max(1, math.floor(part * budget / bundle + 0.5)) if part else 0 for part in ratio]
     free = [
-        row for row in places(snapshot.topology, views[0].inference, bundle).tolist() if all(map(ground.is_open, row))
+        row
+        for row in places(snapshot.topology, views[0].inference, bundle).tolist()
+        if all(map(occupancy.is_open, row))
     ]
-    free = deque(row for row in free if not any(ground.calm[device] for device in row))
+    free = deque(row for row in free if not any(occupancy.calm[device] for device in row))
 
     asleep = [view.asleep for view in views]
 
@@ -63,12 +67,12 @@ def plain_plan(snapshot: Snapshot) -> Plan:
                 break
             _, giver = heapq.heappop(givers)
             victim = own[giver].pop()
-            ground.shrink(victim, abort=True, reason=f"for {name}")
+            occupancy.shrink(victim, abort=True, reason=f"for {name}")
             held[giver] -= 1
-            place = list(ground.seats[victim].devices)
+            place = list(occupancy.seats[victim].devices)
             heapq.heappush(givers, (gap(giver), giver))
-        ground.expand(name, as_devices(place))
+        occupancy.expand(name, as_devices(place))
         held[taker] += 1
         asleep[taker] -= 1
         heapq.heappush(takers, (-gap(taker) / ratio[taker], -gap(taker), name, taker))
-    return ground.plan()
+    return occupancy.plan()

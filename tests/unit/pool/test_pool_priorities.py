@@ -84,7 +84,7 @@ def test_a_plan_that_takes_a_promise_back_for_nobody_or_leaves_it_in_the_way_is_
         with pytest.raises(InvalidTransition, match=reason):
             validate(snapshot, plan)
     alone = Snapshot(1.0, Topology((2,)), (), (seat,), requests=(scoring,))
-    with pytest.raises(InvalidTransition, match="nobody of a higher class needs them"):
+    with pytest.raises(InvalidTransition, match="no higher class needs them"):
         validate(alone, Plan(withdrawals=take_back))
 
 

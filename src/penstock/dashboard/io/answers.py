@@ -131,7 +131,7 @@ ANSWERS: dict[str, Answer] = {
     "log": log,
 }
 UNLOCKED = frozenset({"story", "log", "sample"})
-"""They read files and not the folds: nobody else has to wait for them."""
+"""They read files and not the folds: no other request waits for them."""
 
 
 def answer(reader: RunReader, view: str, query: Query) -> dict[str, Any]:

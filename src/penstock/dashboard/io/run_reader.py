@@ -206,7 +206,7 @@ class RunReader:
             try:
                 words[path.stem] = str(json.loads(path.read_text(encoding="utf-8"))["message"])
             except (OSError, ValueError, KeyError, TypeError):
-                words[path.stem] = "its last words cannot be read"
+                words[path.stem] = "its failure report cannot be read"
         return words
 
     def verdict(self) -> Verdict:

@@ -1,4 +1,4 @@
-"""The dashboard's port: a page, its few files, and questions about runs, for whoever knows the token."""
+"""The dashboard's port: a page, its few files, and queries about runs, for clients with the token."""
 
 from __future__ import annotations
 

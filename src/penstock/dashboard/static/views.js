@@ -166,7 +166,7 @@ const Views = {
     draw(main, data, page) {
       const words = Dom.keep(main, "words", () => Dom.el("div", { class: "grid" }));
       words.replaceChildren(...Object.entries(data.last_words).map(([process, text]) =>
-        Dom.el("section", { class: "card words" }, Dom.el("h3", {}, `${process}'s last words`), Dom.el("p", { class: "mono", style: "white-space: pre-wrap; overflow-wrap: anywhere" }, text))));
+        Dom.el("section", { class: "card words" }, Dom.el("h3", {}, `${process}'s failure report`), Dom.el("p", { class: "mono", style: "white-space: pre-wrap; overflow-wrap: anywhere" }, text))));
       words.hidden = !words.children.length;
       const grid = Dom.grid(main, "lists");
       const remarks = Dom.card(grid, "remarks", "What the controller said", "stalls, evictions, members that came and went");

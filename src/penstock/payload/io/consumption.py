@@ -31,7 +31,7 @@ class _Used(NamedTuple):
 
 
 class Consumption:
-    """Passes on what was used until each producer has confirmed it. Nobody waits for this but `close`.
+    """Passes on what was used until each producer has confirmed it. Only `close` waits for this.
 
     Consumes: used payloads. Produces: free slots. Waits for: confirmations. Unblocked by: answers, time, `close`.
     What cannot be passed on in time is warned of: it occupies its ring until the producer ends or discards it.

@@ -27,7 +27,7 @@ def sweep(run_id: str, directory: str = DIRECTORY) -> list[str]:
 
 
 def sweep_dead(directory: str = DIRECTORY, *, keep_run: str | None = None) -> list[str]:
-    """Remove the rings of runs of which nobody is left: writer, readers and guardian dead. Their names.
+    """Remove the rings of dead runs (writer, readers and guardian gone); returns their names.
 
     For the start of a run. Rings of `keep_run` stay: a run that is being resumed may still want to read them.
     """

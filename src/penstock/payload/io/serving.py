@@ -49,7 +49,7 @@ class ServerStatistics(NamedTuple):
 
 
 class Service:
-    """One ring, served to whoever knows the token."""
+    """One ring, served to clients with the token."""
 
     def __init__(self, ring: str, token: str, *, directory: str, limits: ExchangeLimits | None, label: str) -> None:
         self.reader = RingReader.attach(ring, directory=directory, label=label, verify=False)
@@ -158,7 +158,7 @@ G = TypeVar("G", bound=Guest)
 
 
 def turned_away(guests: Collection[G], newcomer: G, limit: int) -> G | None:
-    """Who has to go when `newcomer` comes: nobody, the oldest that has not said hello yet, or the newcomer itself.
+    """Which connection is closed when `newcomer` comes: none, the oldest unauthenticated one, or the newcomer itself.
 
     So strangers cannot keep the run's own clients out.
     """

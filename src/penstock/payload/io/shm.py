@@ -178,7 +178,7 @@ class Ring:
         return PayloadRef(self.name, self.epoch, slot, generation_of(word), size_bytes, digest)
 
     def discard(self, refs: Iterable[PayloadRef]) -> int:
-        """Free payloads that nobody will ask for; how many were still there. One being read is left to its reader."""
+        """Free payloads that will not be asked for; how many were still there. One being read is left to its reader."""
         count = 0
         for ref in refs:
             if ref.ring != self.name or ref.epoch != self.epoch or not 0 <= ref.slot < self._mapping.header.slots:
@@ -290,7 +290,7 @@ class Ring:
                     if not grown:
                         self._arena.free(extent)
                 if not grown:
-                    if not self._extents:  # nobody can make room by giving something back
+                    if not self._extents:  # there is nothing whose release could make room
                         raise Transient(self._cannot_grow)
                     return None
             slot = self._free.pop()

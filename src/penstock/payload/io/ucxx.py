@@ -4,7 +4,7 @@ Each port has a thread of its own, which owns a UCX worker and drives its connec
 with the tag under which it wants its bodies, chosen at random; then the exchange is as on every transport.
 
 UCX buffers what arrives unasked, without a bound that we could set: offer these ports on trusted networks only. It
-cannot listen on one address. Given a loopback host the server knows of no other device and refuses whoever comes by
+cannot listen on one address. Given a loopback host the server knows of no other device and refuses connections by
 one; given any other host it can be reached by all, and the token alone keeps strangers out.
 """
 
@@ -137,7 +137,7 @@ class _Port:
             log.exception("UCXX payload port stopped")
         finally:
             self._close_all("the server is closing")
-            # Nobody may remember the listener, not even the failure of this function: that is what frees the port.
+            # No reference to the listener may be left, not even in a traceback: that is what frees the port.
             arrived.clear()
             del listener
             self._worker.close()

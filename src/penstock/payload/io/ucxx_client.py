@@ -42,7 +42,7 @@ class UcxxWire:
         return threading.get_ident()
 
     def connect(self, host: str, port: int, hello: bytes, deadline: float) -> UcxxConnection:
-        """Does not wait: a port where nobody listens shows when it is asked for something."""
+        """Does not wait: a port without a listener shows at the first request."""
         if not hasattr(self._mine, "worker"):
             self._mine.worker = Worker()
             with self._lock:

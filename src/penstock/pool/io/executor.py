@@ -30,7 +30,7 @@ class Sleeper(Protocol):
     """
 
     async def wake(self, devices: tuple[DeviceId, ...]) -> None:
-        """Take the devices: refuse if somebody else is on them."""
+        """Take the devices; refuse if they are occupied."""
         ...
 
     async def sync_weights(self) -> Version:
@@ -54,7 +54,7 @@ class Sleeper(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Stop running samples at the next decode step; what they have so far is kept for whoever goes on."""
+        """Stop running samples at the next decode step; what they have so far is kept for the next worker."""
         ...
 
     async def release(self) -> None:

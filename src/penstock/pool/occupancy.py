@@ -1,4 +1,4 @@
-"""The board one plan is made on: who stands on each device, who is promised it, and who is already leaving.
+"""The devices while one plan is made: who occupies each, who is promised it, and who is already leaving.
 
 Legend for array suffixes: D devices, S seats, K places, P pipelines.
 """
@@ -13,23 +13,23 @@ from penstock.pool.plan import Expand, Grant, Plan, RequestView, Shrink, Snapsho
 from penstock.records.ids import PipelineName
 from penstock.records.pool import DeviceId, SeatId
 
-NOBODY = -1
+UNOCCUPIED = -1
 
 
-class Ground:
+class Occupancy:
     """Devices during planning. Every move recorded here changes the picture for the moves after it."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         count = snapshot.topology.device_count
         self.seats = snapshot.seats
-        self.occupant = [NOBODY] * count
-        """Index of the seat that physically stands on a device."""
-        self.planned = [NOBODY] * count
+        self.occupant = [UNOCCUPIED] * count
+        """Index of the seat that occupies a device."""
+        self.planned = [UNOCCUPIED] * count
         """Index of the seat that is promised a device but waits for another seat to leave it."""
         self.promised: dict[int, RequestView] = {}
         """Requests that are promised a device on which a seat is still leaving."""
         self.taken = [False] * count
-        """Held or promised: out of reach for everybody else."""
+        """Held or promised: unavailable to others."""
         self.calm = [False] * count
         """A request waits for it: workers may stay, but none is woken there."""
         self.leaving = [seat.phase in ("leaving", "fenced") for seat in snapshot.seats]
@@ -55,9 +55,9 @@ class Ground:
             self.taken[device] = True
 
     def is_open(self, device: int) -> bool:
-        """Nobody has it or is promised it (a worker may still be leaving)."""
+        """Unoccupied and not promised (a worker may still be leaving)."""
         occupant = self.occupant[device]
-        return not self.taken[device] and (occupant == NOBODY or self.leaving[occupant])
+        return not self.taken[device] and (occupant == UNOCCUPIED or self.leaving[occupant])
 
     def open_D(self) -> np.ndarray:
         return np.array([self.is_open(device) for device in range(len(self.taken))], dtype=bool)
@@ -68,7 +68,7 @@ class Ground:
         self.leaving[index] = True
         if seat.phase == "planned":
             for device in seat.devices:
-                self.planned[device] = NOBODY
+                self.planned[device] = UNOCCUPIED
                 self.taken[device] = False
         self._shrinks.append(Shrink(seat.seat, abort, reason))
 
@@ -97,7 +97,7 @@ class Ground:
         )
 
     def _leavers(self, devices: tuple[DeviceId, ...]) -> tuple[SeatId, ...]:
-        occupants = {self.occupant[device] for device in devices} - {NOBODY}
+        occupants = {self.occupant[device] for device in devices} - {UNOCCUPIED}
         return tuple(sorted(self.seats[index].seat for index in occupants))
 
 

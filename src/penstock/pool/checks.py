@@ -1,4 +1,4 @@
-"""What a pipeline and a request must look like to be let in: whatever can never be served is refused at once."""
+"""Checks of pipelines and requests: one that could never be served is refused at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.records.pool import DeviceId, Priority, Topology
 
 
 def check_shape(event: PipelineOpened, topology: Topology) -> None:
-    """Raises `ConfigError` unless at least one worker of the pipeline can stand somewhere."""
+    """Raises `ConfigError` unless at least one worker of the pipeline fits somewhere."""
     count = topology.device_count
     strangers = [device for device in event.inference if not 0 <= device < count]
     if strangers or len(set(event.inference)) != len(event.inference):

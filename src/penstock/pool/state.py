@@ -1,4 +1,4 @@
-"""The book of the pool: its whole state, and for every device who stands on it and who is promised it next."""
+"""The state of the pool: pipelines, members, and for every device who occupies it and who is promised it next."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def compare_shapes(state: State) -> None:
         entry.alone = users[id(inference)] == 1 and all(crowd[device] == 1 for device in inference)
 
 
-class Book:
+class DeviceTable:
     """Applies the two tables to the state, and keeps the device index true to it."""
 
     def __init__(self, state: State) -> None:
@@ -149,7 +149,7 @@ class Book:
         return None
 
     def is_clear(self, claim: Seat | Hold) -> bool:
-        """Whether nobody stands on the promised devices any more."""
+        """Whether the promised devices are unoccupied."""
         return not any(device in self.occupant for device in claim.devices)
 
     def _index(self, claim: Seat | Hold) -> None:
@@ -174,7 +174,7 @@ class Book:
 
     def check(self) -> None:
         """Raises unless every device has at most one owner now and one next, and the index tells the truth."""
-        fresh = Book(self.state)
+        fresh = DeviceTable(self.state)
         if (fresh.occupant, fresh.promised) != (self.occupant, self.promised):
             raise InvalidTransition("the pool's device index disagrees with its seats and holds")
         if fresh.seat_of != self.seat_of:
