@@ -48,6 +48,8 @@ class _Snapshot(msgspec.Struct):
 class Journal:
     """The one writer of a run's journal. All methods but `close` belong to one thread, that of the loop."""
 
+    _time = staticmethod(time.monotonic)
+
     def __init__(self, path: Path | str, run_id: RunId, *, flush_every_s: float = 1.0) -> None:
         """Opens the journal of this run, or makes it. Refuses one that is in use, corrupt, or not of this run."""
         self.path = Path(path)
@@ -71,6 +73,9 @@ class Journal:
         self._failure: PenstockError | None = None
         self._closing = threading.Event()
         self.commits = 0
+        self._start()
+
+    def _start(self) -> None:
         self._writer = threading.Thread(target=self._write, name="journal-writer", daemon=True)
         self._flusher = threading.Thread(target=self._flush, name="journal-flusher", daemon=True)
         self._writer.start()
@@ -86,7 +91,7 @@ class Journal:
         if self._closing.is_set():
             raise LocalProtocolError(f"journal {self.path} is closed and takes no more events")
         if self._committed_seq == self.last_seq:
-            self._oldest_append = time.monotonic()
+            self._oldest_append = self._time()
         self.last_seq += 1
         self._queue.put(Entry(self.last_seq, pipeline, at, event, decided))
         return self.last_seq
@@ -116,7 +121,7 @@ class Journal:
     @property
     def uncommitted_for_s(self) -> float:
         """How long the oldest queued event has been waiting: more than seconds means that the disk hangs."""
-        return time.monotonic() - self._oldest_append if self._committed_seq < self.last_seq else 0.0
+        return self._time() - self._oldest_append if self._committed_seq < self.last_seq else 0.0
 
     def fail(self, failure: PenstockError) -> None:
         """Ends every present and future wait with `failure`: the journal can no longer promise anything."""
@@ -128,9 +133,9 @@ class Journal:
         if not self._closing.is_set():
             self._closing.set()
             self._queue.put(None)
-        deadline = time.monotonic() + timeout_s
+        deadline = self._time() + timeout_s
         for thread in (self._flusher, self._writer):
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - self._time()))
         if self._writer.is_alive() or self._flusher.is_alive():
             raise RunFailed(
                 f"journal {self.path}: {self.last_seq - self._committed_seq} events could not be written within "
@@ -213,7 +218,7 @@ class Journal:
         self.commits += 1
         if entries:
             self._committed_seq = entries[-1].seq
-            self._oldest_append = time.monotonic()
+            self._oldest_append = self._time()
             self._notify()
 
     def _pack(self, upto_seq: int) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+import os
 import traceback
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Protocol
 
 import uvloop
@@ -15,7 +17,11 @@ import uvloop
 from penstock.config.load import load
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
+from penstock.control.io.client import ControlClient
+from penstock.control.io.heartbeat import Sidecar
 from penstock.errors import LocalProtocolError, PenstockError
+from penstock.payload.io.mapping import DIRECTORY
+from penstock.payload.io.shm import SYSTEM_RANDOM
 from penstock.records.ids import PipelineName
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.logs import configure
@@ -37,6 +43,10 @@ class RoleProcess(RunMember):
     """A member with the configuration of its run."""
 
     config: Config
+    random: Random = SYSTEM_RANDOM
+    """Of names that must not collide."""
+    pid: int = field(default_factory=os.getpid)
+    ring_directory: str = DIRECTORY
 
     @property
     def pipeline(self) -> PipelineSection:
@@ -46,6 +56,27 @@ class RoleProcess(RunMember):
                 return section
         raise LocalProtocolError(
             f"{self.name} was started for pipeline {self.pipeline_name!r}, which is not configured"
+        )
+
+    def client(self) -> ControlClient:
+        """This process's calls to the controller."""
+        return ControlClient(
+            self.run.endpoint_path,
+            self.run.token(),
+            PipelineName(self.pipeline.name),
+            self.member,
+            give_up_s=self.config.control.reconnect_s,
+        )
+
+    def heartbeat(self) -> Sidecar:
+        """Starts to report this process's progress, from a process of its own."""
+        return Sidecar.start(
+            self.run.endpoint_path,
+            self.run.token(),
+            PipelineName(self.pipeline.name),
+            self.member,
+            self.progress,
+            every_s=self.config.control.heartbeat_every_s,
         )
 
     def lag_monitor(self) -> LagMonitor:

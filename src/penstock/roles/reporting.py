@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock.control.io.client import ControlClient
-from penstock.control.io.heartbeat import Sidecar
 from penstock.errors import PeerLost
 from penstock.records.ids import PipelineName
 from penstock.roles.process import RoleProcess
@@ -37,24 +35,14 @@ async def connected(
     Devices of a pool are given on as soon as their holder has unregistered, so it moves off them before.
     """
     pipeline = PipelineName(process.pipeline.name)
-    control = process.config.control
-    client = ControlClient(
-        process.run.endpoint_path, process.run.token(), pipeline, process.member, give_up_s=control.reconnect_s
-    )
+    client = process.client()
     try:
         register = Register(
-            pipeline=pipeline, member=process.member, role=role, pid=os.getpid(), host_id=host_id(), **details
+            pipeline=pipeline, member=process.member, role=role, pid=process.pid, host_id=host_id(), **details
         )
         registered = await _register(process, client, register)
         log.info("registered as %s; %s at version %d", process.member, registered.phase, registered.version)
-        sidecar = Sidecar.start(
-            process.run.endpoint_path,
-            process.run.token(),
-            pipeline,
-            process.member,
-            process.progress,
-            every_s=control.heartbeat_every_s,
-        )
+        sidecar = process.heartbeat()
         failure = "it was cancelled"
         try:
             yield client

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from penstock.rollout.io.ranks import RankGroup
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.prefetch import Bounds
-from penstock.runtime.offload import Offload
+from penstock.runtime.offload import background
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_at, device_of
 from penstock.weights.io.transports import transport_of
@@ -39,19 +40,29 @@ from penstock.weights.io.updater import ReplicaUpdater
 
 log = logging.getLogger(__name__)
 
+Parts = tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]
+"""Environment, engine, hooks and policy."""
+Make = Callable[[RoleProcess], Parts]
 
-async def main(process: RoleProcess) -> None:
+
+async def main(process: RoleProcess, make: Make | None = None) -> None:
     """Generates until the prompts are exhausted or training is complete, or until asked to stop."""
     pipeline = process.pipeline
     rollout = pipeline.rollout
     torch.set_num_threads(rollout.threads)
     ranks = RankGroup(process, rollout.ranks)
     await ranks.start()
-    building = Offload(1, "build")
+    building = background(1, "build")
     process.progress.moved("building the model")
-    environment, engine, workload, policy = await process.started(building.submit(build, process))
+    environment, engine, workload, policy = await process.started(building.submit(make or build, process))
     building.close(timeout_s=1.0)
-    ring = Ring.create(process.run.run_id, capacity_bytes=rollout.ring_mb << 20, slots=rollout.ring_slots)
+    ring = Ring.create(
+        process.run.run_id,
+        capacity_bytes=rollout.ring_mb << 20,
+        slots=rollout.ring_slots,
+        directory=process.ring_directory,
+        random=process.random,
+    )
     try:
         with (
             served(ring, process.config.payload, process.run.token()) as address,
@@ -131,7 +142,7 @@ async def _generate(
         tasks.cancel()
 
 
-def build(process: RoleProcess) -> tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]:
+def build(process: RoleProcess) -> Parts:
     """Environment, engine, hooks and policy, in host memory: devices are the pool's to give."""
     config, pipeline = process.config, process.pipeline
     environment = environment_of(config, pipeline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +18,7 @@ from penstock.roles.environments import environment_of
 from penstock.roles.models import loss_of, optimizer_of, policy_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import connected, heed_stop, report_gauges
-from penstock.runtime.offload import Offload
+from penstock.runtime.offload import Offload, background
 from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_at
@@ -35,20 +35,24 @@ from penstock.train.turns import LearnerOnTurns, Turns
 log = logging.getLogger(__name__)
 
 
-async def main(process: RoleProcess) -> None:
+async def main(process: RoleProcess, make: Callable[[RoleProcess], Learner] | None = None) -> None:
     """Trains until the controller says that training is complete, or until asked to stop."""
     pipeline = process.pipeline
     torch.set_num_threads(pipeline.train.threads)
-    training, writing = Offload(1, "train"), Offload(1, "write")
-    fetching = Offload(1 + len(os.sched_getaffinity(0)), "fetch")
+    training, writing = background(1, "train"), background(1, "write")
+    fetching = background(1 + len(os.sched_getaffinity(0)), "fetch")
     process.progress.moved("building the model")
-    learner = await process.started(training.submit(_build, process))
+    learner = await process.started(training.submit(make or _build, process))
     step = StepIndex(learner.steps)
-    lineage = secrets.token_hex(6)
+    lineage = process.random.randbytes(6).hex()
     log.info("training %s from step %d, lineage %s", pipeline.name, step, lineage)
     rollouts = _rollout_log(process, learner)
     fetcher = BatchFetcher(
-        host_id=host_id(), token=process.run.token(), label=process.name, transport=process.config.payload.transport
+        host_id=host_id(),
+        token=process.run.token(),
+        label=process.name,
+        directory=process.ring_directory,
+        transport=process.config.payload.transport,
     )
     try:
         placement = {"workers": pipeline.rollout.workers, "on_device": weights_stay_on_device(process.config, pipeline)}

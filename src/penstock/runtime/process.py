@@ -37,22 +37,13 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 def watch_parent(expected: int) -> None:
     """The same by looking every second: for processes that cannot know which thread of their parent started them."""
-    _signal_without(expected, signal.SIGKILL)
+    threading.Thread(target=_watch_parent, args=(expected,), name="parent-watch", daemon=True).start()
 
 
-def stop_with_parent(expected: int) -> None:
-    """From now on this process is interrupted, as by Ctrl-C, once its parent has ended."""
-    _signal_without(expected, signal.SIGINT)
-
-
-def _signal_without(parent: int, number: signal.Signals) -> None:
-    threading.Thread(target=_watch_parent, args=(parent, number), name="parent-watch", daemon=True).start()
-
-
-def _watch_parent(expected: int, number: signal.Signals) -> None:
+def _watch_parent(expected: int) -> None:
     while os.getppid() == expected:
         time.sleep(WATCH_PARENT_EVERY_S)
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start_time(pid: int) -> float | None:

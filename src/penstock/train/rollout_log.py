@@ -61,7 +61,8 @@ class RolloutLog:
         self.written = 0
         self.dropped = 0
         self._thread = threading.Thread(target=self._write, name="rollout-log", daemon=True)
-        self._thread.start()
+        if samples_per_step > 0:
+            self._thread.start()
 
     def __repr__(self) -> str:
         return (
@@ -87,6 +88,8 @@ class RolloutLog:
 
     def close(self, timeout_s: float) -> bool:
         """Write what is queued; False if that was not done in time."""
+        if self._samples_per_step <= 0:
+            return True
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:

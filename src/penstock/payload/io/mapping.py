@@ -53,6 +53,10 @@ def _is_locked(fd: int, byte: int) -> bool:
     return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
 
+def opened(mapping: Mapping) -> None:
+    """Replaced by a simulation: it closes the mappings of a process that it kills, as the kernel does."""
+
+
 class Mapping:
     """One mapping of a ring, and the file description that holds this process's locks on it.
 
@@ -77,6 +81,7 @@ class Mapping:
         self._readonly = self.bytes.toreadonly()
         self.closed = False
         _open_mappings.add(self)
+        opened(self)
 
     def __repr__(self) -> str:
         return f"<Mapping {self.path.name}{' closed' if self.closed else ''}>"

@@ -22,7 +22,7 @@ from penstock.rollout.io.rank_weights import Announcing
 from penstock.rollout.io.runner import RunnerSettings
 from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
 from penstock.runtime.member import RunMember
-from penstock.runtime.offload import Offload
+from penstock.runtime.offload import background
 from penstock.runtime.ranks import RankChildren, file_store
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ManifestSource
@@ -63,7 +63,7 @@ class RankGroup:
         self.rings: tuple[RingAddress, ...] = ()
         self._process = process
         self._children = RankChildren(process, "rollout_rank", ranks)
-        self._working = Offload(1, "ranks")
+        self._working = background(1, "ranks")
         self._fetch: Fetch | None = None
         self._runner: GroupRunner | None = None
         self._stepping: asyncio.Future[None] | None = None
