@@ -57,6 +57,26 @@ def run(
 
 
 @app.command()
+def slurm(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A .toml configuration.")],
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="More than one run on a Ray cluster that the job brings up.")] = 1,
+    time: Annotated[str, typer.Option(help="The job's time limit, as Slurm writes it.")] = "1-00:00:00",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="Further options of sbatch, e.g. --gpus-per-node=8")
+    ] = None,
+) -> None:
+    """Print a batch script for Slurm; submit it with `penstock slurm CONFIG | sbatch`.
+
+    A requeued job goes on with its run.
+    """
+    from penstock.cli.run import slurm_command
+
+    chosen = {"nodes": nodes, "time": time, "options": option or []}
+    raise typer.Exit(slurm_command(config, overrides or [], **chosen))
+
+
+@app.command()
 def attach(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run on Ray.")],
     stop: Annotated[bool, typer.Option("--stop", help="Ask it to stop in good order, and watch it end.")] = False,

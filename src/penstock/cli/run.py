@@ -20,6 +20,7 @@ from penstock.config.reference import keys
 from penstock.config.run import Config
 from penstock.errors import ConfigError, PenstockError
 from penstock.launch.local import LocalPlacer
+from penstock.launch.slurm import batch_script
 from penstock.launch.summary import plot, print_summary
 from penstock.launch.supervisor import Outcome, View, configured, exclusive, supervise
 from penstock.launch.view import PlainView, TerminalView
@@ -96,6 +97,13 @@ def attach_command(run_dir: Path, *, stop: bool) -> int:
         _say(console, f"the run goes on; look again with: penstock attach {run.root}")
         return 0
     return _conclude(console, run, outcome)
+
+
+def slurm_command(config: Path, overrides: list[str], *, nodes: int, time: str, options: list[str]) -> int:
+    resolved = load(config, overrides)
+    check_environment(resolved)
+    typer.echo(batch_script(config, resolved, overrides, nodes=nodes, time=time, options=options), nl=False)
+    return 0
 
 
 def ray_launcher() -> ModuleType:
