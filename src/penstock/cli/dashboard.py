@@ -41,7 +41,7 @@ def dashboard_command(path: Path, *, host: str, port: int, open_browser: bool, e
         webbrowser.open(address)
     dashboard = Dashboard(shelf, plotly=plotly)
     try:
-        serve(dashboard.app(token), listener)
+        serve(dashboard.app(token), token, listener)
     finally:
         dashboard.close()
     return 0

@@ -101,8 +101,8 @@ class Sidecar:
         return f"Sidecar(pid={self.pid}, alive={self.alive})"
 
 
-def beat(settings: Settings, cell: ProgressCell) -> bool:
-    """Sends one heartbeat; False when nobody answered it."""
+def beat(settings: Settings, cell: ProgressCell, line: Line) -> bool:
+    """Sends one heartbeat; False when no answer came."""
     progress = cell.read()
     heartbeat = Heartbeat(
         settings.pipeline,
@@ -112,26 +112,76 @@ def beat(settings: Settings, cell: ProgressCell) -> bool:
     )
     try:
         where: dict[str, Any] = json.loads(Path(settings.endpoint).read_text(encoding="utf-8"))
-        status = post((str(where["host"]), int(where["port"])), settings.token, msgspec.msgpack.encode(heartbeat))
+        status = line.post((str(where["host"]), int(where["port"])), msgspec.msgpack.encode(heartbeat))
     except (OSError, ValueError, KeyError, TypeError):
+        line.close()
         return False  # the controller is away or being restarted: the next beat tries again
     return status == 200
 
 
-def post(address: tuple[str, int], token: str, body: bytes) -> int:
-    """One call on a connection of its own, bounded in time and size; returns the status (0: no HTTP answer)."""
-    head = (
-        f"POST /v1/call HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {token}\r\n"
-        f"Content-Type: application/msgpack\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    with socket.create_connection(address, timeout=ANSWER_TIMEOUT_S) as connection:
+class Line:
+    """One connection to the controller, kept open: on a port full of strangers a heartbeat needs no place."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._address: tuple[str, int] | None = None
+        self._connection: socket.socket | None = None
+
+    def post(self, address: tuple[str, int], body: bytes) -> int:
+        """One call, bounded in time and size; returns the status (0: no HTTP answer)."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        if address != self._address:
+            self.close()
+        kept = self._connection is not None
+        try:
+            return self._exchange(address, body, deadline)
+        except OSError:
+            self.close()
+            if not kept or time.monotonic() > deadline:
+                raise
+            return self._exchange(address, body, deadline)  # the connection had ended since the last beat
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _exchange(self, address: tuple[str, int], body: bytes, deadline: float) -> int:
+        if self._connection is None:
+            self._connection = socket.create_connection(address, timeout=ANSWER_TIMEOUT_S)
+            self._address = address
+        connection = self._connection
+        head = (
+            f"POST /v1/call HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {self._token}\r\n"
+            f"Content-Type: application/msgpack\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        connection.settimeout(ANSWER_TIMEOUT_S)
         connection.sendall(head.encode() + body)
         answer = b""
-        while len(answer) < MAX_ANSWER_BYTES and time.monotonic() < deadline and (part := connection.recv(65536)):
+        while (missing := _missing(answer)) != 0 and len(answer) < MAX_ANSWER_BYTES:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = connection.recv(65536)
+            if not part and not answer:
+                raise ConnectionResetError("closed without an answer")
+            if not part:
+                break
             answer += part
-    words = answer.split(b" ", 2)
-    return int(words[1]) if len(words) == 3 and words[1].isdigit() else 0
+        if missing != 0 or b"connection: close" in answer.lower():
+            self.close()
+        words = answer.split(b" ", 2)
+        return int(words[1]) if len(words) == 3 and words[1].isdigit() else 0
+
+
+def _missing(answer: bytes) -> int:
+    """Bytes of an HTTP answer that have not come yet; -1 when that cannot be said."""
+    head, end, body = answer.partition(b"\r\n\r\n")
+    if not end:
+        return -1
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"content-length" and value.strip().isdigit():
+            return max(0, int(value) - len(body))
+    return -1
 
 
 def main() -> int:
@@ -139,8 +189,9 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     die_with_parent(settings.parent_pid)
     cell = ProgressCell(settings.cell_fd)
+    line = Line(settings.token)
     while os.getppid() == settings.parent_pid:
-        beat(settings, cell)
+        beat(settings, cell, line)
         closed, _, _ = select.select([sys.stdin.buffer], [], [], settings.every_s)
         if closed:
             break

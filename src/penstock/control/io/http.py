@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -27,6 +26,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from penstock.control.io.desk import ControlDesk
 from penstock.control.io.exposition import StatusCollector
 from penstock.errors import ConfigError, RemoteProtocolError, RunFailed
+from penstock.runtime.http_door import Door, bearer
 from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
 from penstock.wire.messages import Refused, Reply, Request
 
@@ -57,7 +57,7 @@ class ControlApp:
 
     def __init__(self, desk: ControlDesk, token: str, *, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._desk = desk
-        self._credential = f"Bearer {token}".encode()
+        self.knows = bearer(token)
         self._max_body_bytes = max_body_bytes
         self._requests: Codec[Request] = Codec(Request, max_bytes=max_body_bytes)
         self._replies: Codec[Reply] = Codec(Reply)
@@ -113,14 +113,11 @@ class ControlApp:
 
     def _admit(self, scope: Scope) -> int:
         """Checks the token, and what the headers say about the body, before any of it is read."""
-        credential = b""
         declared_bytes = 0
         for name, value in scope["headers"]:
-            if name == b"authorization":
-                credential = value
-            elif name == b"content-length":
+            if name == b"content-length":
                 declared_bytes = int(value) if value.isdigit() and len(value) < 16 else self._max_body_bytes + 1
-        if not hmac.compare_digest(credential, self._credential):
+        if not self.knows(b"", scope["headers"]):
             raise Rejected(401, "the run's token is missing or wrong")
         if declared_bytes > self._max_body_bytes:
             raise Rejected(413, f"the body exceeds {self._max_body_bytes} bytes")
@@ -161,13 +158,18 @@ class _Server(uvicorn.Server):
 class ControlServer:
     """Serves the app on one port. `bind` first: it fails at once, and says which port it really is."""
 
-    def __init__(self, app: ControlApp, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, app: ControlApp, *, host: str = "127.0.0.1", port: int = 0, max_strangers: int | None = None
+    ) -> None:
+        """`max_strangers` connections may be open on which the token was not given yet; None: by the open files
+        allowed."""
         self.host = host
         self.port = port
+        self.door = Door(app.knows, max_strangers=max_strangers)
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]
             loop="none",
-            http="httptools",
+            http=self.door.protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",

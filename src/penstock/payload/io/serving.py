@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from penstock.errors import LocalProtocolError, PenstockError, Stale
 from penstock.payload.exchange import (
@@ -147,21 +146,3 @@ class Handler:
             return  # the server was closed and gave everything back already
         if not owned:
             self._service.count("orphans")
-
-
-class Guest(Protocol):
-    @property
-    def is_stranger(self) -> bool: ...
-
-
-G = TypeVar("G", bound=Guest)
-
-
-def turned_away(guests: Collection[G], newcomer: G, limit: int) -> G | None:
-    """Which connection is closed when `newcomer` comes: none, the oldest unauthenticated one, or the newcomer itself.
-
-    So strangers cannot keep the run's own clients out.
-    """
-    if len(guests) < limit:
-        return None
-    return next((guest for guest in guests if guest.is_stranger), newcomer)

@@ -6,7 +6,6 @@ Threads block in the kernel and use no CPU while idle.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -17,15 +16,12 @@ from collections.abc import Callable, Sequence
 from penstock.errors import LocalProtocolError, RunFailed
 from penstock.payload.exchange import BodySent, ConnectionFailed, Event, ExchangeLimits, Received
 from penstock.payload.io.mapping import DIRECTORY
-from penstock.payload.io.serving import Handler, ServerStatistics, Service, turned_away
+from penstock.payload.io.serving import Handler, ServerStatistics, Service
 from penstock.payload.io.timed_socket import TimedSocket
+from penstock.runtime.listening import accept_until, turned_away
 
 log = logging.getLogger(__name__)
 
-ACCEPT_PAUSE_S = 0.05
-"""Before accepting again after the system refused (out of file descriptors, say)."""
-LISTENER_GONE = (errno.EINVAL, errno.EBADF, errno.ENOTSOCK)
-"""To accept again would be refused for ever."""
 RECEIVE_BYTES = 4096
 """All that is ever read ahead of a client."""
 
@@ -120,18 +116,7 @@ class TcpServer:
 
     def _accept(self, port: int, listener: socket.socket) -> None:
         try:
-            while not self._closing:
-                try:
-                    peer, _ = listener.accept()
-                except OSError as error:
-                    if self._closing:
-                        continue
-                    if error.errno in LISTENER_GONE:
-                        raise
-                    log.warning("payload port %d: accept failed: %s", port, error)
-                    time.sleep(ACCEPT_PAUSE_S)
-                    continue
-                self._admit(port, peer)
+            accept_until(lambda: self._closing, listener, lambda peer: self._admit(port, peer), f"payload port {port}")
         except BaseException as error:
             log.exception("payload port %d stopped accepting", port)
             self._failed_ports[port] = error

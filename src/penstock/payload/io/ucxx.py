@@ -20,7 +20,8 @@ from typing import Any
 from penstock.errors import LocalProtocolError, RunFailed
 from penstock.payload.exchange import HELLO, BodySent, ConnectionFailed, Event, ExchangeLimits, ExchangeState, Received
 from penstock.payload.io.mapping import DIRECTORY
-from penstock.payload.io.serving import Handler, ServerStatistics, Service, turned_away
+from penstock.payload.io.serving import Handler, ServerStatistics, Service
+from penstock.runtime.listening import turned_away
 from penstock.runtime.ucx import (
     TAG,
     Transfer,

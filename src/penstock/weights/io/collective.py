@@ -6,6 +6,7 @@ never used again. What arrives lies apart from what is served, and is verified l
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -95,7 +96,17 @@ class BroadcastSender:
     def __init__(self, run_dir: Path, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
         self._run_dir = run_dir
         self._host = host
-        self.store = TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        # Left to itself the store would listen on every interface. It owns the listener from here on.
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listener.getsockname()[1]
+        self.store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
     def invitation(self, name: str, rank: int, size: int) -> Invitation:
         return Invitation(name, self._host, self.store.port, rank, size)

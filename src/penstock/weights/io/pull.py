@@ -24,6 +24,7 @@ import torch
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.records.weights import Manifest
+from penstock.runtime.listening import accept_until, turned_away
 from penstock.weights.io.digest import PIECE_BYTES, torch_dtype
 from penstock.weights.io.fetch import BucketSource, fetch, fits
 from penstock.weights.io.files import FileSource, FileTransport
@@ -102,6 +103,14 @@ class Shelf:
         offered.close_if_unused()
 
 
+class _Peer:
+    """One connection; a stranger's until it has sent a request with the token."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.is_stranger = True
+
+
 class ArtifactServer:
     """Serves the newest versions of a run directory. Bound when the constructor returns; one thread per connection."""
 
@@ -115,17 +124,21 @@ class ArtifactServer:
         keep: int = 2,
         max_connections: int = 64,
         idle_timeout_s: float = 60.0,
+        hello_timeout_s: float = 5.0,
     ) -> None:
+        """A connection on which no request with the token has come within `hello_timeout_s` is closed, and makes way
+        for others before that when there are `max_connections`."""
         self._shelf = Shelf(run_dir, keep)
         self._token = token_digest(token)
         self._idle_timeout_s = idle_timeout_s
+        self._hello_timeout_s = hello_timeout_s
+        self._max_connections = max_connections
         self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._places = threading.BoundedSemaphore(max_connections)
+        self._connections: dict[_Peer, None] = {}
         self._closing = False
         self.served_bytes = 0
         self.refusals = 0
-        self._listener = socket.create_server((host, port))
+        self._listener = socket.create_server((host, port), backlog=128)
         self.address = "{}:{}".format(*self._listener.getsockname()[:2])
         self._thread = threading.Thread(target=self._accept, name="weights-accept", daemon=True)
         self._thread.start()
@@ -141,42 +154,60 @@ class ArtifactServer:
         """Ends every connection; returns when the threads have, or at the deadline."""
         self._closing = True
         with self._lock:
-            connections = list(self._connections)
+            connections = [peer.connection for peer in self._connections]
         self._shelf.clear()
         for connection in [self._listener, *connections]:
-            with contextlib.suppress(OSError):  # the peer may have closed it
-                connection.shutdown(socket.SHUT_RDWR)
+            _break_off(connection)
         self._listener.close()
         self._thread.join(timeout_s)
 
     def _accept(self) -> None:
-        while not self._closing:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self._places.acquire(blocking=False):
-                connection.close()
-                continue
-            with self._lock:
-                self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="weights-serve", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(self._idle_timeout_s)
+            accept_until(lambda: self._closing, self._listener, self._admit, f"weights port {self.address}")
+        except OSError:
+            logger.exception("the weights port %s stopped accepting: replicas elsewhere get no weights", self.address)
+
+    def _admit(self, connection: socket.socket) -> None:
+        newcomer = _Peer(connection)
+        with self._lock:
+            leaving = newcomer if self._closing else turned_away(self._connections, newcomer, self._max_connections)
+            if leaving is not None:
+                self._connections.pop(leaving, None)
+            if leaving is not newcomer:
+                self._connections[newcomer] = None
+        if leaving is not None:
+            _break_off(leaving.connection)  # which its thread notices
+        if leaving is newcomer:
+            connection.close()
+            return
+        try:
+            threading.Thread(target=self._serve, args=(newcomer,), name="weights-serve", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads for us now
+            logger.warning("weights port %s: a connection was turned away: %s", self.address, error)
+            self._leave(newcomer)
+
+    def _leave(self, peer: _Peer) -> None:
+        with self._lock:
+            self._connections.pop(peer, None)
+        peer.connection.close()
+
+    def _serve(self, peer: _Peer) -> None:
+        connection = peer.connection
+        try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             header = bytearray(REQUEST.size)
-            while not self._closing and _receive(connection, memoryview(header)):
+            while not self._closing:
+                wait_s = self._hello_timeout_s if peer.is_stranger else self._idle_timeout_s
+                if not _receive(connection, memoryview(header), wait_s):
+                    return
+                connection.settimeout(self._idle_timeout_s)
                 if not self._answer(connection, REQUEST.unpack(header)):
                     return
+                peer.is_stranger = False
         except OSError as error:
             logger.debug("a weights connection ended: %s", error)
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
-            self._places.release()
+            self._leave(peer)
 
     def _answer(self, connection: socket.socket, request: tuple[bytes, bytes, bytes, int, int, int]) -> bool:
         """Sends one range; False when the peer is not worth another word."""
@@ -211,10 +242,19 @@ def token_digest(token: bytes) -> bytes:
     return hmac.digest(token, b"penstock weights", "sha256")
 
 
-def _receive(connection: socket.socket, target: memoryview) -> bool:
-    """Fills the target; False when the peer closed before its first byte."""
+def _break_off(connection: socket.socket) -> None:
+    """Ends whatever another thread is doing on this socket; the peer may have closed it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _receive(connection: socket.socket, target: memoryview, timeout_s: float | None = None) -> bool:
+    """Fills the target, within `timeout_s` in all; False when the peer closed before its first byte."""
     filled = 0
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while filled < len(target):
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         read = connection.recv_into(target[filled:])
         if read == 0:
             if filled == 0:

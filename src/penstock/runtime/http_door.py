@@ -1,0 +1,122 @@
+"""HTTP as strangers may speak it: bounded heads, a deadline before they name the token, few of them at a time.
+
+Used by every HTTP port of a run. A connection is a stranger's until a request on it has the credential. Strangers share
+a small number of places: one more costs the oldest of them its place, so connections that are open for nothing keep no
+client of the run out. A connection of the run's own stays open and is never in the way of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+MAX_HEAD_BYTES = 16 * 1024
+HELLO_S = 10.0
+"""From the connection to the first request with the credential."""
+MAX_STRANGERS = 256
+
+Knows = Callable[[bytes, list[tuple[bytes, bytes]]], bool]
+"""`(url, headers)`: whether a request has the credential."""
+
+
+def bearer(token: str) -> Knows:
+    """The token in the header `Authorization`."""
+    credential = f"Bearer {token}".encode()
+
+    def knows(url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
+        return any(name == b"authorization" and hmac.compare_digest(value, credential) for name, value in headers)
+
+    return knows
+
+
+class Door:
+    """The strangers at one port. Give `protocol` to uvicorn as `http`."""
+
+    def __init__(self, knows: Knows, *, max_strangers: int | None = None, hello_s: float = HELLO_S) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.knows = knows
+        self.hello_s = hello_s
+        self.max_strangers = max_strangers or max(8, min(MAX_STRANGERS, files // 4))
+        self.strangers: dict[Guarded, None] = {}
+        self.turned_away = 0
+        """Strangers that had to go: for others, for their head, or at the deadline."""
+
+    def protocol(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Guarded:
+        return Guarded(self, config, server_state, app_state, _loop)
+
+    def enter(self, newcomer: Guarded) -> None:
+        if len(self.strangers) >= self.max_strangers:
+            self.turn_away(next(iter(self.strangers)))
+        self.strangers[newcomer] = None
+
+    def leave(self, guest: Guarded) -> None:
+        self.strangers.pop(guest, None)
+
+    def turn_away(self, stranger: Guarded) -> None:
+        self.turned_away += 1
+        self.leave(stranger)
+        stranger.transport.abort()
+
+
+class Guarded(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, door: Door, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._door = door
+        self._head_bytes = 0
+        self._in_head = True
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(self._door.hello_s, self._door.turn_away, self)
+        self._door.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._known()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # What is fed to the parser in one piece never exceeds what a head may have: a longer one is not parsed.
+        while data and self._in_head and not self.transport.is_closing():
+            room = MAX_HEAD_BYTES - self._head_bytes
+            if room <= 0:
+                self._door.turned_away += 1
+                self.send_400_response("The head of the request is too long.")
+                return
+            piece, data = data[:room], data[room:]
+            self._head_bytes += len(piece)
+            super().data_received(piece)
+        if data and not self.transport.is_closing():
+            super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._head_bytes = False, 0
+        if self._deadline is not None and self._door.knows(self.url, self.headers):
+            self._known()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
+
+    def _known(self) -> None:
+        """Neither counted nor timed as a stranger any more."""
+        self._door.leave(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

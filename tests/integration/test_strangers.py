@@ -1,0 +1,282 @@
+"""Every port of a run among strangers: whoever has no token keeps no client of the run out, and slows none down.
+
+All ports are attacked the same way, and the same is asked of each. A new port joins with a row of `PORTS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import control_io_controller
+import httpx
+import msgspec
+import pytest
+import torch
+from running import outside_address, wait_for
+from test_dashboard_http import Watched
+from torch.distributed import TCPStore
+
+from penstock.control.io.heartbeat import Line
+from penstock.payload.io.received import Buffers, Cancellation, Received
+from penstock.payload.io.shm import Ring
+from penstock.payload.io.tcp import TcpServer
+from penstock.payload.io.tcp_client import TcpWire
+from penstock.payload.io.wire_client import WireClient
+from penstock.records.ids import MemberId, Version
+from penstock.runtime.rundir import RunDir
+from penstock.weights.io.collective import BroadcastSender
+from penstock.weights.io.files import Publisher
+from penstock.weights.io.pull import ArtifactServer, PullTransport
+from penstock.wire.messages import Heartbeat
+
+pytestmark = pytest.mark.timeout(180)
+
+CONNECTIONS = 600
+SERVED_WITHIN_S = 5.0
+"""What any one exchange may take under attack; without, it takes milliseconds. The machine may be busy."""
+
+Address = tuple[str, int]
+Ask = Callable[[], None]
+
+
+# -- the ports ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def control(folder: Path) -> Iterator[tuple[Address, Ask]]:
+    process = subprocess.Popen([sys.executable, control_io_controller.__file__, str(folder)])
+    endpoint = folder / "controller.json"
+    try:
+        wait_for(endpoint.exists, 60, "the controller")
+        address = ("127.0.0.1", int(json.loads(endpoint.read_text())["port"]))
+
+        def ask() -> None:
+            headers = {"authorization": f"Bearer {control_io_controller.TOKEN}"}
+            page = f"http://127.0.0.1:{address[1]}/v1/status"
+            httpx.get(page, headers=headers, timeout=SERVED_WITHIN_S, trust_env=False).raise_for_status()
+
+        yield address, ask
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def dashboard(folder: Path) -> Iterator[tuple[Address, Ask]]:
+    run = RunDir.create(folder / "runs", "r", '[[pipeline]]\nname = "p"\nsteps = 3\n', "0.1.0")
+    watched = Watched(run.root.parent)
+    try:
+        port = httpx.URL(watched.origin).port
+        assert port is not None
+
+        def ask() -> None:
+            page = f"{watched.origin}{watched.token}/"
+            httpx.get(page, timeout=SERVED_WITHIN_S, trust_env=False).raise_for_status()
+
+        yield ("127.0.0.1", port), ask
+    finally:
+        watched.close()
+
+
+@contextmanager
+def weights(folder: Path) -> Iterator[tuple[Address, Ask]]:
+    server = ArtifactServer(folder, b"secret")
+    try:
+        publisher = Publisher(folder, "l1", host_id="there", addresses=(server.address,))
+        manifest = publisher.publish(Version(1), {"weight": torch.ones(100)})
+        server.offer(manifest)
+        host, _, port = server.address.rpartition(":")
+        yield (host, int(port)), lambda: _no(PullTransport(b"secret").bring(manifest, SERVED_WITHIN_S))
+    finally:
+        server.close(5.0)
+
+
+@contextmanager
+def payloads(folder: Path) -> Iterator[tuple[Address, Ask]]:
+    ring = Ring.create("run-1", capacity_bytes=1 << 20, slots=8, directory=str(folder))
+    server = TcpServer(ring.name, "secret", directory=str(folder), ports=(0,))
+    payload = ring.write([b"fine"], timeout_s=5)
+
+    def ask() -> None:
+        client = WireClient(TcpWire(), "secret", Buffers())
+        try:
+            address = ring.address(host_id="elsewhere", tcp_ports=server.ports)
+            answer = client.read(address, payload, time.monotonic() + SERVED_WITHIN_S, set(), Cancellation())
+        finally:
+            client.close()
+        assert isinstance(answer, Received), answer
+
+    try:
+        yield ("127.0.0.1", server.ports[0]), ask
+    finally:
+        server.close()
+        ring.close()
+
+
+@contextmanager
+def broadcast(folder: Path) -> Iterator[tuple[Address, Ask]]:
+    sender = BroadcastSender(folder)
+
+    def ask() -> None:
+        waits = timedelta(seconds=SERVED_WITHIN_S)
+        other = TCPStore("127.0.0.1", sender.store.port, is_master=False, timeout=waits, wait_for_workers=False)
+        assert other.add("asked", 1) > 0
+
+    yield ("127.0.0.1", sender.store.port), ask
+
+
+PORTS: dict[str, Callable[[Path], AbstractContextManager[tuple[Address, Ask]]]] = {
+    "control": control,
+    "dashboard": dashboard,
+    "weights": weights,
+    "payloads": payloads,
+    "broadcast": broadcast,
+}
+"""Each gives an address, and one exchange of a client of the run on a connection of its own."""
+
+TOO_MUCH = {
+    ("broadcast", attack): "torch's TCPStore stops accepting for ever; replicas then take files or pull"
+    for attack in ("endless_line", "garbage")
+}
+
+
+# -- the attacks ----------------------------------------------------------------------------------------------------
+
+
+def connect(address: Address) -> socket.socket:
+    return socket.create_connection(address, 10)
+
+
+def idle_flood(address: Address, stack: ExitStack) -> None:
+    """Connections that say nothing, and stay."""
+    for _ in range(CONNECTIONS):
+        with contextlib.suppress(OSError):  # refusing some is a fine defence
+            stack.enter_context(connect(address))
+
+
+def endless_line(address: Address, stack: ExitStack) -> None:
+    """Heads that do not end, as fast as they are taken; each connection that is closed is opened again."""
+    over = threading.Event()
+
+    def send() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), connect(address) as connection:
+                connection.settimeout(0.5)
+                connection.sendall(b"GET /healthz HTTP/1.1\r\nX-Endless: ")
+                while not over.is_set():
+                    connection.sendall(b"a" * 65536)
+            over.wait(0.02)
+
+    threads = [threading.Thread(target=send) for _ in range(3)]
+    stack.callback(lambda: [thread.join(10) for thread in threads])
+    stack.callback(over.set)
+    for thread in threads:
+        thread.start()
+
+
+def garbage(address: Address, stack: ExitStack) -> None:
+    """Bytes that mean nothing, on connections that stay."""
+    source = random.Random(0)
+    for _ in range(50):
+        with contextlib.suppress(OSError):
+            connection = stack.enter_context(connect(address))
+            connection.sendall(source.randbytes(source.randrange(1, 4000)))
+
+
+def half_open(address: Address, stack: ExitStack) -> None:
+    """The beginning of something sensible, and nothing after it; half of them have closed their side."""
+    for number in range(200):
+        with contextlib.suppress(OSError):
+            connection = stack.enter_context(connect(address))
+            connection.sendall(b"POST /v1/call HTTP/1.1\r\nContent-Length: 1000000\r\n"[: 5 + number % 40])
+            if number % 2:
+                connection.shutdown(socket.SHUT_WR)
+
+
+ATTACKS: tuple[Callable[[Address, ExitStack], None], ...] = (idle_flood, endless_line, garbage, half_open)
+
+
+def _no(answer: object) -> None:
+    assert answer is not None
+
+
+def timed_ms(ask: Ask, times: int) -> list[float]:
+    taken: list[float] = []
+    for _ in range(times):
+        began = time.perf_counter()
+        ask()
+        taken.append(1e3 * (time.perf_counter() - began))
+    return taken
+
+
+@pytest.fixture(autouse=True)
+def many_files() -> Iterator[None]:
+    """This process holds the strangers' ends too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("port", PORTS)
+def test_strangers_keep_no_client_out(
+    tmp_path: Path, port: str, attack: Callable[[Address, ExitStack], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (port, attack.__name__) in TOO_MUCH:
+        pytest.xfail(TOO_MUCH[port, attack.__name__])
+    with PORTS[port](tmp_path) as (address, ask):
+        before = timed_ms(ask, 10)
+        with ExitStack() as stack:
+            attack(address, stack)
+            during = timed_ms(ask, 20)
+        after = timed_ms(ask, 3)
+    shown = [f"{figure:.1f}" for figure in (*map(statistics.median, (before, during, after)), max(during))]
+    with capsys.disabled():
+        line = "\n{} {}: ms of one exchange: {} before, {} under attack, {} after; at worst {}"
+        sys.stderr.write(line.format(port, attack.__name__, *shown))
+    assert max(during) < 1e3 * SERVED_WITHIN_S
+
+
+@pytest.mark.slow
+def test_a_heartbeat_keeps_its_connection_when_the_controller_has_no_descriptor_left(tmp_path: Path) -> None:
+    """Strangers at every descriptor there is; the connection that is open already is served on."""
+    own = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, own[1]))
+    try:
+        port = control(tmp_path)
+        address, _ = port.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, own)
+    beat = msgspec.msgpack.encode(Heartbeat(control_io_controller.PIPELINE, MemberId("w"), 0.0, "generating"))
+    try:
+        line = Line(control_io_controller.TOKEN)
+        assert line.post(address, beat) == 200
+        with ExitStack() as stack:
+            idle_flood(address, stack)
+            for _ in range(20):
+                assert line.post(address, beat) == 200
+        line.close()
+    finally:
+        port.__exit__(None, None, None)
+
+
+def test_the_broadcast_store_listens_where_it_is_told(tmp_path: Path) -> None:
+    sender = BroadcastSender(tmp_path)
+    outside = outside_address()
+    with pytest.raises(OSError):
+        connect((outside, sender.store.port)).close()
