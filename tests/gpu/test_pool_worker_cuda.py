@@ -17,7 +17,7 @@ from penstock.engines.torch.static import TorchEngine
 from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
 from penstock.records.weights import Held, Manifest
-from penstock.rollout.io.generation import Generation, OwnEngine
+from penstock.rollout.io.generation import Generation
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes, free_device_caches
 from penstock.weights.io.files import FileTransport, Publisher
@@ -105,8 +105,8 @@ async def test_on_the_device_only_between_a_wake_and_a_sleep(kind: Any, way: Any
     assert device_bytes() <= RESIDUE_BYTES
     assert engine.device.type == "cpu"
     async with Tasks() as tasks:
-        own = OwnEngine(engine, lambda devices: torch.device("cuda", devices[0]))
-        generation = Generation(own, desk, Standing, tasks, lambda doing: None)
+        engine.device_at = lambda devices: torch.device("cuda", devices[0])
+        generation = Generation(engine, desk, Standing, tasks, lambda doing: None)
         updater = ReplicaUpdater(engine, generation, desk.report, FileTransport(tmp_path), way=way, poll_s=0.1)
         generation.updating = lambda: updater.updating
         tasks.spawn("update weights", updater.run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -49,8 +50,8 @@ class FakeEngine:
 
 
 async def test_unproven_weights_are_waited_for_and_older_ones_too(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
+    engine: Any = FakeEngine()
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
     waiting = asyncio.ensure_future(asyncio.to_thread(weights.wait_for, Version(2)))
     for version in (0, 1, 2):
         assert not waiting.done(), "neither nothing nor an older version will do"
@@ -64,8 +65,8 @@ async def test_unproven_weights_are_waited_for_and_older_ones_too(tmp_path: Path
 
 
 async def test_a_resting_rank_sleeps_and_loads_nothing(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
+    engine: Any = FakeEngine()
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
     await asyncio.to_thread(weights.rest)
     assert engine.asleep
     await asyncio.to_thread(weights.announced, manifest(1))
@@ -77,8 +78,8 @@ async def test_a_resting_rank_sleeps_and_loads_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_rank_that_waits_hears_of_newer_weights_without_a_fetch(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
+    engine: Any = FakeEngine()
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
     waiting = asyncio.ensure_future(asyncio.to_thread(weights.wait_for, Version(5)))
     (tmp_path / "newest").write_bytes(msgspec.json.encode(manifest(7)))
     heard = await weights.next_manifest(NOTHING_HELD, 30.0)
@@ -88,8 +89,8 @@ async def test_a_rank_that_waits_hears_of_newer_weights_without_a_fetch(tmp_path
 
 
 async def test_an_interruption_ends_the_waiting_until_the_rank_is_woken(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest", engine.interrupt)
+    engine: Any = FakeEngine()
+    weights = RankWeights(engine, lambda doing: None, tmp_path / "newest")
     weights.interrupt()
     assert not await asyncio.to_thread(weights.wait_for, Version(1))
     assert engine.interrupted

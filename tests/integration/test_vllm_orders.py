@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
-from penstock.engines.settings import VllmEngineSection
 from penstock.engines.vllm import service as vllm_engine
-from penstock.engines.vllm.service import VllmService, closing, gpus_at
+from penstock.engines.vllm.service import VllmService, gpus_at
+from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError
 from penstock.records.ids import Version
 from penstock.runtime.tasks import Tasks
@@ -69,7 +69,7 @@ class Bench:
         self.folder = folder
         self.service = service
         nobody: Any = None
-        self.updater = service.updater(nobody, nobody, 60.0)
+        self.updater = service.updater(nobody, nobody, nobody, way="in_place", deadline_s=60.0)
 
     def lives(self) -> dict[int, str]:
         """Every server there ever was, with the GPUs it saw."""
@@ -108,12 +108,15 @@ def bench(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 async def serving(bench: Bench) -> AsyncIterator[VllmService]:
     """As in a worker: nothing of the server is left afterwards."""
     service = bench.service
-    async with closing(service), Tasks() as tasks:
-        service.watch(tasks)
-        try:
-            yield service
-        finally:
-            tasks.cancel()
+    try:
+        async with Tasks() as tasks:
+            service.start(tasks)
+            try:
+                yield service
+            finally:
+                tasks.cancel()
+    finally:
+        await service.close()
     assert bench.running() == []
 
 

@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from penstock.config.recommended import fill_in
 from penstock.control.sections import EvaluationSection
-from penstock.engines.settings import Engine, MlpModel, Model, TorchEngineSection, VllmEngineSection
+from penstock.engines.settings import Engine, MlpModel, Model
+from penstock.engines.torch.settings import TorchEngineSection
 from penstock.envs.settings import EnvSection
 from penstock.records.section import (
     NonNegative,
@@ -72,10 +73,8 @@ class PipelineSection(Section):
         if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
             wanted = "mlp" if self.kind == "gymnasium" else "tiny or path"
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
-        if isinstance(self.engine, VllmEngineSection) and isinstance(self.model, MlpModel):
-            raise ValueError("engine.kind = 'vllm' serves language models only; use 'torch' for gymnasium policies")
-        if isinstance(self.model, MlpModel) and getattr(self.engine, "batching", "static") != "static":
-            raise ValueError("engine.batching = 'continuous' is for language models; gymnasium policies act in batches")
+        if isinstance(self.model, MlpModel) and not self.engine.capabilities.gymnasium:
+            raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
         self._check_truncation()
         self._check_ranks()
         self._check_evaluation()
@@ -112,7 +111,7 @@ class PipelineSection(Section):
         rollout = self.rollout
         if rollout.ranks == 1:
             return
-        if not isinstance(self.engine, TorchEngineSection) or self.engine.batching != "static":
+        if self.engine.capabilities.requests:
             raise ValueError("rollout.ranks above 1 needs an engine of kind 'torch' with batching = 'static'")
         if self.weights.transport == "broadcast":
             raise ValueError("rollout.ranks above 1 cannot be broadcast to: weights.transport must be another")

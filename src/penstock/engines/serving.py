@@ -8,16 +8,21 @@ exactly which weights it ran with.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.section import Capabilities
 from penstock.errors import LocalProtocolError, PeerLost
-from penstock.runtime.tensors import OwnedTensors, free_device_caches, module_tensors
+from penstock.runtime.tasks import Tasks
+from penstock.runtime.tensors import RESIDUE_BYTES, OwnedTensors, device_bytes, free_device_caches, module_tensors
+from penstock.weights.io.neighbours import ManifestSource, WeightTransport
+from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater, Way
 
 
 class Serving:
@@ -211,10 +216,16 @@ class Serving:
 
 
 class ServingEngine:
-    """What all engines share: their weights are changed through `serving`, and only there."""
+    """An engine in this very process: its weights are changed through `serving`, and only there.
+
+    It is built in host memory, and on a device only between `occupy` and `vacate`.
+    """
 
     def __init__(self, serving: Serving, seed: int) -> None:
         self.serving = serving
+        self.capabilities = Capabilities(device_weights=True)
+        self.device_at: Callable[[tuple[int, ...]], torch.device] = lambda devices: self.device
+        """Which device of torch these devices of the pool are; set by the builder."""
         self._generator = torch.Generator(device=serving.device).manual_seed(seed)
 
     @property
@@ -269,3 +280,39 @@ class ServingEngine:
     def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:
         """See `Serving.wake`."""
         self.serving.wake(timeout_s, device)
+
+    # As the worker sees it: see `protocol.Engine`
+
+    def start(self, tasks: Tasks) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def statistics(self) -> dict[str, float]:
+        return {}
+
+    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
+        await asyncio.to_thread(self.wake, timeout_s, self.device_at(devices))
+
+    async def vacate(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self.sleep, timeout_s)
+
+    async def check_vacated(self, timeout_s: float) -> None:
+        if self.serving.state != "asleep":
+            raise PeerLost(f"the engine is {self.serving.state} instead of asleep")
+        if (left_bytes := device_bytes()) > RESIDUE_BYTES:
+            raise PeerLost(f"{left_bytes >> 20} MiB of device memory are still allocated")
+
+    def updater(
+        self,
+        source: ManifestSource,
+        report: Callable[[ReplicaReport], Awaitable[None]],
+        transport: Callable[[], WeightTransport],
+        *,
+        way: Way,
+        deadline_s: float,
+    ) -> ReplicaUpdater:
+        return ReplicaUpdater(self, source, report, transport(), way=way, change_timeout_s=deadline_s)

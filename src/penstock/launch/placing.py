@@ -8,7 +8,6 @@ from typing import Literal
 
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
-from penstock.engines.settings import VllmEngineSection
 from penstock.errors import ConfigError
 from penstock.launch.processes import ProcessSpec, processes_of
 
@@ -144,7 +143,7 @@ def _amount(cpus: float, gpus: int) -> str:
 
 def _reads_weights_files(pipeline: PipelineSection) -> bool:
     """An engine of its own reads its weights from files, and so does whoever is configured to."""
-    return isinstance(pipeline.engine, VllmEngineSection) or pipeline.weights.transport == "files"
+    return pipeline.engine.capabilities.weights == "files" or pipeline.weights.transport == "files"
 
 
 def _wants_gpu(device: str, with_gpus: bool, key: str) -> bool:

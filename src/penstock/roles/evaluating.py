@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
-from penstock.engines.vllm.service import VllmService
+from penstock.engines.protocol import Engine
 from penstock.records.prompt import PromptLease
-from penstock.roles.engines import workload_of
 from penstock.roles.environments import evaluation_environment_of
 from penstock.roles.process import RoleProcess
 from penstock.rollout.hooks import Finished
 from penstock.rollout.io.hook_calls import Evaluating
+from penstock.rollout.io.workloads import workload_of
 from penstock.train.rollout_log import RolloutLog, TrainedRollout
 
 CLOSE_S = 2.0
@@ -21,7 +20,7 @@ CLOSE_S = 2.0
 
 @contextmanager
 def evaluating(
-    process: RoleProcess, engine: Any, policy: LanguagePolicy | ActorCriticPolicy
+    process: RoleProcess, engine: Engine, policy: LanguagePolicy | ActorCriticPolicy
 ) -> Iterator[Evaluating | None]:
     """What a worker makes evaluations with; what is written for people is on disk when the block ends."""
     pipeline, section = process.pipeline, process.pipeline.evaluation
@@ -29,11 +28,10 @@ def evaluating(
         yield None
         return
     environment = evaluation_environment_of(process.config, pipeline)
-    asked = engine.requests if isinstance(engine, VllmService) else engine
     drawn = {"temperature": section.temperature or 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
-    changed = {"env": section.env or pipeline.env, "rollout": pipeline.rollout.model_copy(update=drawn)}
+    rollout = pipeline.rollout.model_copy(update=drawn)
     greedy = not section.temperature
-    workload = workload_of(pipeline.model_copy(update=changed), environment, policy, asked, None, greedy=greedy)
+    workload = workload_of(section.env or pipeline.env, rollout, environment, policy, engine, None, greedy=greedy)
     tokenizer = getattr(policy, "tokenizer", None)
     readable = RolloutLog(
         process.run.rollouts(pipeline.name) / "evaluations.jsonl",

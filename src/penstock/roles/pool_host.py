@@ -12,7 +12,6 @@ from penstock.config.devices import Devices
 from penstock.config.run import Config
 from penstock.control.io.waiting import WaitingRoom, deadline
 from penstock.control.pipeline import PipelineControl
-from penstock.engines.settings import VllmEngineSection
 from penstock.errors import ConfigError, PenstockError, Stale
 from penstock.journal.writer import Journal
 from penstock.pool import events as pool
@@ -121,7 +120,7 @@ class PoolHost:
                     weight=section.weight,
                     min_bundles=section.min_workers,
                     max_bundles=section.max_workers,
-                    start_s=section.engine.start_s if isinstance(section.engine, VllmEngineSection) else 0.0,
+                    start_s=section.engine.starting_s,
                 )
             )
         if not new_life:

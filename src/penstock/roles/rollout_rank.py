@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import msgspec
 import torch
 
 from penstock.config.devices import weights_stay_on_device
+from penstock.engines.protocol import Engine
 from penstock.errors import PenstockError
 from penstock.payload.io.served import served
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
 from penstock.roles.process import RoleProcess
 from penstock.roles.rollout_worker import build
-from penstock.rollout.io.generation import OwnEngine
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
 from penstock.rollout.io.rank_fetch import Fetch, join
 from penstock.rollout.io.rank_weights import RankWeights
@@ -29,9 +28,8 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
 from penstock.runtime.ranks import file_store
 from penstock.runtime.tasks import Tasks
-from penstock.runtime.tensors import device_at, device_of
+from penstock.runtime.tensors import device_of
 from penstock.weights.io.transports import transport_of
-from penstock.weights.io.updater import ReplicaUpdater
 
 
 async def main(process: RoleProcess) -> None:
@@ -43,7 +41,7 @@ async def main(process: RoleProcess) -> None:
     torch.set_num_threads(rollout.threads)
     working = Offload(1, "rank")
     process.progress.moved("building the model")
-    _, engine, workload, _ = await working.run(build, process)
+    _, engine, workload, _ = await working.run(build, process, seat.rank)
     ring = Ring.create(
         process.run.run_id,
         capacity_bytes=rollout.ring_mb << 20,
@@ -66,15 +64,11 @@ def _meet(seat: RankSeat, address: RingAddress) -> Fetch:
 
 
 async def _keep_step(
-    process: RoleProcess, seat: RankSeat, engine: Any, workload: Any, ring: Ring, fetch: Fetch, working: Offload
+    process: RoleProcess, seat: RankSeat, engine: Engine, workload: Any, ring: Ring, fetch: Fetch, working: Offload
 ) -> None:
     pipeline = process.pipeline
     moved = process.progress.moved
-    interrupt = getattr(engine, "interrupt", lambda: None)
-    own = OwnEngine(
-        engine, partial(device_at, pipeline.rollout.device, in_pool=bool(process.config.pool.devices), rank=seat.rank)
-    )
-    weights = RankWeights(own, moved, Path(seat.newest), interrupt)
+    weights = RankWeights(engine, moved, Path(seat.newest))
     surroundings = Surroundings(
         wait_for_weights=weights.wait_for,
         announced=weights.announced,
@@ -91,11 +85,10 @@ async def _keep_step(
         preparations=max(pipeline.rollout.preparations, pipeline.rollout.preparation_processes),
         surroundings=surroundings,
     )
-    updater = ReplicaUpdater(
-        engine,
+    updater = engine.updater(
         weights,
         weights.report,
-        transport_of(
+        lambda: transport_of(
             process,
             pipeline.weights,
             process.config.payload.transport,
@@ -103,7 +96,7 @@ async def _keep_step(
             on_device=weights_stay_on_device(process.config, pipeline),
         ),
         way=pipeline.weights.way,
-        change_timeout_s=pipeline.weights.deadline_s,
+        deadline_s=pipeline.weights.deadline_s,
     )
     weights.updating = lambda: updater.updating
     asyncio.get_running_loop().add_signal_handler(INTERRUPT, weights.interrupt)

@@ -60,7 +60,7 @@ def test_mistakes_are_named(engine: dict[str, Any], rollout: dict[str, Any], mes
 
 
 def test_continuous_batching_is_for_language_models() -> None:
-    with pytest.raises(ConfigError, match="gymnasium policies act in batches"):
+    with pytest.raises(ConfigError, match="no gymnasium policies"):
         config({"batching": "continuous"}, env={"name": "gymnasium"}, model={"kind": "mlp"})
 
 

@@ -7,23 +7,24 @@ import copy
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.engines.models import LanguagePolicy
-from penstock.engines.settings import VllmEngineSection
+from penstock.engines.requests import Completion, Sampling
 from penstock.engines.vllm.requests import VllmRequests, label
 from penstock.engines.vllm.server import ServerSettings, VllmServer, check_interpreter
+from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.engines.vllm.weights import VllmEngine
 from penstock.errors import ConfigError
 from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_of
-from penstock.weights.io.updater import ManifestSource, ReplicaReport, ReplicaUpdater
+from penstock.weights.io.neighbours import ManifestSource, WeightTransport
+from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater, Way
 
 STOP_S = 4.0
 PAUSE_S = 60.0
@@ -46,12 +47,14 @@ class VllmService:
         in_pool: bool,
     ) -> None:
         self._section = section
+        self.capabilities = section.capabilities
         self._device = device
         self._in_pool = in_pool
         self._process = process
         python = section.python or sys.executable
         check_interpreter(python)
         settings = server_settings(process, section, policy, seed=seed, python=python, device=device, threads=threads)
+        self.max_positions: int | None = settings.max_length
         self.server = VllmServer(settings)
         address = self.server.address()
         self.weights = VllmEngine(
@@ -79,13 +82,19 @@ class VllmService:
     def digest(self) -> str:
         return self.weights.digest
 
-    def watch(self, tasks: Tasks) -> None:
+    def start(self, tasks: Tasks) -> None:
         """Spawns what runs beside the requests. A server that cannot be saved ends the worker, which is replaced."""
         self._tasks = tasks
         tasks.spawn("carry out interruptions", self.requests.run())
 
     def updater(
-        self, source: ManifestSource, report: Callable[[ReplicaReport], Awaitable[None]], deadline_s: float
+        self,
+        source: ManifestSource,
+        report: Callable[[ReplicaReport], Awaitable[None]],
+        transport: Callable[[], WeightTransport],
+        *,
+        way: Way,
+        deadline_s: float,
     ) -> ReplicaUpdater:
         """The server has no second buffer and proves its weights itself."""
         self._updater = ReplicaUpdater(
@@ -103,6 +112,19 @@ class VllmService:
         await self.requests.close()
         self.weights.close()
         await asyncio.to_thread(self.server.close, STOP_S)
+
+    def statistics(self) -> dict[str, float]:
+        return {"requests_decoding": float(self.requests.in_flight)}
+
+    # As the workload sees it
+
+    async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
+        """See `RequestEngine.complete`."""
+        return await self.requests.complete(context, sampling, cache_key=cache_key)
+
+    def forget(self, cache_key: object) -> None:
+        """See `RequestEngine.forget`."""
+        self.requests.forget(cache_key)
 
     # As the runner and the pool see it
 
@@ -163,16 +185,6 @@ class VllmService:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         known = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
         return gpus_at(devices, self._device, known)
-
-
-@asynccontextmanager
-async def closing(engine: Any) -> AsyncIterator[None]:
-    """No process of a vLLM server is left after this; other engines need no end."""
-    try:
-        yield
-    finally:
-        if isinstance(engine, VllmService):
-            await engine.close()
 
 
 def gpus_at(devices: Sequence[int], name: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -11,16 +11,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
-from penstock.engines.serving import ServingEngine
-from penstock.errors import PeerLost
+from penstock.engines.protocol import Engine
 from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
 from penstock.records.weights import Held, Manifest
 from penstock.rollout.io.worker_desk import WorkerDesk
 from penstock.runtime.tasks import Tasks
-from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
 from penstock.weights.io.updater import ReplicaReport
 from penstock.weights.replica import ReplicaState
 
@@ -28,64 +24,6 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.01
 ENGINE_S = 60.0
-
-
-class Resident(Protocol):
-    """An engine as the pool sees it: on its devices, or off them."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def digest(self) -> str:
-        """Of the complete version it holds; empty when it holds none."""
-        ...
-
-    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
-        """On to these devices of the pool, for the first time or back; harmless when it is there."""
-        ...
-
-    async def vacate(self, timeout_s: float) -> None: ...
-
-    async def check_vacated(self, timeout_s: float) -> None:
-        """PeerLost unless the devices are free, as far as can be measured."""
-        ...
-
-    def resume(self) -> None:
-        """Allows generation after an interruption."""
-        ...
-
-
-class OwnEngine:
-    """An engine in this very process. It is built in host memory, and on a device only between a wake and a sleep."""
-
-    def __init__(self, engine: ServingEngine, device_at: Callable[[tuple[int, ...]], torch.device]) -> None:
-        """`device_at` says which device of torch these devices of the pool are."""
-        self._engine = engine
-        self._device_at = device_at
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    @property
-    def digest(self) -> str:
-        return self._engine.digest
-
-    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
-        await asyncio.to_thread(self._engine.wake, timeout_s, self._device_at(devices))
-
-    async def vacate(self, timeout_s: float) -> None:
-        await asyncio.to_thread(self._engine.sleep, timeout_s)
-
-    async def check_vacated(self, timeout_s: float) -> None:
-        if self._engine.serving.state != "asleep":
-            raise PeerLost(f"the engine is {self._engine.serving.state} instead of asleep")
-        if (left_bytes := device_bytes()) > RESIDUE_BYTES:
-            raise PeerLost(f"{left_bytes >> 20} MiB of device memory are still allocated")
-
-    def resume(self) -> None:
-        getattr(self._engine, "resume", lambda: None)()
 
 
 class GenerationLoop(Protocol):
@@ -105,12 +43,15 @@ class Generation:
 
     def __init__(
         self,
-        engine: Resident,
+        engine: Engine,
         desk: WorkerDesk,
         make_runner: Callable[[], GenerationLoop],
         tasks: Tasks,
         progressed: Callable[[str], None],
+        stand_on: Callable[[tuple[DeviceId, ...]], None] = lambda devices: None,
     ) -> None:
+        """`stand_on` hears which devices the worker was given, before the engine occupies them."""
+        self._stand_on = stand_on
         self._engine = engine
         self._desk = desk
         self._make_runner = make_runner
@@ -154,6 +95,7 @@ class Generation:
 
     async def wake(self, devices: tuple[DeviceId, ...]) -> None:
         self._progressed(f"waking on devices {list(devices)}")
+        self._stand_on(devices)
         await self._engine.occupy(devices, ENGINE_S)
         self._awake.set()
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.engines.protocol import Engine
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.weights import Held, Manifest
-from penstock.rollout.io.generation import Resident
 from penstock.rollout.io.group import GroupRunner
 from penstock.runtime.rundir import write_atomically
 from penstock.weights.io.updater import ManifestSource, ReplicaReport
@@ -32,13 +32,10 @@ WEIGHTS_S = 600.0
 class RankWeights:
     """Between the loop in lockstep, which calls from its thread, and the updater, which runs on the event loop."""
 
-    def __init__(
-        self, engine: Resident, progressed: Callable[[str], None], newest: Path, interrupt: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Engine, progressed: Callable[[str], None], newest: Path) -> None:
         """`newest` is where rank 0 leaves its newest manifest, for a rank that waits and therefore hears no fetch."""
         self._engine = engine
         self._newest_path = newest
-        self._interrupt = interrupt
         self._interrupted = threading.Event()
         self._progressed = progressed
         self._loop = asyncio.get_running_loop()
@@ -100,7 +97,7 @@ class RankWeights:
     def interrupt(self) -> None:
         """Ends generation, and waiting for weights, early; until the rank is woken again."""
         self._interrupted.set()
-        self._interrupt()
+        self._engine.interrupt()
 
     def _await(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * ENGINE_S)

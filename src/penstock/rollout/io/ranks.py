@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.engines.protocol import Engine
 from penstock.errors import PenstockError
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
@@ -121,15 +122,14 @@ class RankGroup:
     # -- generation -------------------------------------------------------------------------------------------------
 
     def lead(
-        self, tasks: Tasks, workload: Any, engine: Any, ring: Ring, desk: WorkerDesk, settings: RunnerSettings
+        self, tasks: Tasks, workload: Any, engine: Engine, ring: Ring, desk: WorkerDesk, settings: RunnerSettings
     ) -> GroupRunner:
         """Starts the loop of rank 0; it rests until the runner is run."""
         assert self._fetch is not None
         moved = self._process.progress.moved
-        own_interrupt = getattr(engine, "interrupt", lambda: None)
 
         def interrupt() -> None:
-            own_interrupt()
+            engine.interrupt()
             self._children.signal(INTERRUPT)
 
         self._runner = GroupRunner(desk, settings, progressed=moved, interrupt=interrupt)

@@ -141,6 +141,10 @@ class ReplicaUpdater:
         """Whether an update is under way: the engine is this task's until it ends."""
         return self._step not in ("poll", "report")
 
+    def figures(self) -> dict[str, float]:
+        """By metric name, as one replica's."""
+        return self.statistics.values()
+
     def begin_anew(self) -> None:
         """The engine was started anew, while no update was under way: it holds nothing."""
         self.replica = Replica(max_failures=self._max_failures)

@@ -1,0 +1,49 @@
+"""What every engine's configuration table says of the engine, before it is built."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.records.section import Section
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine can do. The rest of the system asks this, and never which engine it is."""
+
+    requests: bool = False
+    """Has many completions in flight at once, each of which starts and ends at any time."""
+    gymnasium: bool = False
+    """Also acts for gymnasium policies."""
+    weights: Literal["memory", "files", "none"] = "memory"
+    """How versions reach it: tensors in the worker's memory, files that the engine reads itself, or not at all."""
+    device_weights: bool = False
+    """Takes versions from the trainer's device memory on the same GPU."""
+    adapters: bool = False
+    """Loads an adapter beside its base model instead of a whole version."""
+    tensor_parallel: bool = False
+    """One model over several devices."""
+    sleep: bool = True
+    """Frees its devices by order of the pool."""
+
+
+class EngineSection(Section):
+    """A table `[pipeline.engine]`. A new engine is a folder with `settings` and `build`, and a line in `registry`."""
+
+    kind: Any
+    """Chooses the table."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        raise NotImplementedError
+
+    @property
+    def requests_at_once(self) -> int:
+        """Completions that it decodes together."""
+        raise NotImplementedError
+
+    @property
+    def starting_s(self) -> float:
+        """How long it may take to start, beyond loading the model."""
+        return 0.0

@@ -1,0 +1,45 @@
+"""`[pipeline.engine]` with `kind = "vllm"`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from penstock.engines.section import Capabilities, EngineSection
+from penstock.records.section import Positive, Seconds
+
+
+class VllmEngineSection(EngineSection):
+    """A vLLM server that the worker starts and owns. Its weights are always updated in place."""
+
+    kind: Literal["vllm"] = "vllm"
+    """Chooses this table."""
+    python: str = ""
+    """The Python of an environment with vLLM and this package; empty: the one that runs Penstock."""
+    max_requests: Positive = 64
+    """Completions decoded together; the others wait in the server."""
+    max_length: Positive | None = None
+    """Tokens of the longest context; the model's own limit by default."""
+    cache_gb: Positive = 1
+    """GiB for keys and values on CPU. On a GPU the server takes its share of the device: see its own flags."""
+    eager: bool = False
+    """Do without compiled graphs: the server starts much sooner and decodes slower."""
+    options: list[str] = []
+    """Further flags of the server, for example `["--gpu-memory-utilization", "0.5"]`."""
+    start_s: Seconds = 600.0
+    """How long the server may take until it answers."""
+    stall_s: Seconds = 120.0
+    """A server that does not answer for so long is replaced, and its worker with it."""
+    request_s: Seconds = 1800.0
+    """How long one completion may take, pauses included."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(requests=True, weights="files")
+
+    @property
+    def requests_at_once(self) -> int:
+        return self.max_requests
+
+    @property
+    def starting_s(self) -> float:
+        return self.start_s
