@@ -14,8 +14,9 @@ import torch
 
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes, free_device_caches
-from penstock.train.loss import TokenLossSettings
-from penstock.train.step import Learner, OptimSettings
+from penstock.train.objectives import TokenObjective
+from penstock.train.settings import OptimizerSection, TokenLossSection
+from penstock.train.step import Learner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -36,15 +37,16 @@ class Batch:
         self.logprobs_RT = (mask * -3.5).astype(np.float32)
         self.advantages_N = rng.normal(size=rows).astype(np.float32)
         self.trained_tokens_N = np.full(rows, length // 2)
+        self.sample_tokens_N = self.trained_tokens_N
         self.packed = False
 
 
-def learner(optim: OptimSettings = OptimSettings(learning_rate=1e-4)) -> Learner:
+def learner(optim: OptimizerSection = OptimizerSection(learning_rate=1e-4)) -> Learner:
     """A few hundred MB of weights, twice that of optimiser state, and a reference."""
     spec = TinyLanguageModel(hidden_size=2048, layers=2, heads=16)
     policy, reference = build(spec), build(spec)
     assert isinstance(reference, LanguagePolicy)
-    return Learner(policy, TokenLossSettings(kl_coefficient=0.1), optim, reference=reference)
+    return Learner(TokenObjective(policy, TokenLossSection(kl_coefficient=0.1), reference=reference), optim)
 
 
 def weight_bytes(it: Learner) -> int:
@@ -88,9 +90,11 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("optim", [OptimSettings(learning_rate=1e-4), OptimSettings(learning_rate=1e-4, minibatches=2)])
+@pytest.mark.parametrize(
+    "optim", [OptimizerSection(learning_rate=1e-4), OptimizerSection(learning_rate=1e-4, minibatches=2)]
+)
 def test_scoring_and_training_in_turn_need_less_of_the_device(
-    optim: OptimSettings, capsys: pytest.CaptureFixture[str]
+    optim: OptimizerSection, capsys: pytest.CaptureFixture[str]
 ) -> None:
     apart, at_once = learner(optim), learner(optim)
     batches = [Batch(1), Batch(2)]

@@ -5,6 +5,9 @@ advantage per sample. It is named in the configuration, either one of `NAMED` or
 
     def centred(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
         return rewards - np.repeat(group_means(rewards, group_sizes), group_sizes)
+
+One that has a parameter `lengths` is also given the generated tokens (or environment steps) of each sample; one that
+has `truncated`, whether each was cut off at the limit.
 """
 
 from __future__ import annotations
@@ -14,10 +17,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from penstock.errors import RunFailed
-from penstock.runtime.named import load_callable
+from penstock.runtime.named import load_callable, takes
 
-Advantage = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""`(rewards float64[samples], group_sizes int64[groups]) -> float[samples]`."""
+Advantage = Callable[..., np.ndarray]
+"""`(rewards float64[samples], group_sizes int64[groups], lengths=int64[samples], truncated=bool[samples])`; the last
+two only if they are asked for."""
+
+TOLD = ("lengths", "truncated")
+"""What a function is given if it has a parameter of this name."""
 
 STD_FLOOR = 1e-4
 """Added to a group's standard deviation: rewards that differ by rounding only must not become large advantages."""
@@ -62,13 +69,22 @@ def resolve(name: str) -> Advantage:
     return NAMED[name] if name in NAMED else load_callable("advantage", name, NAMED)
 
 
-def compute(advantage: Advantage, rewards: Sequence[float], group_sizes: Sequence[int]) -> np.ndarray:
+def compute(
+    advantage: Advantage,
+    rewards: Sequence[float] | np.ndarray,
+    group_sizes: Sequence[int],
+    lengths: Sequence[int] = (),
+    truncated: np.ndarray | None = None,
+) -> np.ndarray:
     """float32[samples]. RunFailed if the function raised, or returned something that cannot be trained on."""
     rewards_array = np.asarray(rewards, np.float64)
+    cut = np.zeros(len(rewards_array), bool) if truncated is None else truncated
+    known = dict(zip(TOLD, (np.asarray(lengths, np.int64), cut), strict=True))
     sizes_array = np.asarray(group_sizes, np.int64)
     function = f"the advantage function {getattr(advantage, '__name__', advantage)!r}"
     try:
-        result = np.asarray(advantage(rewards_array, sizes_array), np.float64)
+        wanted = {name: values for name, values in known.items() if takes(advantage, name)}
+        result = np.asarray(advantage(rewards_array, sizes_array, **wanted), np.float64)
     except Exception as error:
         raise RunFailed(f"{function} raised {type(error).__name__}: {error}") from error
     if result.shape != rewards_array.shape or not np.isfinite(result).all():

@@ -37,6 +37,8 @@ class PackSettings(msgspec.Struct, frozen=True):
 
     micro_batch_tokens: int = 16_384
     """Rows times width, padding included. A single longer sequence is given a micro-batch of its own."""
+    micro_batches: int = 1
+    """At least so many, if there are as many rows: one for each update."""
     row_tokens: int = 0
     """Sequences are packed together into rows of up to this many tokens; 0 gives each its own row."""
 
@@ -53,6 +55,8 @@ class TokenMicroBatch:
     logprobs_RT: np.ndarray
     advantages_N: np.ndarray
     trained_tokens_N: np.ndarray
+    sample_tokens_N: np.ndarray
+    """Trained tokens of the whole sample that the sequence is a branch of, here or in other micro-batches."""
     packed: bool
     """Some row holds more than one sequence."""
     routed_experts_RTLK: np.ndarray | None = None
@@ -114,12 +118,18 @@ def pack_tokens(
     Each takes its memory from `allocate`, once; the micro-batch is good until that memory is used again.
     """
     sequences = sequences_of(samples)
+    sample_tokens = np.zeros(len(samples), np.int64)
+    for sequence in sequences:
+        sample_tokens[sequence.sample] += np.count_nonzero(sequence.loss_mask)
     lengths = [sequence.tokens for sequence in sequences]
     rows = plan_rows(lengths, settings.row_tokens)
-    plan = plan_micro_batches([sum(lengths[i] for i in row) for row in rows], settings.micro_batch_tokens)
+    widths = [sum(lengths[i] for i in row) for row in rows]
+    plan = plan_micro_batches(widths, min(settings.micro_batch_tokens, -(-sum(widths) // settings.micro_batches)))
 
     def fill(chosen: list[int]) -> TokenMicroBatch:
-        return _fill(samples, [[sequences[i] for i in rows[row]] for row in chosen], advantages, allocate)
+        return _fill(
+            samples, [[sequences[i] for i in rows[row]] for row in chosen], advantages, sample_tokens, allocate
+        )
 
     return list(spread(fill, plan))
 
@@ -174,7 +184,11 @@ def pack_trajectories(samples: Sequence[Sample]) -> TrajectoryBatch:
 
 
 def _fill(
-    samples: Sequence[Sample], rows: list[list[TokenSequence]], advantages: np.ndarray, allocate: Allocate
+    samples: Sequence[Sample],
+    rows: list[list[TokenSequence]],
+    advantages: np.ndarray,
+    sample_tokens: np.ndarray,
+    allocate: Allocate,
 ) -> TokenMicroBatch:
     order = [sequence for row in rows for sequence in row]
     width = max(sum(sequence.tokens for sequence in row) for row in rows)
@@ -204,14 +218,16 @@ def _fill(
     if not np.isfinite(places.logprobs).all():
         raise RemoteProtocolError("a sample's logprobs are not finite numbers: the engine that made them is broken")
     trained = np.bincount(places.sequences[places.loss_mask != 0], minlength=len(order))
+    owners = [sequence.sample for sequence in order]
     return TokenMicroBatch(
         token_ids_RT=places.token_ids,
         position_ids_RT=places.position_ids,
         sequences_RT=places.sequences,
         loss_mask_RT=places.loss_mask,
         logprobs_RT=places.logprobs,
-        advantages_N=np.asarray(advantages, np.float32)[[sequence.sample for sequence in order]],
+        advantages_N=np.asarray(advantages, np.float32)[owners],
         trained_tokens_N=trained,
+        sample_tokens_N=sample_tokens[owners],
         packed=len(order) > len(rows),
         routed_experts_RTLK=places.experts,
     )

@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.rollout.hooks import Workload
 from penstock.runtime.named import check_call, check_methods, load_callable, takes
 from penstock.runtime.sinks import check_sink
+from penstock.train.settings import LOSSES
 
 
 def check_environment(config: Config) -> None:
@@ -34,8 +35,14 @@ def _check(pipeline: PipelineSection) -> None:
     for section in (pipeline.env, pipeline.evaluation.env):
         if section is not None:
             _check_environment(section, shows_text=pipeline.kind == "language" and pipeline.rollout.workload is None)
+    if pipeline.train.loss not in LOSSES:
+        check_call(
+            f"loss {pipeline.train.loss!r}", load_callable("loss", pipeline.train.loss, LOSSES), "tokens", "settings"
+        )
     chosen = pipeline.train.advantage
-    check_call(f"advantage {chosen!r}", advantage.resolve(chosen), "rewards", "group_sizes")
+    function = advantage.resolve(chosen)
+    told = {name: None for name in advantage.TOLD if takes(function, name)}
+    check_call(f"advantage {chosen!r}", function, "rewards", "group_sizes", **told)
     for name in pipeline.train.filters:
         check_call(f"filter {name!r}", filters.resolve(name), "rewards", "lengths")
     if pipeline.rollout.workload is not None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from penstock.batch.advantage import NAMED as ADVANTAGES
 from penstock.config.recommended import fill_in
 from penstock.control.sections import EvaluationSection
 from penstock.engines.settings import Engine, MlpModel, Model
@@ -75,6 +76,7 @@ class PipelineSection(Section):
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
         if isinstance(self.model, MlpModel) and not self.engine.capabilities.gymnasium:
             raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
+        self._check_group_size()
         self._check_truncation()
         self._check_ranks()
         self._check_evaluation()
@@ -85,6 +87,13 @@ class PipelineSection(Section):
                 f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"
             )
         return self
+
+    def _check_group_size(self) -> None:
+        if self.kind == "language" and self.rollout.group_size == 1 and self.train.advantage in ADVANTAGES:
+            raise ValueError(
+                f"rollout.group_size = 1 with advantage {self.train.advantage!r}: a sample is compared with the others "
+                "of its group, so every advantage would be 0. Use at least 2"
+            )
 
     def _check_truncation(self) -> None:
         """The importance weight of an up-to-date token is the share that truncation left of the distribution."""

@@ -13,14 +13,14 @@ from typing import Any
 RECOMMENDED: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "token_loss": {"entropy_coefficient": 0.12},
-        "optimizer": {"learning_rate": 2e-3, "warmup_steps": 5},
+        "optimizer": {"learning_rate": 2e-3, "warmup_steps": 5, "schedule": "linear"},
     },
     "path": {
         "optimizer": {"learning_rate": 1e-6, "beta2": 0.99, "warmup_steps": 10},
     },
     "mlp": {
         "ppo_loss": {"discount": 0.99, "gae_lambda": 0.95},
-        "optimizer": {"learning_rate": 2e-3, "epochs": 6, "minibatches": 4, "max_grad_norm": 0.5},
+        "optimizer": {"learning_rate": 2e-3, "epochs": 6, "minibatches": 4, "max_grad_norm": 0.5, "schedule": "linear"},
     },
 }
 
@@ -34,9 +34,6 @@ def fill_in(pipeline: dict[str, Any]) -> dict[str, Any]:
         given = filled.get(table, {})
         if isinstance(given, dict):
             filled[table] = settings | given
-    steps = pipeline.get("steps")
-    if kind in ("tiny", "mlp") and isinstance(filled["optimizer"], dict) and isinstance(steps, int):
-        filled["optimizer"].setdefault("decay_steps", steps)
     return _keep_requests_coming(filled)
 
 

@@ -77,6 +77,10 @@ class Policy:
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
 
+    def prepare_training(self) -> None:
+        """Before a step: without dropout, which generation does not have either."""
+        self.module.eval()
+
     def parameter_count(self) -> int:
         """How many numbers are trained."""
         return sum(parameter.numel() for parameter in self.module.parameters())
@@ -99,12 +103,19 @@ class LanguagePolicy(Policy):
         self.tokenizer.save(directory)
 
 
+RETURNS_RATE = 0.2
+"""How fast the running mean and spread of returns follow a batch."""
+
+
 class ActorCritic(nn.Module):
     """Two separate towers of two tanh layers: the actor's logits or means, and the critic's value."""
 
     def __init__(self, spec: GymnasiumPolicy, generator: torch.Generator) -> None:
         super().__init__()
         self.action_kind = spec.action_kind
+        self.return_mean: Tensor
+        self.return_std: Tensor
+        self.batches: Tensor
         inputs = math.prod(spec.observation_shape)
         hidden = spec.hidden_size
         self.actor = nn.Sequential(
@@ -119,8 +130,11 @@ class ActorCritic(nn.Module):
             nn.Tanh(),
             _linear(hidden, hidden, math.sqrt(2), generator),
             nn.Tanh(),
-            _linear(hidden, 1, 1.0, generator),
+            _linear(hidden, 1, 0.0, generator),  # a fresh critic expects nothing: its noise would drown rare rewards
         )
+        self.register_buffer("return_mean", torch.zeros(1))
+        self.register_buffer("return_std", torch.ones(1))
+        self.register_buffer("batches", torch.zeros(1))
         self.log_std = nn.Parameter(torch.zeros(spec.action_size)) if spec.action_kind == "gaussian" else None
 
     def distribution(self, observations: Tensor) -> torch.distributions.Distribution:
@@ -132,8 +146,26 @@ class ActorCritic(nn.Module):
         return torch.distributions.Independent(normal, 1, validate_args=False)
 
     def value(self, observations: Tensor) -> Tensor:
-        """Expected discounted return in units of the horizon 1 / (1 - discount), one per observation."""
-        return self.critic(observations.flatten(1)).squeeze(-1)
+        """Expected discounted return, one per observation. The critic's own output is in units of `return_std`."""
+        return self.critic(observations.flatten(1)).squeeze(-1) * self.return_std + self.return_mean
+
+    @torch.no_grad()
+    def observe_returns(self, returns: Tensor) -> None:
+        """Follow the mean and spread of returns, and rescale the critic's last layer so that no value changes."""
+        mean, square = returns.mean(), returns.square().mean()
+        if not torch.isfinite(square) or returns.std(correction=0) < 1e-8:
+            return  # nothing to learn a scale from
+        self.batches += 1
+        rate = max(1.0 / float(self.batches), RETURNS_RATE)
+        old_mean, old_std = self.return_mean.clone(), self.return_std.clone()
+        old_square = old_mean.square() + old_std.square()
+        self.return_mean.lerp_(mean, rate)
+        variance = old_square.lerp(square, rate) - self.return_mean.square()
+        self.return_std.copy_(variance.clamp(min=1e-12).sqrt())
+        last = self.critic[-1]
+        assert isinstance(last, nn.Linear)
+        last.weight *= old_std / self.return_std
+        last.bias.copy_((old_std * last.bias + old_mean - self.return_mean) / self.return_std)
 
     def act(self, observations: Tensor, generator: torch.Generator, greedy: bool = False) -> tuple[Tensor, Tensor]:
         """Sampled (or most likely) actions and their log-probabilities, one per observation."""
@@ -146,7 +178,7 @@ class ActorCritic(nn.Module):
                 else:
                     actions = torch.multinomial(logprobs.exp(), 1, generator=generator).squeeze(-1)
                 return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-            noise = torch.randn(heads.shape, generator=generator) * (0.0 if greedy else 1.0)
+            noise = torch.randn(heads.shape, generator=generator, device=heads.device) * (0.0 if greedy else 1.0)
             actions = heads + noise * self.log_std.exp()
             return actions, self.distribution(observations).log_prob(actions)
 

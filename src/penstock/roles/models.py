@@ -16,8 +16,7 @@ from penstock.engines.models import (
     build,
 )
 from penstock.engines.settings import MlpModel, PathModel, TinyModel
-from penstock.train.loss import LossSettings, PpoLossSettings, TokenLossSettings
-from penstock.train.step import OptimSettings
+from penstock.train.objectives import EpisodeObjective, Objective, TokenObjective
 
 
 def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
@@ -50,11 +49,17 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
             )
 
 
-def loss_of(pipeline: PipelineSection) -> LossSettings:
+def objective_of(config: Config, pipeline: PipelineSection, environment: Any) -> Objective:
+    """The initial policy and what it is trained by."""
+    policy = policy_of(config, pipeline, environment)
     if isinstance(pipeline.model, MlpModel):
-        return PpoLossSettings(**pipeline.ppo_loss.model_dump())
-    return TokenLossSettings(**pipeline.token_loss.model_dump(), temperature=pipeline.rollout.temperature)
-
-
-def optimizer_of(config: Config, pipeline: PipelineSection) -> OptimSettings:
-    return OptimSettings(**pipeline.optimizer.model_dump(), seed=config.run.seed)
+        return EpisodeObjective(policy, pipeline.ppo_loss)
+    reference: Any = policy_of(config, pipeline, environment) if pipeline.token_loss.kl_coefficient else None
+    return TokenObjective(
+        policy,
+        pipeline.token_loss,
+        loss=pipeline.train.loss,
+        temperature=pipeline.rollout.temperature,
+        longest=pipeline.rollout.max_new_tokens,
+        reference=reference,
+    )

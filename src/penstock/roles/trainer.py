@@ -15,7 +15,7 @@ from penstock.config.devices import devices_of, weights_stay_on_device
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex
 from penstock.roles.environments import environment_of
-from penstock.roles.models import loss_of, optimizer_of, policy_of
+from penstock.roles.models import objective_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.runtime.offload import Offload, background
@@ -83,8 +83,19 @@ async def _train(
     connection = connected(process, "trainer", resident.move_out, step=step, lineage=lineage)
     async with connection as client, Tasks() as tasks:
         publishing = Publishing(process, client, offered, writing)
-        settings = PackSettings(micro_batch_tokens=pipeline.train.tokens_per_micro_batch)
-        feed = Feed(process, client, fetcher, fetching, resolve(pipeline.train.advantage), settings)
+        settings = PackSettings(
+            micro_batch_tokens=pipeline.train.tokens_per_micro_batch, micro_batches=pipeline.optimizer.minibatches
+        )
+        feed = Feed(
+            process,
+            client,
+            fetcher,
+            fetching,
+            resolve(pipeline.train.advantage),
+            settings,
+            pipeline.train,
+            max_new_tokens=pipeline.rollout.max_new_tokens,
+        )
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("publish weights", publishing.run())
         tasks.spawn("heed the stop", heed_stop(process, client))
@@ -112,16 +123,11 @@ async def _train(
 def _build(process: RoleProcess) -> Learner:
     """The learner in host memory, restored from the latest good checkpoint if there is one."""
     config, pipeline = process.config, process.pipeline
-    environment = environment_of(config, pipeline)
-    policy = policy_of(config, pipeline, environment)
-    reference = None
-    if pipeline.token_loss.kl_coefficient and pipeline.kind == "language":
-        reference = policy_of(config, pipeline, environment)
     learner = Learner(
-        policy,
-        loss_of(pipeline),
-        optimizer_of(config, pipeline),
-        reference=reference,  # type: ignore[arg-type]
+        objective_of(config, pipeline, environment_of(config, pipeline)),
+        pipeline.optimizer,
+        steps=pipeline.steps,
+        seed=config.run.seed,
         progressed=process.progress.moved,
     )
     found = checkpoint.latest(process.run.checkpoints(pipeline.name))

@@ -10,6 +10,7 @@ import numpy as np
 from penstock.batch.advantage import Advantage, compute
 from penstock.batch.codec import decode
 from penstock.batch.pack import MicroBatch, PackSettings, pack
+from penstock.batch.truncation import masked, overlong, truncated_samples
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, RemoteProtocolError
 from penstock.payload.io.fetch import BatchFetcher, FetchReport
@@ -21,6 +22,7 @@ from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train.rollout_log import TrainedRollout
+from penstock.train.settings import TrainSection
 from penstock.wire.messages import AskBatch, BatchReady, Complete, NotYet
 
 log = logging.getLogger(__name__)
@@ -82,8 +84,13 @@ class Feed:
         offload: Offload,
         advantage: Advantage,
         settings: PackSettings,
+        train: TrainSection = TrainSection(),
+        *,
+        max_new_tokens: int = 0,
     ) -> None:
         """`offload` has one thread that fetches and waits, and others that copy: at least two."""
+        self._train = train
+        self._max_new_tokens = max_new_tokens
         self._process = process
         self._client = client
         self._fetcher = fetcher
@@ -137,15 +144,26 @@ class Feed:
         if missing:
             log.warning("step %d: payloads of %d prompts are missing (%s)", batch.step, len(missing), reason)
         samples = [decode(report.views[ref]) for group in kept for ref in group.payloads]
-        rewards = [reward for group in kept for reward in group.rewards]
-        advantages = compute(self._advantage, rewards, [len(group.samples) for group in kept])
+        lengths = [length for group in kept for length in group.lengths]
+        truncated = truncated_samples(samples)
+        rewards = np.array([reward for group in kept for reward in group.rewards], np.float64)
+        rewards -= overlong(
+            lengths,
+            truncated,
+            limit=self._max_new_tokens,
+            tokens=self._train.overlong_tokens,
+            penalty=self._train.overlong_penalty,
+        )
+        sizes = [len(group.samples) for group in kept]
+        advantages = compute(self._advantage, rewards, sizes, lengths, truncated)
         memory: list[np.ndarray] = []
 
         def allocate(size_bytes: int) -> np.ndarray:
             memory.append(self._buffers.take(size_bytes))
             return memory[-1]
 
-        micro_batches = pack(samples, advantages, self._settings, spread=self._offload.map, allocate=allocate)
+        trained = masked(samples, truncated) if self._train.truncated == "mask" else samples
+        micro_batches = pack(trained, advantages, self._settings, spread=self._offload.map, allocate=allocate)
         return PreparedBatch(
             batch.step,
             micro_batches,

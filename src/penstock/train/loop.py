@@ -14,10 +14,11 @@ from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train import checkpoint
 from penstock.train.data import Feed, PreparedBatch
+from penstock.train.objectives import PriorLogprobs
 from penstock.train.publish import Publishing
 from penstock.train.rollout_log import RolloutLog
 from penstock.train.settings import CheckpointSection
-from penstock.train.step import Learner, PriorLogprobs
+from penstock.train.step import Learner
 from penstock.train.turns import Turns
 from penstock.wire.messages import AckCheckpoint, AckStep
 

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from penstock.records.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from pydantic import model_validator
+
+from penstock.records.section import (
+    Fraction,
+    ImportPath,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+
+LOSSES = ("grpo", "dr_grpo", "gspo", "cispo", "dppo")
+"""The names of `losses.tokens.NAMED`, which need no torch."""
 
 
 class TrainSection(Section):
@@ -14,8 +27,17 @@ class TrainSection(Section):
     """No sample is trained more than so many versions after the weights it was generated with."""
     straggler_wait_s: NonNegativeFloat = 0.0
     """How long a batch may wait for groups that would be outdated afterwards. 0 never waits: they are made again."""
+    loss: str = "grpo"
+    """Language models: `grpo`, `dr_grpo`, `gspo`, `cispo`, `dppo`, or your own as `package.module:function`."""
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `max_rl`, or your own as `package.module:function`."""
+    truncated: Literal["train", "mask"] = "train"
+    """Completions that were cut off at the token limit: train on them, or leave their tokens out of the loss. Their
+    rewards count in their group's advantages either way."""
+    overlong_tokens: NonNegative = 0
+    """Over the last so many tokens before `rollout.max_new_tokens` the reward falls by up to `overlong_penalty`."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """With `overlong_tokens`: what a completion of the full length loses."""
     filters: list[str] = []
     """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
     tokens_per_micro_batch: Positive = 16384
@@ -27,24 +49,31 @@ class TrainSection(Section):
 
 
 class TokenLossSection(Section):
-    """The loss of language models; the fields of `train.loss.TokenLossSettings`."""
+    """The losses of language models; `train.loss` chooses one."""
 
     clip_low: Fraction = 0.2
     """A token's probability ratio is clipped at 1 minus this, against a step that goes too far."""
     clip_high: NonNegativeFloat = 0.28
     """And at 1 plus this."""
+    dual_clip: NonNegativeFloat = 0.0
+    """`grpo`, `dr_grpo`: a token of negative advantage loses at most this times the advantage (3, say); 0: no bound."""
     importance: Literal["truncate", "mask", "none"] = "truncate"
     """Stale samples: cap their weight, drop tokens whose weight is outside [mask_low, mask_high], or neither."""
     importance_cap: PositiveFloat = 2.0
-    """With `truncate`: the largest weight of a token."""
+    """With `truncate`, and for `cispo` and `dppo`: the largest weight of a token."""
     mask_low: NonNegativeFloat = 0.5
     """With `mask`: the smallest weight that is kept."""
     mask_high: PositiveFloat = 5.0
     """With `mask`: the largest weight that is kept."""
-    average: Literal["token", "sequence", "constant"] = "token"
-    """Each token counts the same; or each sequence does; or the sum over tokens is divided by `constant_length`."""
-    constant_length: Positive = 1
-    """For the average `constant`: the longest completion, say."""
+    trust_low: NonNegativeFloat = 0.2
+    """`dppo`: a token is not made less probable once its probability is this much below the one it was sampled with."""
+    trust_high: NonNegativeFloat = 0.2
+    """`dppo`: nor more probable once it is this much above."""
+    average: Literal["token", "sequence", "constant"] | None = None
+    """Each token counts the same; or each sample does; or the sum over tokens is divided by `constant_length`. By
+    default what the loss is defined with: `sequence` for `gspo`, `constant` for `dr_grpo`, else `token`."""
+    constant_length: Positive | None = None
+    """For the average `constant`; `rollout.max_new_tokens` by default."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the divergence from the initial model."""
     entropy_coefficient: float = 0.0
@@ -52,7 +81,7 @@ class TokenLossSection(Section):
 
 
 class PpoLossSection(Section):
-    """The loss of gymnasium policies; the fields of `train.loss.PpoLossSettings`."""
+    """The loss of gymnasium policies."""
 
     clip: PositiveFloat = 0.2
     """An action's probability ratio is clipped at 1 minus and 1 plus this."""
@@ -69,8 +98,12 @@ class PpoLossSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW; the fields of `train.step.OptimSettings`."""
+    """The optimiser, its learning rate over time, and how a step uses it."""
 
+    name: ImportPath = "torch.optim:AdamW"
+    """The class, for example `torch.optim:SGD`. It is given the keys below that it takes."""
+    options: dict[str, Any] = {}
+    """Further keyword arguments of the class."""
     learning_rate: PositiveFloat = 1e-3
     """After warm-up."""
     beta1: Fraction = 0.9
@@ -80,20 +113,30 @@ class OptimizerSection(Section):
     epsilon: PositiveFloat = 1e-8
     """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled from the gradient."""
+    """Decoupled from the gradient. Norms and biases are not decayed."""
     max_grad_norm: PositiveFloat = 1.0
     """Longer gradients are shortened to this."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up. Models of kind `tiny` and `mlp`: `linear`."""
     warmup_steps: NonNegative = 0
     """The learning rate rises from zero over so many steps."""
-    decay_steps: NonNegative = 0
-    """The learning rate falls in a line to `final_fraction` of itself over so many steps; 0: it does not fall.
-    Models of kind `tiny` and `mlp`: the pipeline's `steps`."""
+    decay_steps: Positive | None = None
+    """With `linear` and `cosine`: the step at which `final_fraction` is reached; the pipeline's `steps` by default."""
     final_fraction: Fraction = 0.1
     """Of the learning rate, at the end of `decay_steps`."""
     epochs: Positive = 1
-    """Gymnasium: passes over each batch."""
+    """Passes over each batch."""
     minibatches: Positive = 1
-    """Gymnasium: updates per pass."""
+    """Updates per pass. Language models: a batch is cut into at least so many micro-batches if it has the samples."""
+    skip_updates: NonNegative = 3
+    """So many updates in a row may have a loss or gradient that is not finite: they are skipped. One more fails the
+    run."""
+
+    @model_validator(mode="after")
+    def _decay_needs_a_schedule(self) -> OptimizerSection:
+        if self.decay_steps is not None and self.schedule == "constant":
+            raise ValueError("decay_steps needs schedule = 'linear' or 'cosine'")
+        return self
 
 
 class CheckpointSection(Section):

@@ -21,7 +21,8 @@ from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
-from penstock.train.step import PARTS, Learner
+from penstock.train.objectives import PARTS
+from penstock.train.step import Learner
 from penstock.wire.messages import AskDevices, CancelDevices, DevicesGranted, NotYet, ReleaseDevices
 
 ASK_FOR_S = 10.0

@@ -161,7 +161,7 @@ def test_what_is_left_open_is_filled_in_by_kind_of_model(tmp_path: Path):
     config = load(write(tmp_path, GOOD), ["pipeline.pole.optimizer.epochs=2"])
     letters, pole = config.pipeline
     assert letters.token_loss.entropy_coefficient > 0
-    assert (pole.optimizer.epochs, pole.optimizer.minibatches, pole.optimizer.decay_steps) == (2, 4, 5)
+    assert (pole.optimizer.epochs, pole.optimizer.minibatches, pole.optimizer.schedule) == (2, 4, "linear")
 
 
 def test_import_paths_survive_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,8 +13,9 @@ from penstock.engines.models import GymnasiumPolicy, LanguagePolicy, ModelSpec, 
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.tensors import device_bytes
 from penstock.train import checkpoint
-from penstock.train.loss import LossSettings, PpoLossSettings, TokenLossSettings
-from penstock.train.step import Learner, OptimSettings
+from penstock.train.objectives import EpisodeObjective, Objective, TokenObjective
+from penstock.train.settings import OptimizerSection, PpoLossSection, TokenLossSection
+from penstock.train.step import Learner
 
 
 def language_batches(seed: int) -> list[TokenMicroBatch]:
@@ -29,6 +30,7 @@ def language_batches(seed: int) -> list[TokenMicroBatch]:
             mask,
             (mask * -2.2).astype(np.float32),
             rng.normal(size=4).astype(np.float32),
+            np.full(4, 4),
             np.full(4, 4),
             packed=False,
         )
@@ -55,20 +57,27 @@ def control_batches(seed: int) -> list[TrajectoryBatch]:
 
 LANGUAGE = TinyLanguageModel(alphabet="abcdef", hidden_size=16, layers=1, heads=2, max_positions=16)
 CONTROL = GymnasiumPolicy((4,), "discrete", 2, hidden_size=16)
-SEVERAL_UPDATES = OptimSettings(epochs=2, minibatches=2, decay_steps=10)
+SEVERAL_UPDATES = OptimizerSection(epochs=2, minibatches=2, schedule="linear", decay_steps=10)
 KINDS = {
-    "language": (LANGUAGE, TokenLossSettings(), OptimSettings(warmup_steps=3), language_batches),
-    "language, several updates": (LANGUAGE, TokenLossSettings(), SEVERAL_UPDATES, language_batches),
-    "control": (CONTROL, PpoLossSettings(), SEVERAL_UPDATES, control_batches),
+    "language": (LANGUAGE, TokenLossSection(), OptimizerSection(warmup_steps=3), language_batches),
+    "language, several updates": (LANGUAGE, TokenLossSection(), SEVERAL_UPDATES, language_batches),
+    "control": (CONTROL, PpoLossSection(), SEVERAL_UPDATES, control_batches),
 }
 
 
-def learner(spec: ModelSpec, loss: LossSettings, optim: OptimSettings) -> Learner:
-    return Learner(build(spec), loss, optim)
+def objective(spec: ModelSpec, loss: TokenLossSection | PpoLossSection, **more: LanguagePolicy) -> Objective:
+    policy = build(spec)
+    return (
+        TokenObjective(policy, loss, **more) if isinstance(loss, TokenLossSection) else EpisodeObjective(policy, loss)
+    )
+
+
+def learner(spec: ModelSpec, loss: TokenLossSection | PpoLossSection, optim: OptimizerSection) -> Learner:
+    return Learner(objective(spec, loss), optim)
 
 
 def small() -> Learner:
-    return learner(CONTROL, PpoLossSettings(), OptimSettings())
+    return learner(CONTROL, PpoLossSection(), OptimizerSection())
 
 
 def tensors(owner: Learner) -> dict[str, torch.Tensor]:
@@ -122,13 +131,13 @@ def test_an_empty_step_counts_and_changes_nothing(kind: str) -> None:
 def test_every_part_of_a_step_is_told_of(kind: str) -> None:
     spec, loss, optim, batches = KINDS[kind]
     told: list[str] = []
-    Learner(build(spec), loss, optim, progressed=told.append).step(batches(0))
+    Learner(objective(spec, loss), optim, progressed=told.append).step(batches(0))
     parts = optim.epochs * (len(batches(0)) if kind != "control" else optim.minibatches)
     assert len([line for line in told if line.startswith("training step 0: ")]) == parts
 
 
 def test_positive_advantage_makes_tokens_more_likely() -> None:
-    owner = learner(LANGUAGE, TokenLossSettings(), OptimSettings(learning_rate=1e-2))
+    owner = learner(LANGUAGE, TokenLossSection(), OptimizerSection(learning_rate=1e-2))
     batches = language_batches(0)
     for batch in batches:
         batch.advantages_N[:] = 1.0
@@ -137,19 +146,22 @@ def test_positive_advantage_makes_tokens_more_likely() -> None:
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_weights() -> None:
-    owner = learner(LANGUAGE, TokenLossSettings(), OptimSettings())
+    owner = learner(LANGUAGE, TokenLossSection(), OptimizerSection(skip_updates=2))
     owner.step(language_batches(0))
     before = tensors(owner)
     poisoned = language_batches(1)
     poisoned[1].advantages_N[2] = np.nan
-    with pytest.raises(RunFailed, match="training step 1 gave loss nan"):
+    for _ in range(2):
+        assert owner.step(poisoned)["skipped_updates"] > 0
+    owner.steps = 1
+    with pytest.raises(RunFailed, match=r"training step 1 gave loss nan.* like 2 before it"):
         owner.step(poisoned)
     assert same(before, tensors(owner))
     owner.step(language_batches(1))
 
 
 def test_a_gradient_that_is_not_a_number_stops_the_run_and_keeps_the_weights() -> None:
-    owner = small()
+    owner = learner(CONTROL, PpoLossSection(), OptimizerSection(skip_updates=0))
     before = tensors(owner)
     poisoned = control_batches(0)
     poisoned[0].rewards_S[0] = np.inf
@@ -159,20 +171,20 @@ def test_a_gradient_that_is_not_a_number_stops_the_run_and_keeps_the_weights() -
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:
-    settings = OptimSettings(1.0, warmup_steps=3, decay_steps=10, final_fraction=0)
-    owner = learner(CONTROL, PpoLossSettings(), settings)
+    settings = OptimizerSection(learning_rate=1.0, warmup_steps=3, schedule="linear", decay_steps=10, final_fraction=0)
+    owner = learner(CONTROL, PpoLossSection(), settings)
     assert [owner.learning_rate(step) for step in range(3)] == pytest.approx([0.25, 0.45, 0.6])
     assert owner.learning_rate(5) == pytest.approx(0.5)
     assert owner.learning_rate(50) == 0
 
 
 def test_a_reference_is_asked_for_when_the_divergence_counts() -> None:
-    settings = TokenLossSettings(kl_coefficient=0.1)
+    settings = TokenLossSection(kl_coefficient=0.1)
     with pytest.raises(ConfigError, match="reference"):
-        learner(LANGUAGE, settings, OptimSettings())
+        learner(LANGUAGE, settings, OptimizerSection())
     reference = build(LANGUAGE)
     assert isinstance(reference, LanguagePolicy)
-    owner = Learner(build(LANGUAGE), settings, OptimSettings(learning_rate=1e-2), reference=reference)
+    owner = Learner(objective(LANGUAGE, settings, reference=reference), OptimizerSection(learning_rate=1e-2))
     divergences = [owner.step(language_batches(step))["kl_reference"] for step in range(4)]
     assert divergences[0] == pytest.approx(0, abs=1e-6)
     assert divergences[-1] > 1e-4
@@ -180,7 +192,9 @@ def test_a_reference_is_asked_for_when_the_divergence_counts() -> None:
 
 def test_policy_and_loss_must_be_of_one_kind() -> None:
     with pytest.raises(ConfigError, match="cannot be trained"):
-        learner(CONTROL, TokenLossSettings(), OptimSettings())
+        TokenObjective(build(CONTROL))
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        EpisodeObjective(build(LANGUAGE))
 
 
 def test_old_checkpoints_are_pruned(tmp_path: Path) -> None:
@@ -269,13 +283,13 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     found = checkpoint.save(tmp_path, small())
-    other = learner(GymnasiumPolicy((4,), "discrete", 2, hidden_size=8), PpoLossSettings(), OptimSettings())
+    other = learner(GymnasiumPolicy((4,), "discrete", 2, hidden_size=8), PpoLossSection(), OptimizerSection())
     with pytest.raises(ConfigError, match="another model"):
         checkpoint.load(found, other)
 
 
 def test_a_learner_that_moved_trains_as_one_that_stayed():
-    moved, stayed = (learner(LANGUAGE, TokenLossSettings(), OptimSettings()) for _ in range(2))
+    moved, stayed = (learner(LANGUAGE, TokenLossSection(), OptimizerSection()) for _ in range(2))
     for seed in range(3):
         moved.onload(torch.device("cpu"))
         metrics = moved.step(language_batches(seed))
@@ -285,24 +299,24 @@ def test_a_learner_that_moved_trains_as_one_that_stayed():
     assert all(torch.equal(a, b) for a, b in zip(moved.state().values(), stayed.state().values(), strict=True))
 
 
-def with_reference(optim: OptimSettings) -> Learner:
-    policy, reference = build(LANGUAGE), build(LANGUAGE)
+def with_reference(optim: OptimizerSection) -> Learner:
+    reference = build(LANGUAGE)
     assert isinstance(reference, LanguagePolicy)
-    return Learner(policy, TokenLossSettings(kl_coefficient=0.1), optim, reference=reference)
+    return Learner(objective(LANGUAGE, TokenLossSection(kl_coefficient=0.1), reference=reference), optim)
 
 
 def whereabouts(it: Learner) -> dict[str, set[str]]:
-    assert it.reference is not None
+    assert it.objective.reference is not None
     optimiser = {tensor.device.type for name, tensor in it.state().items() if name.startswith("exp_avg")}
     return {
         "policy": {tensor.device.type for tensor in it.policy.named_tensors().values()},
         "optimizer": optimiser,
-        "reference": {tensor.device.type for tensor in it.reference.named_tensors().values()},
+        "reference": {tensor.device.type for tensor in it.objective.reference.named_tensors().values()},
     }
 
 
 def test_the_parts_of_a_learner_move_one_by_one_or_all_at_once():
-    it = with_reference(OptimSettings())
+    it = with_reference(OptimizerSection())
     it.step(language_batches(0))
     it.onload(torch.device("meta"), ("reference",))
     assert whereabouts(it) == {"policy": {"cpu"}, "optimizer": {"cpu"}, "reference": {"meta"}}
@@ -311,15 +325,15 @@ def test_the_parts_of_a_learner_move_one_by_one_or_all_at_once():
     assert {tensor.device.type for name, tensor in it.state().items() if name.startswith("step")} == {"cpu"}
 
 
-@pytest.mark.parametrize("optim", [OptimSettings(), OptimSettings(epochs=2, minibatches=2)])
-def test_scored_in_a_phase_of_its_own_a_step_is_the_same(optim: OptimSettings):
+@pytest.mark.parametrize("optim", [OptimizerSection(), OptimizerSection(epochs=2, minibatches=2)])
+def test_scored_in_a_phase_of_its_own_a_step_is_the_same(optim: OptimizerSection):
     apart, at_once = with_reference(optim), with_reference(optim)
-    reference, divergences = apart.reference, []
+    reference, divergences = apart.objective.reference, []
     for seed in range(3):
         scores = apart.score(language_batches(seed))
-        apart.reference = None  # training needs only what it said
+        apart.objective.reference = None  # training needs only what it said
         found = apart.step(language_batches(seed), scores)
-        apart.reference = reference
+        apart.objective.reference = reference
         assert found == at_once.step(language_batches(seed))
         divergences.append(found["kl_reference"])
     assert max(divergences) > 0, "what was compared with the reference had something to differ by"
@@ -327,8 +341,8 @@ def test_scored_in_a_phase_of_its_own_a_step_is_the_same(optim: OptimSettings):
 
 
 def test_what_scoring_needs():
-    assert learner(LANGUAGE, TokenLossSettings(), OptimSettings()).scored_by == ()
-    assert with_reference(OptimSettings()).scored_by == ("reference",)
-    assert with_reference(OptimSettings(minibatches=2)).scored_by == ("policy", "reference")
-    several = learner(CONTROL, PpoLossSettings(), OptimSettings(epochs=2))
+    assert learner(LANGUAGE, TokenLossSection(), OptimizerSection()).scored_by == ()
+    assert with_reference(OptimizerSection()).scored_by == ("reference",)
+    assert with_reference(OptimizerSection(minibatches=2)).scored_by == ("policy", "reference")
+    several = learner(CONTROL, PpoLossSection(), OptimizerSection(epochs=2))
     assert several.scored_by == (), "a control policy compares with the samples alone"

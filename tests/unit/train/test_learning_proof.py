@@ -26,8 +26,9 @@ from penstock.engines.policy import PolicyEngine
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.static import TorchEngine
 from penstock.envs.tasks import Copy
-from penstock.train.loss import PpoLossSettings, TokenLossSettings
-from penstock.train.step import Learner, OptimSettings
+from penstock.train.objectives import EpisodeObjective, TokenObjective
+from penstock.train.settings import OptimizerSection, PpoLossSection, TokenLossSection
+from penstock.train.step import Learner
 
 STALENESS = 2
 
@@ -57,8 +58,8 @@ def test_a_tiny_language_model_learns_to_copy_letters(seed: int) -> None:
     assert isinstance(policy, LanguagePolicy)
     assert 100_000 < policy.parameter_count() < 500_000
     recommended = RECOMMENDED["tiny"]
-    settings = OptimSettings(**recommended["optimizer"], decay_steps=steps)
-    learner = Learner(policy, TokenLossSettings(**recommended["token_loss"]), settings)
+    objective = TokenObjective(policy, TokenLossSection(**recommended["token_loss"]))
+    learner = Learner(objective, OptimizerSection(**recommended["optimizer"]), steps=steps)
     engine = TorchEngine(served.module, pad_id=policy.tokenizer.pad_id, seed=seed)
     weights = OldWeights(engine, learner)
     sampling = Sampling(max_new_tokens=task.answer_characters, eos_id=policy.tokenizer.eos_id)
@@ -96,9 +97,8 @@ def test_a_gymnasium_policy_learns_to_balance_a_pole(seed: int) -> None:
     spec = GymnasiumPolicy((4,), "discrete", 2, seed=seed)
     policy, served = build(spec), build(spec)
     assert isinstance(policy, ActorCriticPolicy)
-    settings = OptimSettings(**RECOMMENDED["mlp"]["optimizer"], decay_steps=steps)
-    loss = {"discount": 0.99, "gae_lambda": 0.95} | RECOMMENDED["mlp"].get("ppo_loss", {})
-    learner = Learner(policy, PpoLossSettings(**loss), settings)
+    objective = EpisodeObjective(policy, PpoLossSection(**RECOMMENDED["mlp"]["ppo_loss"]))
+    learner = Learner(objective, OptimizerSection(**RECOMMENDED["mlp"]["optimizer"]), steps=steps)
     engine = PolicyEngine(served.module, seed=seed)
     weights = OldWeights(engine, learner)
     environments = [gymnasium.make("CartPole-v1") for _ in range(episodes)]
@@ -162,7 +162,8 @@ def test_a_real_language_model_loads_answers_and_trains() -> None:
     (completion,) = engine.generate([prompt], Sampling(max_new_tokens=4, greedy=True))
     assert "Paris" in policy.tokenizer.decode(completion.token_ids.tolist())
     policy.module.requires_grad_(True)
-    learner = Learner(policy, TokenLossSettings(importance="none"), OptimSettings(learning_rate=1e-5))
+    objective = TokenObjective(policy, TokenLossSection(importance="none"))
+    learner = Learner(objective, OptimizerSection(learning_rate=1e-5))
     sample = {
         "token_ids": np.array([*prompt, *completion.token_ids], np.int32),
         "loss_mask": np.array([0] * len(prompt) + [1] * len(completion.token_ids), np.uint8),

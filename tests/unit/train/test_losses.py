@@ -8,15 +8,11 @@ import torch
 
 from penstock.batch.pack import TokenMicroBatch, TrajectoryBatch
 from penstock.engines.models import ActorCriticPolicy, GymnasiumPolicy, LanguagePolicy, TinyLanguageModel, build
-from penstock.train.loss import (
-    EpisodeTensors,
-    PpoLossSettings,
-    TokenLossSettings,
-    TokenTensors,
-    discounted_sums,
-    ppo_loss,
-    token_loss,
-)
+from penstock.train.losses.ppo import EpisodeTensors, discounted_sums, ppo_loss
+from penstock.train.losses.tokens import Tokens, cispo, dppo, grpo, gspo
+from penstock.train.objectives import PriorLogprobs, TokenObjective, Totals
+from penstock.train.scores import TokenTensors, chunked_scores
+from penstock.train.settings import PpoLossSection, TokenLossSection
 
 SPEC = TinyLanguageModel(alphabet="abcdef>", hidden_size=16, layers=2, heads=2, max_positions=64)
 
@@ -41,6 +37,7 @@ def tokens(lengths: list[int], prompt: int, packed: bool, seed: int = 0) -> Toke
         np.zeros(shape, np.float32),
         np.linspace(-1, 1, len(lengths)).astype(np.float32),
         np.array([length - prompt for length in lengths]),
+        np.array([length - prompt for length in lengths]),
         packed,
     )
     start = 0
@@ -55,26 +52,26 @@ def tokens(lengths: list[int], prompt: int, packed: bool, seed: int = 0) -> Toke
     return batch
 
 
-def value(batch: TokenMicroBatch, policy: LanguagePolicy, settings: TokenLossSettings, **more: torch.Tensor) -> float:
+def value(batch: TokenMicroBatch, policy: LanguagePolicy, settings: TokenLossSection, **more: torch.Tensor) -> float:
     prepared = TokenTensors(batch, torch.device("cpu"))
-    loss, _ = token_loss(
-        prepared, policy.module, settings, total_tokens=prepared.tokens, total_sequences=prepared.sequences, **more
-    )
+    totals = Totals(prepared.tokens, prepared.samples)
+    reference = policy if settings.kl_coefficient else None
+    loss, _ = TokenObjective(policy, settings, reference=reference).share(prepared, PriorLogprobs(**more), totals)
     return loss.item()
 
 
 def test_packed_rows_give_the_logprobs_of_separate_rows() -> None:
     policy = language_policy()
     lengths = [6, 9, 4]
-    apart = TokenTensors(tokens(lengths, 2, packed=False), torch.device("cpu")).logprobs(policy.module, 1.0)
-    together = TokenTensors(tokens(lengths, 2, packed=True), torch.device("cpu")).logprobs(policy.module, 1.0)
+    apart = TokenTensors(tokens(lengths, 2, packed=False), torch.device("cpu")).scores(policy.module, 1.0)[0]
+    together = TokenTensors(tokens(lengths, 2, packed=True), torch.device("cpu")).scores(policy.module, 1.0)[0]
     torch.testing.assert_close(apart, together, atol=1e-5, rtol=1e-5)
 
 
 def test_logprobs_are_those_of_a_plain_forward_pass() -> None:
     policy = language_policy()
     batch = tokens([7, 5], 3, packed=False)
-    found = TokenTensors(batch, torch.device("cpu")).logprobs(policy.module, 0.7)
+    found = TokenTensors(batch, torch.device("cpu")).scores(policy.module, 0.7)[0]
     wanted = []
     for row, length in enumerate([7, 5]):
         ids = torch.from_numpy(batch.token_ids_RT[row : row + 1, :length].astype(np.int64))
@@ -87,7 +84,7 @@ def test_the_gradient_does_not_depend_on_micro_batches() -> None:
     policy = language_policy()
     whole = tokens([6, 9, 4, 7], 2, packed=False)
     for average in ("token", "sequence", "constant"):
-        settings = TokenLossSettings(average=average, constant_length=9, entropy_coefficient=0.01)  # type: ignore[arg-type]
+        settings = TokenLossSection(average=average, constant_length=9, entropy_coefficient=0.01)  # type: ignore[arg-type]
         gradients = []
         for parts in ([[0, 1, 2, 3]], [[0], [1, 2], [3]]):
             policy.module.zero_grad()
@@ -98,13 +95,8 @@ def test_the_gradient_does_not_depend_on_micro_batches() -> None:
                 part["sequences_RT"] = np.where(part["sequences_RT"] < 0, -1, renumbered).astype(np.int16)
                 prepared.append(TokenTensors(TokenMicroBatch(**part, packed=False), torch.device("cpu")))
             for batch in prepared:
-                loss, _ = token_loss(
-                    batch,
-                    policy.module,
-                    settings,
-                    total_tokens=sum(p.tokens for p in prepared),
-                    total_sequences=sum(p.sequences for p in prepared),
-                )
+                totals = Totals(sum(p.tokens for p in prepared), sum(p.samples for p in prepared))
+                loss, _ = TokenObjective(policy, settings).share(batch, PriorLogprobs(), totals)
                 loss.backward()
             gradients.append(torch.cat([p.grad.flatten() for p in policy.module.parameters() if p.grad is not None]))
         torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
@@ -115,20 +107,20 @@ def test_importance_weights_are_truncated_masked_or_ignored() -> None:
     even = tokens([6, 6], 2, packed=False)
     even.advantages_N[:] = 1.0
     prepared = TokenTensors(even, torch.device("cpu"))
-    exact = prepared.logprobs(policy.module, 1.0).detach().numpy()
+    exact = prepared.scores(policy.module, 1.0)[0].detach().numpy()
 
-    def loss_at(ratio: float, settings: TokenLossSettings) -> float:
+    def loss_at(ratio: float, settings: TokenLossSection) -> float:
         batch = tokens([6, 6], 2, packed=False)
         batch.advantages_N[:] = 1.0
         batch.logprobs_RT[np.nonzero(batch.loss_mask_RT)] = exact - np.log(ratio)
         return value(batch, policy, settings)
 
-    assert loss_at(1.5, TokenLossSettings()) == pytest.approx(-1.5, rel=1e-4)
-    assert loss_at(9.0, TokenLossSettings(importance_cap=2.0)) == pytest.approx(-2.0, rel=1e-4)
-    assert loss_at(9.0, TokenLossSettings(importance="none")) == pytest.approx(-1.0, rel=1e-4)
-    assert loss_at(9.0, TokenLossSettings(importance="mask")) == pytest.approx(0.0)
-    assert loss_at(4.0, TokenLossSettings(importance="mask")) == pytest.approx(-4.0, rel=1e-4)
-    assert loss_at(0.1, TokenLossSettings(importance="mask")) == pytest.approx(0.0)
+    assert loss_at(1.5, TokenLossSection()) == pytest.approx(-1.5, rel=1e-4)
+    assert loss_at(9.0, TokenLossSection(importance_cap=2.0)) == pytest.approx(-2.0, rel=1e-4)
+    assert loss_at(9.0, TokenLossSection(importance="none")) == pytest.approx(-1.0, rel=1e-4)
+    assert loss_at(9.0, TokenLossSection(importance="mask")) == pytest.approx(0.0)
+    assert loss_at(4.0, TokenLossSection(importance="mask")) == pytest.approx(-4.0, rel=1e-4)
+    assert loss_at(0.1, TokenLossSection(importance="mask")) == pytest.approx(0.0)
 
 
 def test_averages_weigh_tokens_or_sequences() -> None:
@@ -136,22 +128,22 @@ def test_averages_weigh_tokens_or_sequences() -> None:
     batch = tokens([3, 10], 2, packed=False)  # 1 and 8 trained tokens
     batch.advantages_N[:] = [1.0, -1.0]
     none = {"importance": "none"}
-    assert value(batch, policy, TokenLossSettings(**none)) == pytest.approx((8 - 1) / 9)  # type: ignore[arg-type]
-    assert value(batch, policy, TokenLossSettings(average="sequence", **none)) == pytest.approx(0, abs=1e-6)  # type: ignore[arg-type]
-    constant = TokenLossSettings(average="constant", constant_length=10, **none)  # type: ignore[arg-type]
+    assert value(batch, policy, TokenLossSection(**none)) == pytest.approx((8 - 1) / 9)  # type: ignore[arg-type]
+    assert value(batch, policy, TokenLossSection(average="sequence", **none)) == pytest.approx(0, abs=1e-6)  # type: ignore[arg-type]
+    constant = TokenLossSection(average="constant", constant_length=10, **none)  # type: ignore[arg-type]
     assert value(batch, policy, constant) == pytest.approx((8 - 1) / 20)
 
 
 def test_the_clip_stops_the_gradient_on_the_rewarded_side_only() -> None:
     policy = language_policy()
-    settings = TokenLossSettings(importance="none", clip_low=0.2, clip_high=0.2)
+    settings = TokenLossSection(importance="none", clip_low=0.2, clip_high=0.2)
     for advantage, distance, held in ((1.0, 0.5, True), (1.0, -0.5, False), (-1.0, -0.5, True), (-1.0, 0.5, False)):
         batch = tokens([6], 2, packed=False)
         batch.advantages_N[:] = advantage
         prepared = TokenTensors(batch, torch.device("cpu"))
-        old = prepared.logprobs(policy.module, 1.0).detach() - distance
+        old = prepared.scores(policy.module, 1.0)[0].detach() - distance
         policy.module.zero_grad()
-        loss, _ = token_loss(prepared, policy.module, settings, total_tokens=4, total_sequences=1, old_M=old)
+        loss, _ = TokenObjective(policy, settings).share(prepared, PriorLogprobs(old_M=old), Totals(4, 1))
         loss.backward()
         moved = any(bool(p.grad.abs().sum() > 0) for p in policy.module.parameters() if p.grad is not None)
         assert moved != held
@@ -162,8 +154,8 @@ def test_divergence_from_the_reference_is_zero_at_the_reference_only() -> None:
     batch = tokens([6], 2, packed=False)
     batch.advantages_N[:] = 0
     prepared = TokenTensors(batch, torch.device("cpu"))
-    same = prepared.logprobs(policy.module, 1.0).detach()
-    settings = TokenLossSettings(kl_coefficient=1.0)
+    same = prepared.scores(policy.module, 1.0)[0].detach()
+    settings = TokenLossSection(kl_coefficient=1.0)
     assert value(batch, policy, settings, reference_M=same) == pytest.approx(0.0, abs=1e-6)
     assert value(batch, policy, settings, reference_M=same - 1.0) == pytest.approx(np.exp(-1), rel=1e-3)
 
@@ -189,6 +181,7 @@ def test_discounted_sums_agree_with_the_plain_recursion() -> None:
 def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
     policy = build(GymnasiumPolicy((3,), kind, 2))  # type: ignore[arg-type]
     assert isinstance(policy, ActorCriticPolicy)
+    torch.nn.init.normal_(policy.network.critic[-1].weight)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     observations = rng.normal(size=(5, 3)).astype(np.float32)
     actions = np.zeros(5, np.int64) if kind == "discrete" else np.zeros((5, 2), np.float32)
@@ -197,13 +190,125 @@ def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
         observations, actions, np.zeros(5, np.float32), np.ones(5, np.float32), np.array([2, 3]),
         np.array([1, 0], np.uint8), last,
     )  # fmt: skip
-    settings = PpoLossSettings(discount=0.9, gae_lambda=1.0)
+    settings = PpoLossSection(discount=0.9, gae_lambda=1.0)
     prepared = EpisodeTensors(batch, policy.network, settings, torch.device("cpu"))
     future = policy.network.value(torch.from_numpy(last))[1].item()
-    # A reward of 1 counts 0.1: values are in units of the horizon, which is 10 steps here.
+    assert future != 0
     assert prepared.returns_S.tolist() == pytest.approx(
-        [0.19, 0.1, 0.271 + 0.729 * future, 0.19 + 0.81 * future, 0.1 + 0.9 * future], abs=1e-4
+        [1.9, 1.0, 2.71 + 0.729 * future, 1.9 + 0.81 * future, 1.0 + 0.9 * future], abs=1e-4
     )
     loss, metrics = ppo_loss(prepared, torch.arange(5), policy.network, settings)
     loss.backward()
-    assert torch.isfinite(metrics).all()
+    assert all(torch.isfinite(value) for value in metrics.values())
+
+
+def hand_made(current: list[float], old: list[float], behaviour: list[float], advantage: list[float]) -> Tokens:
+    """Tokens with these probabilities; the first two are one sequence, the rest another."""
+    logs = [torch.tensor(values).log() for values in (current, old, behaviour)]
+    sequence = torch.tensor([0, 0] + [1] * (len(current) - 2))
+    return Tokens(logs[0].requires_grad_(), logs[1], logs[2], torch.tensor(advantage), sequence, 2)
+
+
+def test_grpo_by_hand() -> None:
+    tokens = hand_made([0.3, 0.1, 0.2, 0.6], [0.2, 0.2, 0.2, 0.1], [0.1, 0.2, 0.8, 0.1], [1.0, -1.0, 2.0, -1.0])
+    loss, metrics = grpo(tokens, TokenLossSection())
+    # Ratios 1.5, 0.5, 1, 6; weights 2, 1, 0.25, 1. The first two are clipped, at 1.28 and 0.8.
+    assert loss.tolist() == pytest.approx([-2 * 1.28, 0.8, -0.25 * 2, 6.0], rel=1e-5)
+    assert metrics["clip_fraction"].item() == 2
+    held, metrics = grpo(tokens, TokenLossSection(dual_clip=3.0))
+    assert held.tolist() == pytest.approx([-2 * 1.28, 0.8, -0.25 * 2, 3.0], rel=1e-5)
+    assert metrics["clip_fraction"].item() == 3
+
+
+def test_gspo_by_hand() -> None:
+    tokens = hand_made([0.4, 0.1, 0.3, 0.3], [0.1, 0.1, 0.3, 0.3], [0.1, 0.1, 0.3, 0.1], [1.0, 1.0, -1.0, -1.0])
+    loss, metrics = gspo(tokens, TokenLossSection(clip_high=0.5))
+    # The first sequence's ratio is sqrt(4 · 1) = 2, clipped to 1.5; the second's is 1, its weight sqrt(1 · 3).
+    assert loss.tolist() == pytest.approx([-1.5, -1.5, 3**0.5, 3**0.5], rel=1e-5)
+    assert metrics["clip_fraction"].item() == 2
+    loss.sum().backward()
+    assert tokens.current_M.grad is not None
+    assert tokens.current_M.grad.tolist() == pytest.approx([0, 0, 3**0.5, 3**0.5], rel=1e-5)
+
+
+def test_cispo_by_hand() -> None:
+    tokens = hand_made([0.3, 0.1, 0.8, 0.6], [0.3, 0.1, 0.8, 0.6], [0.1, 0.2, 0.8, 0.4], [1.0, -1.0, 2.0, -1.0])
+    loss, metrics = cispo(tokens, TokenLossSection(importance_cap=2.0))
+    loss.sum().backward()
+    assert tokens.current_M.grad is not None
+    assert tokens.current_M.grad.tolist() == pytest.approx([-2.0, 0.5, -2.0, 1.5], rel=1e-5)
+    assert metrics["capped_fraction"].item() == 1
+
+
+def test_the_trust_region_of_dppo_by_hand() -> None:
+    tokens = hand_made([0.5, 0.1, 0.5, 0.1], [0.5, 0.1, 0.5, 0.1], [0.2, 0.4, 0.2, 0.4], [1.0, -1.0, -1.0, 1.0])
+    loss, metrics = dppo(tokens, TokenLossSection(importance_cap=9.0))
+    loss.sum().backward()
+    assert tokens.current_M.grad is not None
+    # 0.3 too probable and to be more so, 0.3 too improbable and to be less so: masked. The way back is open.
+    assert tokens.current_M.grad.tolist() == pytest.approx([0, 0, 2.5, -0.25], rel=1e-5)
+    assert metrics["clip_fraction"].item() == 2
+
+
+def test_the_names_are_those_of_the_configuration() -> None:
+    from penstock.train.losses.tokens import NAMED, resolve
+    from penstock.train.settings import LOSSES
+
+    assert tuple(NAMED) == LOSSES
+    assert resolve("dr_grpo")[1] == "constant"
+    assert resolve("penstock.train.losses.tokens:grpo") == (grpo, "token")
+
+
+def test_dr_grpo_divides_by_the_longest_completion() -> None:
+    policy = language_policy()
+    batch = tokens([3, 10], 2, packed=False)  # 1 and 8 trained tokens
+    batch.advantages_N[:] = [1.0, -1.0]
+    prepared = TokenTensors(batch, torch.device("cpu"))
+    objective = TokenObjective(policy, TokenLossSection(importance="none"), loss="dr_grpo", longest=16)
+    loss, _ = objective.share(prepared, PriorLogprobs(), Totals(9, 2))
+    assert loss.item() == pytest.approx((8 - 1) / (2 * 16))
+
+
+def test_branches_of_a_sample_count_as_one_sample() -> None:
+    """A sample of 1 and 8 trained tokens in two branches, in one micro-batch or two, weighs as one of 9."""
+    policy = language_policy()
+    batch = tokens([3, 10], 2, packed=False)
+    batch.advantages_N[:] = 1.0
+    batch.sample_tokens_N[:] = 9
+    prepared = TokenTensors(batch, torch.device("cpu"))
+    assert prepared.samples == pytest.approx(1.0)
+    settings = TokenLossSection(importance="none", average="sequence")
+    assert value(batch, policy, settings) == pytest.approx(-1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.7])
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 7, 1 << 20])
+def test_chunked_scores_are_the_dense_ones(tau: float, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.train.scores.CHUNK_BYTES", chunk_bytes)
+    torch.manual_seed(0)
+    inputs = [torch.randn(23, 8), torch.randn(50, 8), torch.randn(50)]
+    target = torch.randint(0, 50, (23,))
+    by_logprob, by_entropy = torch.randn(23), torch.randn(23)
+    gradients = []
+    for dense in (True, False):
+        hidden, weight, bias = (tensor.clone().requires_grad_() for tensor in inputs)
+        if dense:
+            log_p = torch.log_softmax((hidden @ weight.T + bias) / tau, -1)
+            scores = log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        else:
+            scores = chunked_scores(hidden, weight, bias, target, tau)
+        (by_logprob * scores[0] + by_entropy * scores[1]).sum().backward()
+        gradients.append([*(s.detach() for s in scores), hidden.grad, weight.grad, bias.grad])
+    for wanted, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_entropy_without_a_gradient_costs_none() -> None:
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    target = torch.arange(5)
+    chunked_scores(hidden, weight, None, target, 1.0)[0].sum().backward()
+    log_p = torch.log_softmax(hidden.detach().requires_grad_() @ weight.detach().T, -1)
+    assert hidden.grad is not None
+    assert log_p.shape == (5, 9)
+    wanted = (torch.nn.functional.one_hot(target, 9) - log_p.exp()) @ weight.detach()
+    torch.testing.assert_close(hidden.grad, wanted.detach(), atol=1e-5, rtol=1e-5)

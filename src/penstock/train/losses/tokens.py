@@ -1,0 +1,152 @@
+"""Losses of language models, by name: each says for every trained token what is minimised.
+
+    def reinforce(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
+        return -tokens.advantage_M * tokens.current_M, {}
+
+`train.loss` names one of `NAMED`, or such a function as `package.module:function`. The learner adds the entropy bonus
+and the divergence from the reference, and averages over the whole update, so no result depends on micro-batches. Metrics
+are sums over the micro-batch's tokens; one whose name ends in `_max` is a maximum.
+
+Three policies meet here. The *behaviour* policy μ sampled the tokens, some versions ago; its log-probabilities came
+with the sample. The *old* policy is the one the step starts from. The *current* policy π is being changed. With one
+update per step, current and old are equal in value, and only the gradient of the current one counts.
+
+Shape suffixes: M trained tokens, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from penstock.runtime.named import load_callable
+from penstock.train.settings import TokenLossSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Average = Literal["token", "sequence", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The trained tokens of a micro-batch. Only `current_M` has a gradient."""
+
+    current_M: Tensor
+    """Log-probabilities."""
+    old_M: Tensor
+    behaviour_M: Tensor
+    advantage_M: Tensor
+    sequence_M: Tensor
+    """Which of the N sequences a token belongs to; all tokens of a sequence are here."""
+    sequences: int
+
+    def sequence_mean(self, values_M: Tensor) -> Tensor:
+        """The mean over each token's sequence, one for every token."""
+        zeros_N = values_M.new_zeros(self.sequences)
+        sums_N = zeros_N.index_add(0, self.sequence_M, values_M)
+        counts_N = zeros_N.index_add(0, self.sequence_M, values_M.new_ones(values_M.shape))
+        return (sums_N / counts_N.clamp(min=1))[self.sequence_M]
+
+
+TokenLoss = Callable[[Tokens, TokenLossSection], "tuple[Tensor, dict[str, Tensor]]"]
+
+
+def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """min(r·A, clip(r, low, high)·A), and 1 where the clip stops the gradient."""
+    free = ratio * advantage
+    held = ratio.clamp(low, high) * advantage
+    return free.minimum(held), (held < free).float().detach()
+
+
+def behaviour_weight(log_weight: Tensor, settings: TokenLossSection) -> tuple[Tensor, Tensor]:
+    """What a stale token counts, old / μ as `importance` treats it, and 1 where that changed it."""
+    weight = log_weight.exp()
+    if settings.importance == "truncate":
+        return weight.clamp(max=settings.importance_cap), (weight > settings.importance_cap).float()
+    if settings.importance == "mask":
+        outside = ((weight < settings.mask_low) | (weight > settings.mask_high)).float()
+        return weight * (1 - outside), outside
+    return weight.new_ones(weight.shape), weight.new_zeros(weight.shape)
+
+
+def grpo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate, token by token, with an upper clip of its own (clip-higher):
+
+        loss_t = −w_t · min(r_t A, clip(r_t, 1 − clip_low, 1 + clip_high) A),   r_t = π / old,   w_t = old / μ
+
+    With `dual_clip` = c > 0, tokens of a negative advantage lose no more than c·|A|: max(…, c·A).
+    """
+    weight_M, capped_M = behaviour_weight(tokens.old_M - tokens.behaviour_M, settings)
+    ratio_M = (tokens.current_M - tokens.old_M).exp()
+    objective_M, stopped_M = clipped(ratio_M, tokens.advantage_M, 1 - settings.clip_low, 1 + settings.clip_high)
+    if settings.dual_clip:
+        floor_M = settings.dual_clip * tokens.advantage_M
+        held_M = (tokens.advantage_M < 0) & (objective_M < floor_M)
+        objective_M = objective_M.where(~held_M, floor_M)
+        stopped_M = stopped_M.maximum(held_M.float())
+    return -weight_M * objective_M, {"clip_fraction": stopped_M.sum(), "capped_fraction": capped_M.sum()}
+
+
+def gspo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """One ratio for a whole sequence, the geometric mean of its tokens' ratios, clipped as a whole:
+
+        loss_i = −w_i · min(s_i A, clip(s_i, 1 − clip_low, 1 + clip_high) A),   s_i = exp(mean_t log π / old)
+
+    and w_i = exp(mean_t log old / μ), treated as `importance` says. The clip range is much smaller than that of tokens:
+    `clip_low = 3e-4` and `clip_high = 4e-4`, say. Every token of the sequence is given loss_i; the average is by
+    sequence. Each branch of a sample is a sequence here.
+    """
+    weight_M, capped_M = behaviour_weight(tokens.sequence_mean(tokens.old_M - tokens.behaviour_M), settings)
+    ratio_M = tokens.sequence_mean(tokens.current_M - tokens.old_M).exp()
+    objective_M, stopped_M = clipped(ratio_M, tokens.advantage_M, 1 - settings.clip_low, 1 + settings.clip_high)
+    return -weight_M * objective_M, {"clip_fraction": stopped_M.sum(), "capped_fraction": capped_M.sum()}
+
+
+def cispo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """No token's gradient is stopped; its importance weight is capped instead, and has no gradient (sg):
+
+    loss_t = −sg(min(π / μ, importance_cap)) · A · log π
+    """
+    weight_M = (tokens.current_M - tokens.behaviour_M).detach().exp()
+    capped_M = (weight_M > settings.importance_cap).float()
+    weight_M = weight_M.clamp(max=settings.importance_cap)
+    return -weight_M * tokens.advantage_M * tokens.current_M, {"capped_fraction": capped_M.sum()}
+
+
+def dppo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """A trust region against the behaviour policy: a token that is outside it, and would be pushed further out, is
+    masked. The distance is that of the probabilities, which large ratios of rare tokens do not reach:
+
+        loss_t = −m_t · sg(min(π / μ, importance_cap)) · A · log π
+        m_t = 0  if  A > 0 and π − μ > trust_high,  or  A < 0 and μ − π > trust_low;  else 1
+    """
+    distance_M = tokens.current_M.detach().exp() - tokens.behaviour_M.exp()
+    above_M = (tokens.advantage_M > 0) & (distance_M > settings.trust_high)
+    below_M = (tokens.advantage_M < 0) & (distance_M < -settings.trust_low)
+    masked_M = (above_M | below_M).float()
+    loss_M, metrics = cispo(tokens, settings)
+    return loss_M * (1 - masked_M), metrics | {"clip_fraction": masked_M.sum()}
+
+
+NAMED: dict[str, tuple[TokenLoss, Average]] = {
+    "grpo": (grpo, "token"),
+    "dr_grpo": (grpo, "constant"),
+    "gspo": (gspo, "sequence"),
+    "cispo": (cispo, "token"),
+    "dppo": (dppo, "token"),
+}
+"""With the average each is defined with, which `token_loss.average` overrides. Dr. GRPO is GRPO summed over tokens and
+divided by a constant, so that long answers are neither favoured nor spared."""
+
+
+def resolve(name: str) -> tuple[TokenLoss, Average]:
+    """The loss called `name` in `NAMED`, or the function at `package.module:function`, averaged over tokens."""
+    return NAMED[name] if name in NAMED else (load_callable("loss", name, NAMED), "token")
+
+
+def divergence(current_M: Tensor, reference_M: Tensor) -> Tensor:
+    """The estimate k3 of KL(π ‖ reference): ρ − 1 − log ρ with ρ = reference / π. Never negative, unbiased."""
+    difference_M = reference_M - current_M
+    return difference_M.exp() - 1 - difference_M

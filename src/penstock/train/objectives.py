@@ -1,0 +1,233 @@
+"""What a step minimises, for language models and for gymnasium policies: from micro-batches to losses with gradients.
+
+An objective prepares the batch of a step as *work*: units that an epoch visits in random order (micro-batches, or
+environment steps), cut into the minibatches of its updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol, get_args
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engines.models import ActorCriticPolicy, LanguagePolicy, Policy
+from penstock.errors import ConfigError, RunFailed
+from penstock.train.losses.ppo import EpisodeBatch, EpisodeTensors, ppo_loss
+from penstock.train.losses.tokens import Average, TokenLoss, Tokens, divergence, resolve
+from penstock.train.scores import TokenBatch, TokenTensors
+from penstock.train.settings import PpoLossSection, TokenLossSection
+
+Part = Literal["policy", "optimizer", "reference"]
+"""What of a learner can be on a device or on the host by itself."""
+PARTS: tuple[Part, ...] = get_args(Part)
+HOST = torch.device("cpu")
+
+Metrics = dict[str, Tensor]
+"""Sums over tokens or environment steps; one whose name ends in `_max` is a maximum."""
+
+
+class PriorLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of a micro-batch's trained tokens before the step's first update, in host memory."""
+
+    reference_M: Tensor | None = None
+    old_M: Tensor | None = None
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """What an update is averaged over."""
+
+    tokens: float = 0.0
+    """Trained tokens, or environment steps."""
+    samples: float = 0.0
+
+
+class Work(Protocol):
+    """The batch of a step on the device."""
+
+    units: int
+    """What an epoch goes over; 0 if there is nothing to train on."""
+    totals: Totals
+    """Of the whole batch."""
+
+    def totals_of(self, chosen: np.ndarray) -> Totals:
+        """Of one update."""
+        ...
+
+    def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
+        """The shares of one update's loss, one for each forward pass; to be propagated back before the next."""
+        ...
+
+
+class Objective(Protocol):
+    """Gives a policy its losses."""
+
+    policy: Any
+    reference: LanguagePolicy | None
+
+    def scored_by(self, several_updates: bool) -> tuple[Part, ...]: ...
+
+    def score(self, batches: Sequence[Any], several_updates: bool) -> Iterator[PriorLogprobs]: ...
+
+    def prepare(self, batches: Sequence[Any], scores: Sequence[PriorLogprobs], device: torch.device) -> Work: ...
+
+
+class TokenObjective:
+    """A language model trained by `loss`, with what all losses share: entropy bonus, divergence, average."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: TokenLossSection = TokenLossSection(),
+        *,
+        loss: str = "grpo",
+        temperature: float = 1.0,
+        longest: int = 1,
+        reference: LanguagePolicy | None = None,
+    ) -> None:
+        """`temperature` is that of the sampling: samples carry the log-probabilities of the tempered policy."""
+        if not isinstance(policy, LanguagePolicy):
+            raise ConfigError(f"a {type(policy).__name__} cannot be trained with a loss over tokens")
+        if settings.kl_coefficient and reference is None:
+            raise ConfigError("kl_coefficient is set, but the learner was given no reference policy")
+        self.policy = policy
+        self.reference = reference
+        self.settings = settings
+        self.temperature = temperature
+        self.loss: TokenLoss
+        self.average: Average
+        self.loss, own_average = resolve(loss)
+        self.average = settings.average or own_average
+        self.constant_length = settings.constant_length or longest
+
+    def scored_by(self, several_updates: bool) -> tuple[Part, ...]:
+        policy: tuple[Part, ...] = ("policy",) if several_updates else ()
+        return (*policy, "reference") if self.settings.kl_coefficient else policy
+
+    def score(self, batches: Sequence[TokenBatch], several_updates: bool) -> Iterator[PriorLogprobs]:
+        for batch in batches:
+            reference_M = self._logprobs(batch, self.reference) if self.settings.kl_coefficient else None
+            yield PriorLogprobs(reference_M, self._logprobs(batch, self.policy) if several_updates else None)
+
+    def prepare(
+        self, batches: Sequence[TokenBatch], scores: Sequence[PriorLogprobs], device: torch.device
+    ) -> TokenWork:
+        return TokenWork(self, batches, scores, device)
+
+    def _logprobs(self, batch: TokenBatch, policy: LanguagePolicy | None) -> Tensor | None:
+        """On the host."""
+        if policy is None or not batch.loss_mask_RT.any():
+            return None
+        policy.module.eval()
+        device = next(policy.module.parameters()).device
+        with torch.no_grad():
+            return TokenTensors(batch, device).scores(policy.module, self.temperature)[0].to(HOST)
+
+    def share(self, batch: TokenTensors, score: PriorLogprobs, totals: Totals) -> tuple[Tensor, Metrics]:
+        """A micro-batch's share of the loss of an update."""
+        settings = self.settings
+        current_M, entropy_M = batch.scores(self.policy.module, self.temperature)
+        old_M = current_M.detach() if score.old_M is None else score.old_M.to(current_M.device)
+        tokens = Tokens(current_M, old_M, batch.behaviour_M, batch.advantage_M, batch.sequence_M, batch.sequences)
+        loss_M, metrics = self.loss(tokens, settings)
+        if settings.entropy_coefficient:
+            loss_M = loss_M - settings.entropy_coefficient * entropy_M
+        if score.reference_M is not None:
+            divergence_M = divergence(current_M, score.reference_M.to(current_M.device))
+            loss_M = loss_M + settings.kl_coefficient * divergence_M
+            metrics = metrics | {"kl_reference": divergence_M.sum()}
+        if self.average == "token":
+            loss = loss_M.sum() / totals.tokens
+        elif self.average == "sequence":
+            loss = (loss_M / batch.sample_tokens_M).sum() / totals.samples
+        else:
+            loss = loss_M.sum() / (totals.samples * self.constant_length)
+        with torch.no_grad():
+            log_weight_M = old_M - batch.behaviour_M
+            weight_M = log_weight_M.exp()
+            metrics = metrics | {
+                "entropy": entropy_M.sum(),
+                "kl_sampling": (weight_M - 1 - log_weight_M).sum(),
+                "ratio_mean": weight_M.sum(),
+                "ratio_max": weight_M.max(),
+            }
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+class TokenWork:
+    """Units are micro-batches."""
+
+    def __init__(
+        self,
+        objective: TokenObjective,
+        batches: Sequence[TokenBatch],
+        scores: Sequence[PriorLogprobs],
+        device: torch.device,
+    ) -> None:
+        self._objective = objective
+        self._device = device
+        pairs = zip(batches, scores, strict=True)
+        self._scored = [(batch, score) for batch, score in pairs if batch.loss_mask_RT.any()]
+        self.units = len(self._scored)
+        self.totals = self.totals_of(np.arange(self.units))
+
+    def totals_of(self, chosen: np.ndarray) -> Totals:
+        trained = [self._scored[i][0] for i in chosen]
+        samples = sum(float((b.trained_tokens_N / np.maximum(b.sample_tokens_N, 1)).sum()) for b in trained)
+        return Totals(float(sum(int(b.trained_tokens_N.sum()) for b in trained)), samples)
+
+    def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
+        for i in chosen:
+            batch, score = self._scored[i]
+            yield self._objective.share(TokenTensors(batch, self._device), score, totals)
+
+
+class EpisodeObjective:
+    """A gymnasium policy trained by PPO."""
+
+    reference = None
+
+    def __init__(self, policy: Policy, settings: PpoLossSection = PpoLossSection()) -> None:
+        if not isinstance(policy, ActorCriticPolicy):
+            raise ConfigError(f"a {type(policy).__name__} cannot be trained with a loss over episodes")
+        self.policy = policy
+        self.settings = settings
+
+    def scored_by(self, several_updates: bool) -> tuple[Part, ...]:
+        return ()
+
+    def score(self, batches: Sequence[EpisodeBatch], several_updates: bool) -> Iterator[PriorLogprobs]:
+        return iter([PriorLogprobs()] * len(batches))
+
+    def prepare(
+        self, batches: Sequence[EpisodeBatch], scores: Sequence[PriorLogprobs], device: torch.device
+    ) -> EpisodeWork:
+        if len(batches) > 1:
+            raise RunFailed(f"a gymnasium step takes all its episodes in one batch; {len(batches)} were given")
+        return EpisodeWork(self, batches, device)
+
+
+class EpisodeWork:
+    """Units are environment steps."""
+
+    def __init__(self, objective: EpisodeObjective, batches: Sequence[EpisodeBatch], device: torch.device) -> None:
+        self._objective = objective
+        self.units = 0
+        self.totals = Totals()
+        if batches:
+            network = objective.policy.network
+            self._batch = EpisodeTensors(batches[0], network, objective.settings, device)
+            network.observe_returns(self._batch.returns_S)
+            self.units = self._batch.steps
+            self.totals = Totals(float(self.units), float(len(batches[0].lengths_N)))
+
+    def totals_of(self, chosen: np.ndarray) -> Totals:
+        return Totals(float(len(chosen)), self.totals.samples)
+
+    def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
+        network = self._objective.policy.network
+        rows = torch.from_numpy(chosen).to(self._batch.returns_S.device)
+        yield ppo_loss(self._batch, rows, network, self._objective.settings)

@@ -1,0 +1,213 @@
+"""Log-probabilities and entropies of the trained tokens of a micro-batch, without logits of all tokens in memory.
+
+The language-model head is applied to a chunk of tokens at a time, forward and backward: what is kept for the gradient
+are hidden states and one number per token, and the logits of a chunk are made again. The head runs inside the model's
+own forward call, so that whatever is attached to that call (sharded parameters, adapters) works as ever.
+
+Shape suffixes: R rows, T tokens in a row, M trained tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+CHUNK_BYTES = 256 << 20
+"""Of float32 logits at a time; the backward pass has up to three such arrays."""
+
+_CHANGES_LOGITS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier_scale",
+)
+"""Entries of a model's config that change logits after the head. Such a model's own logits are used, all at once."""
+
+
+class TokenBatch(Protocol):
+    """A micro-batch of sequences, as the batch stage packs it."""
+
+    @property
+    def token_ids_RT(self) -> np.ndarray: ...
+    @property
+    def position_ids_RT(self) -> np.ndarray: ...
+    @property
+    def sequences_RT(self) -> np.ndarray: ...
+    @property
+    def loss_mask_RT(self) -> np.ndarray: ...
+    @property
+    def logprobs_RT(self) -> np.ndarray: ...
+    @property
+    def advantages_N(self) -> np.ndarray: ...
+    @property
+    def trained_tokens_N(self) -> np.ndarray: ...
+    @property
+    def sample_tokens_N(self) -> np.ndarray: ...
+    @property
+    def packed(self) -> bool: ...
+
+
+class TokenTensors:
+    """A token micro-batch on the training device, reduced to what predicts a trained token."""
+
+    def __init__(self, batch: TokenBatch, device: torch.device) -> None:
+        self.token_ids_RT = torch.from_numpy(batch.token_ids_RT.astype(np.int64)).to(device)
+        rows, columns = np.nonzero(batch.loss_mask_RT)
+        sequence_M = batch.sequences_RT[rows, columns].astype(np.int64)
+        # The logits at column c predict the token at c + 1. Columns that predict nothing trained are never projected.
+        kept, kept_M = np.unique(columns - 1, return_inverse=True)
+        self.kept_columns = torch.from_numpy(kept).to(device)
+        self.row_M = torch.from_numpy(rows).to(device)
+        self.kept_M = torch.from_numpy(kept_M).to(device)
+        self.target_M = torch.from_numpy(batch.token_ids_RT[rows, columns].astype(np.int64)).to(device)
+        self.behaviour_M = torch.from_numpy(batch.logprobs_RT[rows, columns]).to(device)
+        self.advantage_M = torch.from_numpy(batch.advantages_N[sequence_M]).to(device)
+        self.sequence_M = torch.from_numpy(sequence_M).to(device)
+        self.sample_tokens_M = torch.from_numpy(batch.sample_tokens_N[sequence_M].astype(np.float32)).to(device)
+        self.sequences = len(batch.trained_tokens_N)
+        self.tokens = len(rows)
+        self.samples = float((batch.trained_tokens_N / np.maximum(batch.sample_tokens_N, 1)).sum())
+        """A sample whose branches are in several micro-batches counts in each with its share of tokens."""
+        self.position_ids_RT: Tensor | None = None
+        self.attention_RTT: Tensor | None = None
+        if batch.packed:
+            sequences_RT = torch.from_numpy(batch.sequences_RT).to(device)
+            same = sequences_RT[:, :, None] == sequences_RT[:, None, :]
+            self.attention_RTT = torch.tril(same)
+            self.position_ids_RT = torch.from_numpy(batch.position_ids_RT.astype(np.int64)).to(device)
+
+    def scores(self, module: nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of each trained token, and entropy of the distribution it was drawn from."""
+        head = output_head(module)
+        if head is None:
+            logits_MV = self._call(module)[self.row_M, self.kept_M].float() / temperature
+            log_p_MV = torch.log_softmax(logits_MV, dim=-1)
+            logprobs_M = log_p_MV.gather(-1, self.target_M[:, None]).squeeze(-1)
+            return logprobs_M, -(log_p_MV.exp() * log_p_MV).sum(-1)
+
+        found: list[Tensor] = []
+
+        def project(hidden_RKH: Tensor) -> Tensor:
+            hidden_MH = hidden_RKH[self.row_M, self.kept_M]
+            found.extend(chunked_scores(hidden_MH, head.weight, head.bias, self.target_M, temperature))
+            return found[0]
+
+        with _forward_replaced(head, project):
+            logprobs_M = self._call(module)
+        return logprobs_M, found[1]
+
+    def _call(self, module: nn.Module) -> Tensor:
+        # Padding stands after each row's tokens, so the causal mask alone keeps it out unless rows are packed.
+        attention = None if self.attention_RTT is None else self.attention_RTT[:, None]
+        output = module(
+            input_ids=self.token_ids_RT,
+            attention_mask=attention,
+            position_ids=self.position_ids_RT,
+            use_cache=False,
+            logits_to_keep=self.kept_columns,
+        )
+        return output.logits
+
+
+def output_head(module: nn.Module) -> nn.Linear | None:
+    """The language-model head, if logits are nothing but its output."""
+    model: Any = module
+    changed = any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in _CHANGES_LOGITS)
+    head = model.get_output_embeddings()
+    return head if type(head) is nn.Linear and not changed else None
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Any) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def chunked_scores(
+    hidden_MH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_M: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """float32 log-probability of each target and entropy of each distribution softmax((hidden · weight + bias) / τ)."""
+    return _ChunkedScores.apply(hidden_MH, weight_VH, bias_V, target_M, temperature)  # type: ignore[return-value]
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """With z the tempered logits and p their softmax:
+
+    d log p_y / d z = 1_y − p,    d H / d z = −p (log p + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_M: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logprobs_M = hidden_MH.new_empty(len(hidden_MH), dtype=torch.float32)
+        entropy_M, lse_M = torch.empty_like(logprobs_M), torch.empty_like(logprobs_M)
+        for part in _chunks(len(hidden_MH), len(weight_VH)):
+            logits_CV = _logits(hidden_MH[part], weight_VH, bias_V, temperature)
+            lse_M[part] = torch.logsumexp(logits_CV, dim=-1)
+            logprobs_M[part] = logits_CV.gather(-1, target_M[part, None]).squeeze(-1) - lse_M[part]
+            logits_CV -= lse_M[part, None]
+            entropy_M[part] = -torch.linalg.vecdot(logits_CV.exp(), logits_CV)
+        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, target_M, lse_M, entropy_M)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs_M, entropy_M
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_MH, weight_VH, bias_V, target_M, lse_M, entropy_M = ctx.saved_tensors
+        by_logprob_M, by_entropy_M = gradients
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        hidden_gradient = torch.empty_like(hidden_MH) if wants_hidden else None
+        # Summed over chunks, so in float32 whatever the weights are in.
+        weight_gradient = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        bias_gradient = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
+        for part in _chunks(len(hidden_MH), len(weight_VH)):
+            log_p_CV = _logits(hidden_MH[part], weight_VH, bias_V, ctx.temperature).sub_(lse_M[part, None])
+            p_CV = log_p_CV.exp()
+            if by_entropy_M is None:
+                gradient_CV = p_CV.mul_(-by_logprob_M[part, None])
+            else:
+                factor_CV = log_p_CV.add_(entropy_M[part, None]).mul_(-by_entropy_M[part, None])
+                if by_logprob_M is not None:
+                    factor_CV -= by_logprob_M[part, None]
+                gradient_CV = p_CV.mul_(factor_CV)
+            if by_logprob_M is not None:
+                gradient_CV.scatter_add_(1, target_M[part, None], by_logprob_M[part, None])
+            gradient_CV /= ctx.temperature
+            if bias_gradient is not None:
+                bias_gradient += gradient_CV.sum(0)
+            gradient_CV = gradient_CV.to(weight_VH.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient[part] = gradient_CV @ weight_VH
+            if weight_gradient is not None:
+                weight_gradient += gradient_CV.T @ hidden_MH[part].to(weight_VH.dtype)
+        cast = None if weight_gradient is None else weight_gradient.to(weight_VH.dtype)
+        bias_cast = None if bias_gradient is None or bias_V is None else bias_gradient.to(bias_V.dtype)
+        return hidden_gradient, cast, bias_cast, None, None
+
+
+def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, CHUNK_BYTES // (4 * vocabulary))
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+    """float32 [C, V]."""
+    hidden_CH = hidden_CH.to(weight_VH.dtype)
+    if weight_VH.is_cuda and weight_VH.dtype is not torch.float32:
+        logits = torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)  # summed in float32: keep what was summed
+    else:
+        logits = (hidden_CH @ weight_VH.T).float()
+    if bias_V is not None:
+        logits += bias_V
+    return logits if temperature == 1.0 else logits.div_(temperature)

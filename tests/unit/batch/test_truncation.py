@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.batch import advantage
+from penstock.batch.truncation import masked, overlong, truncated_samples
+
+
+def sample(cut: int | None) -> dict[str, np.ndarray]:
+    arrays = {"token_ids": np.arange(4, dtype=np.int32), "loss_mask": np.array([0, 1, 1, 1], np.uint8)}
+    return arrays if cut is None else arrays | {"truncated": np.array([cut], np.uint8)}
+
+
+def test_truncated_samples_are_known_and_can_be_left_out() -> None:
+    samples = [sample(None), sample(0), sample(1)]
+    truncated = truncated_samples(samples)
+    assert truncated.tolist() == [False, False, True]
+    assert [int(s["loss_mask"].sum()) for s in masked(samples, truncated)] == [3, 3, 0]
+    assert samples[2]["loss_mask"].sum() == 3
+
+
+def test_rewards_fall_over_the_last_tokens() -> None:
+    truncated = np.array([False, False, False, True])
+    found = overlong([60, 80, 95, 100], truncated, limit=100, tokens=20, penalty=0.5)
+    assert found.tolist() == pytest.approx([0, 0, 0.375, 0.5])
+    assert not overlong([60, 80, 95, 100], truncated, limit=100, tokens=0, penalty=1.0).any()
+
+
+def test_an_advantage_is_told_what_it_asks_for() -> None:
+    def shaped(rewards: np.ndarray, group_sizes: np.ndarray, lengths: np.ndarray, truncated: np.ndarray) -> np.ndarray:
+        assert group_sizes.tolist() == [2]
+        return rewards - lengths - truncated
+
+    cut = np.array([True, False])
+    assert advantage.compute(shaped, [5.0, 5.0], [2], [1, 2], cut).tolist() == [3.0, 3.0]
+    assert advantage.compute(advantage.grpo, [1.0, 0.0], [2], [1, 2], cut).tolist() == pytest.approx([1, -1], rel=1e-3)
