@@ -1,7 +1,4 @@
-"""Completions that were cut off at the token limit: which they are, and what may be done about them.
-
-A sample says so itself, in its array `truncated` (uint8, one entry). One without that array ended by itself.
-"""
+"""Completions that were cut off at the token limit, and what may be done about them."""
 
 from __future__ import annotations
 
@@ -12,16 +9,11 @@ import numpy as np
 from penstock.batch.assemble import Sample
 
 
-def truncated_samples(samples: Sequence[Sample]) -> np.ndarray:
-    """bool[samples]."""
-    return np.array([bool(sample["truncated"].any()) if "truncated" in sample else False for sample in samples], bool)
-
-
-def masked(samples: Sequence[Sample], truncated: np.ndarray) -> list[Sample]:
-    """The same samples; no token of a truncated one is trained."""
+def masked(samples: Sequence[Sample], left_out: np.ndarray) -> list[Sample]:
+    """The same samples; no token of those that are left out is trained."""
     return [
-        {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])} if cut and "loss_mask" in sample else sample
-        for sample, cut in zip(samples, truncated, strict=True)
+        {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])} if out and "loss_mask" in sample else sample
+        for sample, out in zip(samples, left_out, strict=True)
     ]
 
 

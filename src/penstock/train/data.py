@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.batch import columns
 from penstock.batch.advantage import Advantage, compute
 from penstock.batch.codec import decode
 from penstock.batch.pack import MicroBatch, PackSettings, pack
-from penstock.batch.truncation import masked, overlong, truncated_samples
+from penstock.batch.truncation import masked, overlong
 from penstock.control.io.client import ControlClient
 from penstock.errors import PeerLost, RemoteProtocolError
 from penstock.payload.io.fetch import BatchFetcher, FetchReport
@@ -145,7 +146,7 @@ class Feed:
             log.warning("step %d: payloads of %d prompts are missing (%s)", batch.step, len(missing), reason)
         samples = [decode(report.views[ref]) for group in kept for ref in group.payloads]
         lengths = [length for group in kept for length in group.lengths]
-        truncated = truncated_samples(samples)
+        truncated = np.array([columns.truncated(sample) for sample in samples], bool)
         rewards = np.array([reward for group in kept for reward in group.rewards], np.float64)
         rewards -= overlong(
             lengths,
@@ -162,8 +163,12 @@ class Feed:
             memory.append(self._buffers.take(size_bytes))
             return memory[-1]
 
-        trained = masked(samples, truncated) if self._train.truncated == "mask" else samples
-        micro_batches = pack(trained, advantages, self._settings, spread=self._offload.map, allocate=allocate)
+        left_out = np.array([columns.unscored(sample) for sample in samples], bool)
+        if self._train.truncated == "mask":
+            left_out |= truncated
+        micro_batches = pack(
+            masked(samples, left_out), advantages, self._settings, spread=self._offload.map, allocate=allocate
+        )
         return PreparedBatch(
             batch.step,
             micro_batches,

@@ -188,7 +188,7 @@ class TokenWork:
 class EpisodeObjective:
     """A gymnasium policy trained by PPO."""
 
-    reference = None
+    reference: LanguagePolicy | None = None
 
     def __init__(self, policy: Policy, settings: PpoLossSection = PpoLossSection()) -> None:
         if not isinstance(policy, ActorCriticPolicy):

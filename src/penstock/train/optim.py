@@ -26,7 +26,7 @@ class Optimizer:
         self._settings = settings
         self._working = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._masters = {name: _master(p) for name, p in self._working.items() if p.dtype != torch.float32}
-        self._trained: dict[str, Tensor] = self._working | self._masters
+        self._trained: dict[str, Tensor] = {**self._working, **self._masters}
         self._inner = _build(self._trained, settings)
 
     @property
@@ -85,7 +85,7 @@ class Optimizer:
     @torch.no_grad()
     def _round(self) -> None:
         if self._masters:
-            working = [self._working[name] for name in self._masters]
+            working: list[Tensor] = [self._working[name] for name in self._masters]
             torch._foreach_copy_(working, list(self._masters.values()))
 
 

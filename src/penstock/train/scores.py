@@ -166,6 +166,8 @@ class _ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_MH, weight_VH, bias_V, target_M, lse_M, entropy_M = ctx.saved_tensors
         by_logprob_M, by_entropy_M = gradients
+        if by_logprob_M is None:
+            by_logprob_M = torch.zeros_like(lse_M)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden_MH) if wants_hidden else None
         # Summed over chunks, so in float32 whatever the weights are in.
@@ -178,11 +180,8 @@ class _ChunkedScores(torch.autograd.Function):
                 gradient_CV = p_CV.mul_(-by_logprob_M[part, None])
             else:
                 factor_CV = log_p_CV.add_(entropy_M[part, None]).mul_(-by_entropy_M[part, None])
-                if by_logprob_M is not None:
-                    factor_CV -= by_logprob_M[part, None]
-                gradient_CV = p_CV.mul_(factor_CV)
-            if by_logprob_M is not None:
-                gradient_CV.scatter_add_(1, target_M[part, None], by_logprob_M[part, None])
+                gradient_CV = p_CV.mul_(factor_CV.sub_(by_logprob_M[part, None]))
+            gradient_CV.scatter_add_(1, target_M[part, None], by_logprob_M[part, None])
             gradient_CV /= ctx.temperature
             if bias_gradient is not None:
                 bias_gradient += gradient_CV.sum(0)

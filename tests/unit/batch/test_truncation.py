@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from penstock.batch import advantage
-from penstock.batch.truncation import masked, overlong, truncated_samples
+from penstock.batch.columns import truncated
+from penstock.batch.truncation import masked, overlong
 
 
 def sample(cut: int | None) -> dict[str, np.ndarray]:
@@ -14,17 +15,17 @@ def sample(cut: int | None) -> dict[str, np.ndarray]:
 
 def test_truncated_samples_are_known_and_can_be_left_out() -> None:
     samples = [sample(None), sample(0), sample(1)]
-    truncated = truncated_samples(samples)
-    assert truncated.tolist() == [False, False, True]
-    assert [int(s["loss_mask"].sum()) for s in masked(samples, truncated)] == [3, 3, 0]
+    cut = np.array([truncated(one) for one in samples])
+    assert cut.tolist() == [False, False, True]
+    assert [int(s["loss_mask"].sum()) for s in masked(samples, cut)] == [3, 3, 0]
     assert samples[2]["loss_mask"].sum() == 3
 
 
 def test_rewards_fall_over_the_last_tokens() -> None:
-    truncated = np.array([False, False, False, True])
-    found = overlong([60, 80, 95, 100], truncated, limit=100, tokens=20, penalty=0.5)
+    cut = np.array([False, False, False, True])
+    found = overlong([60, 80, 95, 100], cut, limit=100, tokens=20, penalty=0.5)
     assert found.tolist() == pytest.approx([0, 0, 0.375, 0.5])
-    assert not overlong([60, 80, 95, 100], truncated, limit=100, tokens=0, penalty=1.0).any()
+    assert not overlong([60, 80, 95, 100], cut, limit=100, tokens=0, penalty=1.0).any()
 
 
 def test_an_advantage_is_told_what_it_asks_for() -> None:

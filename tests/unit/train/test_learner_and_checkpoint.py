@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ KINDS = {
 }
 
 
-def objective(spec: ModelSpec, loss: TokenLossSection | PpoLossSection, **more: LanguagePolicy) -> Objective:
+def objective(spec: ModelSpec, loss: TokenLossSection | PpoLossSection, **more: Any) -> Objective:
     policy = build(spec)
     return (
         TokenObjective(policy, loss, **more) if isinstance(loss, TokenLossSection) else EpisodeObjective(policy, loss)

@@ -4,8 +4,8 @@
         return -tokens.advantage_M * tokens.current_M, {}
 
 `train.loss` names one of `NAMED`, or such a function as `package.module:function`. The learner adds the entropy bonus
-and the divergence from the reference, and averages over the whole update, so no result depends on micro-batches. Metrics
-are sums over the micro-batch's tokens; one whose name ends in `_max` is a maximum.
+and the divergence from the reference, and averages over the whole update, so no result depends on micro-batches.
+Metrics are sums over the micro-batch's tokens; one whose name ends in `_max` is a maximum.
 
 Three policies meet here. The *behaviour* policy μ sampled the tokens, some versions ago; its log-probabilities came
 with the sample. The *old* policy is the one the step starts from. The *current* policy π is being changed. With one
