@@ -15,3 +15,6 @@ class LaunchSection(Section):
     without that a Ray of its own on this machine, which ends with the run."""
     wait_s: Seconds = 120.0
     """Ray: how long processes may wait for free resources, at the start and after the loss of a node."""
+    preload: bool = True
+    """Local, on Linux without GPUs: import torch once and fork trainers and workers from there: they start sooner
+    and share memory. `false` starts each from nothing."""

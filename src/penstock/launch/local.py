@@ -13,6 +13,7 @@ import os
 from asyncio.subprocess import DEVNULL, Process
 
 from penstock.config.run import Config
+from penstock.launch.forkserver import ForkedProcess, ForkServer, usable
 from penstock.launch.processes import ProcessSpec, command, environment
 from penstock.launch.restarts import Ended
 from penstock.payload.io.leftovers import sweep, sweep_dead
@@ -57,20 +58,28 @@ class LocalPlacer:
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
         self._config = config
+        self._forkserver = ForkServer(config, run.log_path("forkserver"))
 
     async def open(self) -> None:
+        if usable(self._config):
+            await self._forkserver.start()
         removed = [*sweep(self._run.run_id), *sweep_dead()]
         if removed:
             log.info("removed %d shared-memory rings that dead runs had left", len(removed))
 
-    async def place(self, spec: ProcessSpec, member: str, session: str) -> LocalProcess:
-        with self._run.log_path(spec.name).open("ab") as output:
+    async def place(self, spec: ProcessSpec, member: str, session: str) -> LocalProcess | ForkedProcess:
+        arguments = command(spec, self._run.root, member, session, parent=os.getpid())
+        inherited, path = environment(spec, self._config.run.extra_path), self._run.log_path(spec.name)
+        forked = await self._forkserver.fork(spec, arguments, inherited, path)
+        if forked is not None:
+            return forked
+        with path.open("ab") as output:
             child = await asyncio.create_subprocess_exec(
-                *command(spec, self._run.root, member, session, parent=os.getpid()),
+                *arguments,
                 stdin=DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment(spec, self._config.run.extra_path),
+                env=inherited,
                 start_new_session=True,
             )
         return LocalProcess(child)
@@ -79,4 +88,5 @@ class LocalPlacer:
         pass
 
     async def close(self) -> None:
+        await self._forkserver.close()
         sweep(self._run.run_id)

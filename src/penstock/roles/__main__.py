@@ -39,8 +39,12 @@ def main() -> int:
     return run_role(importlib.import_module(f"penstock.roles.{options.role}").main, options)
 
 
-if __name__ == "__main__":
-    code = main()
-    # Everything was closed within a bound. Tearing the interpreter down after torch takes seconds, or for ever.
+def finished(code: int) -> int:
+    """The exit code to leave with at once: tearing the interpreter down after torch takes seconds, or for ever.
+    Everything was closed within a bound."""
     logging.shutdown()
-    os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    os._exit(finished(main()))

@@ -1,0 +1,196 @@
+"""The supervisor's side of the fork server: processes that need torch are forked from one that has imported it.
+
+It saves every such process the seconds of the import, and memory: what was imported is shared. Where it cannot be used
+(not Linux, a GPU, a thread that an import has started) processes are started from nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.config.run import Config
+from penstock.engines.settings import MlpModel, TinyModel
+from penstock.launch.processes import ProcessSpec
+from penstock.launch.restarts import Ended
+from penstock.runtime.process import kill_tree
+
+log = logging.getLogger(__name__)
+
+PR_SET_CHILD_SUBREAPER = 36
+IMPORT_S = 120.0
+FORK_S = 20.0
+MOST_BYTES = 1 << 20
+ROLES = ("trainer", "rollout_worker")
+"""Those that import torch."""
+PADDING = "penstock".ljust(2048)
+"""Room for the arguments of forked processes, as `ps` shows them."""
+
+
+def usable(config: Config) -> bool:
+    """A GPU that an import has looked at cannot be used after a fork."""
+    linux = sys.platform == "linux" and hasattr(os, "pidfd_open")
+    return config.launch.preload and linux and not any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def modules_of(config: Config) -> list[str]:
+    """What every process of the run would import."""
+    models = [pipeline.model for pipeline in config.pipeline]
+    modules = ["torch", "penstock.roles.trainer", "penstock.roles.rollout_worker"]
+    if any(isinstance(model, TinyModel) for model in models):
+        modules.append("transformers.models.llama.modeling_llama")
+    elif not all(isinstance(model, MlpModel) for model in models):
+        modules.append("transformers.modeling_utils")
+    return modules
+
+
+class ForkedProcess:
+    """A child that was forked elsewhere and adopted."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._descriptor = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
+
+    def _reap(self) -> None:
+        """The descriptor becomes readable when the process ends."""
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        _, status = os.waitpid(self._pid, 0)
+        self._ended.set_result(Ended(os.waitstatus_to_exitcode(status)))
+
+    @property
+    def where(self) -> str:
+        return f"process {self._pid}"
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.done()
+
+    async def wait(self) -> Ended:
+        return await asyncio.shield(self._ended)
+
+    def ask_to_end(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.running:
+            os.kill(self._pid, number)
+
+    async def kill_tree(self, timeout_s: float) -> None:
+        await asyncio.to_thread(kill_tree, self._pid, timeout_s)
+
+
+class ForkServer:
+    """Started with the run; None from `fork` means: start the process from nothing."""
+
+    def __init__(self, config: Config, output: Path) -> None:
+        self._config = config
+        self._output = output
+        self._process: Process | None = None
+        self._socket: socket.socket | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._ready = False
+
+    async def start(self) -> None:
+        """Returns at once: the imports take seconds."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",  # a library that starts threads at its import could not be forked
+            "MKL_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+        with theirs, self._output.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.roles.forkserver", str(theirs.fileno()), str(os.getpid())),
+                *modules_of(self._config),
+                PADDING,
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._socket = ours
+
+    async def fork(
+        self, spec: ProcessSpec, arguments: Sequence[str], environment: Mapping[str, str], output: Path
+    ) -> ForkedProcess | None:
+        if spec.role not in ROLES:
+            return None
+        async with self._one_at_a_time:
+            if self._socket is None:
+                return None
+            request = {
+                "arguments": list(arguments),
+                "environment": dict(environment),
+                "path": [str(path) for path in self._config.run.extra_path],
+                "log": str(output),
+            }
+            try:
+                if not self._ready:
+                    await self._wait_until_ready(self._socket)
+                # Orphans are adopted only now: those of a killed worker are not ours to reap.
+                _adopt_orphans(True)
+                try:
+                    answer = await self._asked(self._socket, request)
+                    return ForkedProcess(answer["pid"])
+                finally:
+                    _adopt_orphans(False)
+            except (OSError, TimeoutError, ValueError, KeyError) as error:
+                log.warning("processes are started without preloaded imports from now on: %r", error)
+                await self._give_up()
+                return None
+
+    async def _wait_until_ready(self, requests: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(IMPORT_S):
+            threads = json.loads(await loop.sock_recv(requests, MOST_BYTES))["threads"]
+        if threads != 1:
+            raise ValueError(f"the preloaded imports have started {threads - 1} threads, which a fork would lose")
+        self._ready = True
+
+    async def _asked(self, requests: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(FORK_S):
+            await loop.sock_sendall(requests, json.dumps(request).encode())
+            return json.loads(await loop.sock_recv(requests, MOST_BYTES))
+
+    async def _give_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+            self._process = None
+
+    async def close(self) -> None:
+        async with self._one_at_a_time:
+            await self._give_up()
+
+
+def _adopt_orphans(wanted: bool) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(code)}")
