@@ -17,6 +17,8 @@ All of them survive pickling, and all carry one message a stranger understands.
 
 from __future__ import annotations
 
+import errno
+
 
 class PenstockError(Exception):
     """The root: `except PenstockError` catches everything that Penstock itself raises."""
@@ -71,3 +73,22 @@ class PeerLost(PenstockError):
 
 class RunFailed(PenstockError):
     """The run cannot continue; the message is the one sentence the user sees."""
+
+
+ADVICE = {
+    errno.EMFILE: "this process may not open more files; raise the limit (`ulimit -n`)",
+    errno.ENFILE: "the machine has no more open files to give",
+    errno.ENOSPC: "the disk is full; make room",
+    errno.EDQUOT: "the disk quota is used up; make room",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "this user may not do that there",
+}
+
+
+def sentence_of(error: BaseException) -> str:
+    """One sentence for an error that Penstock did not raise itself, with what to do where that is known."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return f"{type(error).__name__}: {error}"
+    named = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    advice = ADVICE.get(error.errno)
+    return f"{f'{named}: ' if named else ''}{error.strerror}{f': {advice}' if advice else ''}"

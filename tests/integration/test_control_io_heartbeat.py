@@ -126,6 +126,15 @@ def test_it_follows_the_controller_to_another_port(listener: Listener, tmp_path:
     second.close()
 
 
+def test_one_that_was_killed_alone_is_started_again(listener: Listener, sidecar: Sidecar) -> None:
+    eventually(lambda: listener.heard)
+    first = sidecar.pid
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: sidecar.alive and sidecar.pid != first)
+    count = len(listener.heard)
+    eventually(lambda: len(listener.heard) > count)
+
+
 def test_ctrl_c_does_not_end_it_before_its_parent(listener: Listener, sidecar: Sidecar) -> None:
     eventually(lambda: listener.heard)
     os.kill(sidecar.pid, signal.SIGINT)

@@ -13,6 +13,7 @@ from penstock.journal.story import tell
 from penstock.records.ids import PipelineName
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.sinks import Publication
+from penstock.runtime.terminal import harmless
 
 Kind = Literal["sample", "prompt", "step", "version"]
 
@@ -26,7 +27,7 @@ def story_command(run_dir: Path, subject: str, pipeline: str | None) -> int:
     if pipeline not in names:
         raise ConfigError(f"say which pipeline: --pipeline {' or --pipeline '.join(names)}")
     for line in tell(run.journal_path, PipelineName(pipeline), kind, number):
-        typer.echo(line)
+        typer.echo(harmless(line))
     return 0
 
 
@@ -46,7 +47,8 @@ def doctor_command(run_dir: Path) -> int:
 
     run = RunDir.open(run_dir)
     if (ending := run.read_ending()) is not None:
-        typer.echo(f"the run is over, nobody is there to ask: {ending['how']}. {ending['sentence']}".strip(), err=True)
+        over = f"the run is over, no process is left to ask: {ending['how']}. {ending['sentence']}"
+        typer.echo(harmless(over.strip()), err=True)
         if ending["how"] != "complete":
             typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
         return 1
@@ -68,7 +70,7 @@ def doctor_command(run_dir: Path) -> int:
     for name, sentence in sentences.items():
         one = status["pipelines"][name]
         typer.echo(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
-        typer.echo(f"  {sentence}")
+        typer.echo(f"  {harmless(sentence)}")
     return 0
 
 

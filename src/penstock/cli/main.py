@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, sentence_of
+from penstock.runtime.terminal import harmless, protect_streams
 
 app = typer.Typer(
     name="penstock",
@@ -216,11 +217,15 @@ def bench(
 
 def main() -> None:
     """Entry point: errors become one clear sentence on stderr and a fitting exit code."""
+    protect_streams()
     try:
         app()
     except PenstockError as error:
-        typer.echo(f"penstock: {error}", err=True)
+        typer.echo(f"penstock: {harmless(str(error))}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        typer.echo(f"penstock: {harmless(sentence_of(error))}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

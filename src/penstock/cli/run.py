@@ -27,6 +27,7 @@ from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.shutdown import ShutdownSignal
+from penstock.runtime.terminal import harmless
 
 INTERRUPTED = 130
 PIPE_COLUMNS = 140
@@ -163,4 +164,4 @@ async def _supervise(run: RunDir, config: Config, console: Console) -> Outcome:
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True)
+    console.print(harmless(line), highlight=False, markup=False, soft_wrap=True)

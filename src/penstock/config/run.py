@@ -17,7 +17,7 @@ from penstock.control.sections import ControlSection
 from penstock.journal.settings import JournalSection
 from penstock.payload.settings import PayloadSection
 from penstock.pool.sections import PoolSection
-from penstock.records.section import NonNegative, Seconds, Section
+from penstock.records.section import NonNegative, Positive, Seconds, Section
 from penstock.runtime.settings import LagSection
 
 
@@ -32,6 +32,8 @@ class RunSection(Section):
     """How often one process may be restarted before the run fails."""
     grace_s: Seconds = 10.0
     """How long processes may take to leave in good order before they are killed."""
+    log_mb: Positive = 64
+    """A process's log that is larger is moved to `NAME.log.1`, which replaces an earlier one. Local launcher only."""
     extra_path: list[Path] = []
     """Directories added to every process's import path, for your own environments and rewards."""
 

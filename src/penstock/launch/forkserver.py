@@ -58,7 +58,7 @@ class ForkedProcess:
     """A child that was forked elsewhere and adopted."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
+        self.pid = pid
         self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._descriptor = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._descriptor, self._reap)
@@ -67,12 +67,12 @@ class ForkedProcess:
         """The descriptor becomes readable when the process ends."""
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
-        _, status = os.waitpid(self._pid, 0)
+        _, status = os.waitpid(self.pid, 0)
         self._ended.set_result(Ended(os.waitstatus_to_exitcode(status)))
 
     @property
     def where(self) -> str:
-        return f"process {self._pid}"
+        return f"process {self.pid}"
 
     @property
     def running(self) -> bool:
@@ -89,10 +89,10 @@ class ForkedProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         if self.running:
-            os.kill(self._pid, number)
+            os.kill(self.pid, number)
 
     async def kill_tree(self, timeout_s: float) -> None:
-        await asyncio.to_thread(kill_tree, self._pid, timeout_s)
+        await asyncio.to_thread(kill_tree, self.pid, timeout_s)
 
 
 class ForkServer:

@@ -14,13 +14,17 @@ from asyncio.subprocess import DEVNULL, Process
 
 from penstock.config.run import Config
 from penstock.launch.forkserver import ForkedProcess, ForkServer, usable
-from penstock.launch.processes import ProcessSpec, command, environment
+from penstock.launch.processes import MEMBER_VARIABLE, ProcessSpec, command, environment
 from penstock.launch.restarts import Ended
 from penstock.payload.io.leftovers import sweep, sweep_dead
-from penstock.runtime.process import kill_tree
+from penstock.runtime.logs import rotate
+from penstock.runtime.process import kill_left_behind, kill_tree
 from penstock.runtime.rundir import RunDir
 
 log = logging.getLogger(__name__)
+
+LEFT_BEHIND_S = 4.0
+ROTATE_EVERY_S = 5.0
 
 
 class LocalProcess:
@@ -28,6 +32,10 @@ class LocalProcess:
 
     def __init__(self, child: Process) -> None:
         self._child = child
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     @property
     def where(self) -> str:
@@ -52,6 +60,38 @@ class LocalProcess:
         await asyncio.to_thread(kill_tree, self._child.pid, timeout_s)
 
 
+class ProcessWithDescendants:
+    """A process with what it starts: that is ended when it has ended, however far it was detached."""
+
+    def __init__(self, head: LocalProcess | ForkedProcess, member: str) -> None:
+        self._head = head
+        self._member = member
+        self._clearing: asyncio.Future[None] | None = None
+        self.ask_to_end = head.ask_to_end
+        self.kill = head.kill
+        self.kill_tree = head.kill_tree
+
+    @property
+    def where(self) -> str:
+        return self._head.where
+
+    @property
+    def running(self) -> bool:
+        return self._head.running
+
+    async def wait(self) -> Ended:
+        ended = await self._head.wait()
+        if self._clearing is None:
+            self._clearing = asyncio.ensure_future(asyncio.to_thread(self._clear))
+        await asyncio.shield(self._clearing)
+        return ended
+
+    def _clear(self) -> None:
+        left = kill_left_behind(self._head.pid, MEMBER_VARIABLE, self._member, LEFT_BEHIND_S)
+        if left:
+            log.warning("%s had left processes behind, which were ended: %s", self._member, left)
+
+
 class LocalPlacer:
     """Starts every process as a child; there is always a place."""
 
@@ -67,12 +107,12 @@ class LocalPlacer:
         if removed:
             log.info("removed %d shared-memory rings that dead runs had left", len(removed))
 
-    async def place(self, spec: ProcessSpec, member: str, session: str) -> LocalProcess | ForkedProcess:
+    async def place(self, spec: ProcessSpec, member: str, session: str) -> ProcessWithDescendants:
         arguments = command(spec, self._run.root, member, session, parent=os.getpid())
-        inherited, path = environment(spec, self._config.run.extra_path), self._run.log_path(spec.name)
+        inherited, path = environment(spec, self._config.run.extra_path, member), self._run.log_path(spec.name)
         forked = await self._forkserver.fork(spec, arguments, inherited, path)
         if forked is not None:
-            return forked
+            return ProcessWithDescendants(forked, member)
         with path.open("ab") as output:
             child = await asyncio.create_subprocess_exec(
                 *arguments,
@@ -82,10 +122,13 @@ class LocalPlacer:
                 env=inherited,
                 start_new_session=True,
             )
-        return LocalProcess(child)
+        return ProcessWithDescendants(LocalProcess(child), member)
 
     async def run(self) -> None:
-        pass
+        """Bounds the logs: processes write to them directly, and so does whatever the user's code prints."""
+        while True:
+            await asyncio.sleep(ROTATE_EVERY_S)
+            await asyncio.to_thread(rotate, self._run.root / "logs", self._config.run.log_mb << 20)
 
     async def close(self) -> None:
         await self._forkserver.close()

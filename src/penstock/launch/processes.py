@@ -27,6 +27,7 @@ class ProcessSpec:
     vital: bool = True
 
 
+MEMBER_VARIABLE = "PENSTOCK_MEMBER"
 CONTROLLER = ProcessSpec("controller", "controller", (), 1, wave=1)
 
 
@@ -69,8 +70,9 @@ def command(spec: ProcessSpec, run_root: Path, member: str, session: str, parent
     ]
 
 
-def environment(spec: ProcessSpec, extra_path: Iterable[Path | str]) -> Mapping[str, str]:
-    """What the process finds in its environment, beside what its parent has."""
+def environment(spec: ProcessSpec, extra_path: Iterable[Path | str], member: str = "") -> Mapping[str, str]:
+    """What the process finds in its environment, beside what its parent has. Whatever it starts inherits `member`, by
+    which it is found when the process has ended."""
     threads = str(spec.threads)
     paths = [*map(str, extra_path), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -78,5 +80,6 @@ def environment(spec: ProcessSpec, extra_path: Iterable[Path | str]) -> Mapping[
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        **({MEMBER_VARIABLE: member} if member else {}),
         "PYTHONPATH": os.pathsep.join(paths).strip(os.pathsep),
     }

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.launch.view import figure as shown
 from penstock.launch.view import shortened
@@ -62,13 +63,13 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
                 entry = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
-            if entry.get("kind") == "step" and entry.get("reward") is not None:
+            if entry.get("kind") == "step" and entry.get("reward") is not None:  # null: it was not finite
                 curve = curves[entry["pipeline"]]
                 curve.rewards[entry["step"]] = entry["reward"]
                 curve.staleness_mean[entry["step"]] = entry["staleness_mean"]
                 curve.staleness_max[entry["step"]] = entry["staleness_max"]
-            elif entry.get("kind") == "evaluation" and "skipped" not in entry:
-                point = (entry["eval/reward"], entry["eval/reward_stderr"])
+            elif entry.get("kind") == "evaluation" and entry.get("eval/reward") is not None:
+                point = (entry["eval/reward"], entry.get("eval/reward_stderr") or 0.0)
                 curves[entry["pipeline"]].evaluations[entry["version"]] = point
     return curves
 
@@ -129,7 +130,7 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
         drops = {key.removeprefix("dropped_"): count for key, count in one.items() if key.startswith("dropped_")}
         dropped = ", ".join(f"{reason} {count}" for reason, count in drops.items() if count) or "none"
         table.add_row(
-            name,
+            Text(name),
             f"{one['step']}/{one['steps']}",
             f"{_figure(curve.first())} → {_figure(curve.final())}",
             *([curve.evaluated()] if evaluates else []),
@@ -137,7 +138,7 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
             dropped,
             f"{_figure(_mean(list(curve.staleness_mean.values())))} / {max(curve.staleness_max.values(), default=0)}",
         )
-    console.print(f"{run.root.name}: {ended} after {wall_s:.0f} s", highlight=False, style="bold")
+    console.print(f"{run.root.name}: {ended} after {wall_s:.0f} s", highlight=False, markup=False, style="bold")
     console.print(table)
     lag = status.get("lag")
     if lag:
@@ -152,8 +153,8 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
         if others:
             console.print(f"worst of the other loops: {others}", highlight=False, soft_wrap=True)
     if picture is not None:
-        console.print(f"reward curves: {picture}", highlight=False, soft_wrap=True)
-    console.print(f"run directory: {run.root}", highlight=False, soft_wrap=True)
+        console.print(f"reward curves: {picture}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"run directory: {run.root}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _smooth(values: Iterable[float]) -> Iterable[float]:

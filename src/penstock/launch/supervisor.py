@@ -21,7 +21,7 @@ import httpx
 
 from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
-from penstock.errors import ConfigError, PenstockError, RunFailed, Transient
+from penstock.errors import ConfigError, PenstockError, RunFailed, Transient, sentence_of
 from penstock.launch.ending import judge, judge_last_words, judge_leaving
 from penstock.launch.processes import CONTROLLER, ProcessSpec, processes_of
 from penstock.launch.restarts import (
@@ -34,7 +34,7 @@ from penstock.launch.restarts import (
     describe_exit,
     without_place,
 )
-from penstock.launch.view import loops_of
+from penstock.launch.view import Tolerated, View, loops_of
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.rundir import Ending, RunDir, write_atomically
@@ -48,14 +48,6 @@ STATUS_EVERY_S = 0.5
 REPORT_DEATH_S = 2.0
 EVICTED_GRACE_S = 3.0
 KILL_TREE_S = 5.0
-
-
-class View(Protocol):
-    """Shows a run to a person."""
-
-    def update(self, status: dict[str, Any]) -> None: ...
-    def note(self, line: str) -> None: ...
-    def close(self) -> None: ...
 
 
 class Placed(Protocol):
@@ -122,7 +114,7 @@ class Supervisor:
         self._run = run
         self._config = config
         self._placer = placer
-        self._view = view
+        self._view = Tolerated(view)
         self._stop = stop
         self._specs = {spec.name: spec for spec in processes_of(config)}
         self._placed: dict[str, Placed] = {}
@@ -337,6 +329,14 @@ async def supervise(run: RunDir, config: Config, placer: Placer, view: View, sto
         outcome = await Supervisor(run, config, placer, view, stop).run()
     except PenstockError as error:
         _write_ending(run, "failed", error.message, mistake=isinstance(error, ConfigError))
+        raise
+    except Exception as error:
+        log.exception("the supervisor failed")
+        failed = RunFailed(f"the supervisor failed: {sentence_of(error)}; see {run.log_path('supervisor')}")
+        _write_ending(run, "failed", failed.message)
+        raise failed from error
+    except BaseException as error:
+        _write_ending(run, "failed", f"the supervisor was ended by {type(error).__name__}")
         raise
     how = "interrupted" if outcome.interrupted else "complete"
     _write_ending(run, how, status=outcome.status, wall_s=outcome.wall_s)

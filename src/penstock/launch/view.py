@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,6 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.launch import pool_view
+from penstock.runtime.terminal import harmless
+
+log = logging.getLogger(__name__)
 
 PLAIN_EVERY_S = 5.0
 NOTES_SHOWN = 4
@@ -53,6 +58,46 @@ class Pace:
         return (steps - self._seen[-1][1]) / rate if rate > 0 else None
 
 
+class View(Protocol):
+    """Shows a run to a person."""
+
+    def update(self, status: dict[str, Any]) -> None: ...
+    def note(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Tolerated:
+    """A view whose errors end nothing: each kind is logged once, and the run goes on unseen."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._logged: set[str] = set()
+
+    def update(self, status: dict[str, Any]) -> None:
+        try:
+            self._view.update(status)
+        except Exception as error:  # noqa: BLE001 - the view may be anyone's, and the run is not its
+            self._tolerate(error)
+
+    def note(self, line: str) -> None:
+        try:
+            self._view.note(line)
+        except Exception as error:  # noqa: BLE001
+            self._tolerate(error)
+
+    def close(self) -> None:
+        try:
+            self._view.close()
+        except Exception as error:  # noqa: BLE001
+            self._tolerate(error)
+
+    def _tolerate(self, error: Exception) -> None:
+        kind = f"{type(error).__name__}: {error}"
+        if kind not in self._logged:
+            self._logged.add(kind)
+            log.warning("the run cannot be shown and goes on: %s", kind, exc_info=error)
+
+
 class RunView:
     """Keeps the pace and the curve of every pipeline; subclasses show them."""
 
@@ -67,7 +112,7 @@ class RunView:
         for name, one in status.get("pipelines", {}).items():
             self._paces.setdefault(name, Pace()).saw(now, one["step"], one["samples_trained"])
             curve = self._curves.setdefault(name, {})
-            if one["step"]:
+            if one["step"] and is_finite(one["reward_mean"]):
                 curve[one["step"]] = one["reward_mean"]
         self.show(status)
 
@@ -132,7 +177,7 @@ class PlainView(RunView):
         pass
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(harmless(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class TerminalView(RunView):
@@ -141,7 +186,7 @@ class TerminalView(RunView):
     def __init__(self, console: Console, title: str, *, shares_devices: bool = False) -> None:
         super().__init__(shares_devices=shares_devices)
         self._console = console
-        self._title = title
+        self._title = harmless(title)
         self._notes: list[str] = []
         self._status: dict[str, Any] = {}
         self._live = Live(Text("starting processes …"), console=console, refresh_per_second=4, transient=False)
@@ -149,7 +194,8 @@ class TerminalView(RunView):
 
     def show(self, status: dict[str, Any]) -> None:
         self._status = status
-        notes = [Text(line, style="bold") for line in [*self.troubles(status), *self._notes]]
+        troubles = [harmless(line) for line in self.troubles(status)]
+        notes = [Text(line, style="bold") for line in [*troubles, *self._notes]]
         footer = [Text(line, style="dim") for line in (self._title, lag_of(status)) if line]
         pool = status.get("pool") if self._shares_devices else None
         pools: list[RenderableType] = [pool_view.panel_of(pool)] if pool else []
@@ -161,7 +207,7 @@ class TerminalView(RunView):
         self._live.update(drawn)
 
     def note(self, line: str) -> None:
-        self._notes = [*self._notes, line][-NOTES_SHOWN:]
+        self._notes = [*self._notes, harmless(line)][-NOTES_SHOWN:]
         self.show(self._status)  # there may be no further status: at the end, say
 
     def close(self) -> None:
@@ -184,8 +230,8 @@ class TerminalView(RunView):
         curve = self.curve(name, min(CURVE_COLUMNS, self._console.width - 24))
         rows: list[RenderableType] = [bar, grid, Text(awaited_by(one) or curve, style="green", no_wrap=True)]
         if one.get("diagnosis"):
-            rows.append(Text(one["diagnosis"], style="bold red"))
-        return Panel(Group(*rows), title=f"{shortened(name)} · {one['phase']}", title_align="left")
+            rows.append(Text(harmless(one["diagnosis"]), style="bold red"))
+        return Panel(Group(*rows), title=Text(f"{shortened(name)} · {one['phase']}"), title_align="left")
 
     def _compact(self, status: dict[str, Any]) -> list[RenderableType]:
         table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
@@ -196,9 +242,10 @@ class TerminalView(RunView):
         diagnoses: list[RenderableType] = []
         for name, one in status.get("pipelines", {}).items():
             figures = self.figures(name, one) | {"pipeline": shortened(name), "step": f"{one['step']}/{one['steps']}"}
-            table.add_row(*(figures.get(column, "-") for column in columns), awaited_by(one) or self.curve(name, 12))
+            cells = [*(figures.get(column, "-") for column in columns), awaited_by(one) or self.curve(name, 12)]
+            table.add_row(*(Text(cell) for cell in cells))
             if one.get("diagnosis"):
-                diagnoses.append(Text(f"{name}: {one['diagnosis']}", style="bold red"))
+                diagnoses.append(Text(harmless(f"{name}: {one['diagnosis']}"), style="bold red"))
         return [table, *diagnoses]
 
 
@@ -236,8 +283,15 @@ def loops_of(status: dict[str, Any]) -> dict[str, dict[str, float]]:
     return {name: values for name, values in processes.items() if "loop_lag_wait_p99_s" in values}
 
 
-def figure(value: float) -> str:
+def is_finite(value: float | None) -> bool:
+    """A figure that is not finite is null in JSON."""
+    return value is not None and math.isfinite(value)
+
+
+def figure(value: float | None) -> str:
     """Three significant digits, or all those before the point."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 

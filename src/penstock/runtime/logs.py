@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +21,29 @@ class LogFile(logging.FileHandler):
         if not self.complained:
             self.complained = True
             sys.stderr.write(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+
+
+def rotate(folder: Path, max_bytes: int) -> list[str]:
+    """Moves what is in logs larger than `max_bytes` to `NAME.log.1`; gives their names.
+
+    Processes have the file open for appending, so it is copied and emptied: they go on at its beginning. What is
+    written in between is lost.
+    """
+    rotated: list[str] = []
+    for path in sorted(folder.glob("*.log")):
+        try:
+            if path.is_symlink() or path.stat().st_size <= max_bytes:
+                continue
+            with path.open("rb+") as log:
+                log.seek(-max_bytes, os.SEEK_END)
+                with path.with_name(f"{path.name}.1").open("wb") as kept:
+                    shutil.copyfileobj(log, kept)
+                log.truncate(0)
+        except OSError as error:  # it is gone, or the disk is full
+            logging.getLogger(__name__).warning("%s could not be rotated: %s", path, error)
+            continue
+        rotated.append(path.name)
+    return rotated
 
 
 LINE = "%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"

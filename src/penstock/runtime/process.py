@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -103,6 +104,34 @@ def kill_tree(pid: int, timeout_s: float) -> list[int]:
                 except psutil.NoSuchProcess:
                     continue
         time.sleep(POLL_S)
+
+
+def kill_left_behind(leader: int, variable: str, value: str, timeout_s: float) -> list[int]:
+    """Kills what an ended process has started and left running, within `timeout_s`; gives the pids.
+
+    Found by the session that it led, and by the environment that its descendants inherit: one that was detached by a
+    double fork and a session of its own has another parent, but not another environment.
+    """
+    deadline = time.monotonic() + timeout_s
+    killed: set[int] = set()
+    while found := [one for one in psutil.process_iter() if _was_left(one, leader, variable, value)]:
+        for process in found:
+            killed.add(process.pid)
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)  # what they had started meanwhile is found the next time
+    return sorted(killed)
+
+
+def _was_left(process: psutil.Process, leader: int, variable: str, value: str) -> bool:
+    try:
+        if process.pid in (leader, os.getpid()) or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return os.getsid(process.pid) == leader or process.environ().get(variable) == value
+    except (psutil.Error, OSError):  # it has ended, or is another user's
+        return False
 
 
 def _tree(pid: int, found: dict[int, psutil.Process]) -> list[psutil.Process]:

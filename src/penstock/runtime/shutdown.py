@@ -18,7 +18,7 @@ INSIST_AFTER_S = 1.0
 
 
 class ShutdownSignal:
-    """Becomes `requested` on SIGINT, SIGTERM or a call of `request`, and stays so. May be asked from any thread."""
+    """Becomes `requested` on a signal or a call of `request`, and stays so. May be asked from any thread."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -30,9 +30,12 @@ class ShutdownSignal:
         self._signalled_at: float | None = None
 
     def install(self) -> None:
-        """Takes over SIGINT and SIGTERM; call from the loop of the main thread."""
+        """Takes over SIGINT, SIGTERM and, unless it is ignored (`nohup`), SIGHUP; call from the loop of the main
+        thread."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             loop.add_signal_handler(number, self._signalled, f"received {number.name}")
 
     def _signalled(self, reason: str) -> None:

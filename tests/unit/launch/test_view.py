@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.launch.view import Pace, PlainView, TerminalView, clock, figure, sparkline
+from penstock.launch.view import Pace, PlainView, TerminalView, Tolerated, clock, figure, sparkline
 
 PIPELINE = {
     "step": 3,
@@ -230,3 +230,46 @@ def test_steps_longer_than_the_window_have_a_pace_too():
         pace.saw(float(second), second // 100, second // 100 * 64)
     assert pace.eta_s(12) == pytest.approx(600, rel=0.4)
     assert pace.samples_per_s == pytest.approx(0.64, rel=0.4)
+
+
+@pytest.mark.parametrize("mean", [None, float("inf"), float("nan")])
+def test_figures_that_are_not_finite_are_shown(mean: float | None) -> None:
+    out = StringIO()
+    one = PIPELINE | {"reward_mean": mean, "eval_reward": mean, "eval_version": 2, "eval_points": 1}
+    for view in (PlainView(Console(file=out, width=300)), TerminalView(Console(file=out, width=100), "title")):
+        view.update(STATUS | {"pipelines": {"letters": one}})
+        view.update(STATUS | {"pipelines": {"letters": PIPELINE | {"step": 4}}})
+        view.close()
+    assert "reward not finite" in out.getvalue()
+
+
+def test_what_samples_and_names_contain_drives_no_terminal() -> None:
+    hostile = "\x1b[2J\x1b]0;owned\x07 [/b] [link=x]"
+    for view_of in (lambda out: PlainView(out), lambda out: TerminalView(out, hostile)):
+        out = StringIO()
+        view = view_of(Console(file=out, width=200, height=50, force_terminal=False, color_system=None))
+        view.note(hostile)
+        view.update({"pipelines": {"[/b]": PIPELINE | {"diagnosis": hostile}}})
+        view.close()
+        assert "\x1b" not in out.getvalue()
+        assert "\x07" not in out.getvalue()
+        assert "[/b] [link=x]" in out.getvalue()
+
+
+def test_the_error_of_a_view_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def update(self, status: dict[str, Any]) -> None:
+            raise KeyError("no such figure")
+
+        def note(self, line: str) -> None:
+            raise OSError("the terminal is gone")
+
+        def close(self) -> None:
+            raise RuntimeError
+
+    view = Tolerated(Broken())
+    for _ in range(3):
+        view.update({})
+        view.note("x")
+        view.close()
+    assert len(caplog.records) == 3

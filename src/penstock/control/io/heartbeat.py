@@ -11,6 +11,7 @@ beat it looks whether it has been orphaned. Whichever is noticed first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,14 @@ from typing import Any
 import msgspec
 
 from penstock.records.ids import MemberId, PipelineName
-from penstock.runtime.process import die_with_parent
+from penstock.runtime.process import die_with_parent, how_ended
 from penstock.runtime.progress import ProgressCell
 from penstock.wire.messages import Heartbeat
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
+RESTART_S = 0.5
 MAX_ANSWER_BYTES = 64 * 1024
 
 
@@ -51,8 +54,13 @@ class Settings(msgspec.Struct, frozen=True):
 class Sidecar:
     """The parent's side. Start it from a thread that lives as long as the process, best the main one."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._process = self._launch()
+        self._watch = threading.Thread(target=self._keep, name="heartbeat-watch", daemon=True)
+        self._watch.start()
 
     @classmethod
     def start(
@@ -66,17 +74,38 @@ class Sidecar:
         every_s: float = 2.0,
     ) -> Sidecar:
         """Starts beating for `member` at the controller that the endpoint file names."""
-        settings = Settings(str(endpoint), token, pipeline, member, os.getpid(), cell.fileno(), every_s)
+        return cls(Settings(str(endpoint), token, pipeline, member, os.getpid(), cell.fileno(), every_s))
+
+    def _launch(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.control.io.heartbeat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            pass_fds=(cell.fileno(),),
+            pass_fds=(self._settings.cell_fd,),
         )
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(settings) + b"\n")
-        process.stdin.flush()  # and left open: its end is how the sidecar hears of ours
-        return cls(process)
+        with contextlib.suppress(BrokenPipeError):  # it ended at once, which is noticed below
+            process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
+            process.stdin.flush()  # and left open: its end is how the sidecar hears of ours
+        return process
+
+    def _keep(self) -> None:
+        """A sidecar that was killed alone is started again: without it this process would pass for dead."""
+        while True:
+            process = self._process
+            process.wait()
+            time.sleep(RESTART_S)
+            with self._lock:
+                if self._stopping:
+                    return
+                logger.warning("the heartbeat %s; it is started again", how_ended(process.returncode))
+                if process.stdin is not None:
+                    with contextlib.suppress(OSError):
+                        process.stdin.close()
+                try:
+                    self._process = self._launch()
+                except OSError as error:  # the machine has no process to give: tried again
+                    logger.warning("the heartbeat cannot be started: %s", error)
 
     @property
     def pid(self) -> int:
@@ -88,8 +117,11 @@ class Sidecar:
 
     def stop(self, timeout_s: float) -> None:
         """Ends the sidecar; returns when it is gone, after `timeout_s` at most."""
+        with self._lock:
+            self._stopping = True
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

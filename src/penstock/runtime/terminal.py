@@ -1,0 +1,60 @@
+"""Text for people: shown harmlessly, on a stream whose loss ends nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, TextIO
+
+
+def harmless(text: str) -> str:
+    """The text with control characters written out: one from a sample or an exception must not drive the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+
+
+class Unbreakable:
+    """A stream that may go away: a pipe that is closed, a terminal that hung up. What is written then is lost.
+
+    The descriptor is replaced by one that takes everything, so that nothing fails at the end of the process either.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if not self.lost:
+            try:
+                return self._stream.write(text)
+            except (OSError, ValueError):
+                self._lose()
+        return len(text)
+
+    def flush(self) -> None:
+        if not self.lost:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._lose()
+
+    def _lose(self) -> None:
+        self.lost = True
+        try:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._stream.fileno())
+            os.close(nothing)
+        except (OSError, ValueError):  # it has no descriptor, or there are none left
+            return
+
+
+def protect_streams() -> None:
+    """From now on nothing that is printed can fail."""
+    if not isinstance(sys.stdout, Unbreakable):
+        sys.stdout = Unbreakable(sys.stdout)  # type: ignore[assignment]
+    if not isinstance(sys.stderr, Unbreakable):
+        sys.stderr = Unbreakable(sys.stderr)  # type: ignore[assignment]
