@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.engines.section import Capabilities
 from penstock.errors import LocalProtocolError, PeerLost
+from penstock.runtime.clock import monotonic
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import RESIDUE_BYTES, OwnedTensors, device_bytes, free_device_caches, module_tensors
 from penstock.weights.io.neighbours import ManifestSource, WeightTransport
@@ -128,7 +128,7 @@ class Serving:
             self._staged = None
             self._torn = False
             self.version, self.digest = version, digest
-            return time.monotonic() - started
+            return monotonic() - started
 
     def load_in_place(self, tensors: Mapping[str, Tensor], version: int, digest: str, timeout_s: float = 60.0) -> float:
         """Overwrites the live tensors while generation stands still. If it fails part-way the engine is torn.
@@ -143,7 +143,7 @@ class Serving:
                 tensor.copy_(tensors[name])
             self._torn = False
             self.version, self.digest = version, digest
-            return time.monotonic() - started
+            return monotonic() - started
 
     def relabel(self, version: int, timeout_s: float = 60.0) -> None:
         """What is served is also this version; steps that begin from now on are of it. Waits for nothing."""
@@ -172,12 +172,12 @@ class Serving:
 
     @contextmanager
     def _change(self, timeout_s: float) -> Iterator[float]:
-        deadline = time.monotonic() + timeout_s
+        deadline = monotonic() + timeout_s
         with self._gate:
             self._changes_waiting += 1
             try:
                 free = self._gate.wait_for(
-                    lambda: not self._changing and not self._steps, timeout=max(0.0, deadline - time.monotonic())
+                    lambda: not self._changing and not self._steps, timeout=max(0.0, deadline - monotonic())
                 )
                 if not free:
                     raise PeerLost(f"a generation step did not end within {timeout_s:.0f} s; the engine is stuck")
@@ -186,7 +186,7 @@ class Serving:
                 self._changes_waiting -= 1
                 self._gate.notify_all()
         try:
-            yield time.monotonic()
+            yield monotonic()
         finally:
             with self._gate:
                 self._changing = False

@@ -11,10 +11,9 @@ import contextlib
 import fcntl
 import logging
 import os
-import secrets
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random, SystemRandom
 from typing import Any, Protocol
 
 import httpx
@@ -36,6 +35,7 @@ from penstock.launch.restarts import (
 )
 from penstock.launch.view import Tolerated, View, loops_of
 from penstock.records.ids import MemberId, PipelineName
+from penstock.runtime.clock import monotonic
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.rundir import Ending, RunDir, write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
@@ -44,6 +44,7 @@ from penstock.wire.messages import Unregister
 
 log = logging.getLogger(__name__)
 
+SYSTEM_RANDOM = SystemRandom()
 STATUS_EVERY_S = 0.5
 REPORT_DEATH_S = 2.0
 EVICTED_GRACE_S = 3.0
@@ -110,7 +111,15 @@ class Supervisor:
     Waits for: every pipeline to be complete. Unblocked by: completion, a failure, SIGINT or SIGTERM.
     """
 
-    def __init__(self, run: RunDir, config: Config, placer: Placer, view: View, stop: ShutdownSignal) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        placer: Placer,
+        view: View,
+        stop: ShutdownSignal,
+        random: Random = SYSTEM_RANDOM,
+    ) -> None:
         self._run = run
         self._config = config
         self._placer = placer
@@ -123,18 +132,17 @@ class Supervisor:
         self._ended_well: set[str] = set()
         self._status: dict[str, Any] = {}
         self._failure: PenstockError | None = None
-        self._session = secrets.token_hex(8)
+        self._random = random
+        self._session = random.randbytes(8).hex()
         self._lag = LagMonitor("supervisor", **config.lag.model_dump())
         self._loops: dict[str, dict[str, float]] = {}
         """The last figures of every loop: a process that leaves takes its own along."""
         self._over = asyncio.Event()
-        headers = {"authorization": f"Bearer {run.token()}"}
-        # Plain HTTP: making ready for any other kind would take half a second.
-        self._client = httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False, verify=False)
+        self._http: httpx.AsyncClient | None = None
 
     async def run(self) -> Outcome:
         """Returns when training is complete or was interrupted; otherwise raises one sentence that says why."""
-        started = time.monotonic()
+        started = monotonic()
         self._run.endpoint_path.unlink(missing_ok=True)
         try:
             async with Tasks() as tasks:
@@ -145,14 +153,15 @@ class Supervisor:
                 await self._end_all()
                 tasks.cancel()
         finally:
-            await self._client.aclose()
+            if self._http is not None:
+                await self._http.aclose()
             await self._kill_leftovers()
             await self._placer.close()
             self._view.close()
         if self._failure is not None:
             raise self._failure
         status = self._status | {"loops": self._loops}
-        return Outcome(status, self._stop.requested, time.monotonic() - started)
+        return Outcome(status, self._stop.requested, monotonic() - started)
 
     async def _begin(self, tasks: Tasks) -> None:
         await self._placer.open()
@@ -186,8 +195,8 @@ class Supervisor:
     async def _live_once(self, spec: ProcessSpec, policy: RestartPolicy) -> Verdict | None:
         """One life of the process, from its start to what its end means; None: that no longer matters."""
         self._run.failure_path(spec.name).unlink(missing_ok=True)
-        began = time.monotonic()
-        member = f"{spec.name}-{secrets.token_hex(4)}"
+        began = monotonic()
+        member = f"{spec.name}-{self._random.randbytes(4).hex()}"
         try:
             placed = await self._placer.place(spec, member, self._session)
         except Transient as error:
@@ -203,7 +212,7 @@ class Supervisor:
         last_words = self._run.read_failure(spec.name)
         if ended.exit_code != 0 and spec.pipeline is not None:
             await self._report_death(spec.pipeline, member, describe_exit(ended, None))
-        return policy.ended(ended, time.monotonic() - began, last_words)
+        return policy.ended(ended, monotonic() - began, last_words)
 
     def _running_beside(self, spec: ProcessSpec) -> list[str]:
         """Those who do the same work."""
@@ -213,7 +222,7 @@ class Supervisor:
     async def _report_death(self, pipeline: str, member: str, why: str) -> None:
         """The controller would notice by the silence; told, it issues the leases again at once."""
         died = Unregister(PipelineName(pipeline), MemberId(member), reason=why, died=True)
-        client = ControlClient(self._run.endpoint_path, self._run.token(), died.pipeline, died.member)
+        client = self._caller(died.pipeline, died.member)
         try:
             await client.call(died, timeout_s=REPORT_DEATH_S)
         except PenstockError as error:
@@ -234,31 +243,45 @@ class Supervisor:
                 await asyncio.wait_for(self._over.wait(), STATUS_EVERY_S)
 
     async def _look(self) -> None:
-        endpoint = self._run.read_endpoint()
-        if endpoint is None:
-            return
         try:
-            reply = await self._client.get(f"{endpoint.url}/v1/status")
-            reply.raise_for_status()
-            self._status = reply.json() | {"supervisor": self._lag.report().values()}
+            status = await self._page("status")
+            if status is None:
+                return
+            self._status = status | {"supervisor": self._lag.report().values()}
             self._loops |= loops_of(self._status)
             stall_s = self._config.control.stall_after_s
             if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
-                sentences = (await self._client.get(f"{endpoint.url}/v1/diagnosis")).json()
+                sentences = await self._page("diagnosis") or {}
                 for name, one in self._status["pipelines"].items():
-                    one["diagnosis"] = sentences[name]
+                    one["diagnosis"] = sentences.get(name, "")
             self._view.update(self._status)
             self._kill_evicted()
         except httpx.HTTPError as error:
             log.debug("no status from the controller at present: %s", error)
+
+    async def _page(self, name: str) -> dict[str, Any] | None:
+        """A page of the controller; None while there is no controller."""
+        endpoint = self._run.read_endpoint()
+        if endpoint is None:
+            return None
+        if self._http is None:
+            headers = {"authorization": f"Bearer {self._run.token()}"}
+            # Plain HTTP: making ready for any other kind would take half a second.
+            self._http = httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False, verify=False)
+        reply = await self._http.get(f"{endpoint.url}/v1/{name}")
+        reply.raise_for_status()
+        return reply.json()
+
+    def _caller(self, pipeline: PipelineName, member: MemberId) -> ControlClient:
+        return ControlClient(self._run.endpoint_path, self._run.token(), pipeline, member)
 
     def _kill_evicted(self) -> None:
         """Whoever was given up by the controller and has not left by itself is ended, so that it can be replaced."""
         for name, member in self._members.items():
             if member not in self._status.get("evicted", {}):
                 continue
-            since = self._evicted_since.setdefault(member, time.monotonic())
-            if self._placed[name].running and time.monotonic() - since > EVICTED_GRACE_S:
+            since = self._evicted_since.setdefault(member, monotonic())
+            if self._placed[name].running and monotonic() - since > EVICTED_GRACE_S:
                 self._view.note(f"killing {member}: {self._status['evicted'][member]}")
                 log.warning("killing %s: %s", member, self._status["evicted"][member])
                 self._placed[name].kill()

@@ -28,9 +28,16 @@ class Tasks:
 
     def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Starts `work`; it ends before the scope does."""
-        task = self._group.create_task(self._named(name, work), name=name)
+        named = self._named(name, work)
+        try:
+            task = self._group.create_task(named, name=name)
+        except RuntimeError:  # the scope is ending: what was to be started is not
+            named.close()
+            work.close()
+            raise
         self._tasks[task] = name
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        task.add_done_callback(lambda done: work.close())  # cancelled before its first step, `work` never began
         return task
 
     def cancel(self) -> None:

@@ -1,0 +1,228 @@
+"""What stands in for a model: an engine and a learner of which only durations and outcomes are drawn from a seed.
+
+Their weights are real tensors, published as real files, staged, proved and swapped by the real updater: every tensor
+carries the same mark, so a mixture of two versions is seen by whoever looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.engines.models import GymnasiumPolicy, Policy, build
+from penstock.engines.serving import Serving, ServingEngine
+from penstock.errors import Aborted
+from penstock.records.ids import Version
+from penstock.records.prompt import PromptLease
+from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
+from penstock.sim.truth import Truth
+
+CHUNKS = 4
+"""Decode boundaries at which a simulated generation looks at its engine."""
+LOOK_EVERY_S = 0.05
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things take and how they come out. Durations vary by `spread` around these."""
+
+    sample_s: float = 1.0
+    """One batch of samples, the longest of which ends it."""
+    step_s: float = 0.5
+    bring_s: float = 0.1
+    publish_s: float = 0.05
+    save_s: float = 0.1
+    other_s: float = 0.0005
+    """Every other piece of offloaded work: hooks, packing, swaps."""
+    commit_s: float = 0.002
+    latency_s: float = 0.002
+    build_s: float = 1.0
+    spread: float = 0.3
+    equal_bytes: float = 0.0
+    """Share of the steps that change nothing: the new version has the digest of the old."""
+    equal_rewards: float = 0.0
+    """Share of the prompts whose samples all have one reward."""
+    poison: float = 0.0
+    """Share of the prompts that can never be generated."""
+    prompts: int | None = None
+    """Of the environment; None: it never ends."""
+
+
+class Moods(msgspec.Struct):
+    """What is wrong with one worker's engine at present. Set by faults, read by the parts."""
+
+    hang: bool = False
+    hook_fails: float = 0.0
+    slow: float = 1.0
+
+
+class SimEnvironment:
+    def __init__(self, prompts: int | None) -> None:
+        self.count = prompts
+
+
+class SimEngine(ServingEngine):
+    """Serves real weights; draws nothing."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(Serving(policy.module), seed=0)
+        self.interrupted = False
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+
+    def resume(self) -> None:
+        self.interrupted = False
+
+    def marks(self) -> set[float]:
+        return {float(tensor.view(-1)[0]) for tensor in self.served_tensors().values()}
+
+
+def small_policy() -> Policy:
+    policy = build(GymnasiumPolicy(observation_shape=(1,), action_kind="discrete", action_size=2, hidden_size=1))
+    set_mark(policy, 0.0)
+    return policy
+
+
+def set_mark(policy: Policy, mark: float) -> None:
+    for tensor in policy.named_tensors().values():
+        tensor.detach().view(-1)[0] = mark
+
+
+class Drawn(msgspec.Struct):
+    """What was generated for one lease."""
+
+    version: Version
+    digest: str
+
+
+class SimWorkload:
+    """The five hooks over a `SimEngine`. Generation spans versions, as a real one does."""
+
+    def __init__(self, engine: SimEngine, work: Work, moods: Moods, truth: Truth, random: Random, seed: int) -> None:
+        self._engine = engine
+        self._work = work
+        self._moods = moods
+        self._truth = truth
+        self._random = random
+        self._seed = seed
+
+    def preflight(self) -> None:
+        pass
+
+    def prepare(self, lease: PromptLease) -> PromptLease | Unusable:
+        if Random(self._seed ^ lease.prompt * 7919).random() < self._work.poison:
+            return Unusable("poisoned in simulation")
+        self._maybe_fail("prepare")
+        return lease
+
+    def collate(self, prepared: Sequence[PromptLease]) -> list[PromptLease]:
+        return list(prepared)
+
+    async def generate(self, batch: list[PromptLease]) -> list[Drawn]:
+        drawn = [Drawn(Version(1 << 60), "") for _ in batch]
+        work = self._work
+        whole_s = work.sample_s * self._moods.slow * (1 + work.spread * (2 * self._random.random() - 1))
+        for _ in range(CHUNKS):
+            await asyncio.sleep(whole_s / CHUNKS)
+            while self._moods.hang or self._engine.serving.state != "serving":
+                if self._engine.interrupted:
+                    break
+                await asyncio.sleep(LOOK_EVERY_S)
+            if self._engine.interrupted:
+                raise Aborted("interrupted")
+            with self._engine.serving.step() as (version, digest):
+                self._truth.decodes(version, digest, self._engine.marks())
+            for one in drawn:
+                if version < one.version:
+                    one.version, one.digest = Version(version), digest
+        self._maybe_fail("generate")
+        return drawn
+
+    def postprocess(self, lease: PromptLease, drawn: Drawn) -> list[Outcome]:
+        self._maybe_fail("postprocess")
+        return [
+            self._outcome(lease, member, sample, drawn)
+            for member, sample in zip(lease.members, lease.samples, strict=True)
+        ]
+
+    def _outcome(self, lease: PromptLease, member: int, sample: int, drawn: Drawn) -> Outcome:
+        if self._random.random() < self._moods.hook_fails:
+            return Failed("it failed in simulation")
+        alike = Random(self._seed ^ lease.prompt * 104729).random() < self._work.equal_rewards
+        reward = Random(f"{self._seed} {lease.prompt} {0 if alike else member}").random()
+        tokens = np.array([lease.prompt, sample, member, 0], np.int32)
+        arrays = {
+            "token_ids": tokens,
+            "loss_mask": np.array([0, 0, 0, 1], np.uint8),
+            "logprobs": np.full(4, -1.0, np.float32),
+        }
+        return Finished(arrays, reward, drawn.version, drawn.digest, len(tokens))
+
+    def _maybe_fail(self, hook: str) -> None:
+        if self._moods.hook_fails and self._random.random() < self._moods.hook_fails:
+            raise ValueError(f"{hook} failed in simulation")
+
+
+class SimLearner:
+    """Counts what it is trained on, in memory that its checkpoints keep."""
+
+    def __init__(self, work: Work, truth: Truth, pipeline: str, seed: int, progressed: Callable[[str], None]) -> None:
+        self.policy = small_policy()
+        self.reference = None
+        self.steps = 0
+        self.trained: list[tuple[int, int]] = []
+        """Step and prompt of every group."""
+        self._work = work
+        self._truth = truth
+        self._pipeline = pipeline
+        self._seed = seed
+        self._progressed = progressed
+        truth.learned(pipeline, self.steps, self._mark())
+
+    @property
+    def scored_by(self) -> tuple[()]:
+        return ()
+
+    def score(self, micro_batches: Sequence[Any]) -> list[Any]:
+        return []
+
+    def step(self, micro_batches: Sequence[Any], scores: Sequence[Any] | None = None) -> dict[str, float]:
+        found: dict[int, list[int]] = {}
+        for batch in micro_batches:
+            rows, columns = np.nonzero((batch.position_ids_RT == 0) & (batch.sequences_RT >= 0))
+            for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+                prompt, sample, _ = batch.token_ids_RT[row, column : column + 3].tolist()
+                found.setdefault(prompt, []).append(sample)
+        self._truth.trains(self._pipeline, self.steps, found)
+        self.trained += [(self.steps, prompt) for prompt in sorted(found)]
+        changes = Random(self._seed ^ self.steps * 15485863).random() >= self._work.equal_bytes
+        if changes and found:
+            set_mark(self.policy, self._mark() + 1.0)
+        self.steps += 1
+        self._truth.learned(self._pipeline, self.steps, self._mark())
+        self._progressed(f"training step {self.steps}")
+        return {"loss": 0.0}
+
+    def onload(self, device: Any, parts: Sequence[str]) -> None:
+        pass
+
+    def offload(self) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        numbers = [self.steps, *(number for pair in self.trained for number in pair)]
+        return {"sim": next(iter(self.policy.named_tensors().values())).double().new_tensor(numbers)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        steps, *numbers = (int(number) for number in state["sim"].tolist())
+        self.steps = steps
+        self.trained = list(zip(numbers[::2], numbers[1::2], strict=True))
+        self._truth.learned(self._pipeline, self.steps, self._mark())
+
+    def _mark(self) -> float:
+        return float(next(iter(self.policy.named_tensors().values())).view(-1)[0])

@@ -1,0 +1,179 @@
+"""Faults as a list: each has its time, so that a failing storm can be made smaller one fault at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from penstock.sim.parts import Moods
+from penstock.sim.system import System
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One thing that goes wrong at one time."""
+
+    at_s: float
+    what: str
+    target: str = ""
+    """A process by its name in the run; nothing: the whole system, or the first that fits."""
+    for_s: float = 0.0
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        target = f" {self.target}" if self.target else ""
+        lasts = f" for {self.for_s:g} s" if self.for_s else ""
+        return f"at {self.at_s:g} s: {self.what}{target}{lasts}" + (f" ({self.amount:g})" if self.amount else "")
+
+
+KINDS: dict[str, Callable[[System, Fault], Callable[[], None] | None]] = {}
+"""By name: carries a fault out, and says how it is undone after `for_s`."""
+
+
+def fault(function: Callable[[System, Fault], Callable[[], None] | None]) -> Callable[..., object]:
+    KINDS[function.__name__] = function
+    return function
+
+
+@fault
+def kill(system: System, one: Fault) -> None:
+    system.kill(one.target)
+
+
+@fault
+def stop(system: System, one: Fault) -> Callable[[], None] | None:
+    placed = system.placed.get(one.target)
+    if placed is None:
+        return None
+    placed.process.stop()
+    return placed.process.go_on
+
+
+@fault
+def cut(system: System, one: Fault) -> Callable[[], None]:
+    """Nothing reaches the process or its heartbeat, and they reach nothing."""
+    names = [one.target, f"{one.target}.heart"]
+    for name in names:
+        system.network.cut[name] = system.network.cut.get(name, 0) + 1
+
+    def heal() -> None:
+        for name in names:
+            system.network.cut[name] -= 1
+            if not system.network.cut[name]:
+                del system.network.cut[name]
+
+    return heal
+
+
+def _weather(field: str) -> Callable[[System, Fault], Callable[[], None]]:
+    def blow(system: System, one: Fault) -> Callable[[], None]:
+        before = getattr(system.sky, field)
+        setattr(system.sky, field, one.amount)
+        calm = {"latency_s": system.work.latency_s, "commit_s": system.work.commit_s}.get(field, 0.0)
+        return lambda: setattr(system.sky, field, calm if before == one.amount else before)
+
+    return blow
+
+
+KINDS |= {
+    "lose": _weather("lose"),
+    "reset": _weather("reset"),
+    "repeat": _weather("repeat"),
+    "latency": _weather("latency_s"),
+    "slow_disk": _weather("commit_s"),
+}
+
+
+@fault
+def full_disk(system: System, one: Fault) -> Callable[[], None]:
+    system.sky.disk_full = True
+    return lambda: setattr(system.sky, "disk_full", False)
+
+
+def _mood(field: str) -> Callable[[System, Fault], Callable[[], None] | None]:
+    def change(system: System, one: Fault) -> Callable[[], None] | None:
+        moods = system.moods.get(one.target)
+        if moods is None:
+            return None
+        setattr(moods, field, type(getattr(Moods(), field))(one.amount or 1))
+        return lambda: setattr(moods, field, getattr(Moods(), field))
+
+    return change
+
+
+KINDS |= {"hang": _mood("hang"), "hooks_fail": _mood("hook_fails"), "slow": _mood("slow")}
+
+
+@fault
+def damage_weights(system: System, one: Fault) -> None:
+    """One byte of the newest version's file is flipped."""
+    _flip(system, sorted((system.run.root / "weights").rglob("*.safetensors"), key=_written))
+
+
+@fault
+def damage_checkpoint(system: System, one: Fault) -> None:
+    _flip(system, sorted((system.run.root / "checkpoints").rglob("optimizer.safetensors"), key=_written))
+
+
+@fault
+def lose_host(system: System, one: Fault) -> None:
+    """A worker and its ring are gone, as when its machine is lost."""
+    unlink_ring(system, one)
+    system.kill(one.target)
+
+
+@fault
+def unlink_ring(system: System, one: Fault) -> None:
+    """The files of a worker's rings are removed; the worker lives on."""
+    placed = system.placed.get(one.target)
+    for path in placed.rings if placed is not None else []:
+        path.unlink(missing_ok=True)
+
+
+def _flip(system: System, files: list[Path]) -> None:
+    if not files:
+        return
+    body = bytearray(files[-1].read_bytes())
+    body[-1] ^= 0xFF
+    files[-1].write_bytes(body)
+
+
+def _written(path: Path) -> tuple[int, str]:
+    return path.stat().st_mtime_ns, str(path)
+
+
+def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, every_s: float) -> list[Fault]:
+    """A mixed storm over the first `span_s` seconds, a fault about every `every_s`."""
+    random = Random(f"{seed} storm")
+    faults: list[Fault] = []
+    at_s = 5.0 + random.expovariate(1 / every_s)
+    while at_s < span_s:
+        anyone = random.choice([*workers, *workers, *trainers, "controller"])
+        worker = random.choice(workers)
+        kinds: list[tuple[int, Fault]] = [
+            (6, Fault(at_s, "kill", worker)),
+            (4, Fault(at_s, "kill", random.choice(trainers))),
+            (4, Fault(at_s, "kill", "controller")),
+            (3, Fault(at_s, "stop", anyone, for_s=round(random.uniform(0.5, 30.0), 1))),
+            (3, Fault(at_s, "cut", anyone, for_s=round(random.uniform(0.5, 40.0), 1))),
+            (
+                2,
+                Fault(at_s, "lose", for_s=round(random.uniform(1, 20), 1), amount=round(random.uniform(0, 0.3), 2)),
+            ),
+            (2, Fault(at_s, "reset", for_s=round(random.uniform(1, 20.0), 1), amount=round(random.uniform(0, 0.3), 2))),
+            (2, Fault(at_s, "repeat", for_s=round(random.uniform(1, 60), 1), amount=round(random.uniform(0, 0.5), 2))),
+            (1, Fault(at_s, "latency", for_s=round(random.uniform(1, 20), 1), amount=round(random.uniform(0, 1.0), 2))),
+            (1, Fault(at_s, "slow_disk", for_s=round(random.uniform(1, 10), 1), amount=round(random.uniform(0, 2), 2))),
+            (2, Fault(at_s, "hang", worker, for_s=round(random.uniform(1, 60), 1))),
+            (2, Fault(at_s, "hooks_fail", worker, for_s=round(random.uniform(1, 30), 1), amount=0.2)),
+            (1, Fault(at_s, "slow", worker, for_s=round(random.uniform(1, 30), 1), amount=8.0)),
+            (1, Fault(at_s, "damage_weights")),
+            (1, Fault(at_s, "damage_checkpoint")),
+            (1, Fault(at_s, "lose_host", worker)),
+        ]
+        weights = [weight for weight, _ in kinds]
+        faults.append(random.choices([one for _, one in kinds], weights)[0])
+        at_s = round(at_s + random.expovariate(1 / every_s), 2)
+    return faults

@@ -1,0 +1,427 @@
+"""The whole system in one process, on virtual time: the actual controller, workers and trainers of a run.
+
+Their own `main` functions run, over real rings, real weight files, real checkpoints and a real journal, in a directory
+of the memory file system. Simulated are time, threads, the network, processes and what a model computes. Who starts and
+restarts the processes is given from outside: the supervisor stands above this room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from penstock.config.run import Config
+from penstock.control.io.memory import MemoryClient
+from penstock.errors import InvalidTransition, PenstockError, RunFailed
+from penstock.journal.virtual import VirtualJournal
+from penstock.payload.io import mapping as mappings
+from penstock.records.ids import MemberId, PipelineName
+from penstock.roles import rollout_worker, trainer
+from penstock.roles.controller import machine_of
+from penstock.roles.front_desk import FrontDesk
+from penstock.roles.process import UNEXPECTED, RoleProcess
+from penstock.runtime.clock import SystemClock
+from penstock.runtime.lag import LagMonitor
+from penstock.runtime.member import StoppedAtStart
+from penstock.runtime.rundir import RunDir
+from penstock.runtime.tasks import Tasks
+from penstock.sim.loop import CURRENT, Process, VirtualLoop, virtual_loop
+from penstock.sim.network import Network
+from penstock.sim.parts import Moods, SimEngine, SimEnvironment, SimLearner, SimWorkload, Work, small_policy
+from penstock.sim.truth import Truth
+from penstock.train import checkpoint
+from penstock.wire.messages import Heartbeat, Reply, Request
+
+MEMORY = "/dev/shm"
+TICK_S = 0.25
+KILLED = -9
+KEPT_LINES = 400
+
+
+class Sky(msgspec.Struct):
+    """The network's weather and the disk's."""
+
+    latency_s: float = 0.002
+    lose: float = 0.0
+    reset: float = 0.0
+    repeat: float = 0.0
+    commit_s: float = 0.002
+    disk_full: bool = False
+
+
+class History:
+    """Everything observable, in order: equal seeds give equal digests."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.count = 0
+
+    def add(self, line: str) -> None:
+        line = f"{self._now():10.4f} {line}"
+        self._digest.update(line.encode() + b"\n")
+        self.lines.append(line)
+        self.count += 1
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A log line of a process."""
+
+    at: float
+    process: str
+    level: int
+    line: str
+
+
+class SimMember(RoleProcess):
+    """A process of the run with the simulation's client, heartbeat and lag monitor."""
+
+    __slots__ = ("process", "system")
+    system: System
+    process: Process
+
+    def client(self) -> Any:
+        return MemoryClient(
+            self.system.network.link(self.process),
+            PipelineName(self.pipeline.name),
+            self.member,
+            give_up_s=self.config.control.reconnect_s,
+        )
+
+    def heartbeat(self) -> Any:
+        return SimSidecar(self)
+
+    def lag_monitor(self) -> LagMonitor:
+        return NoLag(self.name)
+
+
+class NoLag(LagMonitor):
+    """A loop with virtual time is never late."""
+
+    async def run(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+class SimSidecar:
+    """The heartbeat of a member, in a process of its own that dies with it."""
+
+    def __init__(self, member: SimMember) -> None:
+        system = member.system
+        self._member = member
+        self._process = Process(system.loop, f"{member.process.name}.heart")
+        self._client = MemoryClient(
+            system.network.link(self._process), PipelineName(member.pipeline.name), member.member, give_up_s=5.0
+        )
+        member.process.at_death.append(self._process.kill)
+        self._process.run(self._beat())
+
+    async def _beat(self) -> None:
+        member, every_s = self._member, self._member.config.control.heartbeat_every_s
+        while True:
+            progress = member.progress.read()
+            beat = Heartbeat(
+                PipelineName(member.pipeline.name),
+                member.member,
+                progressed_ago_s=progress.ago_s if progress is not None else 0.0,
+                doing=progress.doing if progress is not None else "starting",
+            )
+            with contextlib.suppress(PenstockError):  # the next beat tries again
+                await self._client.call(beat, timeout_s=5.0)
+            await asyncio.sleep(every_s)
+
+    def stop(self, timeout_s: float) -> None:
+        self._process.kill()
+
+
+class Placed(msgspec.Struct):
+    """A started process, and how it ended."""
+
+    process: Process
+    member: SimMember
+    ended: asyncio.Future[int]
+    role: str = ""
+    rings: list[Path] = []
+    """Files it mapped."""
+
+
+class System:
+    """Processes, network, disk and truth of one simulated run."""
+
+    def __init__(self, loop: VirtualLoop, config: Config, work: Work, seed: int, root: Path) -> None:
+        self.loop = loop
+        self.config = config
+        self.work = work
+        self.seed = seed
+        self.root = root
+        self.run = RunDir.create(root, "run", "", "simulated")
+        self.random = Random(f"{seed} system")
+        self.sky = Sky(latency_s=work.latency_s, commit_s=work.commit_s)
+        self.history = History(loop.time)
+        self.said: list[Said] = []
+        staleness = {pipeline.name: pipeline.train.max_staleness for pipeline in config.pipeline}
+        self.truth = Truth(staleness, loop.time)
+        self.network = Network(loop, Random(f"{seed} network"), self.sky, self._served)
+        self.placed: dict[str, Placed] = {}
+        self.moods: dict[str, Moods] = {}
+        self.desk: FrontDesk | None = None
+        self.broken: asyncio.Future[None] = loop.create_future()
+        self.starts = 0
+        self.learners: dict[str, SimLearner] = {}
+        self._cells: list[Any] = []
+        self._durations = Random(f"{seed} durations")
+
+    # -- processes --------------------------------------------------------------------------------------------------
+
+    def start(self, role: str, name: str, member: str, session: str, pipeline: str = "", index: int = 0) -> Placed:
+        """Starts a process as the operating system would; `name` is its place in the run."""
+        self.starts += 1
+        process = Process(self.loop, name)
+        number = self.starts
+        made = SimMember(
+            run=self.run,
+            name=name,
+            member=MemberId(member),
+            session=session,
+            pipeline_name=PipelineName(pipeline),
+            index=index,
+            config=self.config,
+            random=Random(f"{self.seed} {name} {number}"),
+            ring_directory=str(self.root),
+            pid=1000 + number,
+        )
+        made.system, made.process = self, process
+        self._cells.append(made.progress)
+        ended: asyncio.Future[int] = self.loop.create_future()
+        placed = Placed(process, made, ended, role)
+        self.placed[name] = placed
+        process.at_death.append(lambda: _settle(ended, KILLED))
+        mains: dict[str, Callable[[SimMember], Coroutine[Any, Any, None]]] = {
+            "controller": self._controller,
+            "trainer": lambda one: trainer.main(one, self._learner),  # type: ignore[arg-type]
+            "rollout_worker": lambda one: rollout_worker.main(one, self._parts),
+        }
+        self.history.add(f"start {name}")
+        process.run(self._live(placed, mains[role]))
+        return placed
+
+    async def _live(self, placed: Placed, main: Callable[[SimMember], Coroutine[Any, Any, None]]) -> None:
+        """As `run_role` does: an error becomes the process's failure report and its exit code."""
+        member = placed.member
+        try:
+            await main(member)
+            code = 0
+        except StoppedAtStart:
+            code = 0
+        except PenstockError as error:
+            if placed.process.state == "unwinding":
+                return
+            code = error.exit_code
+            self.run.write_failure(member.name, type(error).__name__, str(error), code)
+        except Exception as error:
+            if placed.process.state == "unwinding":
+                return
+            logging.getLogger(__name__).exception("unexpected %s", type(error).__name__)
+            code = UNEXPECTED
+            self.run.write_failure(member.name, type(error).__name__, str(error), code)
+        self.history.add(f"exit {member.name} {code}")
+        _settle(placed.ended, code)
+        placed.process.ended()
+
+    def kill(self, name: str) -> bool:
+        placed = self.placed.get(name)
+        if placed is None or not placed.process.alive:
+            return False
+        self.history.add(f"kill {name}")
+        placed.process.kill()
+        return True
+
+    # -- roles ------------------------------------------------------------------------------------------------------
+
+    async def _controller(self, member: SimMember) -> None:
+        """The wiring of `roles.controller`, with a journal and a port in memory."""
+        config = self.config
+        machines = {PipelineName(one.name): machine_of(one, config.control) for one in config.pipeline}
+        journal = VirtualJournal(self.run.journal_path, self.run.run_id, self._commit_s)
+        member.process.at_death.append(journal.kill)
+        lines: Any = Lines()
+        desk = FrontDesk(config, machines, journal, SystemClock(), lines, NoLag("controller"))
+        session = self.run.root / "session"
+        new_session = not session.exists() or session.read_text() != member.session
+        try:
+            desk.start(new_session=new_session)
+            await desk.settle()
+            session.write_text(member.session)
+            async with Tasks() as tasks:
+                tasks.spawn("desk", desk.run())
+                tasks.spawn("tick", _tick(desk))
+                self.desk = desk
+                self.network.serve(desk.call)
+                await self._until_over(member, desk)
+                desk.close()
+                self.network.close()
+                tasks.cancel()
+            desk.check()
+        finally:
+            if member.process.state == "running":
+                journal.close(1.0)
+        if desk.failure:
+            raise RunFailed(desk.failure)
+
+    async def _until_over(self, member: SimMember, desk: FrontDesk) -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(desk.failed.wait()), group.create_task(member.stop.wait())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+
+    def _learner(self, member: RoleProcess) -> SimLearner:
+        pipeline = member.pipeline
+        learner = SimLearner(self.work, self.truth, pipeline.name, self.seed, member.progress.moved)
+        found = checkpoint.latest(self.run.checkpoints(pipeline.name))
+        if found is not None:
+            checkpoint.load(found, learner)  # type: ignore[arg-type]
+        self.learners[pipeline.name] = learner
+        return learner
+
+    def _parts(self, member: RoleProcess) -> Any:
+        policy = small_policy()
+        engine = SimEngine(policy)
+        moods = self.moods[member.name] = Moods()
+        workload = SimWorkload(engine, self.work, moods, self.truth, member.random, self.seed)
+        return SimEnvironment(self.work.prompts), engine, workload, policy
+
+    # -- what takes time --------------------------------------------------------------------------------------------
+
+    def _commit_s(self) -> float:
+        if self.sky.disk_full:
+            raise OSError(28, "No space left on device")
+        return self.sky.commit_s
+
+    def duration(self, offload: str, function: str) -> float:
+        """How long offloaded work takes."""
+        work = self.work
+        name = function.rpartition(".")[2]
+        match name:
+            case "step":
+                base_s = work.step_s
+            case "bring":
+                base_s = work.bring_s
+            case "publish":
+                base_s = work.publish_s
+            case "_write_checkpoint":
+                base_s = work.save_s
+            case "_learner" | "_parts":
+                base_s = work.build_s
+            case _:
+                base_s = work.other_s
+        return base_s * (1 + work.spread * (2 * self._durations.random() - 1))
+
+    # -- what is seen -----------------------------------------------------------------------------------------------
+
+    def _served(self, client: str, request: Request, reply: Reply) -> None:
+        if not isinstance(request, Heartbeat):
+            body = hashlib.blake2b(msgspec.msgpack.encode((request, reply)), digest_size=6).hexdigest()
+            self.history.add(f"{client} {type(request).__name__} -> {type(reply).__name__} {body}")
+        try:
+            self.truth.served(request, reply)
+        except InvalidTransition:
+            self.breaks()
+            raise
+
+    def breaks(self) -> None:
+        if not self.broken.done():
+            self.broken.set_result(None)
+
+    def steps(self, pipeline: str) -> int:
+        return len(self.truth.steps_at[pipeline])
+
+    def close(self) -> None:
+        for cell in self._cells:
+            cell.close()
+
+
+class Lines:
+    """Where the controller's metric lines go."""
+
+    def write(self, line: object) -> None:
+        pass
+
+
+async def _tick(desk: FrontDesk) -> None:
+    while True:
+        desk.tick()
+        await asyncio.sleep(TICK_S)
+
+
+def _settle(future: asyncio.Future[int], code: int) -> None:
+    if not future.done():
+        future.set_result(code)
+
+
+class _Listener(logging.Handler):
+    def __init__(self, system: System) -> None:
+        super().__init__(logging.INFO)
+        self._system = system
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = CURRENT.get()
+        if process is None or process.state == "unwinding":
+            return
+        said = Said(self._system.loop.time(), process.name, record.levelno, record.getMessage())
+        self._system.said.append(said)
+
+
+@contextmanager
+def simulated_system(config: Config, work: Work, seed: int, *, real_limit_s: float = 600.0) -> Iterator[System]:
+    """A system on a loop of its own, in a directory of its own; both are gone afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="penstock-sim-", dir=MEMORY if Path(MEMORY).is_dir() else None))
+    made: list[System] = []
+
+    def duration(offload: str, function: str) -> float:
+        return made[0].duration(offload, function)
+
+    def opened(mapping: mappings.Mapping) -> None:
+        process = CURRENT.get()
+        if process is not None:
+            process.at_death.append(mapping.close)
+            placed = made[0].placed.get(process.name)
+            if placed is not None and placed.process is process and placed.role == "rollout_worker":
+                placed.rings.append(mapping.path)
+
+    package, before, opening = logging.getLogger("penstock"), logging.getLogger("penstock").level, mappings.opened
+    try:
+        with virtual_loop(duration, real_limit_s=real_limit_s) as loop:
+            system = System(loop, config, work, seed, root)
+            made.append(system)
+            listener = _Listener(system)
+            package.addHandler(listener)
+            package.setLevel(logging.INFO)
+            propagates, package.propagate = package.propagate, False
+            mappings.opened = opened  # type: ignore[assignment]
+            try:
+                yield system
+            finally:
+                package.removeHandler(listener)
+                package.setLevel(logging.CRITICAL)  # what is unwound has nothing to say
+        made[0].close()
+        package.propagate = propagates
+    finally:
+        package.setLevel(before)
+        mappings.opened = opening
+        shutil.rmtree(root, ignore_errors=True)

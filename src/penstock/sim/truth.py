@@ -1,0 +1,143 @@
+"""What really happened in a simulated run, beside what the machines believe: the promises of the whole system.
+
+Each promise is checked where it would be broken, and raises InvalidTransition there. The world ends the run with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import InvalidTransition
+from penstock.records.batch import Batch
+from penstock.wire import messages
+from penstock.wire.messages import Reply, Request
+
+SLACK_S = 15.0
+
+
+class Truth:
+    """Sees every answer of the controller, every decode boundary, every trained batch."""
+
+    def __init__(self, max_staleness: dict[str, int], now: Callable[[], float]) -> None:
+        self._max_staleness = max_staleness
+        self._now = now
+        self.broken: list[str] = []
+        self.decodes_seen = 0
+        self.samples_trained = 0
+        self.refused: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
+        self.steps_at: dict[str, list[float]] = defaultdict(list)
+        """When each step was acknowledged for the first time."""
+        self._marks: dict[tuple[str, int], float] = {}
+        self._published: dict[str, dict[int, float]] = defaultdict(dict)
+        """By digest: versions it was published as, with the mark they carry."""
+        self._batches: dict[tuple[str, int], Batch] = {}
+        self._trained: dict[tuple[str, int], dict[int, list[int]]] = {}
+        self._acked: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        self._filtered: dict[str, set[int]] = defaultdict(set)
+
+    def breaks(self, sentence: str) -> None:
+        self.broken.append(f"at {self._now():.3f} s: {sentence}")
+        raise InvalidTransition(sentence)
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def learned(self, pipeline: str, step: int, mark: float) -> None:
+        self._marks[pipeline, step] = mark
+
+    def decodes(self, version: int, digest: str, marks: set[float]) -> None:
+        """An engine draws with these weights."""
+        self.decodes_seen += 1
+        if len(marks) != 1:
+            self.breaks(f"an engine generates with a mixture of versions: its tensors carry the marks {sorted(marks)}")
+        published = self._published.get(digest, {})
+        if version not in published:
+            self.breaks(f"an engine generates as version {version} with digest {digest!r}, never published so")
+        if marks != {published[version]}:
+            self.breaks(f"an engine serves the bytes of {marks} as version {version}, which carries {published}")
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def served(self, request: Request, reply: Reply) -> None:
+        match request, reply:
+            case messages.PublishWeights(pipeline=pipeline, manifest=manifest), messages.Ok():
+                self._published[manifest.digest][manifest.version] = self._marks[pipeline, manifest.version]
+            case messages.Register(pipeline=pipeline, role="trainer", step=step), messages.Registered():
+                self._trainer_began(pipeline, int(step or 0))
+            case messages.AskBatch(pipeline=pipeline), messages.BatchReady(batch=batch):
+                self._gave(pipeline, batch)
+            case messages.AckStep(pipeline=pipeline), messages.Ok():
+                self._acknowledged(pipeline, request)
+            case messages.Deliver(rollouts=rollouts), messages.Delivered(refused=refused, reason=reason):
+                if refused:
+                    self.refused[reason] += len(refused)
+                for rollout in rollouts:
+                    published = self._published.get(rollout.weights_digest, {})
+                    if rollout.sample not in refused and rollout.version not in published:
+                        self.breaks(f"{rollout} was taken; its weights were published as {sorted(published)}")
+
+    def _trainer_began(self, pipeline: str, step: int) -> None:
+        """A trainer that starts from an older checkpoint takes back what came after it."""
+        for key in [key for key in self._batches if key[0] == pipeline and key[1] >= step]:
+            del self._batches[key]
+        for done in [done for done in self._acked[pipeline] if done >= step]:
+            del self._acked[pipeline][done]
+
+    def _gave(self, pipeline: str, batch: Batch) -> None:
+        self._batches[pipeline, batch.step] = batch
+        for group in batch.groups:
+            for version in group.versions:
+                age = batch.step - version
+                if not 0 <= age <= self._max_staleness[pipeline]:
+                    self.breaks(f"{pipeline}: step {batch.step} was given a sample of version {version}")
+
+    def trains(self, pipeline: str, step: int, found: dict[int, list[int]]) -> None:
+        """A learner trains on these samples, by prompt, as their payloads say."""
+        batch = self._batches.get((pipeline, step))
+        if batch is None:
+            self.breaks(f"{pipeline}: step {step} is trained, and no batch was given for it")
+        assert batch is not None
+        given = {group.prompt: list(group.samples) for group in batch.groups}
+        for prompt, samples in found.items():
+            if sorted(given.get(prompt, ())) != sorted(samples):  # type: ignore[call-overload]
+                self.breaks(f"{pipeline}: step {step} trains {samples} of prompt {prompt}, it was given {given}")
+        self._trained[pipeline, step] = found
+        self.samples_trained += sum(map(len, found.values()))
+
+    def _acknowledged(self, pipeline: str, request: messages.AckStep) -> None:
+        step, batch = request.step, self._batches.get((pipeline, request.step))
+        if batch is None or step in self._acked[pipeline]:
+            return  # an acknowledgement repeated
+        left = tuple(group.prompt for group in batch.groups if group.prompt not in request.missing_prompts)
+        if sorted(left) != sorted(self._trained.get((pipeline, step), {})):
+            self.breaks(f"{pipeline}: step {step} is acknowledged with prompts {left}, others were trained")
+        for prompt in left:
+            for before, prompts in self._acked[pipeline].items():
+                if prompt in prompts:
+                    self.breaks(f"{pipeline}: prompt {prompt} was trained in step {before} and again in step {step}")
+        self._acked[pipeline][step] = left
+        for group in batch.groups:
+            for version in group.versions:
+                self.staleness[step - version] += 1
+        times = self.steps_at[pipeline]
+        if step >= len(times):
+            times.append(self._now())
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def check_end(self, pipeline: str, status: dict[str, Any], trained: list[tuple[int, int]]) -> None:
+        """With respect to the final checkpoint: every step once, no prompt twice, none skipped."""
+        steps = [step for step, _ in trained]
+        twice = [prompt for prompt, times in Counter(prompt for _, prompt in trained).items() if times > 1]
+        if twice:
+            self.breaks(f"{pipeline}: prompts {twice[:5]} are in the final checkpoint more than once")
+        if steps and (steps != sorted(steps)):
+            self.breaks(f"{pipeline}: the final checkpoint trained steps out of order")
+        issued = int(status["prompts_issued"])
+        done = {prompt for _, prompt in trained}
+        open_ended = issued - len(done) - int(status["prompts_set_aside"]) - int(status.get("prompts_filtered", 0))
+        bound = int(status["prompts_open"]) if "prompts_open" in status else None
+        if open_ended < 0 or (bound is not None and open_ended != bound):
+            self.breaks(f"{pipeline}: of {issued} prompts {open_ended} are not accounted for, {bound} are open")

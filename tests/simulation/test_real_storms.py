@@ -1,0 +1,48 @@
+"""The actual controller, workers, trainer and supervisor of a run, in seeded storms of faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.launch.simulated import Plan, simulate
+from penstock.sim.storms import Fault, storm
+
+WORKERS = ["p0.rollout.0", "p0.rollout.1"]
+
+
+def stormy(seed: int, *, steps: int = 30, span_s: float = 90.0, every_s: float = 8.0) -> Plan:
+    faults = storm(seed, WORKERS, ["p0.trainer"], span_s=span_s, every_s=every_s)
+    return Plan(seed=seed, steps=steps, faults=tuple(faults))
+
+
+def test_an_undisturbed_run_trains_every_step_and_ends_well() -> None:
+    report = simulate(Plan(seed=3, steps=8))
+    assert report.complete
+    assert len(report.steps["p0"]) == 8
+    assert report.samples == 8 * 4 * 2
+
+
+@pytest.mark.parametrize("role", ["p0.rollout.0", "p0.trainer", "controller"])
+def test_a_run_goes_on_after_a_kill_of_each_role(role: str) -> None:
+    report = simulate(Plan(seed=4, steps=12, faults=(Fault(6.0, "kill", role), Fault(14.0, "kill", role))))
+    assert report.complete
+    assert report.restarts == 4 + 2
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    plan = stormy(5, steps=12)
+    first, second = simulate(plan), simulate(plan)
+    assert first.digest == second.digest
+    assert first.lines == second.lines
+    assert simulate(stormy(6, steps=12)).digest != first.digest
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_storms(seed: int) -> None:
+    assert simulate(stormy(seed)).complete
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_many_storms(seed: int) -> None:
+    assert simulate(stormy(seed)).complete
