@@ -49,12 +49,14 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="Go on with an interrupted run in this directory.")] = None,
     launcher: Annotated[str | None, typer.Option(help="local or ray: sets launch.kind.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="Stop when this process, our parent, ends.")] = None,
 ) -> None:
     """Train: start a run, watch it, and end with a summary."""
     from penstock.cli.run import run_command
 
     chosen = [f"launch.kind={launcher}"] if launcher else []
-    raise typer.Exit(run_command(config, [*(overrides or []), *chosen], resume=resume, dry_run=dry_run))
+    changes = [*(overrides or []), *chosen]
+    raise typer.Exit(run_command(config, changes, resume=resume, dry_run=dry_run, parent=parent))
 
 
 @app.command()

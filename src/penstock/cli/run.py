@@ -25,6 +25,7 @@ from penstock.launch.summary import plot, print_summary
 from penstock.launch.supervisor import Outcome, View, configured, exclusive, supervise
 from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
+from penstock.runtime.process import stop_with_parent
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.terminal import harmless
@@ -54,7 +55,11 @@ def keys_command(prefix: str) -> int:
     return 0
 
 
-def run_command(config: Path | None, overrides: list[str], *, resume: Path | None, dry_run: bool) -> int:
+def run_command(
+    config: Path | None, overrides: list[str], *, resume: Path | None, dry_run: bool, parent: int | None = None
+) -> int:
+    if parent is not None:
+        stop_with_parent(parent)
     resolved, run = _prepare(config, overrides, resume, dry_run)
     if run is None:
         typer.echo(dump(resolved), nl=False)

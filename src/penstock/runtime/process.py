@@ -38,13 +38,22 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 def watch_parent(expected: int) -> None:
     """The same by looking every second: for processes that cannot know which thread of their parent started them."""
-    threading.Thread(target=_watch_parent, args=(expected,), name="parent-watch", daemon=True).start()
+    _signal_without(expected, signal.SIGKILL)
 
 
-def _watch_parent(expected: int) -> None:
+def stop_with_parent(expected: int) -> None:
+    """From now on this process is interrupted, as by Ctrl-C, once its parent has ended."""
+    _signal_without(expected, signal.SIGINT)
+
+
+def _signal_without(parent: int, number: signal.Signals) -> None:
+    threading.Thread(target=_watch_parent, args=(parent, number), name="parent-watch", daemon=True).start()
+
+
+def _watch_parent(expected: int, number: signal.Signals) -> None:
     while os.getppid() == expected:
         time.sleep(WATCH_PARENT_EVERY_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
 def start_time(pid: int) -> float | None:

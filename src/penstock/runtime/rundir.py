@@ -12,6 +12,7 @@
   plots/           reward curves
   token            the run's secret, readable by its owner only
   controller.json  where the controller listens at present
+  code/            functions and classes that were passed to `penstock.train`, as a module
   ending.json      how the run ended, once it has and was not killed
   ray.json         the Ray cluster that the run was started on, if it was
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +100,10 @@ class RunDir:
                 f"reads format {FORMAT}. Use that version to resume it, or start a new run"
             )
         return cls(root.resolve(), run_id)
+
+    def remove(self) -> None:
+        """Deletes the directory of a run that never began."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
     @property
     def config_path(self) -> Path:

@@ -1,0 +1,23 @@
+"""A package that can be called: `penstock.train` is the room of the trainer and the function that starts a run."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    _called: str
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        module, _, name = self._called.partition(":")
+        return getattr(import_module(module), name)(*arguments, **keywords)
+
+
+def make_callable(package: str, called: str) -> None:
+    """Calling the imported package calls `module:name`, which is loaded then."""
+    module = sys.modules[package]
+    module._called = called  # type: ignore[attr-defined]
+    module.__class__ = _CallablePackage
