@@ -21,17 +21,21 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
         batch=st.integers(1, 6),
         queue=st.integers(1, 12),
         output=st.one_of(st.none(), st.integers(1, 16)),
+        scoring=st.integers(1, 12),
         queue_bytes=st.integers(1, 40),
         concurrency=st.integers(1, 3),
         preparations=st.integers(1, 3),
         prefetch=st.booleans(),
         events_before_the_end=st.integers(0, 30),
     )
-    def begin(self, batch, queue, output, queue_bytes, concurrency, preparations, prefetch, events_before_the_end):
+    def begin(
+        self, batch, queue, output, scoring, queue_bytes, concurrency, preparations, prefetch, events_before_the_end
+    ):
         self.bounds = Bounds(
             batch_samples=batch,
             queue_samples=queue,
             output_samples=output,
+            scoring_samples=scoring,
             queue_bytes=queue_bytes,
             concurrency=concurrency,
             preparations=preparations,
@@ -45,6 +49,7 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
         self.preparing: list[int] = []
         self.batches: dict[int, tuple[int, ...]] = {}
         self.postprocessing: list[int] = []
+        self.scoring: list[int] = []
         self.delivering: tuple[int, ...] | None = None
         self.returns = 0
         self.samples_of: dict[int, tuple[SampleId, ...]] = {}
@@ -147,6 +152,21 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
     def postprocessing_ends(self):
         self.tell(flow.PostprocessEnded(self.postprocessing.pop(0)))
 
+    @precondition(lambda self: self.finish is None and self.postprocessing)
+    @rule()
+    def scoring_begins(self):
+        self.scoring.append(self.postprocessing.pop(0))
+        self.tell(flow.ScoringBegan(self.scoring[-1]))
+        assert self.machine.scoring_samples <= max(self.bounds.scoring_samples, self.largest())
+
+    def largest(self) -> int:
+        return max(len(samples) for samples in self.samples_of.values())
+
+    @precondition(lambda self: self.finish is None and self.scoring)
+    @rule(pick=st.integers(0))
+    def scoring_ends(self, pick):
+        self.tell(flow.PostprocessEnded(self.scoring.pop(pick % len(self.scoring))))
+
     @precondition(lambda self: self.finish is None and self.delivering is not None)
     @rule()
     def delivery_ends(self):
@@ -199,7 +219,8 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
         """Whatever is held, something is under way that will move it."""
         if not hasattr(self, "machine") or self.finish is not None:
             return
-        under_way = self.asked or self.preparing or self.batches or self.postprocessing or self.delivering
+        under_way = self.asked or self.preparing or self.batches or self.postprocessing or self.scoring
+        under_way = under_way or self.delivering
         assert under_way or self.returns, f"stuck: {self.machine!r}"
 
     def teardown(self):
@@ -218,6 +239,8 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
                 self.generation_ends(0, 1, False)
             elif self.postprocessing:
                 self.postprocessing_ends()
+            elif self.scoring:
+                self.scoring_ends(0)
             elif self.delivering is not None:
                 self.delivery_ends()
             elif self.returns:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.envs.protocol import ConversingEnvironment, TextEnvironment
+from penstock.envs.rewards import TOLD, acceptable
 from penstock.errors import ConfigError
 from penstock.runtime.named import check_call, check_methods
 
@@ -36,6 +37,6 @@ def check_text_environment(
     if not hasattr(prompt, "shown") or not hasattr(prompt, "columns"):
         found = type(prompt).__name__
         raise ConfigError(f"{owner}: prompt(0) returned a {found}, expected penstock.Prompt(text=…, columns={{…}})")
-    columns = {**prompt.columns, "turns": None} if converses else prompt.columns
+    columns: dict[str, None] = dict.fromkeys([*TOLD, *prompt.columns, *(["turns"] if converses else [])])
     for name, function in rewards:
-        check_call(name, function, "prompts", "completions", **dict.fromkeys(columns))
+        check_call(name, function, "prompts", "completions", **acceptable(function, columns))

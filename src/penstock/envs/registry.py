@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.envs.rewards import Rubric
+from penstock.envs.settings import EnvSection
 from penstock.errors import ConfigError
 from penstock.runtime.named import load_callable, nearest
 
@@ -42,6 +44,14 @@ def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Any
     options = dict(options or {})
     check_options(f"environment {name!r}", factory, options)
     return factory(**options)
+
+
+def rubric_of(section: EnvSection, environment: Any) -> Rubric:
+    """What scores completions: the configured reward functions, else the environment's own rubric or `score`."""
+    if section.rewards:
+        return Rubric([find_reward(name) for name in section.rewards], section.reward_weights or None)
+    own = getattr(environment, "rubric", None)
+    return own if isinstance(own, Rubric) else Rubric([environment.score])
 
 
 def check_options(owner: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -1,24 +1,53 @@
 """Reward functions: `f(prompts, completions, **columns) -> list[float | None]`, combined by weight and checked.
 
-A function that *raises* costs the prompt it was scoring. A function that returns something else than one finite
-number (or None: not applicable) per completion is broken for every prompt, so it fails the run, by name.
+A function may be `async def`. It is called once per group of samples, or with `f.batched = True` once for all groups
+that wait. A function that *raises* for several completions is asked for each alone, so that it costs the sample it
+cannot score. One that returns something else than one finite number (or None: not applicable) per completion is
+broken for every prompt, so it fails the run, by name.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
-from penstock.errors import ConfigError, RunFailed
+import msgspec
+
+from penstock.errors import ConfigError, PenstockError, RunFailed
 from penstock.runtime.named import takes
 
-RewardFunction = Callable[..., "list[float | None]"]
+RewardFunction = Callable[..., Any]
+"""Returns one float or None per completion, or something to await for that."""
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+Columns = Mapping[str, Sequence[Any]]
 
 TOLD = ("ended", "token_counts")
 """Told to a reward function that has a parameter of this name, each with one entry per completion: how it ended
 ("stop", "length" or "context") and how many tokens the policy wrote. A column of the same name goes before it."""
+
+
+class NoReward(msgspec.Struct, frozen=True):
+    """A reward function gave a completion none: it raised, or took too long."""
+
+    reason: str
+
+
+Values = list[float | NoReward | None]
+"""Of one reward function, one per completion; None where it does not apply."""
+
+
+class Scored(msgspec.Struct):
+    """One completion."""
+
+    reward: float | None
+    """None where no function applies, or one of them failed."""
+    parts: dict[str, float | None]
+    """What each function gave, before its weight."""
+    error: str = ""
+    """Why there is no reward, if a function failed."""
 
 
 class Rubric:
@@ -36,16 +65,85 @@ class Rubric:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | None]:
-        total: list[float | None] = [None] * len(completions)
-        for name, function, weight in zip(self.names, self.functions, self.weights, strict=True):
+        """The weighted sums, with every function called here and now. What a function raises is raised."""
+        columns_values: list[Values] = []
+        for name, function in zip(self.names, self.functions, strict=True):
             values = function(prompts, completions, **acceptable(function, columns))
-            for row, value in enumerate(checked(name, values, len(completions))):
-                if value is not None:
-                    total[row] = (total[row] or 0.0) + weight * value
-        return total
+            columns_values.append([*checked(name, values, len(completions))])
+        return [scored.reward for scored in self.combine(columns_values)]
+
+    def combine(self, values: Sequence[Values]) -> list[Scored]:
+        """One `Scored` per completion from the values of every function, in the order of the functions."""
+        return [self._scored(row) for row in zip(*values, strict=True)]
+
+    def _scored(self, row: tuple[float | NoReward | None, ...]) -> Scored:
+        parts: dict[str, float | None] = {}
+        total: float | None = None
+        error = ""
+        for name, weight, value in zip(self.names, self.weights, row, strict=True):
+            if isinstance(value, NoReward):
+                error = error or value.reason
+                continue
+            parts[name] = value
+            if value is not None:
+                total = (total or 0.0) + weight * value
+        return Scored(None if error else total, parts, error)
 
     def __repr__(self) -> str:
         return f"Rubric({dict(zip(self.names, self.weights, strict=True))})"
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to await."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def inline(function: FunctionT) -> FunctionT:
+    """Says of a reward function that it only computes for microseconds: it is called where its samples are, at once."""
+    function.inline = True  # type: ignore[attr-defined]
+    return function
+
+
+def values_of(
+    name: str, function: Callable[..., Any], prompts: Sequence[Any], completions: Sequence[str], columns: Columns
+) -> Values:
+    """Calls a function that is not async; where it raises for several completions, for each of them alone."""
+    arguments = acceptable(function, columns)
+    try:
+        return [*checked(name, function(prompts, completions, **arguments), len(completions))]
+    except PenstockError:
+        raise
+    except Exception as error:  # noqa: BLE001 - costs the samples that it cannot score
+        if len(completions) == 1:
+            return [_raised(name, error)]
+    rows = [_row(row, prompts, completions, columns) for row in range(len(completions))]
+    return [value for row in rows for value in values_of(name, function, *row)]
+
+
+async def awaited_values_of(
+    name: str, function: Callable[..., Any], prompts: Sequence[Any], completions: Sequence[str], columns: Columns
+) -> Values:
+    """The same for an `async def` function."""
+    arguments = acceptable(function, columns)
+    try:
+        return [*checked(name, await function(prompts, completions, **arguments), len(completions))]
+    except PenstockError:
+        raise
+    except Exception as error:  # noqa: BLE001 - costs the samples that it cannot score
+        if len(completions) == 1:
+            return [_raised(name, error)]
+    rows = [_row(row, prompts, completions, columns) for row in range(len(completions))]
+    return [value for row in rows for value in await awaited_values_of(name, function, *row)]
+
+
+def _row(
+    row: int, prompts: Sequence[Any], completions: Sequence[str], columns: Columns
+) -> tuple[Sequence[Any], Sequence[str], Columns]:
+    return [prompts[row]], [completions[row]], {name: [values[row]] for name, values in columns.items()}
+
+
+def _raised(name: str, error: Exception) -> NoReward:
+    return NoReward(f"reward function {name!r} raised {type(error).__name__}: {error}")
 
 
 def acceptable(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,6 +195,7 @@ def _distinct(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(distinct)
 
 
+@inline
 def exact_answer(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
@@ -107,6 +206,7 @@ def exact_answer(
     ]
 
 
+@inline
 def contains_answer(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:
@@ -117,6 +217,7 @@ def contains_answer(
     ]
 
 
+@inline
 def matching_positions(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any
 ) -> list[float | None]:

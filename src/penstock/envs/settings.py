@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.records.section import Section
+from penstock.records.section import NonNegative, Positive, Seconds, Section
 
 
 class EnvSection(Section):
@@ -16,3 +16,17 @@ class EnvSection(Section):
     own `f(prompts, completions, **columns) -> list[float | None]` as `package.module:function`."""
     reward_weights: list[float] = []
     """One weight per reward function; all equal when empty."""
+    reward_timeout_s: Seconds = 120.0
+    """How long one call of a reward function may take. The samples of a call that takes longer have no reward, with
+    that reason on record."""
+    reward_concurrency: Positive = 64
+    """Calls of reward functions in flight in one worker, each for one group. As many groups wait for rewards at
+    most."""
+    reward_processes: NonNegative | None = None
+    """Processes of each worker that run reward functions which are not `async def`. Unset: threads, until a call misses
+    its deadline there; a thread cannot be stopped, so all later calls go to up to 8 processes. A number: so many
+    processes from the start, for rewards that compute in Python for long or may hang without releasing the interpreter.
+    0: threads only."""
+    reward_on_error: float | None = None
+    """The reward of a sample for which a reward function raised, was too late, or gave `None`. Unset: it has none, and
+    is left out of its group's advantages; if the whole group has none, it is generated again."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.envs.cursor import digits
 from penstock.envs.protocol import Prompt
-from penstock.envs.rewards import matching_positions
+from penstock.envs.rewards import inline, matching_positions
 from penstock.errors import ConfigError
 
 MARK = ">"
@@ -52,6 +52,7 @@ class LettersTask:
         question = "".join(self.letters[digit] for digit in digits(self.seed, position, len(self.letters), self.length))
         return Prompt(text=question + MARK, columns={"answer": self.answer(question)})
 
+    @inline
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         return matching_positions(prompts, completions, **columns)
 
@@ -110,6 +111,7 @@ class Arithmetic:
         answer = {"+": left + right, "-": left - right, "*": left * right}[operation]
         return Prompt(text=f"{left}{operation}{right}=", columns={"answer": str(answer)})
 
+    @inline
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         return matching_positions(prompts, completions, **columns)
 

@@ -131,8 +131,10 @@ class _GroupTale(_Tale):
             self.holders.pop(sample)
             self.payloads[tuple(rollout["payload"])] = sample
             prepare_s, generate_s, postprocess_s, waited_s = rollout.get("times") or (0, 0, 0, 0)
+            reason = rollout.get("unscored")
+            reward = f"no reward ({reason})" if reason else f"reward {rollout['reward']:g}"
             yield (
-                f"sample {sample} delivered by {event['member']}: reward {rollout['reward']:g}, length "
+                f"sample {sample} delivered by {event['member']}: {reward}, length "
                 f"{rollout['length']}, version {rollout['version']}; waited {waited_s:.3f} s, prepared in "
                 f"{prepare_s:.3f} s, generated in {generate_s:.3f} s, postprocessed in {postprocess_s:.3f} s"
             )

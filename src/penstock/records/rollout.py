@@ -31,6 +31,8 @@ class Rollout(msgspec.Struct, frozen=True):
     """Generated tokens, or environment steps."""
     payload: PayloadRef
     times: StageTimes = StageTimes()
+    unscored: str = ""
+    """Why it has no reward of its own, if so: `reward` is then the mean of the others, and it has no advantage."""
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):

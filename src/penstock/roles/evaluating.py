@@ -9,10 +9,11 @@ from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.protocol import Engine
 from penstock.records.prompt import PromptLease
 from penstock.roles.environments import evaluation_environment_of
+from penstock.roles.preparing import make_rubric
 from penstock.roles.process import RoleProcess
 from penstock.rollout.hooks import Finished
 from penstock.rollout.io.hook_calls import Evaluating
-from penstock.rollout.io.workloads import workload_of
+from penstock.rollout.io.workloads import close_workload, workload_of
 from penstock.train.rollout_log import RolloutLog, TrainedRollout
 
 CLOSE_S = 2.0
@@ -31,7 +32,17 @@ def evaluating(
     drawn = {"temperature": section.temperature or 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
     rollout = pipeline.rollout.model_copy(update=drawn)
     greedy = not section.temperature
-    workload = workload_of(section.env or pipeline.env, rollout, environment, policy, engine, None, greedy=greedy)
+    workload = workload_of(
+        section.env or pipeline.env,
+        rollout,
+        environment,
+        policy,
+        engine,
+        None,
+        greedy=greedy,
+        rubric_elsewhere=(make_rubric, (process.run.config_path, pipeline.name, True)),
+        progressed=process.progress.moved,
+    )
     tokenizer = getattr(policy, "tokenizer", None)
     readable = RolloutLog(
         process.run.rollouts(pipeline.name) / "evaluations.jsonl",
@@ -49,4 +60,5 @@ def evaluating(
     try:
         yield Evaluating(workload, engine, keep)
     finally:
+        close_workload(workload)
         readable.close(CLOSE_S)

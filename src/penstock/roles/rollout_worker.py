@@ -22,7 +22,7 @@ from penstock.records.payload import RingAddress
 from penstock.roles.environments import environment_of
 from penstock.roles.evaluating import evaluating
 from penstock.roles.models import policy_of
-from penstock.roles.preparing import PromptsElsewhere
+from penstock.roles.preparing import PromptsElsewhere, make_rubric
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import LEAVE_S, connected, heed_stop, report_gauges
 from penstock.rollout.io.generation import Generation, GenerationLoop
@@ -30,7 +30,7 @@ from penstock.rollout.io.hook_calls import Evaluating
 from penstock.rollout.io.ranks import RankGroup
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
-from penstock.rollout.io.workloads import workload_of
+from penstock.rollout.io.workloads import close_workload, workload_of
 from penstock.rollout.prefetch import Bounds
 from penstock.runtime.offload import background
 from penstock.runtime.tasks import Tasks
@@ -73,6 +73,7 @@ async def main(process: RoleProcess, make: Make | None = None) -> None:
             finally:
                 await engine.close()
     finally:
+        close_workload(workload)
         # A dead worker's ring is still read by the trainer; the supervisor removes it at the end of the run.
         ring.close(unlink=False)
 
@@ -162,8 +163,17 @@ def build(process: RoleProcess, rank: int = 0) -> Parts:
         device_at=partial(device_at, rollout.device, in_pool=in_pool, rank=rank),
     )
     engine = build_engine(pipeline.engine, policy, site)
-    kept = process.run.rollouts(pipeline.name) / "unfinished"
-    return environment, engine, workload_of(pipeline.env, rollout, environment, policy, engine, kept), policy
+    workload = workload_of(
+        pipeline.env,
+        rollout,
+        environment,
+        policy,
+        engine,
+        process.run.rollouts(pipeline.name) / "unfinished",
+        rubric_elsewhere=(make_rubric, (process.run.config_path, pipeline.name)),
+        progressed=process.progress.moved,
+    )
+    return environment, engine, workload, policy
 
 
 def _settings(process: RoleProcess) -> RunnerSettings:
@@ -172,6 +182,7 @@ def _settings(process: RoleProcess) -> RunnerSettings:
         batch_samples=rollout.batch_samples,
         queue_samples=rollout.queue_samples,
         queue_bytes=rollout.queue_mb << 20,
+        scoring_samples=process.pipeline.env.reward_concurrency * rollout.group_size,
         concurrency=rollout.concurrency,
         preparations=max(rollout.preparations, rollout.preparation_processes),
     )

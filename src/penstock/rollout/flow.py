@@ -23,6 +23,7 @@ class Stage(StrEnum):
     GENERATING = "generating"
     GENERATED = "generated"
     POSTPROCESSING = "postprocessing"
+    SCORING = "scoring"
     FINISHED = "finished"
     DELIVERING = "delivering"
     DELIVERED = "delivered"
@@ -44,7 +45,12 @@ TRANSITIONS: dict[Stage, dict[str, Stage]] = {
         "ReturnLeases": Stage.RETURNED,
     },
     Stage.GENERATED: {"Postprocess": Stage.POSTPROCESSING, "ReturnLeases": Stage.RETURNED},
-    Stage.POSTPROCESSING: {"PostprocessEnded": Stage.FINISHED, "ReturnLeases": Stage.RETURNED},
+    Stage.POSTPROCESSING: {
+        "PostprocessEnded": Stage.FINISHED,
+        "ScoringBegan": Stage.SCORING,
+        "ReturnLeases": Stage.RETURNED,
+    },
+    Stage.SCORING: {"PostprocessEnded": Stage.FINISHED, "ReturnLeases": Stage.RETURNED},
     Stage.FINISHED: {"Deliver": Stage.DELIVERING, "ReturnLeases": Stage.RETURNED},
     Stage.DELIVERING: {"DeliverEnded": Stage.DELIVERED},
     Stage.DELIVERED: {},
@@ -85,6 +91,12 @@ class GenerateEnded(msgspec.Struct, frozen=True):
     failed: bool = False
 
 
+class ScoringBegan(msgspec.Struct, frozen=True):
+    """Postprocessing of one lease waits for its rewards, which are computed elsewhere; `PostprocessEnded` follows."""
+
+    ticket: Ticket
+
+
 class PostprocessEnded(msgspec.Struct, frozen=True):
     """One lease was postprocessed and stored, or failed there; either way it can be reported."""
 
@@ -122,6 +134,7 @@ Event = (
     | LeaseAnswered
     | PrepareEnded
     | GenerateEnded
+    | ScoringBegan
     | PostprocessEnded
     | DeliverEnded
     | ReturnEnded

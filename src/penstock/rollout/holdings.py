@@ -13,7 +13,7 @@ from penstock.rollout.flow import TRANSITIONS, Stage, Ticket
 LINE = (Stage.LEASED, Stage.PREPARING, Stage.READY)
 """Leased and not yet generating."""
 OUTPUT = (Stage.GENERATING, Stage.GENERATED, Stage.POSTPROCESSING, Stage.FINISHED, Stage.DELIVERING)
-"""Generating, or generated and not yet delivered."""
+"""Generating, or generated and not yet delivered; but for those that wait for rewards, which have their own bound."""
 
 
 class Held(msgspec.Struct):
@@ -103,7 +103,7 @@ class Holdings:
 
     def depths(self) -> dict[str, int]:
         """Samples by stage."""
-        return {str(stage): self._samples[stage] for stage in (*LINE, *OUTPUT)}
+        return {str(stage): self._samples[stage] for stage in (*LINE, *OUTPUT, Stage.SCORING)}
 
     def _check_move(self, held: Held, stage: Stage) -> None:
         if stage not in TRANSITIONS[held.stage].values():
@@ -128,7 +128,7 @@ class Holdings:
                 raise LocalProtocolError(f"a lease stands under {stage} and is elsewhere")
             if (samples, size_bytes) != (self._samples[stage], self._bytes[stage]):
                 raise LocalProtocolError(f"the counts of {stage} drifted from its leases: {self!r}")
-        if self.taken != self.delivered + self.returned + self.samples(*LINE, *OUTPUT):
+        if self.taken != self.delivered + self.returned + self.samples(*LINE, *OUTPUT, Stage.SCORING):
             raise LocalProtocolError(f"samples were lost or made up: {self!r}")
 
     def __repr__(self) -> str:

@@ -18,11 +18,15 @@ Prepare, generate and postprocess of *different* leases run at the same time. `P
 is not an `Exception`) are never a lease's fault: raised in any hook they end the worker, after its leases were given
 back. A hook is never called again for a lease that was given back, but one call already under way may still end;
 its result is dropped.
+
+`postprocess` may return a `concurrent.futures.Future` of the outcomes: the lease then waits beside the others, and no
+thread waits with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -50,6 +54,8 @@ class Finished(msgspec.Struct):
     """What the engine said it was serving then."""
     length: int
     """Generated tokens, or environment steps."""
+    unscored: str = ""
+    """Why it has no reward of its own, if so. `reward` is then a stand-in, and the sample has no advantage."""
 
 
 class Failed(msgspec.Struct):
@@ -88,7 +94,9 @@ class Workload(Protocol[Prepared, Collated, Generated]):
         """One result per prepared lease, in their order."""
         ...
 
-    def postprocess(self, prepared: Prepared, generated: Generated) -> Sequence[Outcome]:
+    def postprocess(
+        self, prepared: Prepared, generated: Generated
+    ) -> Sequence[Outcome] | Future[Sequence[Outcome]] | Future[list[Outcome]]:
         """One outcome per sample of the lease, in its order: score, and lay out the arrays."""
         ...
 

@@ -6,6 +6,7 @@ Invariants, checked by `check()`:
   batches of their own;
 - with prefetch on, an ask never brings the waiting line above `queue_samples`; samples on the output side never exceed
   `output_samples` (or one batch, if that is larger); preparation does not start while `queue_bytes` are held;
+- leases wait for their rewards beside the output side, at most `scoring_samples` of them (or one lease);
 - with prefetch off nothing is leased while as many batches as there are engine slots are being made: a plain loop. Only
   the call that delivers a batch and the one that asks for the next go out together.
 
@@ -38,6 +39,7 @@ from penstock.rollout.flow import (
     PrepareEnded,
     ReturnEnded,
     ReturnLeases,
+    ScoringBegan,
     Stage,
     Started,
     StopAsked,
@@ -59,6 +61,8 @@ class Bounds(msgspec.Struct, frozen=True):
     """Samples leased and not yet generating."""
     output_samples: int | None = None
     """Samples generating or generated and not yet delivered; by default what the engine holds plus one queue."""
+    scoring_samples: int = 512
+    """Samples whose rewards are being computed."""
     queue_bytes: int = 1 << 30
     """Bytes of prepared and generated data; one lease per preparation thread may overshoot."""
     concurrency: int = 1
@@ -77,7 +81,7 @@ class Prefetch:
     """The machine. One instance per worker; single-threaded."""
 
     def __init__(self, bounds: Bounds, *, prefetch: bool = False) -> None:
-        for name in ("batch_samples", "queue_samples", "queue_bytes", "concurrency", "preparations"):
+        for name in ("batch_samples", "queue_samples", "scoring_samples", "queue_bytes", "concurrency", "preparations"):
             if getattr(bounds, name) < 1:
                 raise LocalProtocolError(f"prefetch bound {name} must be at least 1, found {getattr(bounds, name)}")
         self.bounds = bounds
@@ -104,12 +108,17 @@ class Prefetch:
 
     @property
     def output_samples(self) -> int:
-        """Generating, or generated and not yet delivered."""
+        """Generating, or generated and not yet delivered; but for those that wait for rewards."""
         return self.held.samples(*OUTPUT)
 
     @property
+    def scoring_samples(self) -> int:
+        """Waiting for their rewards."""
+        return self.held.samples(Stage.SCORING)
+
+    @property
     def held_samples(self) -> int:
-        return self.line_samples + self.output_samples
+        return self.line_samples + self.output_samples + self.scoring_samples
 
     @property
     def held_bytes(self) -> int:
@@ -132,6 +141,9 @@ class Prefetch:
                 self._on_prepare_ended(event, now)
             case GenerateEnded():
                 self._on_generate_ended(event, now, effects)
+            case ScoringBegan(ticket):
+                if (held := self._known(ticket)) is not None:
+                    self.held.move(held, Stage.SCORING, now)
             case PostprocessEnded(ticket):
                 if (held := self._known(ticket)) is not None:
                     self.held.move(held, Stage.FINISHED, now, size_bytes=0)
@@ -152,7 +164,8 @@ class Prefetch:
                 self.ending = reason
                 self._stopping = self._abandoned = True
                 self._batches.clear()
-                self._give_back((*LINE, *(stage for stage in OUTPUT if stage is not Stage.DELIVERING)), effects)
+                given_back = (stage for stage in (*OUTPUT, Stage.SCORING) if stage is not Stage.DELIVERING)
+                self._give_back((*LINE, *given_back), effects)
         self._plan(now, effects)
         return effects
 
@@ -283,10 +296,20 @@ class Prefetch:
         waiting = self.held.at(Stage.GENERATED)
         if not waiting or self.held.at(Stage.POSTPROCESSING):
             return
-        tickets = tuple(waiting)
+        room = self.bounds.scoring_samples - self.scoring_samples
+        tickets: list[Ticket] = []
+        for ticket, held in waiting.items():
+            # Whether rewards are slow shows only when they are asked for: as many are as may wait for them.
+            if held.samples > room and (tickets or self.scoring_samples):
+                break
+            room -= held.samples
+            tickets.append(ticket)
+        if not tickets:
+            self.branches["postprocess_held_scoring"] += 1
+            return
         for ticket in tickets:
             self.held.move(waiting[ticket], Stage.POSTPROCESSING, now)
-        effects.append(Postprocess(tickets))
+        effects.append(Postprocess(tuple(tickets)))
 
     def _plan_deliver(self, now: float, effects: list[Effect]) -> None:
         waiting = self.held.at(Stage.FINISHED)

@@ -147,6 +147,7 @@ class Feed:
         samples = [decode(report.views[ref]) for group in kept for ref in group.payloads]
         lengths = [length for group in kept for length in group.lengths]
         truncated = np.array([columns.truncated(sample) for sample in samples], bool)
+        unscored = np.array([columns.unscored(sample) for sample in samples], bool)
         rewards = np.array([reward for group in kept for reward in group.rewards], np.float64)
         rewards -= overlong(
             lengths,
@@ -156,16 +157,14 @@ class Feed:
             penalty=self._train.overlong_penalty,
         )
         sizes = [len(group.samples) for group in kept]
-        advantages = compute(self._advantage, rewards, sizes, lengths, truncated)
+        advantages = advantages_of_scored(self._advantage, rewards, sizes, lengths, truncated, unscored)
         memory: list[np.ndarray] = []
 
         def allocate(size_bytes: int) -> np.ndarray:
             memory.append(self._buffers.take(size_bytes))
             return memory[-1]
 
-        left_out = np.array([columns.unscored(sample) for sample in samples], bool)
-        if self._train.truncated == "mask":
-            left_out |= truncated
+        left_out = unscored | truncated if self._train.truncated == "mask" else unscored
         micro_batches = pack(
             masked(samples, left_out), advantages, self._settings, spread=self._offload.map, allocate=allocate
         )
@@ -184,3 +183,24 @@ class Feed:
             memory,
             self._buffers,
         )
+
+
+def advantages_of_scored(
+    advantage: Advantage,
+    rewards: np.ndarray,
+    sizes: list[int],
+    lengths: list[int],
+    truncated: np.ndarray,
+    unscored: np.ndarray,
+) -> np.ndarray:
+    """One per sample. A sample that could not be scored has none, and its group is smaller by it."""
+    if not unscored.any():
+        return compute(advantage, rewards, sizes, lengths, truncated)
+    scored = ~unscored
+    counts = np.add.reduceat(scored.astype(np.int64), np.cumsum([0, *sizes[:-1]]))
+    left = counts[counts > 0].tolist()
+    advantages = np.zeros(len(rewards), np.float32)
+    advantages[scored] = compute(
+        advantage, rewards[scored], left, np.asarray(lengths)[scored].tolist(), truncated[scored]
+    )
+    return advantages

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from math import isfinite
 from typing import Any, Protocol
 
@@ -61,10 +62,20 @@ class Evaluating(msgspec.Struct, frozen=True):
     """Sees every sample, on the postprocessing thread: for people to read."""
 
 
+class Later(Protocol):
+    """Calls something on the postprocessing thread, soon; once that is closed, never."""
+
+    def __call__(self, function: Callable[..., None], *arguments: Any) -> None: ...
+
+
 class Post(Protocol):
     """Tells the loop something, from any thread."""
 
     def __call__(self, *events: flow.Event | BaseException) -> None: ...
+
+
+_Scoring = tuple[flow.Ticket, "Future[Any]", float]
+"""A lease whose rewards are being computed, its outcomes to be, and when its postprocessing began."""
 
 
 class Work(msgspec.Struct):
@@ -110,8 +121,14 @@ class HookCalls:
         progressed: Callable[[str], None],
         ends_the_run: Callable[[BaseException], bool] = is_nobodys_fault,
         evaluating: Evaluating | None = None,
+        later: Later | None = None,
     ) -> None:
-        """`ends_the_run` says which errors are not a lease's: they are posted as they are, instead of an event."""
+        """`ends_the_run` says which errors are not a lease's: they are posted as they are, instead of an event.
+
+        `later` calls something on the postprocessing thread: what is left to do when a lease's rewards have come.
+        Without it the rewards of all leases of one call are waited for there.
+        """
+        self._later = later
         self._ends_the_run = ends_the_run
         self._workload = workload
         self._evaluating = evaluating
@@ -126,9 +143,27 @@ class HookCalls:
         self._each(tickets, "prepare", self._prepare_one)
 
     def postprocess(self, tickets: Sequence[flow.Ticket]) -> None:
-        self._each(tickets, "postprocess", self._postprocess_one)
+        waiting: list[_Scoring] = []
+        wait_for = waiting.append if self._later is None else self._come_back
+        self._each(tickets, "postprocess", lambda ticket, work: self._postprocess_one(ticket, work, wait_for))
+        for scoring in waiting:
+            wait([scoring[1]])
+            self._scores_came(*scoring)
 
-    def _each(self, tickets: Sequence[flow.Ticket], hook: str, call: Callable[[flow.Ticket, Work], flow.Event]) -> None:
+    def _come_back(self, scoring: _Scoring) -> None:
+        later = self._later
+        assert later is not None
+        scoring[1].add_done_callback(lambda _: later(self._scores_came, *scoring))
+
+    def _scores_came(self, ticket: flow.Ticket, scored: Future[Any], began: float) -> None:
+        self._each([ticket], "postprocess", lambda ticket, work: self._conclude(ticket, work, scored.result(), began))
+
+    def _each(
+        self,
+        tickets: Sequence[flow.Ticket],
+        hook: str,
+        call: Callable[[flow.Ticket, Work], flow.Event | None],
+    ) -> None:
         told_at = monotonic()
         ended: list[flow.Event] = []
         for ticket in tickets:
@@ -137,7 +172,8 @@ class HookCalls:
                 continue
             self._progressed(hook)
             try:
-                ended.append(call(ticket, work))
+                if (event := call(ticket, work)) is not None:
+                    ended.append(event)
             except BaseException as error:  # noqa: BLE001 - sorted out by kind
                 if self._ends_the_run(error):
                     self._post(_as_failure(hook, error))
@@ -169,9 +205,17 @@ class HookCalls:
         work.prepared = prepared
         return flow.PrepareEnded(ticket, held_bytes(prepared))
 
-    def _postprocess_one(self, ticket: flow.Ticket, work: Work) -> flow.Event:
+    def _postprocess_one(
+        self, ticket: flow.Ticket, work: Work, wait_for: Callable[[_Scoring], None]
+    ) -> flow.Event | None:
         started = monotonic()
         outcomes = self._hooks_of(work.lease).postprocess(work.prepared, work.generated)
+        if not isinstance(outcomes, Future):
+            return self._conclude(ticket, work, outcomes, started)
+        wait_for((ticket, outcomes, started))
+        return None if self._later is None else flow.ScoringBegan(ticket)
+
+    def _conclude(self, ticket: flow.Ticket, work: Work, outcomes: Sequence[Outcome], started: float) -> flow.Event:
         if len(outcomes) != len(work.lease.samples):
             raise LocalProtocolError(
                 f"postprocess must return one outcome per sample: expected {len(work.lease.samples)}, "
@@ -300,6 +344,7 @@ class HookCalls:
     def _stored(self, work: Work, sample: SampleId, outcome: Finished, started: float) -> Rollout:
         self._count("reward_sum", outcome.reward)
         self._count("length_sum", outcome.length)
+        self._count("unscored_samples", float(bool(outcome.unscored)))
         payload = self._store.write(outcome.arrays)
         times = StageTimes(
             prepare_s=work.prepare_s,
@@ -314,6 +359,7 @@ class HookCalls:
             reward=outcome.reward,
             length=outcome.length,
             payload=payload,
+            unscored=outcome.unscored[-ERROR_CHARACTERS:],
             times=times,
         )
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
+from penstock.batch.columns import UNSCORED, reward_part_arrays
 from penstock.engines.requests import Completion, Sampling
-from penstock.envs.rewards import acceptable
+from penstock.envs.rewards import Rubric, Scored
 from penstock.errors import Aborted, ConfigError, PenstockError
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
+from penstock.rollout.io.scoring import Scoring
 
 
 class PromptLike(Protocol):
@@ -116,8 +120,11 @@ class LanguageHooks(Generic[AnyEngine]):
         min_p: float = 0.0,
         max_turns: int = 1,
         kept: Kept | None = None,
+        scoring: Scoring | None = None,
     ) -> None:
+        """`scoring` computes the rewards; without it the environment's `score` is called where its samples are."""
         self.environment = environment
+        self.scoring = scoring or Scoring(Rubric([environment.score]), all_inline=True)
         self.engine = engine
         self.tokenizer = tokenizer
         self.sampling = Sampling(
@@ -145,12 +152,28 @@ class LanguageHooks(Generic[AnyEngine]):
     def collate(self, prepared: Sequence[PreparedPrompt]) -> Sequence[PreparedPrompt]:
         return prepared
 
-    def postprocess(self, prepared: PreparedPrompt, generated: Sequence[Episode | Failed]) -> list[Outcome]:
+    def postprocess(
+        self, prepared: PreparedPrompt, generated: Sequence[Episode | Failed]
+    ) -> list[Outcome] | Future[list[Outcome]]:
+        """A future where rewards take time."""
         episodes = [episode for episode in generated if isinstance(episode, Episode)]
-        rewards = iter(self._score(prepared.prompt, episodes) if episodes else ())
-        return [
-            episode if isinstance(episode, Failed) else self._finished(episode, next(rewards)) for episode in generated
-        ]
+        scored = self._score(prepared.prompt, episodes) if episodes else []
+        if not isinstance(scored, Future):
+            return outcomes_of(generated, scored)
+        outcomes: Future[list[Outcome]] = Future()
+
+        def came(scored: Future[list[Scored]]) -> None:
+            try:
+                outcomes.set_result(outcomes_of(generated, scored.result()))
+            except BaseException as error:  # noqa: BLE001 - raised where the outcomes are awaited
+                outcomes.set_exception(error)
+
+        scored.add_done_callback(came)
+        return outcomes
+
+    def close(self) -> None:
+        """Ends what computes rewards."""
+        self.scoring.close()
 
     def _read(self, position: int) -> tuple[PromptLike, list[int]] | Unusable:
         count = self.environment.count
@@ -223,7 +246,7 @@ class LanguageHooks(Generic[AnyEngine]):
         episode.replied(text, token_ids, back_to)
         return True
 
-    def _score(self, prompt: PromptLike, episodes: Sequence[Episode]) -> list[float | None]:
+    def _score(self, prompt: PromptLike, episodes: Sequence[Episode]) -> list[Scored] | Future[list[Scored]]:
         """The last completion is what is scored; the whole conversation is there as the column `turns`."""
         columns: dict[str, list[Any]] = {
             "ended": [episode.endings[-1] for episode in episodes],
@@ -233,20 +256,39 @@ class LanguageHooks(Generic[AnyEngine]):
         if self.max_turns > 1:
             columns["turns"] = [[*episode.completions] for episode in episodes]
         completions = [episode.completions[-1] for episode in episodes]
-        score = self.environment.score
-        return score([prompt.shown()] * len(episodes), completions, **acceptable(score, columns))
+        return self.scoring.score([prompt.shown()] * len(episodes), completions, columns)
 
-    def _finished(self, episode: Episode, reward: float | None) -> Outcome:
-        if reward is None:
-            return Failed("no reward function applies to this completion", poison=True)
+
+def outcomes_of(generated: Sequence[Episode | Failed], scored: Sequence[Scored]) -> list[Outcome]:
+    """Episodes with their rewards. One without a reward goes on without an advantage if others of the lease have one;
+    if none has, all failed: to be drawn again, or, where no function applies, never again."""
+    rewards = [one.reward for one in scored if one.reward is not None]
+    scores = iter(scored)
+    outcomes: list[Outcome] = []
+    for episode in generated:
+        if isinstance(episode, Failed):
+            outcomes.append(episode)
+            continue
+        score = next(scores)
+        reason = "" if score.reward is not None else score.error or "no reward function applies to this completion"
+        if not rewards:
+            outcomes.append(Failed(reason, poison=not score.error))
+            continue
+        arrays = episode.arrays() | reward_part_arrays(score.parts)
+        if reason:
+            arrays[UNSCORED] = np.ones(1, np.uint8)
         assert episode.version is not None
-        return Finished(
-            arrays=episode.arrays(),
-            reward=reward,
-            version=Version(episode.version),
-            weights_digest=episode.digest,
-            length=episode.generated_tokens,
+        outcomes.append(
+            Finished(
+                arrays=arrays,
+                reward=sum(rewards) / len(rewards) if score.reward is None else score.reward,
+                version=Version(episode.version),
+                weights_digest=episode.digest,
+                length=episode.generated_tokens,
+                unscored=reason,
+            )
         )
+    return outcomes
 
 
 class LanguageWorkload(LanguageHooks[BatchEngine]):

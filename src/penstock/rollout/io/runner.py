@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.errors import LocalProtocolError
 from penstock.records.ids import SampleId
 from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Workload
@@ -77,7 +78,9 @@ class Runner:
             tell=self._tracing.tell,
             progressed=progressed,
             evaluating=evaluating,
+            later=self._postprocess_later,
         )
+        self._postprocessing: Offload | None = None
         self._evaluating = evaluating
         self._calls = DeskCalls(
             desk,
@@ -131,6 +134,7 @@ class Runner:
             background(1 if self._awaits else bounds.concurrency, "engine"),
             background(1, "postprocess"),
         )
+        self._postprocessing = threads[2]
         try:
             self._progressed("preflight")
             await threads[1].run(self.workload.preflight)
@@ -216,6 +220,13 @@ class Runner:
         self._inbox.extend(events)
         if events and not self._wake.is_set() and self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _postprocess_later(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._postprocessing is not None
+        try:
+            self._postprocessing.submit(function, *arguments)
+        except LocalProtocolError:
+            logger.debug("rewards came after the end of the loop; their lease was given back")
 
     def _decide(self, event: flow.Event | BaseException) -> list[flow.Effect]:
         assert self._loop is not None

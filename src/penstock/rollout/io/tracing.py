@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from penstock.rollout import trace
+from penstock.rollout.flow import Stage
 from penstock.rollout.holdings import LINE, OUTPUT, Holdings
 from penstock.runtime.clock import monotonic
 
@@ -59,6 +60,7 @@ def depth_gauges(held: Holdings, generating: int) -> dict[str, float]:
     return {
         "line_samples": float(held.samples(*LINE)),
         "output_samples": float(held.samples(*OUTPUT)),
+        "scoring_samples": float(held.samples(Stage.SCORING)),
         "held_bytes": float(held.size_bytes),
         "generating_batches": float(generating),
     }

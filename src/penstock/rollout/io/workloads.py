@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
-from penstock.envs.registry import find_reward
+from penstock.envs.registry import rubric_of
 from penstock.envs.rewards import Rubric
 from penstock.envs.settings import EnvSection
 from penstock.rollout.hooks import Workload
@@ -15,30 +15,9 @@ from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload
 from penstock.rollout.io.request_workload import RequestWorkload
+from penstock.rollout.io.scoring import Scoring, ScoringSettings
 from penstock.rollout.settings import RolloutSection
 from penstock.runtime.named import load_callable
-
-
-class ScoredEnvironment:
-    """An environment whose rewards are checked, and replaced by the configured functions if there are any."""
-
-    def __init__(self, environment: Any, section: EnvSection) -> None:
-        functions = [find_reward(name) for name in section.rewards] or [environment.score]
-        self._environment = environment
-        self._rubric = Rubric(functions, section.reward_weights or None)
-
-    @property
-    def count(self) -> int | None:
-        return self._environment.count
-
-    def prompt(self, position: int) -> Any:
-        return self._environment.prompt(position)
-
-    def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
-        return self._rubric(prompts, completions, **columns)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._environment, name)
 
 
 def workload_of(
@@ -50,20 +29,34 @@ def workload_of(
     kept: Path | None,
     *,
     greedy: bool = False,
+    rubric_elsewhere: tuple[Callable[..., Rubric], tuple[Any, ...]] | None = None,
+    progressed: Callable[[str], None] = lambda doing: None,
 ) -> Workload[Any, Any, Any]:
     """The five hooks: the user's own class if one is named, else the built-in one that fits environment and engine.
 
     `engine` is a `protocol.Engine`, of requests or of batches as its capabilities say. `kept` is where unfinished
     episodes of a worker that leaves wait for the next one. `greedy` draws nothing and takes what is likeliest; a
-    workload of the user's own draws as it always does.
+    workload of the user's own draws as it always does. `rubric_elsewhere` makes the environment's rubric in another
+    process, see `Scoring`.
     """
     if rollout.workload is not None:
         return load_callable("workload", rollout.workload)(environment, engine, policy)
     if not isinstance(policy, LanguagePolicy):
         return GymnasiumWorkload(environment, engine, greedy=greedy)
-    scored = ScoredEnvironment(environment, env)
+    settings = ScoringSettings(
+        timeout_s=env.reward_timeout_s,
+        concurrency=env.reward_concurrency,
+        processes=env.reward_processes,
+        on_error=env.reward_on_error,
+    )
+    scoring = Scoring(rubric_of(env, environment), settings, elsewhere=rubric_elsewhere, progressed=progressed)
     sampling = rollout.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "max_turns"})
-    sampling |= {"greedy": greedy, "kept": KeptEpisodes(kept) if kept is not None else None}
+    sampling |= {"greedy": greedy, "scoring": scoring, "kept": KeptEpisodes(kept) if kept is not None else None}
     if not engine.capabilities.requests:
-        return LanguageWorkload(scored, engine, policy.tokenizer, **sampling)
-    return RequestWorkload(scored, engine, policy.tokenizer, reply_threads=rollout.reply_threads, **sampling)
+        return LanguageWorkload(environment, engine, policy.tokenizer, **sampling)
+    return RequestWorkload(environment, engine, policy.tokenizer, reply_threads=rollout.reply_threads, **sampling)
+
+
+def close_workload(workload: Any) -> None:
+    """Ends what a workload started, if it has a method for that."""
+    getattr(workload, "close", lambda: None)()

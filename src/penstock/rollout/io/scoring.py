@@ -1,0 +1,457 @@
+"""Rewards that take time: many groups at once, each call with a deadline, and what hangs is stopped.
+
+Where a reward function runs:
+
+| function               | runs in                                      | over its deadline                      |
+|------------------------|----------------------------------------------|----------------------------------------|
+| marked `inline`        | the postprocessing thread, at once           | (has none: it takes microseconds)      |
+| `async def`            | one event loop in a thread of its own        | is cancelled                           |
+| any other              | threads of the worker, `concurrency` at most | is left behind; moves into processes   |
+| other, `processes` set | so many processes, started when needed       | its process is killed and replaced     |
+
+A thread cannot be stopped, a process can: the first call that misses its deadline in a thread moves all later ones into
+processes, unless those were ruled out (`processes = 0`). The samples of a call that missed its deadline have no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from penstock.envs.rewards import Columns, NoReward, Rubric, Scored, Values, awaited_values_of, is_async, values_of
+from penstock.errors import PenstockError, RunFailed
+from penstock.runtime.process import exit_cause, watch_parent
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.25
+TOLD_AFTER_S = 2.0
+"""A call that runs for longer is reported as what the worker is doing."""
+PROCESSES = 8
+"""At most, where a function moved into processes because it hung."""
+IDLE_S = 60.0
+"""A thread with nothing to do ends after so long, and its process with it."""
+START_S = 300.0
+"""A process may take so long to import the reward functions."""
+
+
+class ScoringSettings(msgspec.Struct, frozen=True):
+    """How reward functions are called; see `env.reward_*`."""
+
+    timeout_s: float = 120.0
+    concurrency: int = 64
+    processes: int | None = None
+    on_error: float | None = None
+
+
+class _Call(msgspec.Struct, eq=False):
+    """One call of one function, for one group or for several."""
+
+    function: int
+    prompts: Sequence[Any]
+    completions: Sequence[str]
+    columns: Columns
+    values: Future[Values]
+    began: float = 0.0
+    """0 while it waits for a place."""
+    stoppable: bool = False
+    """It runs where it can be stopped: in a process, or as a coroutine."""
+    abandoned: bool = False
+
+
+class Scoring:
+    """Scores groups with a rubric. `score` may be called from any thread."""
+
+    def __init__(
+        self,
+        rubric: Rubric,
+        settings: ScoringSettings = ScoringSettings(),
+        *,
+        elsewhere: tuple[Callable[..., Rubric], tuple[Any, ...]] | None = None,
+        all_inline: bool = False,
+        progressed: Callable[[str], None] = lambda doing: None,
+    ) -> None:
+        """`elsewhere` makes the same rubric in another process: a picklable function and its arguments. `all_inline`
+        calls every function at once, on the caller's thread."""
+        self.rubric = rubric
+        self.settings = settings
+        self._elsewhere = elsewhere
+        self._inline = [all_inline or bool(getattr(function, "inline", False)) for function in rubric.functions]
+        self._progressed = progressed
+        self._lock = threading.Lock()
+        self._waiting: deque[_Call] = deque()
+        self._running: set[_Call] = set()
+        self._arrived = threading.Condition(self._lock)
+        self._threads = 0
+        self._idle = 0
+        self._left_behind = 0
+        self._in_processes = bool(settings.processes) and elsewhere is not None
+        self._children: set[_Child] = set()
+        self._gathered: dict[int, list[_Call]] = {}
+        """Of each `batched` function, the calls that wait for the one in flight."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._watching = False
+        self._closed = False
+
+    def score(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns
+    ) -> list[Scored] | Future[list[Scored]]:
+        """One `Scored` per completion: now if all functions are inline, else when the last of them has answered.
+
+        A function that breaks its contract raises RunFailed, here or in the future.
+        """
+        rubric = self.rubric
+        calls: list[Future[Values]] = []
+        for index, (name, function) in enumerate(zip(rubric.names, rubric.functions, strict=True)):
+            future: Future[Values] = Future()
+            calls.append(future)
+            if self._inline[index]:
+                future.set_result(values_of(name, function, prompts, completions, columns))
+            else:
+                self._submit(_Call(index, prompts, completions, columns, future))
+        if all(call.done() for call in calls):
+            return self._combined(calls)
+        scored: Future[list[Scored]] = Future()
+        missing = itertools.count(len(calls) - 1, -1)  # next() is atomic
+
+        def ended(_: Future[Values]) -> None:
+            if next(missing) == 0:
+                try:
+                    scored.set_result(self._combined(calls))
+                except BaseException as error:  # noqa: BLE001 - raised where the scores are awaited
+                    scored.set_exception(error)
+
+        for call in calls:
+            call.add_done_callback(ended)
+        return scored
+
+    def close(self) -> None:
+        """Ends the processes and the loop. Calls under way are disowned."""
+        with self._lock:
+            self._closed = True
+            self._arrived.notify_all()
+            children = [*self._children]
+        for child in children:
+            child.kill()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _combined(self, calls: Sequence[Future[Values]]) -> list[Scored]:
+        scored = self.rubric.combine([call.result() for call in calls])
+        instead = self.settings.on_error
+        if instead is not None:
+            for one in scored:
+                one.reward = instead if one.reward is None else one.reward
+        return scored
+
+    def _submit(self, call: _Call) -> None:
+        function = self.rubric.functions[call.function]
+        if getattr(function, "batched", False):
+            with self._lock:
+                gathered = self._gathered.get(call.function)
+                if gathered is not None:
+                    gathered.append(call)
+                    return
+                self._gathered[call.function] = []
+        self._start(call)
+
+    def _start(self, call: _Call) -> None:
+        function = self.rubric.functions[call.function]
+        if getattr(function, "batched", False):
+            call.values.add_done_callback(lambda _: self._start_gathered(call.function))
+        with self._lock:
+            if not self._watching:
+                self._watching = True
+                threading.Thread(target=self._watch, name="reward-watch", daemon=True).start()
+        if is_async(function):
+            asyncio.run_coroutine_threadsafe(self._await(call), self._own_loop())
+            return
+        with self._lock:
+            self._waiting.append(call)
+        self._grow()
+
+    def _grow(self) -> None:
+        """One more thread if what waits has none to wait for."""
+        with self._lock:
+            if self._idle < len(self._waiting) and self._threads < self._most():
+                self._threads += 1
+                threading.Thread(target=self._serve, name="reward", daemon=True).start()
+            self._arrived.notify()
+
+    def _most(self) -> int:
+        return (self.settings.processes or PROCESSES) if self._in_processes else self.settings.concurrency
+
+    def _start_gathered(self, function: int) -> None:
+        """What came while a call of a batched function was in flight is the next call of it."""
+        with self._lock:
+            gathered = self._gathered[function]
+            if not gathered:
+                del self._gathered[function]
+                return
+            self._gathered[function] = []
+        names = {name for call in gathered for name in call.columns}
+        nothing = {id(call): [None] * len(call.completions) for call in gathered}
+        whole = _Call(
+            function,
+            [prompt for call in gathered for prompt in call.prompts],
+            [completion for call in gathered for completion in call.completions],
+            {name: [v for call in gathered for v in call.columns.get(name, nothing[id(call)])] for name in names},
+            Future(),
+        )
+
+        def split(answered: Future[Values]) -> None:
+            error = answered.exception()
+            values = iter(answered.result() if error is None else ())
+            for call in gathered:
+                if error is not None:
+                    call.values.set_exception(error)
+                else:
+                    call.values.set_result([next(values) for _ in call.completions])
+
+        whole.values.add_done_callback(split)
+        self._start(whole)
+
+    # -- threads, and a process behind each if need be ---------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Consumes waiting calls; waits for one, unblocked by `_start`, `close`, or having been idle for long."""
+        child: _Child | None = None
+        try:
+            while (call := self._next()) is not None:
+                if not call.stoppable:
+                    self._end(call, *self._here(call))
+                else:
+                    child = child or self._new_child()
+                    values, error = child.call(call, self.rubric.names[call.function], self.settings.timeout_s)
+                    if not child.alive:
+                        self._drop_child(child)
+                        child = None
+                    self._end(call, values, error)
+                if call.abandoned:  # it came back after all; another thread has its place
+                    return
+        finally:
+            if child is not None:
+                self._drop_child(child)
+
+    def _next(self) -> _Call | None:
+        with self._lock:
+            self._idle += 1
+            there_is = self._arrived.wait_for(lambda: self._waiting or self._closed, IDLE_S)
+            self._idle -= 1
+            if not there_is or self._closed or self._threads > self._most():
+                self._threads -= 1
+                self._arrived.notify()
+                return None
+            call = self._waiting.popleft()
+            call.began = time.monotonic()
+            call.stoppable = self._in_processes
+            self._running.add(call)
+            return call
+
+    def _here(self, call: _Call) -> tuple[Values, BaseException | None]:
+        name, function = self.rubric.names[call.function], self.rubric.functions[call.function]
+        try:
+            return values_of(name, function, call.prompts, call.completions, call.columns), None
+        except BaseException as error:  # noqa: BLE001 - raised where the scores are awaited
+            return [], error
+
+    def _end(self, call: _Call, values: Values, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._running.discard(call)
+            if call.abandoned:
+                return
+        if error is not None:
+            call.values.set_exception(error)
+        else:
+            call.values.set_result(values)
+
+    def _new_child(self) -> _Child:
+        assert self._elsewhere is not None
+        child = _Child(*self._elsewhere)
+        with self._lock:
+            self._children.add(child)
+            closed = self._closed
+        if closed:
+            child.kill()
+        return child
+
+    def _drop_child(self, child: _Child) -> None:
+        child.kill()
+        with self._lock:
+            self._children.discard(child)
+
+    # -- deadlines of threads, and progress --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Says which call has run for longest, and gives up those whose thread cannot be stopped."""
+        while not self._closed:
+            time.sleep(LOOK_EVERY_S)
+            now = time.monotonic()
+            with self._lock:
+                running = [*self._running]
+            if not running:
+                continue
+            oldest = min(running, key=lambda call: call.began)
+            if (ran_s := now - oldest.began) > TOLD_AFTER_S:
+                name = self.rubric.names[oldest.function]
+                self._progressed(f"reward {name} running for {ran_s:.0f} s, {len(running)} calls in flight")
+            for call in running:
+                if now - call.began > self.settings.timeout_s and not call.stoppable:
+                    self._leave_behind(call)
+
+    def _leave_behind(self, call: _Call) -> None:
+        """The deadline passed in a thread. The thread goes on, and its answer will be ignored."""
+        with self._lock:
+            if call not in self._running:
+                return
+            call.abandoned = True
+            self._running.discard(call)
+            self._threads -= 1
+            self._left_behind += 1
+            moves = self.settings.processes != 0 and self._elsewhere is not None
+            moved, self._in_processes = moves and not self._in_processes, moves
+        name, timeout_s = self.rubric.names[call.function], self.settings.timeout_s
+        if moved:
+            log.warning("reward %s ran for over %g s in a thread; it runs in processes from now on", name, timeout_s)
+        if self._left_behind >= self.settings.concurrency and not moves:
+            call.values.set_exception(
+                RunFailed(
+                    f"{self._left_behind} calls of reward functions hang in threads, the last of {name!r}, and threads "
+                    "cannot be stopped: let env.reward_processes be above 0"
+                )
+            )
+        else:
+            call.values.set_result(_missed(name, timeout_s, len(call.completions)))
+        self._grow()
+
+    # -- async functions ---------------------------------------------------------------------------------------------
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._slots = asyncio.Semaphore(self.settings.concurrency)
+                threading.Thread(target=_run, args=(self._loop,), name="reward-loop", daemon=True).start()
+            return self._loop
+
+    async def _await(self, call: _Call) -> None:
+        name, function = self.rubric.names[call.function], self.rubric.functions[call.function]
+        assert self._slots is not None
+        async with self._slots:
+            call.began = time.monotonic()
+            call.stoppable = True
+            with self._lock:
+                self._running.add(call)
+            values: Values = []
+            failure: BaseException | None = None
+            deadline = asyncio.timeout(self.settings.timeout_s)
+            try:
+                async with deadline:
+                    values = await awaited_values_of(name, function, call.prompts, call.completions, call.columns)
+            except TimeoutError:
+                values = _missed(name, self.settings.timeout_s, len(call.completions))
+            except BaseException as error:  # noqa: BLE001 - raised where the scores are awaited
+                failure = error
+            self._end(call, values, failure)
+
+    def __repr__(self) -> str:
+        return (
+            f"Scoring({self.rubric!r}, running={len(self._running)}, waiting={len(self._waiting)}, "
+            f"threads={self._threads}, left behind={self._left_behind}, processes={len(self._children)})"
+        )
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
+    loop.close()
+
+
+def _missed(name: str, timeout_s: float, completions: int) -> Values:
+    return [NoReward(f"reward function {name!r} did not answer within {timeout_s:g} s")] * completions
+
+
+class _Child:
+    """One process with the rubric. Calls go one by one; one that takes too long costs the process."""
+
+    def __init__(self, make: Callable[..., Rubric], arguments: tuple[Any, ...]) -> None:
+        # Forking a process that has threads, as a worker does, can deadlock the child.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_child, args=(theirs, os.getpid(), make, arguments), name="reward")
+        self._process.daemon = True
+        self._process.start()
+        theirs.close()
+        self.alive = True
+        self._ready = False
+
+    def call(self, call: _Call, name: str, timeout_s: float) -> tuple[Values, BaseException | None]:
+        """Blocks for the answer. Afterwards the process may be gone: see `alive`."""
+        try:
+            if not self._ready:
+                if not self._pipe.poll(START_S):
+                    return self._over(f"a process for reward functions did not start within {START_S:.0f} s", call)
+                if (failure := self._pipe.recv()) is not None:
+                    self.kill()
+                    return [], RunFailed(f"a process for reward functions could not start: {failure}")
+                self._ready = True
+                call.began = time.monotonic()
+            self._pipe.send((call.function, name, call.prompts, call.completions, dict(call.columns)))
+            if not self._pipe.poll(timeout_s):
+                self.kill()
+                return _missed(name, timeout_s, len(call.completions)), None
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            self.kill()
+            cause = exit_cause(self._process.exitcode or 0)
+            return self._over(f"the process of reward function {name!r} ended with {cause}", call)
+        except Exception as error:  # noqa: BLE001 - what cannot be pickled, mostly
+            self.kill()
+            return [], RunFailed(f"reward function {name!r} cannot be called in another process: {error}")
+        return ([], answer) if isinstance(answer, PenstockError) else (answer, None)
+
+    def kill(self) -> None:
+        self.alive = False
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def _over(self, reason: str, call: _Call) -> tuple[Values, None]:
+        return [NoReward(reason)] * len(call.completions), None
+
+
+def _child(pipe: Connection, parent: int, make: Callable[..., Rubric], arguments: tuple[Any, ...]) -> None:
+    """The process: answers calls until its parent closes the pipe or ends."""
+    watch_parent(parent)
+    try:
+        rubric = make(*arguments)
+    except BaseException:  # noqa: BLE001 - told to the parent
+        pipe.send(traceback.format_exc())
+        return
+    pipe.send(None)
+    while True:
+        try:
+            function, name, prompts, completions, columns = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: Any = values_of(name, rubric.functions[function], prompts, completions, columns)
+        except PenstockError as error:
+            answer = error
+        pipe.send(answer)

@@ -1,0 +1,154 @@
+"""Reward functions that take time, raise, or hang: groups side by side, deadlines that hold, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from reward_functions import WAIT_S, picky, picky_rubric
+
+from penstock.envs.rewards import Rubric, Scored
+from penstock.errors import RunFailed
+from penstock.rollout.episode import Episode
+from penstock.rollout.hooks import Failed, Finished
+from penstock.rollout.io.language_workload import outcomes_of
+from penstock.rollout.io.scoring import Scoring, ScoringSettings
+
+
+def sleepy(prompts: Any, completions: Sequence[str]) -> list[float]:
+    time.sleep(0.2)
+    return [float(len(completion)) for completion in completions]
+
+
+async def judge(prompts: Any, completions: Sequence[str]) -> list[float]:
+    await asyncio.sleep(0.2)
+    return [float(len(completion)) for completion in completions]
+
+
+def score(scoring: Scoring, *groups: Sequence[str]) -> list[list[Scored]]:
+    pending = [scoring.score(["p"] * len(group), group, {}) for group in groups]
+    return [one.result(WAIT_S) if isinstance(one, Future) else one for one in pending]
+
+
+@pytest.mark.parametrize("function", [sleepy, judge])
+def test_groups_are_scored_side_by_side(function: Any) -> None:
+    scoring = Scoring(Rubric([function]))
+    began = time.monotonic()
+    scored = score(scoring, *[["a", "bb"]] * 32)
+    assert time.monotonic() - began < 0.2 * 32 / 2
+    assert [[one.reward for one in group] for group in scored] == [[1.0, 2.0]] * 32
+    assert scored[0][1].parts == {function.__name__: 2.0}
+    scoring.close()
+
+
+def test_at_most_so_many_calls_are_in_flight() -> None:
+    counted = {"now": 0, "most": 0}
+
+    async def count(prompts: Any, completions: Sequence[str]) -> list[float]:
+        counted["now"] += 1
+        counted["most"] = max(counted["most"], counted["now"])
+        await asyncio.sleep(0.01)
+        counted["now"] -= 1
+        return [0.0] * len(completions)
+
+    scoring = Scoring(Rubric([count]), ScoringSettings(concurrency=3))
+    score(scoring, *[["a"]] * 20)
+    assert counted["most"] == 3
+    scoring.close()
+
+
+def test_a_batched_function_is_called_for_all_groups_that_wait() -> None:
+    sizes: list[int] = []
+
+    def whole(prompts: Any, completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        sizes.append(len(completions))
+        time.sleep(0.1)
+        return [float(len(completion)) for completion in completions]
+
+    whole.batched = True  # type: ignore[attr-defined]
+    scoring = Scoring(Rubric([whole]))
+    scored = score(scoring, *[["a" * size] * 2 for size in range(1, 11)])
+    assert [group[1].reward for group in scored] == [float(size) for size in range(1, 11)]
+    assert sum(sizes) == 20
+    assert len(sizes) < 10
+    scoring.close()
+
+
+def test_what_raises_costs_its_sample_and_may_be_given_a_reward() -> None:
+    [scored] = score(Scoring(Rubric([picky]), all_inline=True), ["a", "raise", "none"])
+    assert [one.reward for one in scored] == [1.0, None, None]
+    assert [one.error for one in scored] == ["", "reward function 'picky' raised ValueError: cannot be judged", ""]
+    settings = ScoringSettings(on_error=-1.0)
+    [scored] = score(Scoring(Rubric([picky]), settings, all_inline=True), ["a", "raise", "none"])
+    assert [one.reward for one in scored] == [1.0, -1.0, -1.0]
+
+
+def test_a_broken_function_fails_the_run_wherever_it_runs() -> None:
+    scoring = Scoring(Rubric([lambda prompts, completions: ["x"]]))
+    with pytest.raises(RunFailed, match="must return numbers"):
+        score(scoring, ["a"])
+    scoring.close()
+
+
+def test_a_hanging_thread_is_left_behind_and_the_function_moves_into_processes() -> None:
+    told: list[str] = []
+    settings = ScoringSettings(timeout_s=3.0)
+    scoring = Scoring(Rubric([picky]), settings, elsewhere=(picky_rubric, ()), progressed=told.append)
+    [hung, fine] = score(scoring, ["hang", "a"], ["a"])
+    assert [one.error for one in hung] == ["reward function 'picky' did not answer within 3 s"] * 2
+    assert fine[0].reward == 1.0
+    assert any(line.startswith("reward picky running for") for line in told)
+    # From here on a call that hangs is stopped for real: its process is killed, the next call has another.
+    [hung, raised, fine, gone] = score(scoring, ["hang"], ["raise", "a"], ["a"], ["exit"])
+    assert "did not answer" in hung[0].error
+    assert "raised ValueError" in raised[0].error
+    assert (raised[1].reward, fine[0].reward) == (1.0, 1.0)
+    assert "exit code 3" in gone[0].error
+    scoring.close()
+    deadline = time.monotonic() + WAIT_S
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not multiprocessing.active_children()
+
+
+def test_threads_that_cannot_be_replaced_end_the_run_when_none_is_left() -> None:
+    scoring = Scoring(Rubric([picky]), ScoringSettings(timeout_s=0.5, concurrency=2, processes=0))
+    [first] = score(scoring, ["hang"])
+    assert "did not answer" in first[0].error
+    with pytest.raises(RunFailed, match="reward_processes"):
+        score(scoring, ["hang"])
+    scoring.close()
+
+
+def episode() -> Episode:
+    made = Episode.start([1, 2])
+    made.generated(np.array([3]), np.array([-1.0]), np.array([[0, 4]]), 4, "four")
+    made.finish_turn("a", "length")
+    return made
+
+
+def test_a_sample_without_a_reward_is_left_out_of_its_group() -> None:
+    scored = [Scored(1.0, {"f": 1.0}), Scored(None, {}, "too late"), Scored(0.0, {"f": 0.0})]
+    outcomes = outcomes_of([episode(), Failed("broke"), episode(), episode()], scored)
+    assert outcomes[1] == Failed("broke")
+    first, second, third = (outcomes[index] for index in (0, 2, 3))
+    assert isinstance(first, Finished)
+    assert isinstance(second, Finished)
+    assert isinstance(third, Finished)
+    assert (first.reward, second.reward, third.reward) == (1.0, 0.5, 0.0)
+    assert (first.unscored, second.unscored) == ("", "too late")
+    assert second.arrays["unscored"].tolist() == [1]
+    assert first.arrays["reward_parts.f"].tolist() == [1.0]
+    assert "unscored" not in first.arrays
+
+
+def test_a_group_without_any_reward_failed() -> None:
+    assert outcomes_of([episode()], [Scored(None, {}, "too late")]) == [Failed("too late")]
+    [never] = outcomes_of([episode()], [Scored(None, {"f": None})])
+    assert never == Failed("no reward function applies to this completion", poison=True)
