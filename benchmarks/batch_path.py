@@ -39,8 +39,8 @@ from rich.table import Table
 from penstock.batch import advantage, codec, filters
 from penstock.batch.pack import PackSettings, TokenMicroBatch, pack_tokens
 from penstock.control.io.client import ControlClient
-from penstock.control.io.desk import ControlDesk
 from penstock.control.io.http import ControlApp, ControlServer
+from penstock.control.io.service import ControlService
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.journal.writer import Journal
@@ -214,7 +214,7 @@ async def controller(pipe: Connection, folder: Path, workload: Workload, rounds:
     )
     keep = filters.build(["zero_signal"])
     journal = Journal(folder / "journal.sqlite", RunId("bench"))
-    desk = ControlDesk({PIPELINE: PipelineControl(settings, keep)}, journal, SystemClock())
+    desk = ControlService({PIPELINE: PipelineControl(settings, keep)}, journal, SystemClock())
     desk.recover()
     server = ControlServer(ControlApp(desk, TOKEN))
     body = {"host": "127.0.0.1", "port": server.bind(), "pid": os.getpid()}

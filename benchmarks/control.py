@@ -20,13 +20,15 @@ from time import process_time
 from rich.console import Console
 from rich.table import Table
 
-from penstock.control import effects, events
 from penstock.control.ledger import Ledger
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.records.ids import MemberId, PipelineName, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import Rollout
+from penstock.wire import messages
+
+PIPELINE = PipelineName("bench")
 
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 16
@@ -150,34 +152,32 @@ def moves_per_s(loads: list[LedgerLoad | DictLoad], rounds: int) -> list[float]:
 def pipeline_moves_per_s(seconds: float) -> float:
     """The whole machine: events in, effects out, with admission, phases and throttle after every one."""
     control = PipelineControl(
-        PipelineSettings(
-            name=PipelineName("bench"), groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_staleness=3
-        )
+        PipelineSettings(name=PIPELINE, groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_staleness=3)
     )
     trainer = MemberId("trainer")
-    control.handle(events.MemberRegistered(WORKER, "rollout"), 0.0)
-    control.handle(events.MemberRegistered(trainer, "trainer"), 0.0)
+    control.handle(messages.Register(PIPELINE, WORKER, "rollout"), 0.0)
+    control.handle(messages.Register(PIPELINE, trainer, "trainer"), 0.0)
     step, request, spent = StepIndex(0), 0, 0.0
     while spent < seconds:
         at = process_time()
-        granted = control.handle(events.LeaseAsked(WORKER, request, BATCH, control.newest), 0.0)[0]
+        granted = control.handle(messages.AskLease(PIPELINE, WORKER, request, BATCH, control.newest), 0.0)[0]
         spent += process_time() - at
-        if not isinstance(granted, effects.GrantLeases):
+        if not isinstance(granted, messages.Leased):
             raise RuntimeError(f"no lease: {granted}")
         request += 1
         samples = [sample for lease in granted.leases for sample in lease.samples]
         deliveries = [
-            events.Delivered(
-                WORKER, tuple(rollout_of(sample, control.newest) for sample in samples[at : at + GROUP_SIZE])
+            messages.Deliver(
+                PIPELINE, WORKER, tuple(rollout_of(sample, control.newest) for sample in samples[at : at + GROUP_SIZE])
             )
             for at in range(0, BATCH, GROUP_SIZE)
         ]
         at = process_time()
         for delivery in deliveries:
             control.handle(delivery, 0.0)
-        control.handle(events.BatchAsked(trainer, step), 0.0)
-        control.handle(events.StepAcked(trainer, step), 0.0)
-        control.handle(events.CheckpointSaved(trainer, StepIndex(step + 1)), 0.0)
+        control.handle(messages.AskBatch(PIPELINE, trainer, step), 0.0)
+        control.handle(messages.AckStep(PIPELINE, trainer, step), 0.0)
+        control.handle(messages.AckCheckpoint(PIPELINE, trainer, StepIndex(step + 1)), 0.0)
         spent += process_time() - at
         step = StepIndex(step + 1)
     control.check()

@@ -41,10 +41,10 @@ from starlette.requests import Request as WebRequest
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from penstock.control import effects, events
+from penstock.control import effects
 from penstock.control.io.client import ControlClient
-from penstock.control.io.desk import ControlDesk
 from penstock.control.io.http import ControlApp, ControlServer
+from penstock.control.io.service import ControlService
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.journal.writer import Journal
@@ -55,6 +55,7 @@ from penstock.records.rollout import Rollout
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.tasks import Tasks
+from penstock.wire import messages
 from penstock.wire.messages import AckCheckpoint, AckStep, AskBatch, AskLease, BatchReady, Deliver, Leased, Register
 
 WORKERS = 16
@@ -87,7 +88,7 @@ class Peer(Protocol):
 
 async def serve_ours(folder: Path) -> dict[str, float]:
     journal = Journal(folder / "journal.sqlite", RunId("bench"))
-    desk = ControlDesk({PIPELINE: machine()}, journal, SystemClock())
+    desk = ControlService({PIPELINE: machine()}, journal, SystemClock())
     desk.recover()
     server = ControlServer(ControlApp(desk, TOKEN))
     port = server.bind()
@@ -174,25 +175,25 @@ async def serve_usual(folder: Path) -> dict[str, float]:
 
     async def register(request: WebRequest) -> JSONResponse:
         body = await request.json()
-        handle(msgspec.convert(body, events.MemberRegistered))
+        handle(msgspec.convert(body, messages.Register))
         return JSONResponse({"phase": control.phase})
 
     async def lease(request: WebRequest) -> JSONResponse:
         body = await request.json()
-        answer = handle(msgspec.convert(body, events.LeaseAsked))[0]
-        leases = answer.leases if isinstance(answer, effects.GrantLeases) else ()
+        answer = handle(msgspec.convert(body, messages.AskLease))[0]
+        leases = answer.leases if isinstance(answer, messages.Leased) else ()
         return JSONResponse({"leases": msgspec.to_builtins(leases), "version": control.newest})
 
     async def deliver(request: WebRequest) -> JSONResponse:
         body = await request.json()
-        answer = handle(msgspec.convert(body, events.Delivered))[0]
+        answer = handle(msgspec.convert(body, messages.Deliver))[0]
         step = StepIndex(control.newest)  # the trainer's part, without its calls
-        if isinstance(handle(events.BatchAsked(TRAINER, step))[0], effects.GiveBatch):
-            handle(events.StepAcked(TRAINER, step))
-            handle(events.CheckpointSaved(TRAINER, StepIndex(step + 1)))
+        if isinstance(handle(messages.AskBatch(PIPELINE, TRAINER, step))[0], messages.BatchReady):
+            handle(messages.AckStep(PIPELINE, TRAINER, step))
+            handle(messages.AckCheckpoint(PIPELINE, TRAINER, StepIndex(step + 1)))
         return JSONResponse(msgspec.to_builtins(answer))
 
-    handle(events.MemberRegistered(TRAINER, "trainer", step=StepIndex(0)))
+    handle(messages.Register(PIPELINE, TRAINER, "trainer", step=StepIndex(0)))
     routes = [Route(f"/{call.__name__}", call, methods=["POST"]) for call in (register, lease, deliver)]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -222,13 +223,11 @@ class UsualWorker:
         self._held: list[dict[str, Any]] = []
 
     async def start(self) -> None:
-        await self._client.post(
-            "/register", json={"type": "member_registered", "member": self._name, "role": "rollout"}
-        )
+        await self._client.post("/register", json={"type": "register", "member": self._name, "role": "rollout"})
 
     async def lease(self) -> int:
         self._request += 1
-        ask = {"type": "lease_asked", "member": self._name, "request": self._request, "samples": GROUP, "version": 0}
+        ask = {"type": "ask_lease", "member": self._name, "request": self._request, "samples": GROUP, "version": 0}
         answer = (await self._client.post("/lease", json=ask | {"version": UsualWorker.version})).json()
         UsualWorker.version = answer["version"]
         version = Version(UsualWorker.version)
@@ -237,7 +236,7 @@ class UsualWorker:
         return len(samples)
 
     async def deliver(self) -> None:
-        await self._client.post("/deliver", json={"type": "delivered", "member": self._name, "rollouts": self._held})
+        await self._client.post("/deliver", json={"type": "deliver", "member": self._name, "rollouts": self._held})
 
     version = 0
 
@@ -321,15 +320,15 @@ async def account(redis: Redis) -> None:
     def lease(worker: str) -> list[tuple[bytes, ...]]:
         nonlocal requests
         requests += 1
-        answer = handle(events.LeaseAsked(MemberId(worker), requests, GROUP, control.newest))
-        leases = answer.leases if isinstance(answer, effects.GrantLeases) else ()
+        answer = handle(messages.AskLease(PIPELINE, MemberId(worker), requests, GROUP, control.newest))
+        leases = answer.leases if isinstance(answer, messages.Leased) else ()
         body = encode((control.newest, leases))
         return [(b"XADD", b"leases-" + worker.encode(), b"MAXLEN", b"~", b"1000", b"*", b"l", body)] if leases else []
 
-    handle(events.MemberRegistered(TRAINER, "trainer", step=StepIndex(0)))
+    handle(messages.Register(PIPELINE, TRAINER, "trainer", step=StepIndex(0)))
     names = [f"worker-{number}" for number in range(WORKERS)]
     for name in names:
-        handle(events.MemberRegistered(MemberId(name), "rollout"))
+        handle(messages.Register(PIPELINE, MemberId(name), "rollout"))
     await redis.run(*(command for name in names for command in lease(name)))
     seen = b"0"
     while True:
@@ -337,11 +336,11 @@ async def account(redis: Redis) -> None:
         commands: list[tuple[bytes, ...]] = []
         for entry, (_, worker, _, body) in found[0][1] if found else ():
             seen = entry
-            handle(events.Delivered(MemberId(worker.decode()), decode(body)))
+            handle(messages.Deliver(PIPELINE, MemberId(worker.decode()), decode(body)))
             step = StepIndex(control.newest)  # the trainer's part, without its calls
-            if isinstance(handle(events.BatchAsked(TRAINER, step)), effects.GiveBatch):
-                handle(events.StepAcked(TRAINER, step))
-                handle(events.CheckpointSaved(TRAINER, StepIndex(step + 1)))
+            if isinstance(handle(messages.AskBatch(PIPELINE, TRAINER, step)), messages.BatchReady):
+                handle(messages.AckStep(PIPELINE, TRAINER, step))
+                handle(messages.AckCheckpoint(PIPELINE, TRAINER, StepIndex(step + 1)))
             commands += lease(worker.decode())
         if commands:
             await redis.run(*commands)

@@ -162,13 +162,13 @@ def write_journal(run: RunDir, count: int) -> None:
         manifest = {"version": number + 1, "buckets": [{"size_bytes": 1 << 20}]}
         for event, notes in (
             (
-                {"type": "lease_asked", "member": "w", "request": number, "samples": GROUP, "version": number},
+                {"type": "ask_lease", "member": "w", "request": number, "samples": GROUP, "version": number},
                 {"leases": [(number, 0, samples)]},
             ),
-            ({"type": "delivered", "member": "w", "rollouts": rollouts}, {}),
-            ({"type": "batch_asked", "member": "t", "step": number}, {"batch": [(number, 0, samples)]}),
-            ({"type": "step_acked", "member": "t", "step": number, "metrics": dict.fromkeys(STEP_METRICS, 0.5)}, {}),
-            ({"type": "weights_published", "member": "t", "manifest": manifest}, {}),
+            ({"type": "deliver", "member": "w", "rollouts": rollouts}, {}),
+            ({"type": "ask_batch", "member": "t", "step": number}, {"batch": [(number, 0, samples)]}),
+            ({"type": "ack_step", "member": "t", "step": number, "metrics": dict.fromkeys(STEP_METRICS, 0.5)}, {}),
+            ({"type": "publish_weights", "member": "t", "manifest": manifest}, {}),
         ):
             journal.append(name, at, encode(event), encode(notes) if notes else b"")
     journal.close(120.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import uvloop
 
-from penstock.control.io.desk import ControlDesk
 from penstock.control.io.http import ControlApp, ControlServer
+from penstock.control.io.service import ControlService
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.journal.writer import Journal
@@ -29,7 +29,9 @@ SETTINGS = PipelineSettings(name=PIPELINE, groups_per_step=4, group_size=2, max_
 
 async def serve(folder: Path) -> None:
     journal = Journal(folder / "journal.sqlite", RUN)
-    desk = ControlDesk({PIPELINE: PipelineControl(SETTINGS)}, journal, SystemClock(), snapshot_every=100, tick_s=0.05)
+    desk = ControlService(
+        {PIPELINE: PipelineControl(SETTINGS)}, journal, SystemClock(), snapshot_every=100, tick_s=0.05
+    )
     desk.recover()
     desk.check()
     server = ControlServer(ControlApp(desk, TOKEN))

@@ -187,9 +187,9 @@ def trained_prompts(directory: Path, pipeline: str | None = None) -> Counter[int
             continue
         event = msgspec.msgpack.decode(entry.body)
         decided = msgspec.msgpack.decode(entry.decided) if entry.decided else {}
-        if event["type"] == "batch_asked" and "batch" in decided:
+        if event["type"] == "ask_batch" and "batch" in decided:
             batches[event["step"]] = [prompt for prompt, _, _ in decided["batch"]]
-        elif event["type"] == "step_acked":
+        elif event["type"] == "ack_step":
             missing[event["step"]] = set(event.get("missing_prompts", ()))
     return Counter(
         prompt

@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.control.events import Event, TimePassed
-from penstock.control.io.desk import ControlDesk
 from penstock.control.io.http import STATUS_OF_REFUSAL, ControlApp, ControlServer
+from penstock.control.io.service import ControlService
 from penstock.control.io.waiting import MAX_WAIT_S
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
@@ -48,7 +48,7 @@ MAX_BODY = 200_000
 
 @dataclass
 class Controller:
-    desk: ControlDesk
+    desk: ControlService
     app: ControlApp
     server: ControlServer
     client: httpx.AsyncClient
@@ -68,7 +68,7 @@ class Controller:
 async def controller(folder: Path) -> AsyncIterator[Controller]:
     journal = Journal(folder / "journal.sqlite", RunId("run"))
     control = PipelineControl(PipelineSettings(name=A, groups_per_step=2, group_size=2, max_staleness=0, steps=3))
-    desk = ControlDesk({A: control}, journal, SystemClock(), tick_s=3600)
+    desk = ControlService({A: control}, journal, SystemClock(), tick_s=3600)
     desk.recover()
     app = ControlApp(desk, TOKEN, max_body_bytes=MAX_BODY)
     server = ControlServer(app)
@@ -124,7 +124,7 @@ async def test_every_answer_to_a_change_is_on_disk_before_it_leaves(run: Control
     await run.call(register())
     await run.call(lease(1))
     tags = [msgspec.msgpack.decode(entry.body)["type"] for entry in history(run.desk.journal.path)]
-    assert tags[-2:] == ["member_registered", "lease_asked"]
+    assert tags[-2:] == ["register", "ask_lease"]
 
 
 async def test_pages(run: Controller) -> None:
@@ -368,11 +368,11 @@ async def test_a_broken_machine_fails_the_run_instead_of_going_on(run: Controlle
     assert isinstance(answer, Refused)
     assert answer.kind == "RunFailed"
     assert run.desk.failed.is_set()
-    assert "pipeline a broke on MemberRegistered" in run.desk.failure
+    assert "pipeline a broke on Register" in run.desk.failure
 
 
 async def test_a_machine_that_breaks_on_its_own_time_ends_the_desk_with_a_sentence(run: Controller) -> None:
-    desk = ControlDesk(run.desk.pipelines, ListedJournal(), SystemClock(), tick_s=0.001)
+    desk = ControlService(run.desk.pipelines, ListedJournal(), SystemClock(), tick_s=0.001)
 
     def broken(event: Any, now: float) -> Any:
         raise KeyError("lost")
@@ -396,7 +396,7 @@ def test_the_document_has_every_path_and_every_refusal() -> None:
     document = (Path(__file__).parents[2] / "docs" / "protocols" / "control-http.md").read_text()
     for kind, status in STATUS_OF_REFUSAL.items():
         assert f"| `{kind}` | {status} |" in document
-    app = ControlApp(ControlDesk({}, ListedJournal(), SystemClock()), TOKEN)
+    app = ControlApp(ControlService({}, ListedJournal(), SystemClock()), TOKEN)
     for path in ("/v1/call", "/healthz", *app._pages):
         assert f"{path}`" in document
     assert f"({MAX_MESSAGE_BYTES // 2**20} MiB)" in document
@@ -488,7 +488,7 @@ def test_fuzz_whatever_arrives_is_answered_and_the_books_still_balance(bodies: l
     async def send_all() -> None:
         journal = ListedJournal()
         control = PipelineControl(PipelineSettings(name=A, groups_per_step=2, group_size=2, steps=3))
-        desk = ControlDesk({A: control}, journal, SystemClock())
+        desk = ControlService({A: control}, journal, SystemClock())
         desk.happen(A, TimePassed())
         app = ControlApp(desk, TOKEN, max_body_bytes=MAX_BODY)
         for body in [*bodies, *(msgspec.msgpack.encode(request) for request in VALID)]:

@@ -19,7 +19,7 @@ from control_io_controller import PIPELINE, RUN, SETTINGS, TOKEN
 
 from penstock.control.events import Event
 from penstock.control.io.client import ControlClient
-from penstock.control.io.desk import ControlDesk
+from penstock.control.io.service import ControlService
 from penstock.control.pipeline import PipelineControl
 from penstock.journal.reader import history
 from penstock.journal.story import story
@@ -185,9 +185,9 @@ async def test_nothing_acknowledged_is_lost_and_nothing_happens_twice(controller
         event: dict[str, Any] = msgspec.msgpack.decode(entry.body)
         notes: dict[str, Any] = msgspec.msgpack.decode(entry.decided) if entry.decided else {}
         journalled_leases.update(sample for _, _, samples in notes.get("leases", ()) for sample in samples)
-        if event["type"] == "delivered":
+        if event["type"] == "deliver":
             journalled_deliveries.update(rollout["sample"] for rollout in event["rollouts"])
-        if event["type"] == "step_acked":
+        if event["type"] == "ack_step":
             journalled_steps[event["step"]] += 1
         machine.handle(msgspec.msgpack.decode(entry.body, type=Event), entry.at)
     told = {sample for leased in peers.leased.values() for lease in leased.leases for sample in lease.samples}
@@ -199,7 +199,7 @@ async def test_nothing_acknowledged_is_lost_and_nothing_happens_twice(controller
 
     reopened = Journal(controller.folder / "journal.sqlite", RUN)
     from_snapshot = PipelineControl(SETTINGS)
-    desk = ControlDesk({PIPELINE: from_snapshot}, reopened, SystemClock())
+    desk = ControlService({PIPELINE: from_snapshot}, reopened, SystemClock())
     desk.recover()
     reopened.close(10)
     assert from_snapshot.state.ledger == machine.state.ledger

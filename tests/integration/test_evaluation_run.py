@@ -105,17 +105,17 @@ class Books:
             self._prompts |= {sample: (prompt, index) for index, sample in enumerate(samples)}
             self._held |= dict.fromkeys(samples, event["member"])
         gone = {member for member, _ in notes.get("evicted", ())}
-        gone |= {event["member"]} if event["type"] == "member_left" else set()
+        gone |= {event["member"]} if event["type"] == "unregister" else set()
         for sample in [sample for sample, member in self._held.items() if member in gone]:
             self.lost.append(self._held.pop(sample))
         match event["type"]:
-            case "weights_published":
+            case "publish_weights":
                 manifest = event["manifest"]
                 self._digests.setdefault(manifest["version"], set()).add(manifest["digest"])
             case "run_resumed":
                 self._held.clear()
                 self._scores.clear()
-            case "delivered":
+            case "deliver":
                 refused = notes.get("refused", ((), ""))[0]
                 for sample, version, newest, digest, reward, _ in event.get("scores", ()):
                     self._held.pop(sample, None)

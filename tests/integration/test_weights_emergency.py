@@ -75,7 +75,7 @@ def test_a_fleet_that_cannot_load_is_restarted_from_the_durable_version_and_the_
     assert saved.count("training letters from step") == 1, "the trainer went on"
     healed = int((folder / "healed").read_text())
     events = [msgspec.msgpack.decode(entry.body) for entry in history(run.directory / "journal.sqlite")]
-    assert any(event["type"] == "checkpoint_saved" and event["step"] == healed for event in events)
+    assert any(event["type"] == "ack_checkpoint" and event["step"] == healed for event in events)
     for name in ("letters.rollout.0", "letters.rollout.1"):
         log = log_of(run, name)
         assert len(re.findall("registered as", log)) == 2, f"{name} was not restarted once:\n{log}"

@@ -19,13 +19,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.control import effects, events
+from penstock.control import events
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
+from penstock.wire import messages
 from profiles import examples
+
+P = "p"
 
 LIVE = ("leased", "delivered", "buffered", "dispatched")
 
@@ -227,13 +230,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def join(self):
         self.joined += 1
-        self.send(events.MemberRegistered(f"w{self.joined}", "rollout"))
+        self.send(messages.Register(P, f"w{self.joined}", "rollout"))
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), died=st.booleans())
     def leave(self, data, died):
         worker = data.draw(st.sampled_from(self.workers))
-        self.send(events.MemberLeft(worker, died=died))
+        self.send(messages.Unregister(P, worker, died=died))
         self.model.drop(
             [row for row in self.model.rows.values() if row.owner == worker and row.state == "leased"], "lost"
         )
@@ -241,10 +244,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def start_trainer_at(self, step: int) -> None:
         self.joined += 1
         self.trainer = f"t{self.joined}"
-        assert isinstance(self.send(events.MemberRegistered(self.trainer, "trainer", step=step)), effects.AcceptMember)
+        assert isinstance(self.send(messages.Register(P, self.trainer, "trainer", step=step)), messages.Registered)
         self.model.start_trainer(step)
         manifest = Manifest(step, self.trainer, f"{self.trainer}/{step}", (), "")
-        assert isinstance(self.send(events.WeightsPublished(self.trainer, manifest)), effects.Confirm)
+        assert isinstance(self.send(messages.PublishWeights(P, self.trainer, manifest)), messages.Ok)
 
     @precondition(lambda self: self.control.phase != "complete")
     @rule(data=st.data())
@@ -259,7 +262,7 @@ class LedgerMachine(RuleBasedStateMachine):
         steps = self.settings.steps and self.settings.steps + more
         changes = {"groups_per_step": groups, "max_staleness": staleness, "steps": steps}
         self.settings = msgspec.structs.replace(self.settings, **changes)
-        assert isinstance(self.send(events.SettingsTaken(self.settings)), effects.Confirm)
+        assert isinstance(self.send(events.SettingsTaken(self.settings)), messages.Ok)
         self.model.max_staleness = staleness
         for row in self.model.rows.values():
             if row.state in LIVE:
@@ -275,9 +278,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def ask(self, data, samples, behind, waiting):
         worker = data.draw(st.sampled_from(self.workers))
         version = max(0, self.control.newest - behind)
-        asked = events.LeaseAsked(worker, self.requests[worker], samples, version, waiting)
+        asked = messages.AskLease(P, worker, self.requests[worker], samples, version, waiting)
         answer = self.send(asked)
-        if isinstance(answer, effects.GrantLeases):
+        if getattr(answer, "verdict", "") == "granted":
             self.requests[worker] += 1
             for lease in answer.leases:
                 self.model.lease(lease, worker)
@@ -285,7 +288,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert sum(len(lease.samples) for lease in answer.leases) <= samples
             assert self.send(asked).leases == answer.leases
         else:
-            assert isinstance(answer, effects.RefuseLease)
+            assert getattr(answer, "verdict", "granted") != "granted"
             assert (answer.verdict == "exhausted") == (self.control.phase == "complete")
 
     def rollout(self, sample: int, version: int, reward: float) -> Rollout:
@@ -301,8 +304,8 @@ class LedgerMachine(RuleBasedStateMachine):
         samples = mine[:count] + strange[-1:]
         version = max(0, self.control.newest + shift)
         rollouts = tuple(self.rollout(sample, version, reward) for sample in samples)
-        answer = self.send(events.Delivered(worker, rollouts))
-        assert isinstance(answer, effects.AcceptDelivery)
+        answer = self.send(messages.Deliver(P, worker, rollouts))
+        assert isinstance(answer, messages.Delivered)
         newest = self.control.newest
         taken = [self.model.deliver(sample, worker, version, reward, newest, self.judged) for sample in samples]
         assert answer.refused == tuple(sample for sample, ok in zip(samples, taken, strict=True) if not ok)
@@ -316,13 +319,15 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         sample = data.draw(st.sampled_from(rows))
         if give_back:
-            answer = self.send(events.Delivered(worker, returned=(sample,)))
+            answer = self.send(messages.Deliver(P, worker, returned=(sample,)))
             row = self.model.rows[sample]
             taken = row.state == "leased"
             if taken:
                 self.model.drop([row], "returned")
         else:
-            answer = self.send(events.Delivered(worker, failures=(FailedRollout(sample, "generate", "boom", poison),)))
+            answer = self.send(
+                messages.Deliver(P, worker, failures=(FailedRollout(sample, "generate", "boom", poison),))
+            )
             taken = self.model.fail(sample, worker, poison)
         assert answer.refused == (() if taken else (sample,))
 
@@ -332,14 +337,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def ask_batch(self, ahead):
         step = self.model.version + ahead
         given = any(row.state == "dispatched" and row.step == step for row in self.model.rows.values())
-        answer = self.send(events.BatchAsked(self.trainer, step))
-        if isinstance(answer, effects.GiveBatch) and not given and answer.batch.groups:
+        answer = self.send(messages.AskBatch(P, self.trainer, step))
+        if isinstance(answer, messages.BatchReady) and not given and answer.batch.groups:
             self.filtered_since = 0
             self.model.dispatch(answer.batch)
-            assert self.send(events.BatchAsked(self.trainer, step)) == answer
+            assert self.send(messages.AskBatch(P, self.trainer, step)) == answer
             short = len(answer.batch.groups) < self.settings.groups_per_step
             assert not short or answer.batch.final
-        elif isinstance(answer, effects.DeferBatch):
+        elif isinstance(answer, messages.NotYet):
             ready = len(self.model.groups("buffered"))
             due = step == self.model.next_step
             assert not due or ready < self.settings.groups_per_step
@@ -352,20 +357,20 @@ class LedgerMachine(RuleBasedStateMachine):
             {row.prompt for row in self.model.rows.values() if row.step == step and row.state == "dispatched"}
         )
         missing = data.draw(st.sets(st.sampled_from(prompts)) if prompts else st.just(set()))
-        version = events.WeightsPublished(self.trainer, Manifest(step + 1, "", f"{self.trainer}/{step + 1}", (), ""))
+        version = messages.PublishWeights(P, self.trainer, Manifest(step + 1, "", f"{self.trainer}/{step + 1}", (), ""))
         self.send(version)
-        acked = events.StepAcked(self.trainer, step, tuple(sorted(missing)))
-        assert self.send(acked) == effects.Confirm()
+        acked = messages.AckStep(P, self.trainer, step, tuple(sorted(missing)))
+        assert self.send(acked) == messages.Ok()
         self.model.acknowledge(step, missing)
-        assert self.send(acked) == effects.Confirm()
+        assert self.send(acked) == messages.Ok()
 
     @rule(keep=st.integers(1, 3))
     def checkpoint(self, keep):
         step = self.model.version
         saved = [*self.model.checkpoints, step] if step > self.model.checkpoints[-1] else self.model.checkpoints
         self.model.checkpoints = saved[-keep:]
-        saved = events.CheckpointSaved(self.trainer, step, self.model.checkpoints[0])
-        assert self.send(saved) == effects.Confirm()
+        saved = messages.AckCheckpoint(P, self.trainer, step, self.model.checkpoints[0])
+        assert self.send(saved) == messages.Ok()
 
     # -- always -------------------------------------------------------------------------------------------------
 
@@ -412,24 +417,24 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.workers:
             self.join()
         for worker in self.workers[1:]:
-            self.send(events.MemberLeft(worker))
+            self.send(messages.Unregister(P, worker))
         worker = self.workers[0]
         for _ in range(500):
             held = list(self.control.ledger.state.leases.get(worker, ()))
             rollouts = tuple(self.rollout(sample, self.control.newest, 1.0) for sample in held)
-            self.send(events.Delivered(worker, rollouts))
+            self.send(messages.Deliver(P, worker, rollouts))
             step = self.control.ledger.state.version
-            answer = self.send(events.BatchAsked(self.trainer, step))
-            if isinstance(answer, effects.ConfirmComplete):
-                self.send(events.CheckpointSaved(self.trainer, step))
+            answer = self.send(messages.AskBatch(P, self.trainer, step))
+            if isinstance(answer, messages.Complete):
+                self.send(messages.AckCheckpoint(P, self.trainer, step))
                 assert self.control.phase == "complete"
                 self.control.check()
                 return
-            if isinstance(answer, effects.GiveBatch):
-                self.send(events.WeightsPublished(self.trainer, Manifest(step + 1, "", f"end/{step + 1}", (), "")))
-                self.send(events.StepAcked(self.trainer, step))
-            asked = events.LeaseAsked(worker, self.requests[worker], 4, self.control.newest)
-            self.requests[worker] += isinstance(self.send(asked), effects.GrantLeases)
+            if isinstance(answer, messages.BatchReady):
+                self.send(messages.PublishWeights(P, self.trainer, Manifest(step + 1, "", f"end/{step + 1}", (), "")))
+                self.send(messages.AckStep(P, self.trainer, step))
+            asked = messages.AskLease(P, worker, self.requests[worker], 4, self.control.newest)
+            self.requests[worker] += getattr(self.send(asked), "verdict", "") == "granted"
         raise AssertionError(f"never completed: {self.control.diagnose(self.now)}")
 
 

@@ -15,9 +15,13 @@ from penstock.control import effects, events
 from penstock.control.phase import PHASES
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import PipelineSettings
+from penstock.records.ids import MemberId
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
+from penstock.wire import messages
 from profiles import examples
+
+P = "p"
 
 
 class PhaseMachine(RuleBasedStateMachine):
@@ -77,13 +81,13 @@ class PhaseMachine(RuleBasedStateMachine):
     def start_worker(self) -> None:
         self.incarnation += 1
         self.worker, self.request = f"w{self.incarnation}", 0
-        self.send(events.MemberRegistered(self.worker, "rollout"))
+        self.send(messages.Register(P, self.worker, "rollout"))
 
     def start_trainer(self, step: int) -> None:
         self.incarnation += 1
         self.trainer = f"t{self.incarnation}"
         self.left_well = False
-        self.send(events.MemberRegistered(self.trainer, "trainer", step=step))
+        self.send(messages.Register(P, self.trainer, "trainer", step=step))
         self.trainer_present = True
 
     @precondition(lambda self: not self.was_complete)
@@ -96,12 +100,12 @@ class PhaseMachine(RuleBasedStateMachine):
     def trainer_goes(self, died):
         self.left_well = not died
         self.trainer_present = False
-        self.send(events.MemberLeft(self.trainer, died=died))
+        self.send(messages.Unregister(P, self.trainer, died=died))
 
     @rule(samples=st.integers(1, 4))
     def ask(self, samples):
-        answer = self.send(events.LeaseAsked(self.worker, self.request, samples, self.control.newest))
-        if isinstance(answer, effects.GrantLeases):
+        answer = self.send(messages.AskLease(P, self.worker, self.request, samples, self.control.newest))
+        if getattr(answer, "verdict", "") == "granted":
             self.request += 1
             assert not self.stopped
             assert not self.was_complete
@@ -116,36 +120,36 @@ class PhaseMachine(RuleBasedStateMachine):
         version = self.control.newest
         if fate == "delivered":
             rollout = Rollout(sample, version, "", 1.0, 1, PayloadRef("r", 0, sample, 0, 1, 0))
-            self.send(events.Delivered(self.worker, (rollout,)))
+            self.send(messages.Deliver(P, self.worker, (rollout,)))
         elif fate == "returned":
-            self.send(events.Delivered(self.worker, returned=(sample,)))
+            self.send(messages.Deliver(P, self.worker, returned=(sample,)))
         else:
             failure = FailedRollout(sample, "generate", "boom", fate == "poisoned")
-            self.send(events.Delivered(self.worker, failures=(failure,)))
+            self.send(messages.Deliver(P, self.worker, failures=(failure,)))
             self.stopped |= self.control.state.failure != ""
 
     @precondition(lambda self: self.trainer_present)
     @rule(lose=st.booleans())
     def train(self, lose):
         step = self.books.version
-        answer = self.send(events.BatchAsked(self.trainer, step))
-        if isinstance(answer, effects.GiveBatch):
+        answer = self.send(messages.AskBatch(P, self.trainer, step))
+        if isinstance(answer, messages.BatchReady):
             prompts = [group.prompt for group in answer.batch.groups]
-            self.send(events.StepAcked(self.trainer, step, tuple(prompts[:1]) if lose else ()))
-        elif isinstance(answer, effects.ConfirmComplete):
+            self.send(messages.AckStep(P, self.trainer, step, tuple(prompts[:1]) if lose else ()))
+        elif isinstance(answer, messages.Complete):
             assert all(group.stage == "trained" for group in self.books.groups.values()) or step == self.steps
         else:
-            assert isinstance(answer, effects.DeferBatch)
+            assert isinstance(answer, messages.NotYet)
 
     @precondition(lambda self: self.trainer_present)
     @rule()
     def checkpoint(self):
-        self.send(events.CheckpointSaved(self.trainer, self.books.version))
+        self.send(messages.AckCheckpoint(P, self.trainer, self.books.version))
 
     @rule()
     def stop(self):
         self.stopped = True
-        self.send(events.StopAsked("enough"))
+        self.send(messages.Stop(P, MemberId(""), "enough"))
 
     @precondition(lambda self: self.stopped)
     @rule()

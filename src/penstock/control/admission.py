@@ -68,9 +68,9 @@ class Admission:
 
     def wanted(self) -> int:
         """Samples that workers hold or could be given now: what generation is still needed for."""
-        books = self.ledger.state
+        table = self.ledger.state
         fresh = self.capacity() if self.ledger.prompts_left else 0
-        return books.counts["leased"] + books.awaiting_count + fresh
+        return table.counts["leased"] + table.awaiting_count + fresh
 
     def can_lease(self) -> bool:
         """Whether an ask from a worker with the newest weights would be granted now."""

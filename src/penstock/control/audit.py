@@ -1,4 +1,4 @@
-"""Recounts a ledger from its rows. Knows nothing of how the books are kept, only what they promise."""
+"""Recounts a ledger from its rows. Uses nothing of how the sample table is kept, only what it promises."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _audit_prompts(state: LedgerState) -> None:
     places += len(state.set_aside)
     _must(state.next_prompt == places, f"{state.next_prompt} prompts were taken, {places} are accounted for")
     _must(not state.groups.keys() & state.redo.keys(), "a prompt is both live and queued to be issued again")
-    in_steps = sorted(prompt for books in state.steps.values() for prompt in books.prompts)
+    in_steps = sorted(prompt for step in state.steps.values() for prompt in step.prompts)
     given = sorted(prompt for prompt, group in state.groups.items() if group.stage in ("dispatched", "trained"))
     _must(in_steps == given, f"the steps hold prompts {in_steps}, the groups say {given}")
     ordered = state.settled <= state.durable <= state.version <= state.next_step
@@ -65,4 +65,4 @@ def _audit_prompts(state: LedgerState) -> None:
 
 def _must(held: bool, otherwise: str) -> None:
     if not held:
-        raise InvalidTransition(f"the books are broken: {otherwise}")
+        raise InvalidTransition(f"the sample table is broken: {otherwise}")

@@ -32,21 +32,21 @@ class Observer:
 
     def status(self, now: float) -> dict[str, float | str]:
         """Plain numbers for metrics and the live view; `phase` is the one word among them."""
-        state, ledger, books = self.state, self.ledger, self.ledger.state
+        state, ledger, table = self.state, self.ledger, self.ledger.state
         recent = state.recent
         workers, trainer = self.members.having("rollout"), self.members.trainer()
         numbers: dict[str, float | str] = {
             "phase": state.phase,
-            "step": books.version,
+            "step": table.version,
             "steps": self.settings.steps if self.settings.steps is not None else 0,
-            "version": state.weights.version if state.weights is not None else books.version,
-            "durable_step": books.durable,
+            "version": state.weights.version if state.weights is not None else table.version,
+            "durable_step": table.durable,
             "revision": state.revision,
-            "issued": books.next_sample,
-            "prompts_issued": books.next_prompt,
-            "prompts_to_redo": len(books.redo),
-            "prompts_set_aside": len(books.set_aside),
-            "samples_awaiting": books.awaiting_count,
+            "issued": table.next_sample,
+            "prompts_issued": table.next_prompt,
+            "prompts_to_redo": len(table.redo),
+            "prompts_set_aside": len(table.set_aside),
+            "samples_awaiting": table.awaiting_count,
             "in_flight": ledger.in_flight,
             "capacity": self.admission.capacity(),
             "conservation_error": ledger.conservation(),
@@ -62,10 +62,10 @@ class Observer:
             "reward_mean": recent[-1].reward_mean if recent else 0.0,
             "stalled_s": self.stalled_s(now),
         }
-        numbers |= {f"samples_{name}": count for name, count in books.counts.items()}
-        numbers |= {f"dropped_{name}": count for name, count in books.dropped.items()}
+        numbers |= {f"samples_{name}": count for name, count in table.counts.items()}
+        numbers |= {f"dropped_{name}": count for name, count in table.dropped.items()}
         numbers |= self._evaluated()
-        numbers |= {f"filtered_groups_{_word(kind)}": count for kind, count in books.filtered_by.items()}
+        numbers |= {f"filtered_groups_{_word(kind)}": count for kind, count in table.filtered_by.items()}
         return numbers
 
     def _evaluated(self) -> dict[str, float]:
@@ -108,8 +108,8 @@ class Observer:
 
         What was given back unfinished has not come to an end: it is issued again.
         """
-        books = self.state.ledger
-        ended = books.next_sample - books.counts["leased"] - books.dropped["returned"]
+        table = self.state.ledger
+        ended = table.next_sample - table.counts["leased"] - table.dropped["returned"]
         return self.admission.wanted() + self.evaluation.outstanding, ended
 
     def batch_waits_for(self) -> str:
@@ -130,35 +130,35 @@ class Observer:
 
     def diagnose(self, now: float) -> str:
         """Who waits for what, since when, and who should have moved."""
-        state, books = self.state, self.state.ledger
+        state, table = self.state, self.state.ledger
         if state.phase == "stopped":
             return f"stopped: {state.stop_reason}."
         if state.phase == "complete":
-            return f"complete after {books.version} steps; waiting for the supervisor to stop the run."
+            return f"complete after {table.version} steps; waiting for the supervisor to stop the run."
         if self.admission.finished and not self.evaluation.idle:
-            return f"Training is over after {books.version} steps; its last evaluation is missing: {self.evaluation!r}."
+            return f"Training is over after {table.version} steps; its last evaluation is missing: {self.evaluation!r}."
         trainer, workers = self.members.trainer(), self.members.having("rollout")
         sentences: list[str] = []
         if trainer is None:
             since = f" since {now - state.trainer_lost_at:.0f} s" if state.trainer_lost_at is not None else " yet"
             sentences.append(f"No trainer is registered{since}: the supervisor should start one.")
-        given = books.steps.get(StepIndex(books.version))
+        given = table.steps.get(StepIndex(table.version))
         if trainer is not None and given is not None:
             sentences.append(
-                f"The trainer {trainer.member} has held the batch of step {books.version} for "
+                f"The trainer {trainer.member} has held the batch of step {table.version} for "
                 f"{now - given.dispatched_at:.0f} s and should acknowledge it ({_pulse(trainer, now)})."
             )
         elif self.ledger.ready_groups >= self.settings.groups_per_step:
             who = f": the trainer {trainer.member} should ask ({_pulse(trainer, now)})" if trainer is not None else ""
-            sentences.append(f"The batch of step {books.next_step} is ready{who}.")
+            sentences.append(f"The batch of step {table.next_step} is ready{who}.")
         else:
-            waiter = f"The trainer {trainer.member}" if trainer is not None else f"Step {books.next_step}"
+            waiter = f"The trainer {trainer.member}" if trainer is not None else f"Step {table.next_step}"
             sentences.append(f"{waiter} waits for {self.batch_waits_for()} since {now - state.progressed_at:.0f} s.")
             sentences.extend(self._blame_workers(workers, now))
         return " ".join(sentences)
 
     def _blame_workers(self, workers: list[Member], now: float) -> list[str]:
-        books = self.state.ledger
+        table = self.state.ledger
         if not workers:
             return ["No rollout worker is registered: the supervisor should start one."]
         holders = [worker for worker in workers if self.ledger.held_by(worker.member)]
@@ -177,7 +177,7 @@ class Observer:
         if len(behind) == len(workers):
             return [f"All {len(workers)} workers serve weights older than {needed} and should load newer ones."]
         names = ", ".join(f"{worker.member} ({_pulse(worker, now)})" for worker in workers[:3])
-        open_for = self.admission.capacity() + books.awaiting_count
+        open_for = self.admission.capacity() + table.awaiting_count
         return [f"{len(workers)} workers are registered and could lease {open_for} samples, but none asks: {names}."]
 
 

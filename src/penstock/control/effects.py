@@ -1,6 +1,6 @@
-"""What a pipeline tells its surroundings to do, in the imperative.
+"""What a pipeline tells its server to do, in the imperative.
 
-An event that is a call has exactly one answering effect, and it comes first in the list.
+The first effect of a request is its reply, in the words of the wire; instructions follow.
 """
 
 from __future__ import annotations
@@ -10,74 +10,13 @@ from typing import Literal
 import msgspec
 
 from penstock.control.points import EvaluationResult
-from penstock.records.batch import Batch
-from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
-from penstock.records.payload import PayloadRef, RingAddress
-from penstock.records.prompt import PromptLease
+from penstock.records.ids import MemberId, PromptIndex
+from penstock.records.payload import PayloadRef
 from penstock.records.weights import Manifest
-from penstock.wire.messages import Phase
+from penstock.wire.messages import Reply
 
 Topic = Literal["leases", "batches", "weights", "phase"]
 Level = Literal["debug", "info", "warning", "error"]
-
-
-class Confirm(msgspec.Struct, frozen=True):
-    """Answer: done (or done before), nothing to add."""
-
-
-class RefuseCall(msgspec.Struct, frozen=True):
-    """Answer: nothing was changed. `kind` names the error class the caller should raise."""
-
-    kind: Literal["Stale", "LocalProtocolError", "RunFailed"]
-    message: str
-
-
-class AcceptMember(msgspec.Struct, frozen=True):
-    phase: Phase
-    version: Version
-    step: StepIndex
-
-
-class AcceptHeartbeat(msgspec.Struct, frozen=True):
-    known: bool
-    phase: Phase
-
-
-class GrantLeases(msgspec.Struct, frozen=True):
-    leases: tuple[PromptLease, ...]
-    phase: Phase
-
-
-class RefuseLease(msgspec.Struct, frozen=True):
-    """Answer: no lease now. Only `exhausted` is final; after the others the caller waits and asks again."""
-
-    verdict: Literal["throttled", "exhausted", "version_too_old"]
-    phase: Phase
-
-
-class AcceptDelivery(msgspec.Struct, frozen=True):
-    """Answer: everything was taken except `refused`, whose payloads nobody will read."""
-
-    refused: tuple[SampleId, ...] = ()
-    reason: str = ""
-
-
-class GiveBatch(msgspec.Struct, frozen=True):
-    batch: Batch
-    rings: tuple[RingAddress, ...]
-
-
-class DeferBatch(msgspec.Struct, frozen=True):
-    """Answer: not yet; ask again when batches are announced."""
-
-    waiting_for: str
-    phase: Phase
-
-
-class ConfirmComplete(msgspec.Struct, frozen=True):
-    """Answer: no further batch will ever come."""
-
-    steps: StepIndex
 
 
 class OfferWeights(msgspec.Struct, frozen=True):
@@ -128,17 +67,5 @@ class FailRun(msgspec.Struct, frozen=True):
     sentence: str
 
 
-Answer = (
-    Confirm
-    | RefuseCall
-    | AcceptMember
-    | AcceptHeartbeat
-    | GrantLeases
-    | RefuseLease
-    | AcceptDelivery
-    | GiveBatch
-    | DeferBatch
-    | ConfirmComplete
-)
 Instruction = OfferWeights | EvictMember | ReleasePayloads | NoteFiltered | NoteEvaluation | Log | Announce | FailRun
-Effect = Answer | Instruction
+Effect = Reply | Instruction

@@ -17,8 +17,8 @@ from math import isfinite
 from typing import Protocol
 
 from penstock.control.audit import audit
-from penstock.control.books import Books
-from penstock.control.samples import NOT_LEASED_TO_YOU, Group, LedgerState, Redo, SetAside, State, StepBooks
+from penstock.control.sample_table import SampleTable
+from penstock.control.samples import NOT_LEASED_TO_YOU, Group, LedgerState, Redo, SetAside, State, StepRecord
 from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef
@@ -58,9 +58,9 @@ class Ledger:
         self._filtered: list[tuple[PromptIndex, str]] = []
         self.max_filtered_per_step = max_filtered_per_step
         self.state = state if state is not None else LedgerState(prompt_limit=prompt_limit)
-        self._books = Books(self.state, group_size)
+        self._table = SampleTable(self.state, group_size)
 
-    # -- what the books say -------------------------------------------------------------------------------------
+    # -- what the table says -------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
@@ -107,7 +107,7 @@ class Ledger:
 
     def state_of(self, sample: SampleId) -> State | None:
         """Where a sample is; None once it is dropped, or trained and durable (the journal knows the rest)."""
-        return self._books.state_of(sample)
+        return self._table.state_of(sample)
 
     def take_filtered(self) -> tuple[tuple[PromptIndex, str], ...]:
         """Groups that the filter took since this was last asked, and why."""
@@ -116,8 +116,8 @@ class Ledger:
 
     def take_released(self) -> tuple[PayloadRef, ...]:
         """Payloads that nobody will read, each named once."""
-        released = tuple(self._books.released)
-        self._books.released.clear()
+        released = tuple(self._table.released)
+        self._table.released.clear()
         return released
 
     # -- leasing ------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Ledger:
                 state.awaiting[prompt] = awaiting[budget:]
             state.awaiting_count -= len(members)
             budget -= len(members)
-            leases.append(self._books.lease(state.groups[prompt], member, members, min_version))
+            leases.append(self._table.lease(state.groups[prompt], member, members, min_version))
         return leases
 
     def lease_group(self, member: MemberId, budget: int, version: Version, min_version: Version) -> PromptLease:
@@ -154,33 +154,33 @@ class Ledger:
             state.next_prompt = PromptIndex(prompt + 1)
         else:
             raise LocalProtocolError(f"no prompt is left to lease: all {state.prompt_limit} were issued")
-        group = self._books.open_group(prompt, redo, member, version)
+        group = self._table.open_group(prompt, redo, member, version)
         taken = min(budget, size)
         if taken < size:
             state.awaiting[prompt] = list(range(taken, size))
             state.awaiting_count += size - taken
-        return self._books.lease(group, member, list(range(taken)), min_version)
+        return self._table.lease(group, member, list(range(taken)), min_version)
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
     def deliver(self, member: MemberId, rollout: Rollout, newest: Version) -> str:
-        """Books a rollout. Returns why it was refused, or "". A rollout that is already booked changes nothing."""
-        books = self._books
-        group, index = books.find(member, rollout.sample)
+        """Records a rollout. Returns why it was refused, or "". A rollout that is already recorded changes nothing."""
+        table = self._table
+        group, index = table.find(member, rollout.sample)
         if group is None:
             return NOT_LEASED_TO_YOU
-        if not books.is_leased(group, index):
+        if not table.is_leased(group, index):
             return ""
         if rollout.version > newest:
-            books.drop_lease(group, index, "outdated")
+            table.drop_lease(group, index, "outdated")
             return f"was made with weights version {rollout.version}, which does not exist (any more)"
         if rollout.version < self.state.next_step - self.max_staleness:
-            books.drop_group(group, "outdated", redo=True)
+            table.drop_group(group, "outdated", redo=True)
             return f"was made with weights version {rollout.version}, too old for step {self.state.next_step}"
         if not isfinite(rollout.reward):
             self.fail(member, FailedRollout(rollout.sample, "reward", f"the reward is {rollout.reward}"))
             return f"has the reward {rollout.reward}"
-        books.accept(group, index, rollout)
+        table.accept(group, index, rollout)
         if group.missing == 0:
             self._complete(group)
         return ""
@@ -197,50 +197,50 @@ class Ledger:
             if kind not in state.filtered_by and len(state.filtered_by) >= FILTER_KINDS:
                 kind = "other"
             state.filtered_by[kind] = state.filtered_by.get(kind, 0) + 1
-            self._books.drop_group(group, "filtered", redo=False)
+            self._table.drop_group(group, "filtered", redo=False)
         else:
-            self._books.buffer(group)
+            self._table.buffer(group)
 
     def fail(self, member: MemberId, failure: FailedRollout) -> str:
-        """Books a failed rollout: the member is issued again, or its prompt set aside if it failed too often."""
-        group, index = self._books.find(member, failure.sample)
-        if group is None or not self._books.is_leased(group, index):
+        """Records a failed rollout: the member is issued again, or its prompt set aside if it failed too often."""
+        group, index = self._table.find(member, failure.sample)
+        if group is None or not self._table.is_leased(group, index):
             return NOT_LEASED_TO_YOU
         group.failures += 1
-        self._books.drop_lease(group, index, "failed")
+        self._table.drop_lease(group, index, "failed")
         if failure.poison or group.failures >= self.max_failures:
-            self._books.drop_group(group, "failed", redo=False)
+            self._table.drop_group(group, "failed", redo=False)
             self.state.set_aside[group.prompt] = SetAside(group.failures, failure.hook, failure.error)
         return ""
 
     def give_back(self, member: MemberId, sample: SampleId) -> str:
-        """Books an unused lease as returned, to be issued again."""
-        group, index = self._books.find(member, sample)
-        if group is None or not self._books.is_leased(group, index):
+        """Records an unused lease as returned, to be issued again."""
+        group, index = self._table.find(member, sample)
+        if group is None or not self._table.is_leased(group, index):
             return NOT_LEASED_TO_YOU
-        self._books.drop_lease(group, index, "returned")
+        self._table.drop_lease(group, index, "returned")
         return ""
 
     def reject(self, member: MemberId, sample: SampleId) -> bool:
         """Drops a leased sample made with the wrong weights, to be issued again. False if it is not leased."""
-        group, index = self._books.find(member, sample)
-        if group is None or not self._books.is_leased(group, index):
+        group, index = self._table.find(member, sample)
+        if group is None or not self._table.is_leased(group, index):
             return False
-        self._books.drop_lease(group, index, "outdated")
+        self._table.drop_lease(group, index, "outdated")
         return True
 
     def lose_member(self, member: MemberId, *, died: bool) -> None:
         """Takes back everything leased to a member. A prompt under which too many workers died is set aside."""
-        for group in self._books.drop_leases_of(member, "lost"):
+        for group in self._table.drop_leases_of(member, "lost"):
             group.losses += died
             if died and self.max_losses is not None and group.losses >= self.max_losses:
-                self._books.drop_group(group, "lost", redo=False)
+                self._table.drop_group(group, "lost", redo=False)
                 error = f"{group.losses} workers died while they generated it, the last was {member}"
                 self.state.set_aside[group.prompt] = SetAside(group.failures, "generate", error)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def dispatch(self, *, final: bool, now: float) -> StepBooks:
+    def dispatch(self, *, final: bool, now: float) -> StepRecord:
         """Gives the next step its batch: the oldest complete groups, at most `groups_per_step` of them."""
         state = self.state
         step = state.next_step
@@ -252,7 +252,7 @@ class Ledger:
                 chosen.append(state.groups[prompt])
         ages = [step - version for group in chosen for version in group.versions]
         rewards = [reward for group in chosen for reward in group.rewards]
-        books = StepBooks(
+        record = StepRecord(
             prompts=[group.prompt for group in chosen],
             final=final,
             dispatched_at=now,
@@ -260,16 +260,16 @@ class Ledger:
             staleness_mean=sum(ages) / max(1, len(ages)),
             staleness_max=max(ages, default=0),
         )
-        if books.staleness_max > self.max_staleness:
-            raise InvalidTransition(f"step {step} was about to get a sample {books.staleness_max} versions old")
+        if record.staleness_max > self.max_staleness:
+            raise InvalidTransition(f"step {step} was about to get a sample {record.staleness_max} versions old")
         for group in chosen:
-            self._books.dispatch(group)
-        state.steps[step] = books
+            self._table.dispatch(group)
+        state.steps[step] = record
         state.next_step = StepIndex(step + 1)
         state.filtered_since_step = 0
         state.moves += 1
         self._drop_outdated()
-        return books
+        return record
 
     def _drop_outdated(self) -> None:
         """Drops every group too old for the next step: it can only get older."""
@@ -278,27 +278,27 @@ class Ledger:
         for shelves in (state.ready_by_version, state.open_by_version):
             for version in [version for version in sorted(shelves) if version < oldest_allowed]:
                 for prompt in list(shelves[version]):
-                    self._books.drop_group(state.groups[prompt], "outdated", redo=True)
+                    self._table.drop_group(state.groups[prompt], "outdated", redo=True)
 
     def acknowledge(self, step: StepIndex, missing: tuple[PromptIndex, ...]) -> bool:
-        """Books a step as trained, except the groups of `missing`. False if it was acknowledged before."""
+        """Records a step as trained, except the groups of `missing`. False if it was acknowledged before."""
         state = self.state
         if step < state.version:
             return False
-        books = state.steps.get(step)
-        if step > state.version or books is None:
+        record = state.steps.get(step)
+        if step > state.version or record is None:
             raise LocalProtocolError(f"step {step} was acknowledged, but the next step to train is {state.version}")
         absent = dict.fromkeys(missing)
-        strangers = [prompt for prompt in absent if prompt not in books.prompts]
+        strangers = [prompt for prompt in absent if prompt not in record.prompts]
         if strangers:
             raise LocalProtocolError(f"step {step} reports prompts {strangers} missing that were not in its batch")
-        for prompt in books.prompts:
+        for prompt in record.prompts:
             group = state.groups[prompt]
             if prompt in absent:
-                self._books.drop_group(group, "lost", redo=True)
+                self._table.drop_group(group, "lost", redo=True)
             else:
-                self._books.train(group)
-        books.prompts = [prompt for prompt in books.prompts if prompt not in absent]
+                self._table.train(group)
+        record.prompts = [prompt for prompt in record.prompts if prompt not in absent]
         state.version = Version(step + 1)
         state.moves += 1
         return True
@@ -316,7 +316,7 @@ class Ledger:
             return False
         for step in [step for step in state.steps if step < settled]:
             for prompt in state.steps.pop(step).prompts:
-                self._books.settle(prompt)
+                self._table.settle(prompt)
         state.durable, state.settled = max(state.durable, durable), max(state.settled, settled)
         state.moves += 1
         return True
@@ -344,7 +344,7 @@ class Ledger:
         waiting, state.redo = state.redo, {}
         for step in [step for step in state.steps if step >= first]:
             for prompt in state.steps.pop(step).prompts:
-                self._books.drop_group(state.groups[prompt], "lost", redo=True)
+                self._table.drop_group(state.groups[prompt], "lost", redo=True)
         redone = len(state.redo)
         state.redo.update(waiting)
         state.moves += 1
@@ -355,14 +355,14 @@ class Ledger:
         waiting = [group for group in self.state.groups.values() if group.stage in ("open", "buffered")]
         for group in waiting:
             if max(group.versions) > version:
-                self._books.drop_group(group, "outdated", redo=True)
+                self._table.drop_group(group, "outdated", redo=True)
 
     def lose_payloads(self) -> int:
         """Drops every group that is not trained: the payloads are gone. Returns how many prompts that concerns."""
         state = self.state
         lost = [group for group in state.groups.values() if group.stage != "trained"]
         for group in lost:
-            self._books.drop_group(group, "lost", redo=True)
+            self._table.drop_group(group, "lost", redo=True)
         for step in [step for step in state.steps if step >= state.version]:
             del state.steps[step]
         state.next_step = StepIndex(state.version)
@@ -378,7 +378,7 @@ class Ledger:
     def check(self) -> None:
         """Recounts everything from the rows and raises if any promise of this module is broken. Linear in size."""
         audit(self.state, group_size=self.group_size, max_staleness=self.max_staleness)
-        self._books.check_index()
+        self._table.check_index()
 
     def __repr__(self) -> str:
         state = self.state

@@ -13,13 +13,11 @@ from typing import Literal
 
 import msgspec
 
-from penstock.control.effects import RefuseCall
-from penstock.control.events import HeartbeatHeard, MemberRegistered
 from penstock.control.settings import Patience
 from penstock.records.ids import MemberId, Version
 from penstock.records.payload import RingAddress
 from penstock.records.prompt import PromptLease
-from penstock.wire.messages import Role
+from penstock.wire.messages import Heartbeat, Refused, Register, Role
 
 FORMER_KEPT = 256
 """Departed members remembered by name, so that their late calls are told apart from strangers'."""
@@ -82,13 +80,13 @@ class Membership:
         reason = self.state.former.get(member)
         return f"{member} is no longer a member: {reason}" if reason else f"{member} is not registered"
 
-    def caller(self, member: MemberId, role: Role) -> Member | RefuseCall:
+    def caller(self, member: MemberId, role: Role) -> Member | Refused:
         """The live member that makes a call of its role, or why it may not."""
         found = self.get(member)
         if found is None:
-            return RefuseCall("Stale", self.why_unknown(member))
+            return Refused("Stale", self.why_unknown(member))
         if found.role != role:
-            return RefuseCall("LocalProtocolError", f"{member} is a {found.role}; this call is for a {role}")
+            return Refused("LocalProtocolError", f"{member} is a {found.role}; this call is for a {role}")
         return found
 
     def having(self, role: Role) -> list[Member]:
@@ -99,12 +97,7 @@ class Membership:
         """The live trainer, if there is one."""
         return next(iter(self.having("trainer")), None)
 
-    def rebuild_set(self, role: Role) -> tuple[MemberId, ...]:
-        """Whom a group of peers can be rebuilt from: live members that answer, at least two of them, or nobody."""
-        able = tuple(member.member for member in self.having(role) if not member.suspected)
-        return able if len(able) >= 2 else ()
-
-    def register(self, event: MemberRegistered, now: float) -> Member:
+    def register(self, event: Register, now: float) -> Member:
         """Admits a member, or refreshes one that is live. The caller refuses former members beforehand."""
         state = self.state
         member = state.live.get(event.member)
@@ -148,7 +141,7 @@ class Membership:
             caller.heard_at = caller.progressed_at = now
             caller.suspected = False
 
-    def beat(self, event: HeartbeatHeard, now: float) -> bool:
+    def beat(self, event: Heartbeat, now: float) -> bool:
         """Records a heartbeat if it says something new; returns whether it did."""
         member = self.state.live[event.member]
         progressed_at = now - max(0.0, event.progressed_ago_s)

@@ -10,34 +10,57 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.control import events, lives, phase
+from penstock.control import phase
 from penstock.control.admission import Admission, watch_throttle
 from penstock.control.diagnosis import Observer
 from penstock.control.effects import (
-    AcceptHeartbeat,
-    AcceptMember,
     Announce,
-    Confirm,
     Effect,
     EvictMember,
     FailRun,
     Log,
     NoteFiltered,
-    RefuseCall,
+    OfferWeights,
     ReleasePayloads,
 )
 from penstock.control.evaluation import Evaluation
+from penstock.control.events import Event, RunResumed, SettingsTaken, TimePassed
 from penstock.control.ledger import GroupFilter, Ledger
-from penstock.control.membership import Membership
+from penstock.control.membership import Member, Membership
 from penstock.control.samples import LedgerState
 from penstock.control.settings import PipelineSettings
-from penstock.control.state import Outcome, PipelineState
-from penstock.control.trainer_side import TrainerSide
-from penstock.control.worker_side import WorkerSide
-from penstock.errors import InvalidTransition
-from penstock.records.ids import MemberId, StepIndex, Version
+from penstock.control.state import RECENT_STEPS, PipelineState, StepSummary
+from penstock.errors import InvalidTransition, LocalProtocolError, Stale
+from penstock.records.batch import Batch, BatchGroup
+from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId, StepIndex, Version
+from penstock.records.prompt import PromptLease
+from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Held, Manifest
-from penstock.wire.messages import Phase
+from penstock.wire.messages import (
+    AckCheckpoint,
+    AckStep,
+    AskBatch,
+    AskLease,
+    BatchReady,
+    Complete,
+    Deliver,
+    Delivered,
+    Heartbeat,
+    HeartbeatSeen,
+    Leased,
+    NotYet,
+    Ok,
+    Phase,
+    PublishWeights,
+    Refused,
+    Register,
+    Registered,
+    Stop,
+    Unregister,
+)
+
+Outcome = tuple[list[Effect], bool]
+"""What handling one event comes to: what to do, and whether the state changed."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PipelineState)
@@ -67,10 +90,6 @@ class PipelineControl:
         self.admission = Admission(self.ledger, settings.steps)
         self.evaluation = Evaluation(settings.evaluation, state.evaluation)
         self.observer = Observer(settings, state, self.ledger, self.members, self.admission, self.evaluation)
-        self._worker_side = WorkerSide(settings, state, self.ledger, self.admission, self.evaluation)
-        self._trainer_side = TrainerSide(
-            settings, state, self.ledger, self.members, self.admission, self.observer, self.evaluation
-        )
 
     def snapshot(self) -> bytes:
         """The whole state; equal states give equal bytes."""
@@ -151,7 +170,7 @@ class PipelineControl:
 
     # -- events -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: events.Event, now: float) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> list[Effect]:
         """Takes one event; returns what to do about it, the answer to the caller first."""
         state = self.state
         now = max(now, state.last_event_at)
@@ -159,7 +178,7 @@ class PipelineControl:
         if first:
             state.started_at = state.last_event_at = state.progressed_at = now
         could_lease, awaited, newest = self.admission.can_lease(), state.ledger.awaiting_count, state.newest
-        could_batch = self._trainer_side.can_give_batch(state.last_event_at)
+        could_batch = self._can_give_batch(state.last_event_at)
         lacked, pinned = self.evaluation.lacks_evaluator, self.evaluation.evaluators
         excused = self._excuse_absence(now)
         effects, changed = self._decide(event, now)
@@ -168,9 +187,9 @@ class PipelineControl:
             return effects
         state.revision += 1
         state.last_event_at = now
-        if not isinstance(event, events.HeartbeatHeard | events.TimePassed):
+        if not isinstance(event, Heartbeat | TimePassed):
             state.progressed_at = now
-            if not isinstance(event, events.RunResumed | events.SettingsTaken | events.StopAsked):
+            if not isinstance(event, RunResumed | SettingsTaken | Stop):
                 self.members.hear(event.member, now)
         self._watch(effects, now)
         opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
@@ -179,43 +198,43 @@ class PipelineControl:
             effects.append(Announce("leases"))
         if pinned - self.evaluation.evaluators or (lacked and not self.evaluation.lacks_evaluator):
             effects.append(Announce("weights"))
-        if not could_batch and self._trainer_side.can_give_batch(now):
+        if not could_batch and self._can_give_batch(now):
             effects.append(Announce("batches"))
         return effects
 
-    def _decide(self, event: events.Event, now: float) -> Outcome:
+    def _decide(self, event: Event, now: float) -> Outcome:
         match event:
-            case events.TimePassed():
+            case TimePassed():
                 return self._on_time_passed(now)
-            case events.HeartbeatHeard():
+            case Heartbeat():
                 return self._on_heartbeat(event, now)
-            case events.MemberRegistered():
+            case Register():
                 return self._on_registered(event, now)
-            case events.MemberLeft():
+            case Unregister():
                 return self._on_left(event, now)
-            case events.RunResumed():
+            case RunResumed():
                 return self._on_resumed(now)
-            case events.SettingsTaken():
+            case SettingsTaken():
                 return self._on_settings(event.settings, now)
-            case events.StopAsked():
+            case Stop():
                 return self._on_stop(event)
-        workers_call = isinstance(event, events.LeaseAsked | events.Delivered)
+        workers_call = isinstance(event, AskLease | Deliver)
         caller = self.members.caller(event.member, "rollout" if workers_call else "trainer")
-        if isinstance(caller, RefuseCall):
+        if isinstance(caller, Refused):
             return [caller], False
         match event:
-            case events.LeaseAsked():
-                return self._worker_side.lease_asked(event, caller, now)
-            case events.Delivered():
-                return self._worker_side.delivered(event, now)
-            case events.BatchAsked():
-                return self._trainer_side.batch_asked(event, now)
-            case events.StepAcked():
-                return self._trainer_side.step_acked(event)
-            case events.CheckpointSaved():
-                return self._trainer_side.checkpoint_saved(event)
-            case events.WeightsPublished():
-                return self._trainer_side.weights_published(event, now)
+            case AskLease():
+                return self._on_ask_lease(event, caller, now)
+            case Deliver():
+                return self._on_deliver(event, now)
+            case AskBatch():
+                return self._on_ask_batch(event, now)
+            case AckStep():
+                return self._on_ack_step(event)
+            case AckCheckpoint():
+                return self._on_ack_checkpoint(event)
+            case PublishWeights():
+                return self._on_publish_weights(event, now)
 
     def _excuse_absence(self, now: float) -> list[Effect]:
         """The controller records something several times per `suspect_after_s`; a longer gap means it was away itself
@@ -268,15 +287,15 @@ class PipelineControl:
 
     # -- members ------------------------------------------------------------------------------------------------
 
-    def _on_registered(self, event: events.MemberRegistered, now: float) -> Outcome:
+    def _on_registered(self, event: Register, now: float) -> Outcome:
         state, ledger = self.state, self.state.ledger
         if event.member in state.members.former:
-            return [RefuseCall("Stale", self.members.why_unknown(event.member))], False
+            return [Refused("Stale", self.members.why_unknown(event.member))], False
         effects: list[Effect] = []
         known = self.members.get(event.member) is not None
         if event.role == "trainer":
             step = event.step if event.step is not None else StepIndex(ledger.version)
-            refusal = self._trainer_side.place(step, known, effects, now)
+            refusal = self._place_trainer(step, known, effects, now)
             if refusal is not None:
                 return [refusal], False
             former = self.members.trainer()
@@ -291,18 +310,18 @@ class PipelineControl:
         self.members.register(event, now)
         if not known:
             effects.append(Log("info", f"{self.settings.name}: {event.role} {event.member} joined"))
-        answer = AcceptMember(state.phase, ledger.version, StepIndex(ledger.version))
+        answer = Registered(state.phase, ledger.version, StepIndex(ledger.version))
         return [answer, *effects], True
 
-    def _on_left(self, event: events.MemberLeft, now: float) -> Outcome:
+    def _on_left(self, event: Unregister, now: float) -> Outcome:
         member = self.members.get(event.member)
         if member is None:
-            return [Confirm()], False
+            return [Ok()], False
         if member.role == "trainer":
             self.state.trainer_left_well = not (event.died or event.failed)
             self.state.trainer_lost_at = now
         gone = self._evict(event.member, event.reason or ("it died" if event.died else "it left"), died=event.died)
-        effects: list[Effect] = [Confirm(), Log("info", f"{self.settings.name}: {gone.member} left: {gone.reason}")]
+        effects: list[Effect] = [Ok(), Log("info", f"{self.settings.name}: {gone.member} left: {gone.reason}")]
         return [*effects, gone] if event.died else effects, True
 
     def _evict(self, member: MemberId, reason: str, *, died: bool = False) -> EvictMember:
@@ -311,18 +330,18 @@ class PipelineControl:
         self.evaluation.lose_member(member)
         return EvictMember(member, reason)
 
-    def _on_heartbeat(self, event: events.HeartbeatHeard, now: float) -> Outcome:
+    def _on_heartbeat(self, event: Heartbeat, now: float) -> Outcome:
         known = self.members.get(event.member) is not None
         changed = known and self.members.beat(event, now)
-        return [AcceptHeartbeat(known, self.state.phase)], changed
+        return [HeartbeatSeen(known, self.state.phase)], changed
 
     # -- time and the end ---------------------------------------------------------------------------------------
 
     def _on_time_passed(self, now: float) -> Outcome:
         state, settings = self.state, self.settings
         effects: list[Effect] = []
-        waited_enough = self._trainer_side.can_give_batch(now)
-        waited_enough = waited_enough and not self._trainer_side.can_give_batch(state.last_event_at)
+        waited_enough = self._can_give_batch(now)
+        waited_enough = waited_enough and not self._can_give_batch(state.last_event_at)
         changed = waited_enough or now - state.last_event_at >= settings.patience.resolution_s
         changed = self.evaluation.look(now) or changed
         for finding in self.members.look(now):
@@ -337,7 +356,7 @@ class PipelineControl:
                 effects.append(self._evict(finding.member, finding.reason, died=True))
         unaccounted = self.ledger.conservation()
         if unaccounted and not state.stop_asked:
-            effects.append(self._fail(f"the books do not balance: {unaccounted} samples are unaccounted for (a bug)"))
+            effects.append(self._fail(f"{unaccounted} samples are unaccounted for (a bug)"))
             changed = True
         if state.phase in ("running", "draining"):
             stalled = self._watch_progress(now)
@@ -363,27 +382,41 @@ class PipelineControl:
         self.state.fail(f"{self.settings.name}: {sentence}")
         return FailRun(self.state.failure)
 
-    def _on_stop(self, event: events.StopAsked) -> Outcome:
+    def _on_stop(self, event: Stop) -> Outcome:
         if self.state.stop_asked:
-            return [Confirm()], False
+            return [Ok()], False
         self.state.stop_asked, self.state.stop_reason = True, event.reason
-        return [Confirm(), *([self._fail(event.reason)] if event.failed else [])], True
+        return [Ok(), *([self._fail(event.reason)] if event.failed else [])], True
 
     def _on_resumed(self, now: float) -> Outcome:
         for member in list(self.state.members.live):
             self._evict(member, "the run was resumed without it")
         self.evaluation.resume(now)
-        lost = lives.forget_processes(self.state, self.ledger, now)
+        lost = self._forget_processes(now)
         line = f"resumed at step {self.state.ledger.version}; {lost} prompts are issued again"
-        return [Confirm(), Log("info", f"{self.settings.name}: {line}")], True
+        return [Ok(), Log("info", f"{self.settings.name}: {line}")], True
+
+    def _forget_processes(self, now: float) -> int:
+        """No process is left, nor what they had made and not trained: so many prompts are issued again."""
+        state = self.state
+        lost = self.ledger.lose_payloads()
+        self.ledger.take_released()
+        state.members.rings.clear()
+        state.members.departed_rings.clear()
+        state.weights, state.stop_asked, state.stop_reason, state.failure = None, False, "", ""
+        state.digests.clear()
+        state.started_at = state.progressed_at = now
+        state.issued_before = state.ledger.next_sample
+        state.trainer_lost_at, state.trainer_left_well, state.set_aside_in_a_row = None, False, 0
+        return lost
 
     def _on_settings(self, wanted: PipelineSettings, now: float) -> Outcome:
         """Goes on by other settings, or by the same. What was decided by the former ones stands."""
         state, former = self.state, self.settings
         if wanted == state.settings:
-            return [Confirm()], False
-        if refusal := lives.why_not(state, former, wanted):
-            return [RefuseCall("LocalProtocolError", refusal)], False
+            return [Ok()], False
+        if refusal := self._why_not(wanted):
+            return [Refused("LocalProtocolError", refusal)], False
         if wanted.epochs != former.epochs:
             state.ledger.prompt_limit = wanted.prompt_limit
         state.settings = self.settings = wanted
@@ -394,4 +427,249 @@ class PipelineControl:
             self.evaluation.resume(now)
         if state.phase == "complete" and not self.admission.finished:
             state.phase = "running"
-        return [Confirm()], True
+        return [Ok()], True
+
+    def _why_not(self, wanted: PipelineSettings) -> str:
+        """Why a run that began by the present settings cannot go on by others; empty if it can."""
+        former, table = self.settings, self.state.ledger
+        if wanted.group_size != former.group_size and table.next_sample:
+            return f"rollout.group_size must stay {former.group_size}, since its samples were made in groups of so many"
+        if wanted.filters != former.filters and table.next_sample:
+            return f"train.filters must stay {list(former.filters)}, since its groups were judged by those"
+        if wanted.steps is not None and wanted.steps < table.version:
+            return f"steps must be at least {table.version}, since so many are trained already; found {wanted.steps}"
+        return ""
+
+    # -- workers ------------------------------------------------------------------------------------------------
+
+    def _on_ask_lease(self, event: AskLease, member: Member, now: float) -> Outcome:
+        state = self.state
+        if event.request == member.request:
+            return [Leased(member.granted, "granted", state.phase)], False
+        if event.request < member.request:
+            sentence = f"lease request {event.request} of {event.member} was answered long ago"
+            return [Refused("Stale", f"{sentence}: its latest is {member.request}")], False
+        if event.samples < 1:
+            return [Refused("LocalProtocolError", f"{event.member} asked for {event.samples} samples")], False
+        if state.phase in ("complete", "stopped"):
+            return [Leased((), "exhausted", state.phase)], False
+        moves = state.evaluation.moves
+        usable = self.admission.min_version_awaiting() <= event.version <= state.newest
+        leases = self._grant_evaluation(event, now) or (self._grant(event) if usable else ())
+        if not leases:
+            wanted = self.admission.can_lease() or self.evaluation.lacks_evaluator
+            behind = event.version != state.newest and wanted
+            verdict = Leased((), "version_too_old" if behind else "throttled", state.phase)
+            return [verdict], state.evaluation.moves > moves
+        member.request, member.granted, member.version = event.request, leases, event.version
+        return [Leased(leases, "granted", state.phase)], True
+
+    def _grant_evaluation(self, event: AskLease, now: float) -> tuple[PromptLease, ...]:
+        """Before all else: a point is small, has a deadline, and keeps its evaluators from newer weights."""
+        if not event.steady or event.version > self.state.newest:
+            return ()
+        digest = self.state.digests.get(event.version, "")
+        return tuple(self.evaluation.grant(event.member, event.version, digest, event.samples, now))
+
+    def _grant(self, event: AskLease) -> tuple[PromptLease, ...]:
+        """Single members of begun groups first, then whole groups; a small ask gets part of one group."""
+        ledger, admission = self.ledger, self.admission
+        budget = admission.share(event.samples, event.waiting)
+        leases = ledger.lease_awaiting(event.member, budget, admission.min_version_awaiting())
+        budget -= sum(len(lease.samples) for lease in leases)
+        while budget > 0 and ledger.prompts_left and admission.capacity() >= ledger.group_size:
+            min_version = admission.min_version_fresh()
+            if event.version < min_version or (leases and budget < ledger.group_size):
+                break
+            leases.append(ledger.lease_group(event.member, budget, event.version, min_version))
+            budget -= ledger.group_size
+        return tuple(leases)
+
+    def _on_deliver(self, event: Deliver, now: float) -> Outcome:
+        ledger, evaluation = self.ledger, self.evaluation
+        moves, aside = ledger.state.moves, len(ledger.state.set_aside)
+        evaluated = evaluation.state.moves
+        verdicts = [(rollout.sample, self._take_rollout(event.member, rollout)) for rollout in event.rollouts]
+        if ledger.state.moves > moves and any(not why for _, why in verdicts):  # not if it was only repeated
+            self.state.set_aside_in_a_row = 0
+        verdicts += [(failure.sample, self._take_failure(event.member, failure, now)) for failure in event.failures]
+        verdicts += [(sample, self._give_back(event.member, sample, now)) for sample in event.returned]
+        verdicts += [(score.sample, evaluation.take(event.member, score, now)) for score in event.scores]
+        refused = tuple(sample for sample, why in verdicts if why)
+        reasons = [f"sample {sample} {why}" for sample, why in verdicts if why]
+        effects: list[Effect] = [Delivered(refused, "; ".join(reasons[:4]))]
+        effects.extend(self._report_set_aside(len(ledger.state.set_aside) - aside))
+        return effects, ledger.state.moves > moves or evaluation.state.moves > evaluated
+
+    def _take_rollout(self, member: MemberId, rollout: Rollout) -> str:
+        """Books a rollout if it was made with published weights; as long as none are published, all are taken."""
+        digests = self.state.digests
+        expected = digests.get(rollout.version)
+        wrong = bool(digests) and rollout.weights_digest != expected
+        if wrong and rollout.version <= self.state.newest and self._reject(member, rollout.sample):
+            published = f"is {expected!r}" if expected is not None else "was not published"
+            return f"was made with weights {rollout.weights_digest!r}, but version {rollout.version} {published}"
+        return self.ledger.deliver(member, rollout, self.state.newest)
+
+    def _take_failure(self, member: MemberId, failure: FailedRollout, now: float) -> str:
+        if failure.sample >= FIRST_EVALUATION_SAMPLE:
+            return self.evaluation.fail(member, failure, now)
+        return self.ledger.fail(member, failure)
+
+    def _give_back(self, member: MemberId, sample: SampleId, now: float) -> str:
+        if sample >= FIRST_EVALUATION_SAMPLE:
+            return self.evaluation.give_back(member, sample, now)
+        return self.ledger.give_back(member, sample)
+
+    def _reject(self, member: MemberId, sample: SampleId) -> bool:
+        rejected = self.ledger.reject(member, sample)
+        self.state.wrong_weights += rejected
+        return rejected
+
+    def _report_set_aside(self, set_aside: int) -> list[Effect]:
+        """Says which prompt was set aside and why; ends the run when nothing but failures comes in."""
+        if not set_aside:
+            return []
+        state, settings = self.state, self.settings
+        state.set_aside_in_a_row += set_aside
+        prompt, aside = next(reversed(state.ledger.set_aside.items()))
+        line = f"{settings.name}: prompt {prompt} set aside after {aside.failures} failures in {aside.hook}"
+        effects: list[Effect] = [Log("warning", f"{line}: {aside.error}")]
+        if state.set_aside_in_a_row >= settings.set_aside_in_a_row_allowed and not state.stop_asked:
+            cause = aside.error.strip().splitlines()[-1] if aside.error.strip() else "no message"
+            many = f"{state.set_aside_in_a_row} prompts in a row failed and none succeeded"
+            state.fail(f"{settings.name}: {many}; the last in {aside.hook}: {cause}")
+            effects.append(FailRun(state.failure))
+        return effects
+
+    # -- the trainer --------------------------------------------------------------------------------------------
+
+    def _place_trainer(self, step: StepIndex, known: bool, effects: list[Effect], now: float) -> Refused | None:
+        """Brings the ledger to the step a (re)started trainer begins with, or says why that cannot be."""
+        state, table = self.state, self.ledger.state
+        if step > table.version and not known:
+            if step != table.version + 1 or table.version not in table.steps:
+                sentence = (
+                    f"the trainer starts at step {step}, but the journal knows only {table.version} trained steps"
+                )
+                return Refused("RunFailed", f"{sentence}; resume with an older checkpoint")
+            self.ledger.acknowledge(StepIndex(table.version), ())
+            line = f"step {step - 1} was in the trainer's checkpoint but never acknowledged"
+            effects.append(Log("warning", f"{self.settings.name}: {line}"))
+        if step < table.version and state.phase == "complete":
+            sentence = f"training is complete after {table.version} steps; a trainer at step {step} comes too late"
+            return Refused("RunFailed", sentence)
+        if step < table.version:
+            trained = table.version
+            try:
+                redone = self.ledger.roll_back(step)
+            except Stale as error:
+                return Refused("RunFailed", f"{error}; start it from the newest checkpoint")
+            line = f"training rolled back from step {trained} to {step}; {redone} prompts are issued again"
+            effects.append(Log("warning", f"{self.settings.name}: {line}"))
+        elif not known:
+            self.ledger.undo_after(step)
+        if not known:
+            if state.weights is not None and state.weights.version > step:
+                state.weights = None
+            for version in [version for version in state.digests if version > step]:
+                del state.digests[version]
+            self.evaluation.roll_back(Version(step), now)
+        return None
+
+    def _can_give_batch(self, now: float) -> bool:
+        """Whether the next step's batch may leave now: it is ready, and waits for nobody or has waited enough."""
+        since = self.state.batch_ready_at
+        if since is None or not self.admission.batch_is_ready():
+            return False
+        return now - since >= self.settings.straggler_wait_s or not self.ledger.overtaken_groups()
+
+    def _on_ask_batch(self, event: AskBatch, now: float) -> Outcome:
+        state, table, steps = self.state, self.ledger.state, self.settings.steps
+        if event.step < table.version:
+            sentence = f"step {event.step} was acknowledged already, the next is {table.version}"
+            return [Refused("LocalProtocolError", f"{sentence}; a restarted trainer registers with its step")], False
+        if event.step in table.steps:
+            return [self._batch(event.step)], False
+        if self.admission.finished or event.step == steps:
+            if self._last_evaluation_is_missing():  # until then the trainer is where the last weights come from
+                return [NotYet("the evaluation of the last version", state.phase)], False
+            return [Complete(StepIndex(table.version))], False
+        if event.step > table.version + 1:
+            sentence = f"step {event.step} was asked for, the next to acknowledge is {table.version}"
+            return [Refused("LocalProtocolError", sentence)], False
+        if event.step != table.next_step or not self._can_give_batch(now) or state.phase == "stopped":
+            return [NotYet(self.observer.batch_waits_for(), state.phase)], False
+        rest = self.admission.drained and self.ledger.ready_groups <= self.settings.groups_per_step
+        final = event.step + 1 == steps or (rest and table.next_step == table.version)
+        self.ledger.dispatch(final=final, now=now)
+        return [self._batch(event.step)], True
+
+    def _last_evaluation_is_missing(self) -> bool:
+        if self.evaluation.settings is None or self.state.phase == "stopped":
+            return False
+        return not self.admission.finished or not self.evaluation.idle
+
+    def _batch(self, step: StepIndex) -> BatchReady:
+        given = self.ledger.state.steps[step]
+        groups: list[BatchGroup] = []
+        rings: dict[str, None] = {}
+        for prompt in given.prompts:
+            group = self.ledger.state.groups[prompt]
+            payloads = tuple(payload for payload in group.payloads if payload is not None)
+            rings.update(dict.fromkeys(payload.ring for payload in payloads))
+            groups.append(
+                BatchGroup(
+                    prompt=prompt,
+                    attempt=group.attempt,
+                    samples=tuple(group.samples),
+                    rewards=tuple(group.rewards),
+                    versions=tuple(group.versions),
+                    lengths=tuple(group.lengths),
+                    payloads=payloads,
+                )
+            )
+        known = self.state.members.rings
+        addresses = tuple(known[ring] for ring in rings if ring in known)
+        return BatchReady(Batch(step, tuple(groups), given.final), addresses)
+
+    def _on_ack_step(self, event: AckStep) -> Outcome:
+        state, ledger = self.state, self.ledger
+        given = ledger.state.steps.get(event.step)
+        try:
+            changed = ledger.acknowledge(event.step, event.missing_prompts)
+        except LocalProtocolError as error:
+            return [Refused("LocalProtocolError", error.message)], False
+        if not changed or given is None:
+            return [Ok()], False
+        trained = len(given.prompts) * ledger.group_size
+        summary = StepSummary(event.step, trained, given.reward_mean, given.staleness_mean, given.staleness_max)
+        state.recent = [*state.recent[1 - RECENT_STEPS :], summary]
+        self.members.forget_rings(ledger.state.version - self.settings.max_staleness - 1)
+        effects: list[Effect] = [Ok()]
+        if event.missing_prompts:
+            line = f"step {event.step} was trained without {len(event.missing_prompts)} groups: {event.missing_reason}"
+            effects.append(Log("warning", f"{self.settings.name}: {line}"))
+        return effects, True
+
+    def _on_ack_checkpoint(self, event: AckCheckpoint) -> Outcome:
+        try:
+            return [Ok()], self.ledger.settle(event.step, event.last_resort)
+        except LocalProtocolError as error:
+            return [Refused("LocalProtocolError", error.message)], False
+
+    def _on_publish_weights(self, event: PublishWeights, now: float) -> Outcome:
+        state, manifest = self.state, event.manifest
+        version, trained = manifest.version, self.ledger.state.version
+        if not 0 <= version <= trained + 1:
+            sentence = f"weights version {version} were published, but only {trained} steps were trained"
+            return [Refused("LocalProtocolError", sentence)], False
+        if manifest == state.weights or (state.weights is not None and version < state.weights.version):
+            return [Ok()], False
+        state.weights = manifest
+        state.digests[version] = manifest.digest
+        for old in [old for old in state.digests if old < version - self.settings.max_staleness - 1]:
+            del state.digests[old]
+        if state.phase != "complete":
+            self.evaluation.published(version, now)
+        return [Ok(), OfferWeights(manifest), Announce("weights")], True

@@ -80,7 +80,7 @@ class SetAside(msgspec.Struct, frozen=True):
     error: str
 
 
-class StepBooks(msgspec.Struct):
+class StepRecord(msgspec.Struct):
     """What one step was given; kept until the step can no longer be undone."""
 
     prompts: list[PromptIndex]
@@ -101,14 +101,14 @@ class LedgerState(msgspec.Struct):
     durable: StepIndex = StepIndex(0)
     """Steps below this are in a checkpoint."""
     settled: StepIndex = StepIndex(0)
-    """Steps below this can no longer be undone, even if a checkpoint turns out damaged: their books are closed."""
+    """Steps below this can no longer be undone, even if a checkpoint turns out damaged: their records are dropped."""
     next_sample: SampleId = SampleId(0)
     next_prompt: PromptIndex = PromptIndex(0)
     prompt_limit: int | None = None
     counts: dict[State, int] = msgspec.field(default_factory=lambda: dict.fromkeys(STATES, 0))
     dropped: dict[Reason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     moves: int = 0
-    """How many sample transitions there have been: grows iff the books changed."""
+    """How many sample transitions there have been: grows iff the table changed."""
     groups: dict[PromptIndex, Group] = msgspec.field(default_factory=dict)
     awaiting: dict[PromptIndex, list[int]] = msgspec.field(default_factory=dict)
     """Members of open groups that must be issued again, oldest first."""
@@ -119,7 +119,7 @@ class LedgerState(msgspec.Struct):
     promised_by_version: dict[Version, int] = msgspec.field(default_factory=dict)
     """How many open groups were leased under each version."""
     ready_by_version: dict[Version, dict[PromptIndex, None]] = msgspec.field(default_factory=dict)
-    steps: dict[StepIndex, StepBooks] = msgspec.field(default_factory=dict)
+    steps: dict[StepIndex, StepRecord] = msgspec.field(default_factory=dict)
     settled_prompts: int = 0
     filtered_prompts: int = 0
     filtered_since_step: int = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from penstock.control.admission import ThrottleState
-from penstock.control.effects import Effect
 from penstock.control.membership import MembershipState
 from penstock.control.points import EvaluationState
 from penstock.control.samples import LedgerState
@@ -15,9 +14,6 @@ from penstock.records.weights import Manifest
 from penstock.wire.messages import Phase
 
 RECENT_STEPS = 16
-
-Outcome = tuple[list[Effect], bool]
-"""What handling one event comes to: what to do, and whether the state changed."""
 
 
 class StepSummary(msgspec.Struct, frozen=True, array_like=True):

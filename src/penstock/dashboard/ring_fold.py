@@ -119,7 +119,7 @@ class RingFold:
 
     # -- prompt to payload --------------------------------------------------------------------------------------
 
-    def _on_lease_asked(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    def _on_ask_lease(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         self._serves(at, event["member"], event["version"])
         for prompt, attempt, samples in notes.get("leases", ()):
             group = self._groups.get(prompt)
@@ -132,7 +132,7 @@ class RingFold:
         while len(self._groups) > MOST_GROUPS:
             self._forget(next(iter(self._groups)))
 
-    def _on_delivered(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    def _on_deliver(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         refused = set(notes.get("refused", ((), ""))[0])
         for rollout in event.get("rollouts", ()):
             sample = rollout["sample"]
@@ -170,7 +170,7 @@ class RingFold:
 
     # -- batch to weights ---------------------------------------------------------------------------------------
 
-    def _on_batch_asked(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    def _on_ask_batch(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         if "batch" not in notes:
             return
         step = event["step"]
@@ -197,13 +197,13 @@ class RingFold:
             lengths = [length for group in groups for length in group.lengths]
             self._gather(self.lengths, step, sum(lengths) / len(lengths))
 
-    def _on_step_acked(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    def _on_ack_step(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         dispatched_at = self._dispatched_at.pop(event["step"], None)
         if dispatched_at is not None:
             self._spend("train", at, at - dispatched_at)
         self._acked_at = {event["step"] + 1: at}
 
-    def _on_weights_published(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    def _on_publish_weights(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         manifest = event["manifest"]
         version = manifest["version"]
         acked_at = self._acked_at.get(version)
@@ -223,12 +223,12 @@ class RingFold:
 
     # -- members ------------------------------------------------------------------------------------------------
 
-    def _on_member_registered(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    def _on_register(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         if event["role"] == "trainer":
             self._reached.clear()  # the same version may be made again
             self._dispatched_at.clear()
 
-    def _on_member_left(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    def _on_unregister(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         self._reached.pop(event["member"], None)
 
     def _on_run_resumed(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:

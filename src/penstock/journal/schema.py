@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, PenstockError, RunFailed
 from penstock.records.ids import PipelineName, RunId
 from penstock.wire.codec import DAMAGED
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -115,8 +115,9 @@ def verify(connection: sqlite3.Connection, path: Path, run_id: RunId | None = No
     meta = dict(connection.execute("SELECT key, value FROM meta"))
     version = meta.get("schema_version")
     if version != str(SCHEMA_VERSION):
+        age = "an older" if version in [str(older) for older in range(SCHEMA_VERSION)] else "another"
         raise ConfigError(
-            f"journal {path} was written by another version of Penstock: it has journal version {version}, this one "
+            f"journal {path} was written by {age} version of Penstock: it has journal version {version}, this one "
             f"reads {SCHEMA_VERSION}. Use the version that made the run, or start a new run"
         )
     found = meta.get("run_id")

@@ -99,7 +99,7 @@ class _GroupTale(_Tale):
     def _told(self, sample: int) -> bool:
         return self.only is None or sample == self.only
 
-    def on_lease_asked(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ask_lease(self, event: Event, notes: Notes) -> Iterable[str]:
         for prompt, attempt, samples in notes.get("leases", ()):
             self._meet(prompt, samples)
             if prompt != self.prompt:
@@ -119,7 +119,7 @@ class _GroupTale(_Tale):
     def _meet(self, prompt: int, samples: list[int]) -> None:
         self.highest = max(self.highest, prompt)
 
-    def on_delivered(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_deliver(self, event: Event, notes: Notes) -> Iterable[str]:
         refused, reason = notes.get("refused", ((), ""))
         for rollout in event.get("rollouts", ()):
             sample = rollout["sample"]
@@ -147,13 +147,13 @@ class _GroupTale(_Tale):
             if self.holders.pop(sample, None) is not None and self._told(sample):
                 yield f"sample {sample} was given back unused by {event['member']}"
 
-    def on_batch_asked(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ask_batch(self, event: Event, notes: Notes) -> Iterable[str]:
         for prompt, attempt, samples in notes.get("batch", ()):
             if prompt == self.prompt and (self.only is None or self.only in samples):
                 self.step, self.trained = event["step"], False
                 yield f"given to {event['member']} for step {self.step}, with {len(samples)} samples, attempt {attempt}"
 
-    def on_step_acked(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ack_step(self, event: Event, notes: Notes) -> Iterable[str]:
         if self.step is None or event["step"] != self.step or self.trained:
             return
         if self.prompt in event.get("missing_prompts", ()):
@@ -163,12 +163,12 @@ class _GroupTale(_Tale):
             self.trained = True
             yield f"trained in step {self.step}: it is part of version {self.step + 1}"
 
-    def on_checkpoint_saved(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ack_checkpoint(self, event: Event, notes: Notes) -> Iterable[str]:
         if self.trained and not self.durable and self.step is not None and event["step"] > self.step:
             self.durable = True
             yield f"durable: the checkpoint of step {event['step']} contains it"
 
-    def on_member_registered(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_register(self, event: Event, notes: Notes) -> Iterable[str]:
         if self.step is None or self.durable or event["role"] != "trainer" or event.get("step") is None:
             return
         if event["step"] <= self.step:
@@ -182,7 +182,7 @@ class _GroupTale(_Tale):
 
     def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
         gone = dict(notes.get("evicted", ()))
-        if event["type"] == "member_left":
+        if event["type"] == "unregister":
             gone.setdefault(event["member"], event.get("reason") or "it left")
         for sample, holder in list(self.holders.items()):
             if holder in gone:
@@ -227,14 +227,14 @@ class _StepTale(_Tale):
     def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
         return _evaluated(notes, self.id + 1)
 
-    def on_batch_asked(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ask_batch(self, event: Event, notes: Notes) -> Iterable[str]:
         self.highest = max(self.highest, event["step"])
         if event["step"] == self.id and "batch" in notes:
             groups = notes["batch"]
             prompts = _several("prompt", [prompt for prompt, _, _ in groups])
             yield f"given to {event['member']}: {sum(len(samples) for _, _, samples in groups)} samples of {prompts}"
 
-    def on_step_acked(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ack_step(self, event: Event, notes: Notes) -> Iterable[str]:
         if event["step"] != self.id:
             return
         figures = ", ".join(f"{name} {value:g}" for name, value in sorted(event.get("metrics", {}).items()))
@@ -242,11 +242,11 @@ class _StepTale(_Tale):
         if event.get("missing_prompts"):
             yield f"without {_several('prompt', event['missing_prompts'])}: {event['missing_reason']}"
 
-    def on_checkpoint_saved(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ack_checkpoint(self, event: Event, notes: Notes) -> Iterable[str]:
         if event["step"] == self.id + 1:
             yield f"in the checkpoint of step {event['step']}: it can no longer be lost"
 
-    def on_member_registered(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_register(self, event: Event, notes: Notes) -> Iterable[str]:
         if self.lines and event["role"] == "trainer" and event.get("step") is not None and event["step"] <= self.id:
             yield f"to be done again: trainer {event['member']} starts at step {event['step']}"
 
@@ -262,17 +262,17 @@ class _VersionTale(_Tale):
     def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
         return _evaluated(notes, self.id)
 
-    def on_lease_asked(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ask_lease(self, event: Event, notes: Notes) -> Iterable[str]:
         leases = notes.get("evaluation_leases", ())
         if leases and event["version"] == self.id and event["member"] not in self.evaluators:
             self.evaluators.add(event["member"])
             yield f"{event['member']} began to evaluate it"
 
-    def on_step_acked(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_ack_step(self, event: Event, notes: Notes) -> Iterable[str]:
         if event["step"] == self.id - 1:
             yield f"made by {event['member']} in step {event['step']}"
 
-    def on_weights_published(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_publish_weights(self, event: Event, notes: Notes) -> Iterable[str]:
         manifest = event["manifest"]
         self.highest = max(self.highest, manifest["version"])
         if manifest["version"] == self.id:
@@ -285,7 +285,7 @@ class _VersionTale(_Tale):
             self.superseded = True
             yield f"superseded by version {manifest['version']}; {self.samples} samples were delivered from it so far"
 
-    def on_delivered(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_deliver(self, event: Event, notes: Notes) -> Iterable[str]:
         refused = notes.get("refused", ((), ""))[0]
         made = [r for r in event.get("rollouts", ()) if r["version"] == self.id and r["sample"] not in refused]
         self.samples += len(made)
@@ -293,7 +293,7 @@ class _VersionTale(_Tale):
             self.makers.add(event["member"])
             yield f"first sample made with it by {event['member']}: sample {made[0]['sample']}"
 
-    def on_member_registered(self, event: Event, notes: Notes) -> Iterable[str]:
+    def on_register(self, event: Event, notes: Notes) -> Iterable[str]:
         if self.lines and event["role"] == "trainer" and event.get("step") is not None and event["step"] < self.id:
             self.superseded = False
             yield f"lost: trainer {event['member']} starts again at step {event['step']}"
@@ -307,10 +307,10 @@ _TALES: dict[Kind, type[_Tale]] = {
 }
 
 _DROPPED_BY = {
-    "delivered": "when its group was complete it was too old, or its prompt had failed too often",
-    "batch_asked": "it had become too old for every step to come",
-    "step_acked": "it had become too old for every step to come, or could not be fetched",
-    "member_registered": "the trainer started again before the version it was made with",
+    "deliver": "when its group was complete it was too old, or its prompt had failed too often",
+    "ask_batch": "it had become too old for every step to come",
+    "ack_step": "it had become too old for every step to come, or could not be fetched",
+    "register": "the trainer started again before the version it was made with",
     "run_resumed": "the run was resumed and its payload was gone",
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from penstock.control.io.calls import Answerer
-from penstock.control.io.waiting import WaitingRoom, deadline
+from penstock.control.io.service import Answerer
+from penstock.control.io.waiting import HeldCalls, deadline
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.weights import Held, Manifest
 from penstock.weights.coordination import Coordination
@@ -28,7 +28,7 @@ class FleetCalls:
         self,
         fleets: Mapping[PipelineName, Coordination],
         machines: Mapping[PipelineName, Machine],
-        waiting: Callable[[], WaitingRoom],
+        waiting: Callable[[], HeldCalls],
         now: Callable[[], float],
     ) -> None:
         self._fleets = fleets
@@ -41,7 +41,7 @@ class FleetCalls:
         """Held until another version than the one held is offered; only the newest loadable one ever is."""
         name, waiting, until = request.pipeline, self._waiting(), deadline(request.wait_s)
         fleet, machine = self._fleets[name], self._machines[name]
-        with waiting.seat(name, "ask_weights"):
+        with waiting.holding(name, "ask_weights"):
             # Between a trainer's return to an earlier step and its first publication nothing is worth loading; and one
             # that evaluates a version, or is about to, goes on serving it.
             while (
@@ -61,7 +61,7 @@ class FleetCalls:
         """Held until the fleet wants a checkpoint; the same answer comes again until it was published, durably."""
         name, waiting, until = request.pipeline, self._waiting(), deadline(request.wait_s)
         fleet, machine = self._fleets[name], self._machines[name]
-        with waiting.seat(name, "ask_checkpoint"):
+        with waiting.holding(name, "ask_checkpoint"):
             while not (reason := fleet.transaction.checkpoint_wanted):
                 if machine.phase == "stopped" or not await waiting.hold(name, ("checkpoint", "phase"), until):
                     return NotYet("a reason to save out of turn", machine.phase)

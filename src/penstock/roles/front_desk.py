@@ -13,8 +13,8 @@ from penstock.config.devices import devices_of
 from penstock.config.run import Config
 from penstock.control import effects
 from penstock.control.effects import Effect
-from penstock.control.events import MemberLeft, RunResumed, SettingsTaken, StopAsked
-from penstock.control.io.desk import ControlDesk
+from penstock.control.events import RunResumed, SettingsTaken
+from penstock.control.io.service import ControlService
 from penstock.control.pipeline import PipelineControl
 from penstock.control.points import EvaluationResult
 from penstock.control.state import StepSummary
@@ -37,7 +37,7 @@ OF_MEMBERS = (messages.AskWeights, messages.AskCheckpoint, messages.ReportReplic
 """Calls about weights, which the pipelines' own machines do not see."""
 
 
-class FrontDesk(ControlDesk):
+class FrontDesk(ControlService):
     """Answers as the control desk does, and does what only this process knows how to do."""
 
     def __init__(
@@ -108,7 +108,7 @@ class FrontDesk(ControlDesk):
     def _take_settings(self) -> None:
         for name, wanted in self._wanted.items():
             answer = self.happen(name, SettingsTaken(wanted))[0]
-            if isinstance(answer, effects.RefuseCall):
+            if isinstance(answer, Refused):
                 raise ConfigError(f"pipeline {name!r} of this run cannot go on so: {answer.message}")
 
     async def call(self, request: Request) -> Reply:
@@ -126,7 +126,7 @@ class FrontDesk(ControlDesk):
                 self._write_step(request)
             case messages.Register(), messages.Registered():
                 self._pool.registered(request)
-            case messages.Heartbeat(), messages.Beaten(known=True):
+            case messages.Heartbeat(), messages.HeartbeatSeen(known=True):
                 self._pool.beaten(request)
             case messages.AckCheckpoint(), Ok():
                 digest = self._machines[request.pipeline].state.digests.get(Version(request.step))
@@ -194,12 +194,12 @@ class FrontDesk(ControlDesk):
         fleet = self._fleets[name]
         while fleet.evicted:
             member, reason = fleet.evicted.popitem()
-            self.happen(name, MemberLeft(member, reason, died=True))
+            self.happen(name, messages.Unregister(name, member, reason, died=True))
         while fleet.dismissed:
             member, reason = fleet.dismissed.popitem()
             self._evicted[member] = reason
         if fleet.failure and not self.failure:
-            self.happen(name, StopAsked(fleet.failure, failed=True))
+            self.happen(name, messages.Stop(name, MemberId(""), fleet.failure, failed=True))
 
     def _instructed(self, name: PipelineName, effect: Effect) -> None:
         if isinstance(effect, effects.ReleasePayloads):

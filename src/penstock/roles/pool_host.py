@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.config.devices import Devices
 from penstock.config.run import Config
-from penstock.control.io.waiting import WaitingRoom, deadline
+from penstock.control.io.waiting import HeldCalls, deadline
 from penstock.control.pipeline import PipelineControl
 from penstock.errors import ConfigError, PenstockError, Stale
 from penstock.journal.writer import Journal
@@ -46,7 +46,7 @@ class PoolHost:
             raise ConfigError(f"the pool cannot count what {', '.join(unwired)} still needs: there is no ledger for it")
         self._wanted = PoolSettings(Topology((devices.count,)), payback=config.pool.payback)
         self.pool = Pool(self._wanted)
-        self.waiting = WaitingRoom()
+        self.waiting = HeldCalls()
         self.fenced: dict[MemberId, str] = {}
         """Members that must be ended for certain: their devices are wanted and they do not answer."""
         self._config = config
@@ -182,7 +182,7 @@ class PoolHost:
             release=request.release,
         )
         until = deadline(request.wait_s)
-        with self.waiting.seat(request.pipeline, "ask_devices"):
+        with self.waiting.holding(request.pipeline, "ask_devices"):
             while True:
                 if (rejected := self._rejected.pop((request.member, request.request), None)) is not None:
                     return rejected
@@ -202,7 +202,7 @@ class PoolHost:
 
     async def _ask_orders(self, request: messages.AskOrders) -> Reply:
         until = deadline(request.wait_s)
-        with self.waiting.seat(request.pipeline, "ask_orders"):
+        with self.waiting.holding(request.pipeline, "ask_orders"):
             while True:
                 orders = self.pool.orders(request.member)
                 if any(order.number != request.seen for order in orders):

@@ -7,7 +7,6 @@ from random import Random
 
 import msgspec
 
-from penstock.control import effects, events
 from penstock.records.batch import Batch
 from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef
@@ -18,6 +17,7 @@ from penstock.sim.desk import AskWeights
 from penstock.sim.engine import Body, Call, Engine, Owner, Signal, Sleep, Until
 from penstock.sim.faults import FaultLog
 from penstock.sim.scoring import scores
+from penstock.wire import messages
 
 LONG_POLL_S = 20.0
 
@@ -63,8 +63,8 @@ class SimWorker:
         engine.spawn(self.owner, self._main())
 
     def _main(self) -> Body:
-        answer = yield Call(events.MemberRegistered(self.member, "rollout"))
-        if not isinstance(answer, effects.AcceptMember):
+        answer = yield Call(messages.Register(self.owner.pipeline, self.member, "rollout"))
+        if not isinstance(answer, messages.Registered):
             self.owner.alive = False
             return
         self.engine.after(0.0, self._beat)
@@ -77,17 +77,19 @@ class SimWorker:
                 yield Until(self._freed)
                 continue
             version = self.weights.version if self.weights is not None else Version(0)
-            answer = yield Call(events.LeaseAsked(self.member, request, self.free, version), LONG_POLL_S)
-            if isinstance(answer, effects.GrantLeases):
+            answer = yield Call(
+                messages.AskLease(self.owner.pipeline, self.member, request, self.free, version), LONG_POLL_S
+            )
+            if isinstance(answer, messages.Leased) and answer.leases:
                 request += 1
                 backoff_s = self.pace.backoff_s
                 for lease in answer.leases:
                     self.free -= len(lease.samples)
                     self.engine.spawn(self.owner, self._generate(lease))
-            elif isinstance(answer, effects.RefuseLease) and answer.verdict == "exhausted":
+            elif isinstance(answer, messages.Leased) and answer.verdict == "exhausted":
                 self.retired = True
                 return
-            elif isinstance(answer, effects.RefuseLease):
+            elif isinstance(answer, messages.Leased):
                 yield Sleep(backoff_s)
                 backoff_s = min(1.0, 2 * backoff_s)
             else:
@@ -116,8 +118,10 @@ class SimWorker:
                 rollouts.append(self._rollout(sample, version, digest))
         now_served = self.weights.version if self.weights is not None else Version(0)
         counted = scores(lease, evaluated, [(version, digest), (now_served, self._digest)]) if evaluated else ()
-        answer = yield Call(events.Delivered(self.member, tuple(rollouts), tuple(failures), scores=tuple(counted)))
-        if isinstance(answer, effects.RefuseCall):
+        answer = yield Call(
+            messages.Deliver(self.owner.pipeline, self.member, tuple(rollouts), tuple(failures), scores=tuple(counted))
+        )
+        if isinstance(answer, messages.Refused):
             self.owner.alive = False
             return
         self.free += len(lease.samples)
@@ -207,35 +211,39 @@ class SimTrainer:
         engine.spawn(self.owner, self._main(lineage.step))
 
     def _main(self, step: StepIndex) -> Body:
-        answer = yield Call(events.MemberRegistered(self.member, "trainer", step=step, lineage=self.owner.name))
-        if not isinstance(answer, effects.AcceptMember):
+        answer = yield Call(
+            messages.Register(self.owner.pipeline, self.member, "trainer", step=step, lineage=self.owner.name)
+        )
+        if not isinstance(answer, messages.Registered):
             self.owner.alive = False
             return
         self.engine.after(0.0, self._beat)
         yield from self._publish(Version(step))
         while True:
-            answer = yield Call(events.BatchAsked(self.member, step), LONG_POLL_S)
-            if isinstance(answer, effects.ConfirmComplete):
+            answer = yield Call(messages.AskBatch(self.owner.pipeline, self.member, step), LONG_POLL_S)
+            if isinstance(answer, messages.Complete):
                 break
-            if isinstance(answer, effects.RefuseCall):
+            if isinstance(answer, messages.Refused):
                 self.owner.alive = False
                 return
-            if isinstance(answer, effects.DeferBatch):
+            if isinstance(answer, messages.NotYet):
                 continue
             missing = self._fetch(answer.batch)
             yield Sleep(self.pace.step_s)
             self.busy_s += self.pace.step_s
             self.seen.append([group.prompt for group in answer.batch.groups if group.prompt not in missing])
             yield from self._publish(Version(step + 1))
-            answer = yield Call(events.StepAcked(self.member, step, tuple(missing), "simulated loss"))
-            if isinstance(answer, effects.RefuseCall):
+            answer = yield Call(
+                messages.AckStep(self.owner.pipeline, self.member, step, tuple(missing), "simulated loss")
+            )
+            if isinstance(answer, messages.Refused):
                 self.owner.alive = False
                 return
             step = StepIndex(step + 1)
             if step % self.checkpoint_every == 0:
                 yield from self._checkpoint(step)
         yield from self._checkpoint(step)
-        yield Call(events.MemberLeft(self.member, "training is complete"))
+        yield Call(messages.Unregister(self.owner.pipeline, self.member, "training is complete"))
         self.done = True
 
     def _fetch(self, batch: Batch) -> dict[PromptIndex, None]:
@@ -251,12 +259,16 @@ class SimTrainer:
     def _publish(self, version: Version) -> Body:
         yield Sleep(self.pace.publish_s)
         digest = f"{self.owner.name}/{version}"
-        yield Call(events.WeightsPublished(self.member, Manifest(version, self.owner.name, digest, (), "")))
+        yield Call(
+            messages.PublishWeights(
+                self.owner.pipeline, self.member, Manifest(version, self.owner.name, digest, (), "")
+            )
+        )
 
     def _checkpoint(self, step: StepIndex) -> Body:
         yield Sleep(self.pace.checkpoint_s)
         self.lineage.save(self.seen)
-        yield Call(events.CheckpointSaved(self.member, step, self.lineage.last_resort))
+        yield Call(messages.AckCheckpoint(self.owner.pipeline, self.member, step, self.lineage.last_resort))
 
     def _beat(self) -> None:
         if self.owner.alive and not self.done:
@@ -269,6 +281,6 @@ def send_beat(engine: Engine, owner: Owner, member: MemberId, progressed_ago_s: 
     sidecar = Owner(f"{owner.name}-sidecar", owner.pipeline)
 
     def beat() -> Body:
-        yield Call(events.HeartbeatHeard(member, progressed_ago_s))
+        yield Call(messages.Heartbeat(owner.pipeline, member, progressed_ago_s))
 
     engine.spawn(sidecar, beat())

@@ -21,6 +21,7 @@ from penstock.records.ids import MemberId
 from penstock.records.weights import Held
 from penstock.sim.engine import Call, Engine, Process
 from penstock.sim.faults import FaultLog
+from penstock.wire import messages
 
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.5
@@ -133,15 +134,15 @@ class SimDesk:
             weights = None if keeps else self.control.weights
             fresh = weights if weights is not None and weights.held != request.held else None
             return fresh, "weights" if fresh is None else ""
-        if isinstance(request, events.LeaseAsked):
+        if isinstance(request, messages.AskLease):
             others = sum(held.process is not pending.process for held in self._held["leases"])
             request = msgspec.structs.replace(request, waiting=others, steady=self.is_steady(request))
         answer = self.happen(request)
-        if isinstance(answer, effects.RefuseLease) and answer.verdict == "throttled":
+        if isinstance(answer, messages.Leased) and answer.verdict == "throttled":
             return answer, "leases"
-        return answer, "batches" if isinstance(answer, effects.DeferBatch) else ""
+        return answer, "batches" if isinstance(answer, messages.NotYet) else ""
 
-    def is_steady(self, request: events.LeaseAsked) -> bool:
+    def is_steady(self, request: messages.AskLease) -> bool:
         """Whether the asker's weights will stay what they are; here nobody knows."""
         return True
 

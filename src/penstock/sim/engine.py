@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import RunFailed
+from penstock.records.ids import PipelineName
 
 
 class Sleep(msgspec.Struct, frozen=True):
@@ -59,7 +60,7 @@ class Process:
 class Owner:
     """One incarnation of a simulated operating-system process."""
 
-    def __init__(self, name: str, pipeline: str = "") -> None:
+    def __init__(self, name: str, pipeline: PipelineName = PipelineName("sim")) -> None:
         self.name = name
         self.pipeline = pipeline
         self.alive = True

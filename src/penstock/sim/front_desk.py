@@ -16,6 +16,7 @@ from penstock.sim.pool_host import AskDevices, AskOrders, ReleaseDevices, Report
 from penstock.weights import events as weights
 from penstock.weights.coordination import Coordination
 from penstock.weights.fleet import TransactionSettings
+from penstock.wire import messages
 
 FLEET = TransactionSettings(
     min_healthy=1, update_timeout_s=60.0, fenced_timeout_s=60.0, unhealthy_timeout_s=900.0, max_fleet_restarts=3
@@ -31,14 +32,14 @@ class AskCheckpoint(msgspec.Struct, frozen=True):
 class Publish(msgspec.Struct, frozen=True):
     """Weights were published, perhaps on disk for good."""
 
-    event: events.WeightsPublished
+    event: messages.PublishWeights
     durable: bool
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
     """What a worker is answered: a verdict, and the payloads of its own that nobody will read."""
 
-    verdict: effects.GrantLeases | effects.RefuseLease
+    verdict: messages.Leased
     discard: tuple[PayloadRef, ...]
     oldest: Version
     """No sample made with a lower version will ever be read."""
@@ -80,54 +81,54 @@ class FrontDesk(SimDesk):
                 self._tell(request)
                 if self.control.evaluation.lacks_evaluator:
                     self.announce("leases")
-                return effects.Confirm(), ""
+                return messages.Ok(), ""
             case AskCheckpoint():
                 wanted = self.fleet.transaction.checkpoint_wanted
                 return wanted, "" if wanted else "checkpoint"
             case Publish(event=event, durable=durable):
                 answer = self.happen(event)
-                if isinstance(answer, effects.Confirm):
+                if isinstance(answer, messages.Ok):
                     self._tell(weights.VersionPublished(event.manifest, durable))
                 return answer, ""
             case AskOrders() | ReportOrder() | AskDevices() | ReleaseDevices():
                 if (refusal := self._refusal(request.member)) is not None:
                     return refusal, ""
                 return self.pool.answer(self.settings.name, request)
-            case events.LeaseAsked() if (verdict := self._held_back(request)) is not None:
+            case messages.AskLease() if (verdict := self._held_back(request)) is not None:
                 return verdict, ""
         answer, topic = super()._decide(pending)
         match request, answer:
-            case events.CheckpointSaved(), effects.Confirm():
+            case messages.AckCheckpoint(), messages.Ok():
                 digest = self.control.state.digests.get(Version(request.step))
                 if digest is not None:
                     self._tell(weights.VersionMadeDurable(Held(Version(request.step), digest)))
-            case events.MemberRegistered(role="rollout"), effects.AcceptMember():
+            case messages.Register(role="rollout"), messages.Registered():
                 self.pool.joined(self.settings.name, request.member)
-            case events.HeartbeatHeard(), effects.AcceptHeartbeat(known=True):
+            case messages.Heartbeat(), messages.HeartbeatSeen(known=True):
                 self.pool.beaten(self.settings.name, request.member)
-            case events.MemberLeft(), effects.Confirm():
+            case messages.Unregister(), messages.Ok():
                 self.pool.lost(request.member, request.reason)
         return answer, topic
 
     def _reply(self, pending: Pending, answer: Any) -> None:
-        if isinstance(answer, effects.GrantLeases | effects.RefuseLease):
+        if isinstance(answer, messages.Leased):
             request = pending.call.request
             member = self.control.members.get(request.member)
             discard = self.discards.answer(member.rings if member is not None else (), request.request)
             answer = LeaseReply(answer, discard, self.control.oldest_trainable)
         super()._reply(pending, answer)
 
-    def _refusal(self, member: MemberId) -> effects.RefuseCall | None:
+    def _refusal(self, member: MemberId) -> messages.Refused | None:
         if self.control.members.get(member) is not None:
             return None
-        return effects.RefuseCall("Stale", self.control.members.why_unknown(member))
+        return messages.Refused("Stale", self.control.members.why_unknown(member))
 
-    def _held_back(self, request: events.LeaseAsked) -> effects.RefuseLease | None:
+    def _held_back(self, request: messages.AskLease) -> messages.Leased | None:
         """A replica that may not serve, or a fleet without weights, is given nothing."""
         verdict = self.fleet.holds_back(request.member)
-        return None if verdict is None else effects.RefuseLease(verdict, self.control.phase)
+        return None if verdict is None else messages.Leased((), verdict, self.control.phase)
 
-    def is_steady(self, request: events.LeaseAsked) -> bool:
+    def is_steady(self, request: messages.AskLease) -> bool:
         return self.fleet.is_steady(request.member, request.version)
 
     def _tell(self, event: weights.TransactionEvent) -> None:
@@ -140,12 +141,12 @@ class FrontDesk(SimDesk):
         fleet = self.fleet
         while fleet.evicted:
             member, reason = fleet.evicted.popitem()
-            self.happen(events.MemberLeft(member, reason, died=True))
+            self.happen(messages.Unregister(self.settings.name, member, reason, died=True))
         while fleet.dismissed:
             member, reason = fleet.dismissed.popitem()
             self._on_effect(effects.EvictMember(member, reason))
         if fleet.failure:
-            self.happen(events.StopAsked(fleet.failure, failed=True))
+            self.happen(messages.Stop(self.settings.name, MemberId(""), fleet.failure, failed=True))
 
     def _tick(self) -> None:
         super()._tick()

@@ -7,7 +7,6 @@ from random import Random
 
 import msgspec
 
-from penstock.control import effects, events
 from penstock.errors import InvalidTransition
 from penstock.payload.unread import Unread
 from penstock.records.ids import MemberId, SampleId, Version
@@ -22,6 +21,7 @@ from penstock.sim.front_desk import LeaseReply
 from penstock.sim.replica import SimEngine
 from penstock.sim.rings import SimRing
 from penstock.sim.scoring import scores
+from penstock.wire import messages
 
 SEGMENTS = 3
 """Decode boundaries at which a generating batch looks at the weights it is made with."""
@@ -171,19 +171,22 @@ class SimRunner:
         yield Sleep(after_s)
         asked = self._sim.now
         self.request += 1
-        reply = yield Call(events.LeaseAsked(self._member, self.request, samples, self._engine.version), LONG_POLL_S)
+        reply = yield Call(
+            messages.AskLease(self._owner.pipeline, self._member, self.request, samples, self._engine.version),
+            LONG_POLL_S,
+        )
         if not isinstance(reply, LeaseReply):
             self._refused(str(reply))
             return
         self._ring.discard((*reply.discard, *self._unread.expire(reply.oldest, self._sim.now)))
         verdict = reply.verdict
-        leases = verdict.leases if isinstance(verdict, effects.GrantLeases) else ()
+        leases = verdict.leases
         if self._asking is not token:
             if leases:
                 yield from self._give_back(tuple(sample for lease in leases for sample in lease.samples))
             return
         self._asking = None
-        said = "granted" if isinstance(verdict, effects.GrantLeases) else verdict.verdict
+        said = verdict.verdict
         self._post(flow.LeaseAnswered(leases, said, self._sim.now - asked))
         if verdict.phase in ("complete", "stopped"):
             self.abandon(f"the run is {verdict.phase}")
@@ -193,8 +196,10 @@ class SimRunner:
         rollouts = [rollout for work in works for rollout in work.rollouts]
         failures = [failure for work in works for failure in work.failures]
         counted = tuple(score for work in works for score in work.scores)
-        answer = yield Call(events.Delivered(self._member, tuple(rollouts), tuple(failures), scores=counted))
-        if not isinstance(answer, effects.AcceptDelivery):
+        answer = yield Call(
+            messages.Deliver(self._owner.pipeline, self._member, tuple(rollouts), tuple(failures), scores=counted)
+        )
+        if not isinstance(answer, messages.Delivered):
             self._refused(str(answer))
             return
         refused = set(answer.refused)
@@ -211,8 +216,8 @@ class SimRunner:
         self._post(flow.ReturnEnded())
 
     def _give_back(self, samples: tuple[SampleId, ...]) -> Body:
-        answer = yield Call(events.Delivered(self._member, returned=samples))
-        if not isinstance(answer, effects.AcceptDelivery):
+        answer = yield Call(messages.Deliver(self._owner.pipeline, self._member, returned=samples))
+        if not isinstance(answer, messages.Delivered):
             self._refused(str(answer))
 
     # -- the hooks ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 
-from penstock.control import effects, events
+from penstock.control import events
 from penstock.control.pipeline import PipelineControl
 from penstock.errors import InvalidTransition
 from penstock.records.batch import Batch
@@ -14,6 +14,7 @@ from penstock.sim.fetching import Fetched
 from penstock.sim.replica import Artifacts, SimEngine
 from penstock.sim.rings import SimRing
 from penstock.weights.replica import Replica
+from penstock.wire import messages
 
 
 class Watch:
@@ -25,7 +26,7 @@ class Watch:
         self.staleness: Counter[int] = Counter()
         self.checks = 0
         self._seen = 0
-        self._batches: dict[StepIndex, effects.GiveBatch] = {}
+        self._batches: dict[StepIndex, messages.BatchReady] = {}
         self._trained: dict[StepIndex, tuple[PromptIndex, ...]] = {}
         self._trainer = ""
 
@@ -35,17 +36,17 @@ class Watch:
         if self.check_every and self._seen % self.check_every == 0:
             control.check()
             self.checks += 1
-        if isinstance(answer, effects.GiveBatch):
+        if isinstance(answer, messages.BatchReady):
             self._saw_batch(answer)
-        elif isinstance(answer, effects.AcceptMember) and isinstance(event, events.MemberRegistered):
+        elif isinstance(answer, messages.Registered) and isinstance(event, messages.Register):
             self._saw_trainer(control, event)
-        elif isinstance(event, events.StepAcked) and isinstance(answer, effects.Confirm):
+        elif isinstance(event, messages.AckStep) and isinstance(answer, messages.Ok):
             given = self._batches[event.step].batch.groups
             left = tuple(group.prompt for group in given if group.prompt not in event.missing_prompts)
             self._trained[event.step] = left
             self._no_prompt_twice()
 
-    def _saw_batch(self, given: effects.GiveBatch) -> None:
+    def _saw_batch(self, given: messages.BatchReady) -> None:
         batch = given.batch
         known = self._batches.get(batch.step)
         if known is not None and known.batch != batch:
@@ -60,7 +61,7 @@ class Watch:
                 if not 0 <= age <= self.max_staleness:
                     raise InvalidTransition(f"step {batch.step} was given a sample of version {version}")
 
-    def _saw_trainer(self, control: PipelineControl, event: events.MemberRegistered) -> None:
+    def _saw_trainer(self, control: PipelineControl, event: messages.Register) -> None:
         if event.role != "trainer" or event.member == self._trainer:
             return
         self._trainer = event.member
@@ -100,7 +101,7 @@ class Truth:
         if found != replica.digest or replica.version not in self._artifacts.ever.get(found, ()):
             raise InvalidTransition(f"an engine with {found!r}, never published so, generates as {replica!r}")
 
-    def accepted(self, event: events.Delivered, refused: Container[SampleId]) -> None:
+    def accepted(self, event: messages.Deliver, refused: Container[SampleId]) -> None:
         """Samples that the controller took."""
         for rollout in event.rollouts:
             published = self._artifacts.ever.get(rollout.weights_digest, set())

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from penstock.control import effects
 from penstock.errors import PeerLost, PenstockError, RemoteProtocolError, Stale, Transient
 from penstock.records.ids import MemberId, Version
 from penstock.records.weights import NOTHING_HELD, Held, Manifest
@@ -34,6 +33,7 @@ from penstock.weights.replica import (
     Verified,
     WriteBegan,
 )
+from penstock.wire import messages
 
 Way = Literal["staged", "in_place"]
 
@@ -145,7 +145,7 @@ class SimUpdater:
         while not self._is_awake():
             yield Until(self._woken)
         manifest = yield Call(AskWeights(self.replica.held, self._member), POLL_S)
-        if isinstance(manifest, effects.RefuseCall):
+        if isinstance(manifest, messages.Refused):
             raise PeerLost(manifest.message)
         if manifest is None or manifest.held == self.replica.held or not self._is_awake():
             return
@@ -274,7 +274,7 @@ class SimUpdater:
                     self._step = "report"
                     report = weights.ReplicaReported(self._member, state, version, digest, error=error)
                     answer = yield Call(report)
-                    if isinstance(answer, effects.RefuseCall):
+                    if isinstance(answer, messages.Refused):
                         self._given_up = True
                         raise PeerLost(answer.message)
                 case AbandonReplica(reason):

@@ -12,6 +12,7 @@ from penstock.sim.actors import Lineage
 from penstock.sim.desk import SimDesk
 from penstock.sim.engine import Engine, Owner
 from penstock.sim.faults import FaultLog
+from penstock.wire import messages
 
 TRAINER = -1
 """The trainer's seat; the workers' are counted from 0."""
@@ -188,7 +189,7 @@ class Supervisor(Generic[W, T]):
     def _perhaps_report(self, member: str) -> None:
         """The supervisor sees an exit at once, and says so, if the controller can hear it."""
         if self.desk.up and self._random.random() < self._faults.exits_seen:
-            self.desk.happen(events.MemberLeft(MemberId(member), "killed", died=True))
+            self.desk.happen(messages.Unregister(self.desk.settings.name, MemberId(member), "killed", died=True))
 
     def _supervise(self) -> None:
         """Restarts processes that ended by themselves."""

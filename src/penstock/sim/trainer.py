@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.control import effects, events
 from penstock.records.batch import Batch
-from penstock.records.ids import MemberId, PromptIndex, StepIndex, Version
+from penstock.records.ids import MemberId, PipelineName, PromptIndex, StepIndex, Version
 from penstock.records.pool import Priority
 from penstock.records.weights import Held, Manifest
 from penstock.sim.actors import LONG_POLL_S, Lineage, Pace, send_beat
@@ -20,6 +19,7 @@ from penstock.sim.floor import Floor
 from penstock.sim.front_desk import AskCheckpoint, Publish
 from penstock.sim.replica import Artifacts
 from penstock.sim.turns import SimTurns
+from penstock.wire import messages
 
 
 class Prepared(msgspec.Struct):
@@ -50,7 +50,7 @@ class WholeTrainer:
     ) -> None:
         """With `scores` every step first asks a reference. `trains` sees every batch with the payloads at the moment
         they are trained on."""
-        self.owner = Owner(name, pipeline)
+        self.owner = Owner(name, PipelineName(pipeline))
         self.member = MemberId(name)
         self.busy_s = 0.0
         self.done = False
@@ -80,8 +80,8 @@ class WholeTrainer:
         engine.spawn(self.owner, self._main(lineage.step))
 
     def _main(self, step: StepIndex) -> Body:
-        registered = events.MemberRegistered(self.member, "trainer", step=step, lineage=self.owner.name)
-        if not isinstance((yield Call(registered)), effects.AcceptMember):
+        registered = messages.Register(self.owner.pipeline, self.member, "trainer", step=step, lineage=self.owner.name)
+        if not isinstance((yield Call(registered)), messages.Registered):
             self.owner.alive = False
             return
         self._beat()
@@ -114,7 +114,7 @@ class WholeTrainer:
         yield from self._lock()
         yield from self._save()
         self._turns.move_out()
-        yield Call(events.MemberLeft(self.member, "training is complete"))
+        yield Call(messages.Unregister(self.owner.pipeline, self.member, "training is complete"))
         self.done = True
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ class WholeTrainer:
     def _prepare(self, step: StepIndex) -> Body:
         """Asks for a step's batch and fetches its payloads while the step before it trains."""
         answer: Any = None
-        while not isinstance(answer, effects.GiveBatch | effects.ConfirmComplete):
-            answer = yield from self._call(events.BatchAsked(self.member, step), LONG_POLL_S)
+        while not isinstance(answer, messages.BatchReady | messages.Complete):
+            answer = yield from self._call(messages.AskBatch(self.owner.pipeline, self.member, step), LONG_POLL_S)
         prepared = Prepared(step, None, Fetched())
-        if isinstance(answer, effects.GiveBatch):
+        if isinstance(answer, messages.BatchReady):
             prepared.batch = answer.batch
             self.holding.append(prepared.fetched)
             refs = [ref for group in answer.batch.groups for ref in group.payloads]
@@ -146,7 +146,7 @@ class WholeTrainer:
         self.seen.append([group.prompt for group in batch.groups if group.prompt not in missing])
         self._offered = Version(batch.step + 1)
         self._engine.fire(self._offer_came)
-        yield from self._call(events.StepAcked(self.member, batch.step, missing, reason))
+        yield from self._call(messages.AckStep(self.owner.pipeline, self.member, batch.step, missing, reason))
         self.fetcher.consumed(fetched)
         self.holding.remove(fetched)
 
@@ -169,7 +169,7 @@ class WholeTrainer:
         manifest = Manifest(version, self.owner.name, self._digest(version), (), "")
         strikes = self._faults.strikes("artifact damaged", self._settings.damage_artifact, self._engine.now)
         self._artifacts.publish(manifest, damaged=strikes and not durable)
-        yield from self._call(Publish(events.WeightsPublished(self.member, manifest), durable))
+        yield from self._call(Publish(messages.PublishWeights(self.owner.pipeline, self.member, manifest), durable))
 
     def _digest(self, version: Version) -> str:
         """The same each time; now and then that of the version before, as after a step without a gradient."""
@@ -186,7 +186,7 @@ class WholeTrainer:
         while self._offered is not None or self._publishing:
             yield Until(self._published)
         self._artifacts.make_durable(Held(Version(step), self._digest(Version(step))))
-        yield from self._call(events.CheckpointSaved(self.member, step, self._lineage.last_resort))
+        yield from self._call(messages.AckCheckpoint(self.owner.pipeline, self.member, step, self._lineage.last_resort))
 
     def _heed_checkpoints(self) -> Body:
         """Saves whenever the controller asks for it, and publishes afresh."""
@@ -216,7 +216,7 @@ class WholeTrainer:
     def _call(self, request: object, wait_s: float = 0.0) -> Body:
         """A refusal ends this process: the controller knows another trainer."""
         answer = yield Call(request, wait_s)
-        if isinstance(answer, effects.RefuseCall):
+        if isinstance(answer, messages.Refused):
             self.owner.alive = False
             yield Sleep(0.0)
         return answer

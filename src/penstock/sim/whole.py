@@ -35,6 +35,7 @@ from penstock.sim.supervisor import Supervisor
 from penstock.sim.trainer import WholeTrainer
 from penstock.sim.worker import WholeWorker, WorkerShape
 from penstock.sim.world import SimSettings, control_settings
+from penstock.wire import messages
 
 EVICTED_GRACE_S = 3.0
 """Whoever was given up lives on for so long before it is ended."""
@@ -200,7 +201,7 @@ class PipelineRun:
 
     def _saw(self, event: events.Event, answer: object) -> None:
         self.watch.saw(self.desk.control, event, answer)
-        if isinstance(event, events.Delivered) and isinstance(answer, effects.AcceptDelivery):
+        if isinstance(event, messages.Deliver) and isinstance(answer, messages.Delivered):
             self.truth.accepted(event, answer.refused)
 
     def _carry_out(self, effect: effects.Effect) -> None:
@@ -368,7 +369,7 @@ class WholeWorld:
         run = self.pipelines[name]
         run.processes.replace(member)
         if run.desk.up:
-            run.desk.happen(events.MemberLeft(member, "fenced by the pool", died=True))
+            run.desk.happen(messages.Unregister(name, member, "fenced by the pool", died=True))
             self.pool.lost(member, "fenced")
 
     def _up(self) -> bool:

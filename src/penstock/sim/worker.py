@@ -7,9 +7,8 @@ from random import Random
 
 import msgspec
 
-from penstock.control import effects, events
 from penstock.payload.unread import Unread
-from penstock.records.ids import MemberId
+from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import Order
 from penstock.rollout.prefetch import Bounds
 from penstock.sim.actors import Pace, send_beat
@@ -23,6 +22,7 @@ from penstock.sim.replica import Artifacts, SimEngine, SimUpdater, Way
 from penstock.sim.rings import SimRing
 from penstock.weights import events as weights
 from penstock.weights.replica import ReplicaState
+from penstock.wire import messages
 
 ORDERS_S = 10.0
 LOOK_EVERY_S = 0.1
@@ -57,7 +57,7 @@ class WholeWorker:
         witness: Callable[[SimEngine, SimUpdater], None],
     ) -> None:
         """`witness` sees engine and replica at every decode boundary."""
-        self.owner = Owner(name, pipeline)
+        self.owner = Owner(name, PipelineName(pipeline))
         self.member = MemberId(name)
         self.ring = SimRing(
             self.owner, shape.host, slots=shape.ring_slots, capacity_bytes=shape.ring_bytes, ports=shape.ports
@@ -99,8 +99,8 @@ class WholeWorker:
         sim.spawn(self.owner, self._main())
 
     def _main(self) -> Body:
-        answer = yield Call(events.MemberRegistered(self.member, "rollout", ring=self.ring.address))
-        if not isinstance(answer, effects.AcceptMember):
+        answer = yield Call(messages.Register(self.owner.pipeline, self.member, "rollout", ring=self.ring.address))
+        if not isinstance(answer, messages.Registered):
             self.owner.alive = False
             return
         self._beat()
@@ -129,7 +129,7 @@ class WholeWorker:
         def goodbye() -> Body:
             yield Sleep(self._pace.sleep_s)
             self._floor.leave(self.owner)
-            yield Call(events.MemberLeft(self.member, reason))
+            yield Call(messages.Unregister(self.owner.pipeline, self.member, reason))
             self.owner.alive = False
 
         self._sim.spawn(self.owner, goodbye())
@@ -150,7 +150,7 @@ class WholeWorker:
         seen = 0
         while True:
             orders = yield Call(AskOrders(self.member, seen), ORDERS_S)
-            if isinstance(orders, effects.RefuseCall):
+            if isinstance(orders, messages.Refused):
                 self.owner.alive = False
                 return
             for order in orders:

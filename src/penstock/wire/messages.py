@@ -1,4 +1,7 @@
-"""Every call to the controller and every answer, as tagged unions.
+"""Every call to the controller and every reply, as tagged unions.
+
+There is no second vocabulary: the control machine takes these requests as its events, the journal keeps them, and the
+first effect of a request is its reply.
 
 Each request may be repeated after a lost reply without harm: a lease by its `request` number, a delivery by the
 samples' states, a batch and its acknowledgement by the step. Waiting is bounded by `wait_s` on every call that waits.
@@ -34,8 +37,8 @@ class Register(Call, tag="register", frozen=True):
     """First call of every process. Repeating it refreshes the registration."""
 
     role: Role
-    pid: int
-    host_id: str
+    pid: int = 0
+    host_id: str = ""
     ring: RingAddress | None = None
     prompt_count: int | None = None
     """Rollout workers: how many distinct prompts the environment has, None when it never runs out."""
@@ -71,6 +74,10 @@ class AskLease(Call, tag="ask_lease", frozen=True):
     version: Version
     """What the engine serves now."""
     wait_s: float = 0.0
+    waiting: int = 0
+    """Set by the controller: how many other workers' asks it holds right now. What there is gets shared with them."""
+    steady: bool = True
+    """Set by the controller: the weights of this worker are not being changed right now."""
 
 
 class Deliver(Call, tag="deliver", frozen=True):
@@ -94,10 +101,10 @@ class AckStep(Call, tag="ack_step", frozen=True):
     """The step was trained, on everything it was given except the samples of `missing_prompts`' groups."""
 
     step: StepIndex
-    metrics: dict[str, float] = {}
     missing_prompts: tuple[PromptIndex, ...] = ()
     """Prompts whose payloads could not be fetched: not trained, to be issued again."""
     missing_reason: str = ""
+    metrics: dict[str, float] = {}
 
 
 class AckCheckpoint(Call, tag="ack_checkpoint", frozen=True):
@@ -193,7 +200,7 @@ PoolRequest = AskDevices | CancelDevices | ReleaseDevices | AskOrders | ReportOr
 
 
 class Stop(Call, tag="stop", frozen=True):
-    """Ask the whole run to end. `failed` gives the sentence to fail with."""
+    """Ask the whole run to end. `failed`: it fails, with `reason` as its sentence."""
 
     reason: str
     failed: bool = False
@@ -229,8 +236,8 @@ class Registered(msgspec.Struct, tag="registered", frozen=True):
     """Trainers: the next step the ledger expects."""
 
 
-class Beaten(msgspec.Struct, tag="beaten", frozen=True):
-    """Answer to a heartbeat. A member that is not known (any more) must stop or register again."""
+class HeartbeatSeen(msgspec.Struct, tag="heartbeat_seen", frozen=True):
+    """Reply to a heartbeat. A member that is not known (any more) must stop or register again."""
 
     known: bool
     phase: Phase
@@ -308,7 +315,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 Reply = (
     Ok
     | Registered
-    | Beaten
+    | HeartbeatSeen
     | Leased
     | Delivered
     | BatchReady

@@ -18,9 +18,10 @@ from penstock.records.payload import PayloadRef, RingAddress
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
+from penstock.wire import messages
 
 E = TypeVar("E")
-W, T = MemberId("w"), MemberId("t")
+P, W, T = PipelineName("p"), MemberId("w"), MemberId("t")
 
 
 class Driver:
@@ -28,7 +29,7 @@ class Driver:
 
     def __init__(self, group_filter: GroupFilter | None = None, **settings: Any) -> None:
         chosen: dict[str, Any] = {"steps": 10, "groups_per_step": 2, "group_size": 2, "max_staleness": 1} | settings
-        self.settings = PipelineSettings(name=PipelineName("p"), **chosen)
+        self.settings = PipelineSettings(name=P, **chosen)
         self.filter = group_filter
         self.control = PipelineControl(self.settings, group_filter)
         self.now = 0.0
@@ -75,26 +76,27 @@ class Driver:
     def join(self, *workers: str, trainer: str | None = "t", step: int | None = None) -> None:
         for worker in workers:
             ring = RingAddress(worker, 0, "host", "127.0.0.1")
-            answer = self.send(events.MemberRegistered(MemberId(worker), "rollout", ring=ring))
-            assert isinstance(answer, effects.AcceptMember)
+            answer = self.send(messages.Register(P, MemberId(worker), "rollout", ring=ring))
+            assert isinstance(answer, messages.Registered)
         if trainer is not None:
             at = None if step is None else StepIndex(step)
-            answer = self.send(events.MemberRegistered(MemberId(trainer), "trainer", step=at))
-            assert isinstance(answer, effects.AcceptMember)
+            answer = self.send(messages.Register(P, MemberId(trainer), "trainer", step=at))
+            assert isinstance(answer, messages.Registered)
 
     def ask(self, samples: int = 2, member: str = "w", version: int | None = None, waiting: int = 0) -> Any:
         """Asks with a fresh request number, which a refusal does not use up."""
         name = MemberId(member)
         serves = self.control.newest if version is None else Version(version)
         request = self.requests.get(name, 0)
-        answer = self.send(events.LeaseAsked(name, request, samples, serves, waiting))
-        if isinstance(answer, effects.GrantLeases):
+        answer = self.send(messages.AskLease(P, name, request, samples, serves, waiting=waiting))
+        if getattr(answer, "verdict", "") == "granted":
             self.requests[name] = request + 1
         return answer
 
     def lease(self, samples: int = 2, member: str = "w", version: int | None = None) -> tuple[PromptLease, ...]:
         answer = self.ask(samples, member, version)
-        assert isinstance(answer, effects.GrantLeases), answer
+        assert isinstance(answer, messages.Leased), answer
+        assert answer.leases, answer
         return answer.leases
 
     def rollout(self, sample: int, version: int | None = None, reward: float = 1.0, ring: str = "w") -> Rollout:
@@ -111,33 +113,33 @@ class Driver:
         member: str = "w",
         version: int | None = None,
         rewards: tuple[float, ...] = (),
-    ) -> effects.AcceptDelivery:
+    ) -> messages.Delivered:
         samples = [sample for lease in leases for sample in lease.samples]
         values = rewards or (1.0,) * len(samples)
         rollouts = [
             self.rollout(sample, version, reward, member) for sample, reward in zip(samples, values, strict=True)
         ]
-        return self.send(events.Delivered(MemberId(member), tuple(rollouts)))
+        return self.send(messages.Deliver(P, MemberId(member), tuple(rollouts)))
 
     def fail(self, *samples: int, member: str = "w", poison: bool = False) -> Any:
         failures = tuple(FailedRollout(SampleId(sample), "generate", "boom", poison) for sample in samples)
-        return self.send(events.Delivered(MemberId(member), failures=failures))
+        return self.send(messages.Deliver(P, MemberId(member), failures=failures))
 
     def batch(self, step: int, member: str = "t") -> Batch:
-        answer = self.send(events.BatchAsked(MemberId(member), StepIndex(step)))
-        assert isinstance(answer, effects.GiveBatch), answer
+        answer = self.send(messages.AskBatch(P, MemberId(member), StepIndex(step)))
+        assert isinstance(answer, messages.BatchReady), answer
         return answer.batch
 
     def ack(self, step: int, member: str = "t", missing: tuple[int, ...] = ()) -> Any:
-        return self.send(events.StepAcked(MemberId(member), StepIndex(step), tuple(missing)))  # type: ignore[arg-type]
+        return self.send(messages.AckStep(P, MemberId(member), StepIndex(step), missing_prompts=tuple(missing)))  # type: ignore[arg-type]
 
     def checkpoint(self, step: int, member: str = "t", last_resort: int | None = None) -> Any:
         resort = None if last_resort is None else StepIndex(last_resort)
-        return self.send(events.CheckpointSaved(MemberId(member), StepIndex(step), resort))
+        return self.send(messages.AckCheckpoint(P, MemberId(member), StepIndex(step), resort))
 
     def publish(self, version: int, digest: str = "", member: str = "t") -> Any:
         manifest = Manifest(Version(version), member, digest or f"digest{version}", (), "")
-        return self.send(events.WeightsPublished(MemberId(member), manifest))
+        return self.send(messages.PublishWeights(P, MemberId(member), manifest))
 
     def fill(self, groups: int | None = None, member: str = "w", version: int | None = None) -> None:
         """Leases and delivers whole groups."""
@@ -146,7 +148,7 @@ class Driver:
 
     def train(self, step: int, member: str = "t") -> Batch:
         batch = self.batch(step, member)
-        assert isinstance(self.ack(step, member), effects.Confirm)
+        assert isinstance(self.ack(step, member), messages.Ok)
         return batch
 
     def audit(self) -> None:

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.control import effects, events
+from penstock.control import effects
 from penstock.control.admission import ThrottleState, watch_throttle
+from penstock.records.ids import PipelineName
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -17,7 +21,7 @@ def test_no_more_is_leased_than_the_bound_allows(drive, staleness):
     d.join("w")
     leases = d.lease(1000)
     assert sum(len(lease.samples) for lease in leases) == (staleness + 1) * 4
-    assert d.ask(2) == effects.RefuseLease("throttled", "running")
+    assert d.ask(2) == messages.Leased((), "throttled", "running")
     d.deliver(leases)
     assert d.ask(2).verdict == "throttled", "delivered samples still stand before the trainer"
     d.batch(0)
@@ -47,7 +51,7 @@ def test_a_drop_near_the_end_is_made_good(drive):
     d = drive(steps=1, max_staleness=5)
     d.join("w")
     leases = d.lease(1000)
-    assert d.ask(2) == effects.RefuseLease("throttled", "draining")
+    assert d.ask(2) == messages.Leased((), "throttled", "draining")
     d.fail(leases[0].samples[0], poison=True)
     assert d.control.phase == "running"
     d.deliver((*leases[1:], *d.lease(1000)))
@@ -72,13 +76,13 @@ def test_even_the_smallest_share_is_a_whole_group(drive):
 def test_a_repeated_request_gets_the_same_leases(drive):
     d = drive()
     d.join("w")
-    first = d.send(events.LeaseAsked("w", 5, 4, 0))
+    first = d.send(messages.AskLease(P, "w", 5, 4, 0))
     revision = d.control.revision
-    assert d.send(events.LeaseAsked("w", 5, 4, 0)) == first
+    assert d.send(messages.AskLease(P, "w", 5, 4, 0)) == first
     assert d.control.revision == revision
     assert d.counts == {"leased": 4}
-    answer = d.send(events.LeaseAsked("w", 4, 4, 0))
-    assert isinstance(answer, effects.RefuseCall)
+    answer = d.send(messages.AskLease(P, "w", 4, 4, 0))
+    assert isinstance(answer, messages.Refused)
     assert answer.kind == "Stale"
 
 
@@ -92,7 +96,7 @@ def test_a_worker_with_old_weights_is_told_so_until_it_has_newer_ones(drive):
     d.publish(1)
     d.ack(0)
     revision = d.control.revision
-    assert d.ask(4, version=0) == effects.RefuseLease("version_too_old", "running")
+    assert d.ask(4, version=0) == messages.Leased((), "version_too_old", "running")
     assert d.control.revision == revision
     leases = d.lease(4, version=1)
     assert [lease.min_version for lease in leases] == [1, 1]
@@ -126,7 +130,7 @@ def test_rollouts_of_weights_nobody_published_are_refused_and_made_again(drive):
     d.publish(0, "right")
     leases = d.lease(2)
     rollouts = [d.rollout(sample) for sample in leases[0].samples]
-    torn = events.Delivered("w", tuple(type(r)(r.sample, r.version, "torn", 1.0, 1, r.payload) for r in rollouts))
+    torn = messages.Deliver(P, "w", tuple(type(r)(r.sample, r.version, "torn", 1.0, 1, r.payload) for r in rollouts))
     answer = d.send(torn)
     assert answer.refused == leases[0].samples
     assert "'torn'" in answer.reason
@@ -141,9 +145,9 @@ def test_a_duplicate_delivery_is_not_judged_by_its_digest_again(drive):
     d.join("w")
     leases = d.lease(2)
     d.deliver(leases)
-    stale = events.Delivered("w", tuple(d.rollout(sample) for sample in leases[0].samples))
+    stale = messages.Deliver(P, "w", tuple(d.rollout(sample) for sample in leases[0].samples))
     d.publish(0, "published later")
-    assert d.send(stale) == effects.AcceptDelivery()
+    assert d.send(stale) == messages.Delivered()
 
 
 def test_the_throttle_says_one_line_each_for_engaged_still_engaged_and_released():
@@ -185,8 +189,8 @@ def test_a_full_batch_waits_a_bounded_time_for_groups_it_would_outdate(drive):
     d.fill(1)
     d.train(0)
     d.fill(1)
-    answer = d.send(events.BatchAsked("t", 1))
-    assert answer == effects.DeferBatch("1 groups that step 1 would outdate, at most 5 s", "running")
+    answer = d.send(messages.AskBatch(P, "t", 1))
+    assert answer == messages.NotYet("1 groups that step 1 would outdate, at most 5 s", "running")
     d.deliver(straggler, member="slow", version=0)
     assert "batches" in d.announced()
     assert d.batch(1).groups[0].prompt == straggler[0].prompt
@@ -200,7 +204,7 @@ def test_a_straggler_that_does_not_come_is_left_behind(drive):
     d.fill(1)
     d.train(0)
     d.fill(1)
-    assert isinstance(d.send(events.BatchAsked("t", 1)), effects.DeferBatch)
+    assert isinstance(d.send(messages.AskBatch(P, "t", 1)), messages.NotYet)
     passed = d.tick(5.0)
     assert effects.Announce("batches") in passed
     d.train(1)
@@ -215,7 +219,9 @@ def test_between_an_acknowledgement_and_its_weights_no_lease_is_given_that_would
     d.fill(4)
     d.train(0)
     refused = d.ask(2, version=0)
-    assert isinstance(refused, effects.RefuseLease), "what version 0 makes now is due in step 2, two steps on"
+    assert getattr(refused, "verdict", "granted") != "granted", (
+        "what version 0 makes now is due in step 2, two steps on"
+    )
     d.publish(1)
     assert "leases" in d.announced()
     (lease,) = d.lease(2, version=1)
@@ -232,6 +238,6 @@ def test_samples_given_back_are_not_progress(drive):
     d.deliver(d.lease(2))
     assert d.control.demand() == (6, 2)
     for _ in range(5):
-        d.send(events.Delivered("w", returned=lease.samples))
+        d.send(messages.Deliver(P, "w", returned=lease.samples))
         assert d.control.demand() == (6, 2)
         (lease,) = d.lease(2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.control import effects, events
 from penstock.control.phase import PHASES
 from penstock.control.samples import MOVES, REASONS
+from penstock.wire import messages
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "protocols" / "control.md"
 
@@ -37,5 +38,5 @@ def test_the_page_names_every_reason():
 
 def test_the_page_names_only_events_and_effects_that_exist():
     named = set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", PAGE.read_text()))
-    known = {name for module in (events, effects) for name in vars(module)}
+    known = {name for module in (events, effects, messages) for name in vars(module)}
     assert named - known == {"PipelineControl", "SimSettings"}

@@ -8,10 +8,13 @@ import pytest
 
 from penstock.control import effects, events
 from penstock.control.points import EvaluationResult, EvaluationSettings
-from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId, Version
+from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, PipelineName, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Score
 from penstock.records.weights import Held
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 SETTINGS = EvaluationSettings(every=2, prompts=3, timeout_s=100.0)
 
@@ -37,7 +40,7 @@ def evaluate(driver, leases: tuple[PromptLease, ...], member: str = "w", reward:
             made: dict[str, Any] = {"version": lease.evaluation, "newest": lease.evaluation}
             made |= {"weights_digest": f"digest{lease.evaluation}"}
             scores.append(Score(sample=sample, reward=reward, length=4, **(made | changed)))
-    return driver.send(events.Delivered(MemberId(member), scores=tuple(scores)))
+    return driver.send(messages.Deliver(P, MemberId(member), scores=tuple(scores)))
 
 
 def ended(driver) -> list[EvaluationResult]:
@@ -91,7 +94,7 @@ def test_only_one_worker_evaluates_and_is_pinned_meanwhile(ready):
 
 def test_an_unsteady_worker_or_one_that_lags_behind_is_not_asked(ready):
     driver = ready()
-    answer = driver.send(events.LeaseAsked(MemberId("w"), 0, 2, Version(0), 0, steady=False))
+    answer = driver.send(messages.AskLease(P, MemberId("w"), 0, 2, Version(0), 0, steady=False))
     assert answer.leases[0].evaluation is None
     evaluate(driver, driver.lease(8, "v"), "v")
     step(driver, 0)
@@ -148,7 +151,7 @@ def test_what_a_dead_worker_held_is_issued_again(ready):
     driver = ready()
     first, *others = driver.lease(8)
     evaluate(driver, (first,), reward=0.0)
-    driver.send(events.MemberLeft(MemberId("w"), died=True))
+    driver.send(messages.Unregister(P, MemberId("w"), died=True))
     assert "leases" in driver.announced()
     again = driver.lease(8, "v")
     assert [lease.prompt for lease in again] == [lease.prompt for lease in others]
@@ -164,7 +167,7 @@ def test_when_nobody_serves_the_version_any_more_the_point_begins_again(ready):
     driver.train(0)
     driver.publish(1)
     assert driver.ask(8, "v", version=1).leases[0].evaluation is None, "w still serves it"
-    driver.send(events.MemberLeft(MemberId("w"), died=True))
+    driver.send(messages.Unregister(P, MemberId("w"), died=True))
     leases = driver.lease(8, "v", version=1)
     assert [(lease.prompt, lease.evaluation) for lease in leases] == [(0, 1), (1, 1), (2, 1)]
     evaluate(driver, leases, "v", reward=1.0)
@@ -239,7 +242,7 @@ def test_the_last_version_is_evaluated_before_the_run_is_complete(ready):
     evaluate(driver, driver.lease(8))
     driver.fill()
     driver.train(0)
-    asked = events.BatchAsked(MemberId("t"), 1)  # type: ignore[arg-type]
+    asked = messages.AskBatch(P, MemberId("t"), 1)  # type: ignore[arg-type]
     assert driver.send(asked).waiting_for == "the evaluation of the last version"
     driver.checkpoint(1)
     assert driver.control.phase == "draining"
@@ -252,7 +255,7 @@ def test_the_last_version_is_evaluated_before_the_run_is_complete(ready):
     evaluate(driver, leases)
     assert ended(driver)[0].version == 1
     assert driver.control.phase == "complete"
-    assert isinstance(driver.send(asked), effects.ConfirmComplete)
+    assert isinstance(driver.send(asked), messages.Complete)
 
 
 def test_the_end_does_not_wait_for_ever(ready):
@@ -269,7 +272,7 @@ def test_the_end_does_not_wait_for_ever(ready):
 def test_a_stop_says_what_was_not_evaluated(ready):
     driver = ready()
     driver.lease(2)
-    driver.send(events.StopAsked("enough"))
+    driver.send(messages.Stop(P, MemberId(""), "enough"))
     assert ended(driver)[0].skipped == "the run was stopped"
 
 
@@ -329,9 +332,9 @@ def test_strangers_cannot_fail_or_give_back(ready):
     [sample] = driver.lease(1)[0].samples
     failure = FailedRollout(SampleId(sample), "generate", "boom")
     for delivery in (
-        events.Delivered(MemberId("v"), failures=(failure,)),
-        events.Delivered(MemberId("v"), returned=(sample,)),
+        messages.Deliver(P, MemberId("v"), failures=(failure,)),
+        messages.Deliver(P, MemberId("v"), returned=(sample,)),
     ):
         assert driver.send(delivery).refused == (sample,)
-    driver.send(events.Delivered(MemberId("w"), returned=(sample,)))
+    driver.send(messages.Deliver(P, MemberId("w"), returned=(sample,)))
     assert not pinned(driver, "w")

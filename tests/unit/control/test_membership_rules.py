@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-from penstock.control import effects, events
+from penstock.control import effects
 from penstock.control.membership import FORMER_KEPT
+from penstock.records.ids import PipelineName
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 
 def beat(d, member: str = "w", ago_s: float = 0.0, doing: str = ""):
-    return d.send(events.HeartbeatHeard(member, ago_s, doing))
+    return d.send(messages.Heartbeat(P, member, ago_s, doing))
 
 
 def live(d, seconds: float, *members: str) -> list[effects.Effect]:
@@ -49,11 +53,11 @@ def test_late_calls_of_the_reaped_are_refused_as_stale_for_ever(drive):
     leases = d.lease(2)
     live(d, 12, "x", "t")
     revision = d.control.revision
-    refused = effects.RefuseCall("Stale", "w is no longer a member: not heard for 11 s")
+    refused = messages.Refused("Stale", "w is no longer a member: not heard for 11 s")
     assert d.deliver(leases) == refused
     assert d.ask(2) == refused
-    assert d.send(events.MemberRegistered("w", "rollout")) == refused
-    assert beat(d, "w") == effects.AcceptHeartbeat(False, "running")
+    assert d.send(messages.Register(P, "w", "rollout")) == refused
+    assert beat(d, "w") == messages.HeartbeatSeen(False, "running")
     assert d.control.revision == revision
 
 
@@ -132,7 +136,7 @@ def test_a_death_seen_by_the_supervisor_needs_no_timeout(drive):
     d = drive()
     d.join("w", "x")
     d.lease(2)
-    d.send(events.MemberLeft("w", "exit code -9", died=True))
+    d.send(messages.Unregister(P, "w", "exit code -9", died=True))
     assert effects.EvictMember("w", "exit code -9") in d.sent
     assert d.lease(2, member="x")[0].prompt == 0
 
@@ -140,8 +144,8 @@ def test_a_death_seen_by_the_supervisor_needs_no_timeout(drive):
 def test_leaving_twice_is_harmless(drive):
     d = drive()
     d.join("w")
-    assert d.send(events.MemberLeft("w")) == effects.Confirm()
-    assert d.send(events.MemberLeft("w")) == effects.Confirm()
+    assert d.send(messages.Unregister(P, "w")) == messages.Ok()
+    assert d.send(messages.Unregister(P, "w")) == messages.Ok()
 
 
 def test_workers_may_join_and_leave_while_running(drive):
@@ -151,7 +155,7 @@ def test_workers_may_join_and_leave_while_running(drive):
         d.fill(member=chr(ord(worker) - 1))
         d.join(worker, trainer=None)
         d.train(step)
-        d.send(events.MemberLeft(chr(ord(worker) - 1)))
+        d.send(messages.Unregister(P, chr(ord(worker) - 1)))
     assert d.counts == {"trained": 12}
 
 
@@ -167,17 +171,17 @@ def test_registering_again_refreshes_and_changes_nothing_else(drive):
 def test_calls_of_the_wrong_role_are_refused(drive):
     d = drive()
     d.join("w")
-    assert d.send(events.BatchAsked("w", 0)).kind == "LocalProtocolError"
-    assert d.send(events.LeaseAsked("t", 0, 1, 0)).kind == "LocalProtocolError"
-    assert d.send(events.LeaseAsked("stranger", 0, 1, 0)).kind == "Stale"
-    assert d.send(events.LeaseAsked("w", 0, 0, 0)).kind == "LocalProtocolError"
+    assert d.send(messages.AskBatch(P, "w", 0)).kind == "LocalProtocolError"
+    assert d.send(messages.AskLease(P, "t", 0, 1, 0)).kind == "LocalProtocolError"
+    assert d.send(messages.AskLease(P, "stranger", 0, 1, 0)).kind == "Stale"
+    assert d.send(messages.AskLease(P, "w", 0, 0, 0)).kind == "LocalProtocolError"
 
 
 def test_only_so_many_departed_members_are_remembered_by_name(drive):
     d = drive()
     for number in range(FORMER_KEPT + 10):
         d.join(f"w{number}", trainer=None)
-        d.send(events.MemberLeft(f"w{number}"))
+        d.send(messages.Unregister(P, f"w{number}"))
     assert len(d.control.state.members.former) == FORMER_KEPT
 
 

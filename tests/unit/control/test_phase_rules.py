@@ -9,9 +9,13 @@ import itertools
 
 import pytest
 
-from penstock.control import effects, events
+from penstock.control import effects
 from penstock.control.phase import PHASES, Prospects, decide
 from penstock.errors import InvalidTransition
+from penstock.records.ids import MemberId, PipelineName
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 ALL = ("running", "draining", "complete", "stopped")
 
@@ -38,18 +42,18 @@ def test_a_run_drains_completes_and_is_stopped_explicitly(drive):
     d.join("w")
     d.fill(4)
     assert d.control.phase == "draining"
-    assert d.ask(2) == effects.RefuseLease("throttled", "draining")
+    assert d.ask(2) == messages.Leased((), "throttled", "draining")
     d.train(0)
     assert d.batch(1).final
     d.ack(1)
     assert d.control.phase == "draining", "the last step is trained but could still be lost"
-    assert d.send(events.BatchAsked("t", 2)) == effects.ConfirmComplete(2)
+    assert d.send(messages.AskBatch(P, "t", 2)) == messages.Complete(2)
     assert d.ask(2).verdict == "throttled"
     d.checkpoint(2)
     assert d.control.phase == "complete"
     assert d.announced() >= {"phase", "leases", "batches"}
-    assert d.ask(2) == effects.RefuseLease("exhausted", "complete")
-    d.send(events.StopAsked("complete"))
+    assert d.ask(2) == messages.Leased((), "exhausted", "complete")
+    d.send(messages.Stop(P, MemberId(""), "complete"))
     assert d.control.phase == "stopped"
 
 
@@ -59,7 +63,7 @@ def test_without_checkpoints_the_trainers_good_bye_completes_the_run(drive):
     d.fill()
     d.train(0)
     assert d.control.phase == "draining"
-    d.send(events.MemberLeft("t", "done"))
+    d.send(messages.Unregister(P, "t", "done"))
     assert d.control.phase == "complete"
 
 
@@ -69,9 +73,9 @@ def test_nothing_leads_back_from_complete(drive):
     d.join("w")
     d.fill()
     d.train(0)
-    d.send(events.MemberLeft("t", "done"))
-    answer = d.send(events.MemberRegistered("t2", "trainer", step=0))
-    assert answer == effects.RefuseCall(
+    d.send(messages.Unregister(P, "t", "done"))
+    answer = d.send(messages.Register(P, "t2", "trainer", step=0))
+    assert answer == messages.Refused(
         "RunFailed", "training is complete after 1 steps; a trainer at step 0 comes too late"
     )
 
@@ -81,7 +85,7 @@ def test_a_trainer_that_dies_before_its_last_checkpoint_is_waited_for(drive):
     d.join("w")
     d.fill()
     d.train(0)
-    d.send(events.MemberLeft("t", "killed", died=True))
+    d.send(messages.Unregister(P, "t", "killed", died=True))
     assert d.control.phase == "draining"
     d.join(trainer="t2", step=0)
     assert d.control.phase == "running"
@@ -103,7 +107,7 @@ def test_when_the_prompts_run_out_the_last_step_may_be_partial(drive, prompts, s
         seen.append(len(batch.groups))
         assert batch.final == (step == len(sizes) - 1)
     assert seen == sizes
-    assert d.send(events.BatchAsked("t", len(sizes))) == effects.ConfirmComplete(len(sizes))
+    assert d.send(messages.AskBatch(P, "t", len(sizes))) == messages.Complete(len(sizes))
     d.checkpoint(len(sizes))
     assert d.control.phase == "complete"
 
@@ -113,11 +117,11 @@ def test_a_partial_batch_waits_for_everything_that_could_still_fill_it(drive):
     d.join("w")
     d.fill(1)
     (last,) = d.lease(2)
-    assert isinstance(d.send(events.BatchAsked("t", 0)), effects.DeferBatch)
+    assert isinstance(d.send(messages.AskBatch(P, "t", 0)), messages.NotYet)
     d.fail(last.samples[0])
-    assert isinstance(d.send(events.BatchAsked("t", 0)), effects.DeferBatch)
+    assert isinstance(d.send(messages.AskBatch(P, "t", 0)), messages.NotYet)
     d.deliver(d.lease(2))
-    d.send(events.Delivered("w", (d.rollout(last.samples[1]),)))
+    d.send(messages.Deliver(P, "w", (d.rollout(last.samples[1]),)))
     assert len(d.batch(0).groups) == 2
 
 
@@ -132,7 +136,7 @@ def test_an_empty_last_step_balances_the_books(drive):
     assert d.control.phase == "running"
     d.fill(1)
     assert d.train(1).groups[0].attempt == 1
-    assert d.send(events.BatchAsked("t", 2)) == effects.ConfirmComplete(2)
+    assert d.send(messages.AskBatch(P, "t", 2)) == messages.Complete(2)
     assert d.counts == {"trained": 2, "dropped": 2}
 
 
@@ -145,13 +149,13 @@ def test_a_run_whose_last_prompts_are_set_aside_completes_without_them(drive):
     d.fail(d.lease(2)[0].samples[0], poison=True)
     assert d.control.phase == "complete"
     assert "batches" in d.announced()
-    assert d.send(events.BatchAsked("t", 1)) == effects.ConfirmComplete(1)
+    assert d.send(messages.AskBatch(P, "t", 1)) == messages.Complete(1)
 
 
 def test_the_first_worker_tells_how_long_an_epoch_is(drive):
     d = drive(steps=None, epochs=2, groups_per_step=3, max_staleness=9)
-    d.send(events.MemberRegistered("w", "rollout", prompt_count=3))
-    d.send(events.MemberRegistered("x", "rollout", prompt_count=7))
+    d.send(messages.Register(P, "w", "rollout", prompt_count=3))
+    d.send(messages.Register(P, "x", "rollout", prompt_count=7))
     assert "x counts 14 prompts in the run, which began with 6" in d.lines[-2]
     d.join(trainer="t")
     d.fill(6)
@@ -165,17 +169,17 @@ def test_a_stopped_pipeline_still_takes_acknowledgements_and_checkpoints(drive):
     d.join("w")
     d.fill()
     d.batch(0)
-    d.send(events.StopAsked("Ctrl-C"))
-    assert isinstance(d.send(events.BatchAsked("t", 0)), effects.GiveBatch)
-    assert d.ack(0) == effects.Confirm()
-    assert d.checkpoint(1) == effects.Confirm()
-    answer = d.send(events.BatchAsked("t", 1))
+    d.send(messages.Stop(P, MemberId(""), "Ctrl-C"))
+    assert isinstance(d.send(messages.AskBatch(P, "t", 0)), messages.BatchReady)
+    assert d.ack(0) == messages.Ok()
+    assert d.checkpoint(1) == messages.Ok()
+    answer = d.send(messages.AskBatch(P, "t", 1))
     assert answer.phase == "stopped"
     assert "Ctrl-C" in answer.waiting_for
 
 
 def test_a_failed_stop_carries_its_sentence(drive):
     d = drive()
-    d.send(events.StopAsked("worker 0 cannot start: no such model", failed=True))
+    d.send(messages.Stop(P, MemberId(""), "worker 0 cannot start: no such model", failed=True))
     assert d.instructed(effects.FailRun) == [effects.FailRun("p: worker 0 cannot start: no such model")]
     assert d.control.phase == "stopped"

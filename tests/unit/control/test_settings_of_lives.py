@@ -8,8 +8,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.control import effects, events
+from penstock.control import events
 from penstock.control.points import EvaluationSettings
+from penstock.records.ids import PipelineName
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 
 def take(d, **changes):
@@ -49,13 +53,13 @@ def test_it_goes_on_by_other_settings_and_nothing_of_its_past_changes(drive, cha
     """Replayed by the new settings, the past would be another: batches of another size, leases that were refused."""
     d = trained(drive, 4)
     d.lease(1000)
-    assert isinstance(take(d, **changes), effects.Confirm)
+    assert isinstance(take(d, **changes), messages.Ok)
     assert (d.books.version, d.books.durable, d.counts["trained"]) == (4, 4, 16)
     if changes != {"steps": 4}:
         d.join("w2", trainer="t2", step=4)
         d.publish(4, member="t2")
         while d.books.version < 5:
-            if not isinstance(answer := d.ask(2, "w2"), effects.GrantLeases):
+            if getattr(answer := d.ask(2, "w2"), "verdict", "") != "granted":
                 d.train(4, "t2")
             elif answer.leases[0].evaluation is None:
                 d.deliver(answer.leases, "w2")
@@ -65,7 +69,7 @@ def test_it_goes_on_by_other_settings_and_nothing_of_its_past_changes(drive, cha
 
 def test_a_run_that_was_complete_goes_on_when_it_is_given_more_steps(drive):
     d = trained(drive, 2, of=2)
-    d.send(events.MemberLeft("t", "finished"))
+    d.send(messages.Unregister(P, "t", "finished"))
     assert d.control.phase == "complete"
     take(d)
     assert d.control.phase == "complete"
@@ -76,7 +80,7 @@ def test_a_run_that_was_complete_goes_on_when_it_is_given_more_steps(drive):
 def test_the_same_settings_are_no_event(drive):
     d = trained(drive, 1)
     revision = d.control.revision
-    assert isinstance(d.send(events.SettingsTaken(d.settings)), effects.Confirm)
+    assert isinstance(d.send(events.SettingsTaken(d.settings)), messages.Ok)
     assert d.control.revision == revision
 
 
@@ -92,7 +96,7 @@ def test_the_same_settings_are_no_event(drive):
 def test_what_cannot_be_is_refused_and_changes_nothing(drive, changes, why):
     d = trained(drive, 4)
     refusal = take(d, **changes)
-    assert isinstance(refusal, effects.RefuseCall)
+    assert isinstance(refusal, messages.Refused)
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(refusal.message)
     assert d.control.settings == d.settings
@@ -120,10 +124,10 @@ def test_a_complete_run_is_not_evaluated_afterwards(drive):
 
 def test_another_number_of_epochs_is_counted_anew(drive):
     d = drive(steps=None, epochs=1)
-    d.send(events.MemberRegistered("w", "rollout", prompt_count=3))
+    d.send(messages.Register(P, "w", "rollout", prompt_count=3))
     assert d.books.prompt_limit == 3
     take(d, epochs=2)
-    d.send(events.MemberRegistered("w2", "rollout", prompt_count=3))
+    d.send(messages.Register(P, "w2", "rollout", prompt_count=3))
     assert d.books.prompt_limit == 6
 
 

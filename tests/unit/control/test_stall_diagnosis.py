@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.control import effects, events
+from penstock.control import effects
+from penstock.records.ids import MemberId, PipelineName
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 
 def beating(d, seconds: float, *members: str, doing: str = "", stuck: str = "") -> list[effects.Effect]:
@@ -15,7 +19,7 @@ def beating(d, seconds: float, *members: str, doing: str = "", stuck: str = "") 
     for second in range(int(seconds)):
         d.now += 1.0
         for member in members:
-            d.send(events.HeartbeatHeard(member, float(second) if member == stuck else 0.0, doing))
+            d.send(messages.Heartbeat(P, member, float(second) if member == stuck else 0.0, doing))
         seen += d.tick()
     return seen
 
@@ -96,8 +100,8 @@ def test_nothing_is_a_stall_before_the_first_workers_had_time_to_register(drive)
         ),
         (lambda d: d.join("w", trainer=None), "No trainer is registered yet"),
         (lambda d: (d.join("w"), d.fill()), "The batch of step 0 is ready: the trainer t should ask ("),
-        (lambda d: (d.join("w"), d.send(events.MemberLeft("t"))), "No trainer is registered since 0 s"),
-        (lambda d: d.send(events.StopAsked("enough")), "stopped: enough."),
+        (lambda d: (d.join("w"), d.send(messages.Unregister(P, "t"))), "No trainer is registered since 0 s"),
+        (lambda d: d.send(messages.Stop(P, MemberId(""), "enough")), "stopped: enough."),
     ],
 )
 def test_every_kind_of_waiting_has_its_sentence(drive, prepare, sentence):
@@ -112,7 +116,7 @@ def test_workers_are_not_blamed_when_all_that_is_lacking_is_a_trainer(drive):
     d.join("w")
     d.fill(4)
     assert d.ask().verdict == "throttled"
-    d.send(events.MemberLeft("t"))
+    d.send(messages.Unregister(P, "t"))
     assert d.control.diagnose(d.now) == (
         "No trainer is registered since 0 s: the supervisor should start one. The batch of step 0 is ready."
     )
@@ -133,7 +137,7 @@ def test_the_run_may_end_when_no_trainer_comes_back(drive):
     d = drive(exit_without_trainer_s=30, stall_after_s=1000)
     d.join("w")
     assert not [effect for effect in beating(d, 40, "w", "t") if isinstance(effect, effects.FailRun)]
-    d.send(events.MemberLeft("t", "exit code 1", died=True))
+    d.send(messages.Unregister(P, "t", "exit code 1", died=True))
     (failed,) = [effect for effect in beating(d, 40, "w") if isinstance(effect, effects.FailRun)]
     assert "no trainer came back within 30 s" in failed.sentence
 
@@ -141,7 +145,7 @@ def test_the_run_may_end_when_no_trainer_comes_back(drive):
 def test_a_trainer_that_comes_back_in_time_is_forgiven(drive):
     d = drive(exit_without_trainer_s=30, stall_after_s=1000)
     d.join("w")
-    d.send(events.MemberLeft("t", "exit code 1", died=True))
+    d.send(messages.Unregister(P, "t", "exit code 1", died=True))
     beating(d, 20, "w")
     d.join(trainer="t2")
     assert not [effect for effect in beating(d, 60, "w", "t2") if isinstance(effect, effects.FailRun)]
@@ -150,7 +154,7 @@ def test_a_trainer_that_comes_back_in_time_is_forgiven(drive):
 def test_by_default_a_run_waits_for_a_trainer_to_join_later(drive):
     d = drive(stall_after_s=1000)
     d.join("w")
-    d.send(events.MemberLeft("t", "exit code 1", died=True))
+    d.send(messages.Unregister(P, "t", "exit code 1", died=True))
     assert not [effect for effect in beating(d, 300, "w") if isinstance(effect, effects.FailRun)]
 
 

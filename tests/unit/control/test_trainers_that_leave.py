@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.control import effects, events
+from penstock.records.ids import PipelineName
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 
 @pytest.mark.parametrize(("failed", "phase"), [(False, "complete"), (True, "draining")])
@@ -20,11 +23,11 @@ def test_the_last_step_is_safe_with_a_trainer_that_left_well_and_not_with_one_th
     d.checkpoint(1)
     d.fill()
     d.train(1)
-    d.send(events.MemberLeft("t", "OSError: no such device", failed=failed))
+    d.send(messages.Unregister(P, "t", "OSError: no such device", failed=failed))
     assert d.control.phase == phase
     if failed:
         d.join(trainer="t2", step=1)
         assert d.books.version == 1
     else:
-        refusal = d.send(events.MemberRegistered("t2", "trainer", step=1))
-        assert isinstance(refusal, effects.RefuseCall)
+        refusal = d.send(messages.Register(P, "t2", "trainer", step=1))
+        assert isinstance(refusal, messages.Refused)

@@ -8,6 +8,10 @@ from __future__ import annotations
 import pytest
 
 from penstock.control import effects, events
+from penstock.records.ids import MemberId, PipelineName
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 
 def prompts_of(batch) -> list[int]:
@@ -17,7 +21,7 @@ def prompts_of(batch) -> list[int]:
 def test_asking_again_for_a_batch_gives_the_same_batch(drive):
     d = drive()
     d.join("w")
-    assert d.send(events.BatchAsked("t", 0)) == effects.DeferBatch(
+    assert d.send(messages.AskBatch(P, "t", 0)) == messages.NotYet(
         "2 more of 2 groups for step 0 (0 samples leased, 0 delivered in incomplete groups, 0 awaiting a worker)",
         "running",
     )
@@ -33,8 +37,8 @@ def test_a_batch_says_where_its_payloads_are_even_when_their_worker_left(drive):
     d.join("w", "x")
     d.fill(1, member="w")
     d.fill(1, member="x")
-    d.send(events.MemberLeft("x"))
-    answer = d.send(events.BatchAsked("t", 0))
+    d.send(messages.Unregister(P, "x"))
+    answer = d.send(messages.AskBatch(P, "t", 0))
     assert [ring.ring for ring in answer.rings] == ["w", "x"]
 
 
@@ -44,8 +48,8 @@ def test_the_next_batch_may_be_fetched_ahead_but_not_the_one_after(drive):
     d.fill(6)
     d.batch(0)
     assert prompts_of(d.batch(1)) == [2, 3]
-    answer = d.send(events.BatchAsked("t", 2))
-    assert isinstance(answer, effects.RefuseCall)
+    answer = d.send(messages.AskBatch(P, "t", 2))
+    assert isinstance(answer, messages.Refused)
     assert answer.kind == "LocalProtocolError"
     d.ack(0)
     d.ack(1)
@@ -58,11 +62,11 @@ def test_an_acknowledgement_may_be_repeated_and_must_come_in_order(drive):
     d.fill()
     d.batch(0)
     assert d.ack(1).kind == "LocalProtocolError"
-    assert d.ack(0) == effects.Confirm()
+    assert d.ack(0) == messages.Ok()
     revision = d.control.revision
-    assert d.ack(0) == effects.Confirm()
+    assert d.ack(0) == messages.Ok()
     assert d.control.revision == revision
-    assert d.send(events.BatchAsked("t", 0)).kind == "LocalProtocolError"
+    assert d.send(messages.AskBatch(P, "t", 0)).kind == "LocalProtocolError"
     assert d.counts == {"trained": 4}
 
 
@@ -89,7 +93,7 @@ def test_a_trainer_restarted_at_the_same_step_keeps_its_batch(drive):
     assert effects.EvictMember("t", "replaced by t2") in d.sent
     assert d.batch(0, "t2") == batch
     late = d.ack(0, "t")
-    assert late == effects.RefuseCall("Stale", "t is no longer a member: replaced by t2")
+    assert late == messages.Refused("Stale", "t is no longer a member: replaced by t2")
 
 
 def test_steps_after_the_checkpoint_are_undone_and_their_prompts_come_first(drive):
@@ -107,7 +111,7 @@ def test_steps_after_the_checkpoint_are_undone_and_their_prompts_come_first(driv
     assert d.control.newest == 1
     leases = d.lease(100)
     assert [(lease.prompt, lease.attempt) for lease in leases[:5]] == [(2, 1), (3, 1), (4, 1), (5, 1), (6, 0)]
-    assert d.send(events.BatchAsked("t2", 1)).phase == "running"
+    assert d.send(messages.AskBatch(P, "t2", 1)).phase == "running"
 
 
 def test_samples_of_the_dead_lineage_are_refused_and_buffered_ones_dropped(drive):
@@ -138,7 +142,7 @@ def test_a_same_numbered_version_of_another_lineage_is_told_apart_by_its_digest(
     d.train(0)
     d.publish(1, "dead1")
     (late,) = d.lease(2, version=1)
-    dead = events.Delivered("w", tuple(d.rollout(sample, 1) for sample in late.samples))
+    dead = messages.Deliver(P, "w", tuple(d.rollout(sample, 1) for sample in late.samples))
     d.join(trainer="t2", step=0)
     d.fill(3, version=0)
     d.train(0, "t2")
@@ -173,7 +177,7 @@ def test_a_step_in_the_checkpoint_whose_acknowledgement_was_lost_counts_as_train
 def test_a_trainer_ahead_of_the_journal_cannot_be_placed(drive, step):
     d = drive()
     d.join("w")
-    answer = d.send(events.MemberRegistered("t2", "trainer", step=step))
+    answer = d.send(messages.Register(P, "t2", "trainer", step=step))
     assert answer.kind == "RunFailed"
     assert "the journal knows only 0 trained steps" in answer.message
 
@@ -184,7 +188,7 @@ def test_a_trainer_behind_a_confirmed_checkpoint_cannot_be_placed(drive):
     d.fill()
     d.train(0)
     d.checkpoint(1)
-    answer = d.send(events.MemberRegistered("t2", "trainer", step=0))
+    answer = d.send(messages.Register(P, "t2", "trainer", step=0))
     assert answer.kind == "RunFailed"
     assert "a checkpoint of step 1 was confirmed" in answer.message
 
@@ -197,7 +201,7 @@ def test_weights_are_offered_newest_only_and_never_from_the_future(drive):
     assert "weights" in d.announced()
     d.publish(1)
     assert d.control.weights.version == 1
-    assert d.publish(0) == effects.Confirm()
+    assert d.publish(0) == messages.Ok()
     assert d.control.weights.version == 1
 
 
@@ -217,7 +221,7 @@ def test_a_resumed_run_issues_again_all_that_was_not_trained(drive):
     d.batch(1)
     d.fill(1)
     d.lease(2)
-    d.send(events.StopAsked("Ctrl-C"))
+    d.send(messages.Stop(P, MemberId(""), "Ctrl-C"))
     d.send(events.RunResumed())
     assert d.control.phase == "running"
     assert d.control.weights is None
@@ -254,7 +258,7 @@ def test_a_partial_batch_is_never_given_ahead(drive):
     d.join("w")
     d.fill(3)
     d.batch(0)
-    assert isinstance(d.send(events.BatchAsked("t", 1)), effects.DeferBatch)
+    assert isinstance(d.send(messages.AskBatch(P, "t", 1)), messages.NotYet)
     d.ack(0, missing=(1,))
     d.fill(1)
     assert prompts_of(d.batch(1)) == [2, 1]
@@ -297,7 +301,7 @@ def test_samples_of_a_dead_lineage_are_refused_even_before_the_new_weights_are_p
     d.train(0)
     d.publish(1, "dead1")
     (late,) = d.lease(2, version=1)
-    dead = events.Delivered("w", tuple(d.rollout(sample, 1) for sample in late.samples))
+    dead = messages.Deliver(P, "w", tuple(d.rollout(sample, 1) for sample in late.samples))
     d.join(trainer="t2", step=0)
     d.fill(3, version=0)
     d.train(0, "t2")
@@ -312,7 +316,7 @@ def test_what_is_remembered_of_weights_and_rings_is_bounded(drive):
         d.join(f"w{step}")
         d.publish(step)
         d.fill(member=f"w{step}")
-        d.send(events.MemberLeft(f"w{step}"))
+        d.send(messages.Unregister(P, f"w{step}"))
         d.train(step)
         d.checkpoint(step + 1)
     assert len(d.control.state.digests) <= 4

@@ -155,8 +155,8 @@ def test_a_damaged_journal_costs_the_journal_only(run: RunDir):
 def test_events_of_another_version_are_counted_and_passed_over(run: RunDir):
     write_events(
         run,
-        ("p", {"type": "delivered", "rollouts": [{"unheard": "of"}]}, {}),
-        ("p", {"type": "lease_asked"}, {"leases": "all"}),
+        ("p", {"type": "deliver", "rollouts": [{"unheard": "of"}]}, {}),
+        ("p", {"type": "ask_lease"}, {"leases": "all"}),
         ("p", {"kind": "no type"}, {}),
         ("<pool>", {"type": "pool_move_done"}, {}),
         ("p", {"type": "time_passed"}, {"said": ["still read"]}),

@@ -58,14 +58,16 @@ def test_numbering_goes_on_after_reopening(path: Path) -> None:
     assert [entry.seq for entry in history(path)] == [1, 2, 3, 4, 5]
 
 
-def test_another_version_is_named_in_the_refusal(path: Path) -> None:
+@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (99, "another")])
+def test_another_version_is_named_in_the_refusal(path: Path, version: int, age: str) -> None:
     write(path, 1)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
         connection.commit()
-    with pytest.raises(ConfigError, match="journal version 99"):
+    sentence = f"{age} version of Penstock: it has journal version {version}"
+    with pytest.raises(ConfigError, match=sentence):
         Journal(path, RUN)
-    with pytest.raises(ConfigError, match="journal version 99"):
+    with pytest.raises(ConfigError, match=sentence):
         replay(path)
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.control import effects, events
-from penstock.control.io.answers import noteworthy
+from penstock.control.notes import noteworthy
 from penstock.control.pipeline import PipelineControl
 from penstock.control.points import EvaluationSettings
 from penstock.control.settings import PipelineSettings
@@ -20,6 +20,7 @@ from penstock.records.ids import MemberId, PipelineName, PromptIndex, RunId, Sam
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout, Score, StageTimes
 from penstock.records.weights import BucketSpec, Manifest
+from penstock.wire import messages
 
 A = PipelineName("a")
 W, W2, T, T2 = MemberId("w1"), MemberId("w2"), MemberId("t1"), MemberId("t2")
@@ -48,15 +49,15 @@ class Run:
         return decided
 
     def register(self, member: MemberId) -> None:
-        self.happen(events.MemberRegistered(member, "rollout"))
+        self.happen(messages.Register(A, member, "rollout"))
 
     def register_trainer(self, member: MemberId, step: int) -> None:
-        self.happen(events.MemberRegistered(member, "trainer", step=StepIndex(step)))
+        self.happen(messages.Register(A, member, "trainer", step=StepIndex(step)))
 
     def lease(self, member: MemberId) -> list[SampleId]:
         self.requests += 1
-        granted = self.happen(events.LeaseAsked(member, self.requests, 2, self.machine.newest))[0]
-        assert isinstance(granted, effects.GrantLeases)
+        granted = self.happen(messages.AskLease(A, member, self.requests, 2, self.machine.newest))[0]
+        assert isinstance(granted, messages.Leased)
         return [sample for lease in granted.leases for sample in lease.samples]
 
     def deliver(self, member: MemberId, samples: list[SampleId], reward: float = 0.5) -> None:
@@ -66,15 +67,15 @@ class Run:
             Rollout(sample, version, "", reward, 7, PayloadRef("ring", 1, sample, 1, 10, 99), times)
             for sample in samples
         )
-        self.happen(events.Delivered(member, rollouts=rollouts))
+        self.happen(messages.Deliver(A, member, rollouts=rollouts))
 
     def train(self, member: MemberId, step: int, missing: tuple[PromptIndex, ...] = ()) -> None:
-        given = self.happen(events.BatchAsked(member, StepIndex(step)))[0]
-        assert isinstance(given, effects.GiveBatch)
-        acked = events.StepAcked(
-            member, StepIndex(step), missing, "the ring was gone" if missing else "", {"loss": 0.25}
+        given = self.happen(messages.AskBatch(A, member, StepIndex(step)))[0]
+        assert isinstance(given, messages.BatchReady)
+        acked = messages.AckStep(
+            A, member, StepIndex(step), missing, "the ring was gone" if missing else "", {"loss": 0.25}
         )
-        assert isinstance(self.happen(acked)[0], effects.Confirm)
+        assert isinstance(self.happen(acked)[0], messages.Ok)
 
     def told(self, kind: Kind, id: int) -> list[str]:
         self.journal.close(10)
@@ -95,7 +96,7 @@ def test_a_good_life(run: Run) -> None:
     run.deliver(W, [first])
     run.deliver(W, [second], reward=1.0)
     run.train(T, 0)
-    run.happen(events.CheckpointSaved(T, StepIndex(1)))
+    run.happen(messages.AckCheckpoint(A, T, StepIndex(1)))
     assert run.told("sample", first) == [
         f"sample {first} of prompt 0, attempt 0, leased to w1, which serves version 0",
         f"sample {first} delivered by w1: reward 0.5, length 7, version 0; waited 0.400 s, prepared in 0.100 s, "
@@ -119,7 +120,7 @@ def test_lost_with_its_worker_and_issued_again(run: Run) -> None:
     run.register(W2)
     run.register_trainer(T, 0)
     samples = run.lease(W)
-    run.happen(events.MemberLeft(W, "killed by signal 9", died=True))
+    run.happen(messages.Unregister(A, W, "killed by signal 9", died=True))
     again = run.lease(W2)
     assert set(again).isdisjoint(samples)
     run.deliver(W2, again)
@@ -136,7 +137,7 @@ def test_failed_and_given_back(run: Run) -> None:
     run.register(W)
     failing, unused = run.lease(W)
     error = "Traceback (most recent call last):\n  File ...\nValueError: too hard"
-    run.happen(events.Delivered(W, failures=(FailedRollout(failing, "generate", error),), returned=(unused,)))
+    run.happen(messages.Deliver(A, W, failures=(FailedRollout(failing, "generate", error),), returned=(unused,)))
     assert f"sample {failing} failed in generate at w1: ValueError: too hard" in run.told("sample", failing)
     assert f"sample {unused} was given back unused by w1" in run.told("sample", unused)
 
@@ -147,7 +148,7 @@ def test_rolled_back_and_trained_again(run: Run) -> None:
     samples = run.lease(W)
     run.deliver(W, samples)
     run.train(T, 0)
-    run.happen(events.MemberLeft(T, "killed", died=True))
+    run.happen(messages.Unregister(A, T, "killed", died=True))
     run.register_trainer(T2, 0)
     life = run.told("sample", samples[0])
     assert "step 0 was lost: trainer t2 starts again at step 0" in life
@@ -180,12 +181,12 @@ def test_a_version(run: Run) -> None:
     run.register(W)
     run.register_trainer(T, 0)
     manifest = Manifest(Version(0), "lin", "abc", (BucketSpec("f", 40, "d", ()), BucketSpec("g", 2, "e", ())), "w/0")
-    run.happen(events.WeightsPublished(T, manifest))
+    run.happen(messages.PublishWeights(A, T, manifest))
     samples = run.lease(W)
     rollouts = tuple(Rollout(sample, Version(0), "abc", 1.0, 7, PayloadRef("r", 1, 0, 1, 10, 9)) for sample in samples)
-    run.happen(events.Delivered(W, rollouts=rollouts))
+    run.happen(messages.Deliver(A, W, rollouts=rollouts))
     run.train(T, 0)
-    run.happen(events.WeightsPublished(T, Manifest(Version(1), "lin", "def", (), "w/1")))
+    run.happen(messages.PublishWeights(A, T, Manifest(Version(1), "lin", "def", (), "w/1")))
     assert run.told("version", 0) == [
         "published by t1, lineage 'lin': digest abc, 42 bytes in w/0",
         f"first sample made with it by w1: sample {samples[0]}",
@@ -236,9 +237,9 @@ def test_an_evaluation_is_part_of_the_life_of_its_version(tmp_path: Path) -> Non
     run = Run(tmp_path / "journal.sqlite", EvaluationSettings(every=5, prompts=2))
     run.register(W)
     run.register_trainer(T, 0)
-    run.happen(events.WeightsPublished(T, Manifest(Version(0), "l", "d", (), "weights/a")))
+    run.happen(messages.PublishWeights(A, T, Manifest(Version(0), "l", "d", (), "weights/a")))
     scores = (Score(sample, Version(0), Version(0), "d", 0.5, 3) for sample in run.lease(W))
-    run.happen(events.Delivered(W, scores=tuple(scores)))
+    run.happen(messages.Deliver(A, W, scores=tuple(scores)))
     first, _ = run.lease(W)
     told = run.told("version", 0)
     assert told[1:] == [

@@ -55,7 +55,7 @@ def test_a_ledger_that_forgets_a_sample_is_caught(monkeypatch):
             self.state.counts["dropped"] -= 1
 
     monkeypatch.setattr(Ledger, "lose_member", forgetful)
-    with pytest.raises(InvalidTransition, match="the books are broken"):
+    with pytest.raises(InvalidTransition, match="the sample table is broken"):
         simulate(SimSettings(steps=50, faults=Faults(kill_worker_every_s=5.0), check_every=1))
 
 

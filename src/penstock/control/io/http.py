@@ -23,8 +23,8 @@ import orjson
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from penstock.control.io.desk import ControlDesk
 from penstock.control.io.exposition import StatusCollector
+from penstock.control.io.service import ControlService
 from penstock.errors import ConfigError, RemoteProtocolError, RunFailed
 from penstock.runtime.http_door import Door, bearer
 from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
@@ -55,7 +55,7 @@ class Rejected(Exception):
 class ControlApp:
     """The ASGI application: checks the token, bounds the body, decodes, asks the desk."""
 
-    def __init__(self, desk: ControlDesk, token: str, *, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, desk: ControlService, token: str, *, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._desk = desk
         self.knows = bearer(token)
         self._max_body_bytes = max_body_bytes

@@ -1,4 +1,4 @@
-"""Where held calls wait until something they wait for is announced."""
+"""Long polls: calls that are held until something they wait for is announced."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_WAIT_S = 30.0
 """However long a call asks to be held."""
 
 
-class WaitingRoom:
-    """Calls by pipeline and topic. A call that finds nothing waits here, and asks again when it is woken."""
+class HeldCalls:
+    """By pipeline and topic. A call that finds nothing waits here, and asks again when it is woken."""
 
     def __init__(self) -> None:
         self._waiters: dict[tuple[PipelineName, str], list[asyncio.Future[None]]] = {}
@@ -22,7 +22,7 @@ class WaitingRoom:
         self._held: Counter[tuple[PipelineName, str]] = Counter()
 
     @contextmanager
-    def seat(self, name: PipelineName, kind: str) -> Iterator[None]:
+    def holding(self, name: PipelineName, kind: str) -> Iterator[None]:
         """Counts a call of this kind as held."""
         self._held[name, kind] += 1
         try:
@@ -30,11 +30,11 @@ class WaitingRoom:
         finally:
             self._held[name, kind] -= 1
 
-    def seated(self, name: PipelineName, kind: str) -> int:
+    def held(self, name: PipelineName, kind: str) -> int:
         return self._held[name, kind]
 
     async def hold(self, name: PipelineName, topics: tuple[str, ...], until: float) -> bool:
-        """Waits for one of the topics; False once the time is up or the room is closed.
+        """Waits for one of the topics; False once the time is up or they are closed.
 
         Nothing announced since the caller last looked is missed, as long as it has not awaited anything since.
         """
@@ -61,7 +61,7 @@ class WaitingRoom:
             _resolve(waiter)
 
     def close(self) -> None:
-        """Lets everyone go, now and from now on."""
+        """Ends every wait, now and from now on."""
         self._closed = True
         for name, topic in list(self._waiters):
             self.wake(name, topic)

@@ -14,7 +14,7 @@ from penstock.records.prompt import PromptLease
 from penstock.records.rollout import Rollout
 
 
-class Books:
+class SampleTable:
     def __init__(self, state: LedgerState, group_size: int) -> None:
         self.state = state
         self.group_size = group_size
@@ -216,4 +216,4 @@ class Books:
         """Raises if the index of samples does not agree with the groups."""
         rows = {sample for group in self.state.groups.values() for sample in group.samples if sample != NOT_LEASED}
         if self._group_of.keys() != rows:
-            raise InvalidTransition("the books are broken: the index of samples does not agree with the groups")
+            raise InvalidTransition("the sample table is broken: the index of samples does not agree with the groups")

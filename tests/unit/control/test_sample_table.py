@@ -10,9 +10,13 @@ from collections.abc import Sequence
 import pytest
 
 from penstock.control import effects, events
-from penstock.control.books import Books
+from penstock.control.sample_table import SampleTable
 from penstock.control.samples import LedgerState
 from penstock.errors import InvalidTransition
+from penstock.records.ids import PipelineName
+from penstock.wire import messages
+
+P = PipelineName("p")
 
 
 def test_a_sample_walks_through_every_state(drive):
@@ -23,10 +27,10 @@ def test_a_sample_walks_through_every_state(drive):
     d.deliver(leases[:1])
     assert d.counts == {"leased": 2, "buffered": 2}
     first = leases[1].samples[0]
-    d.send(events.Delivered("w", (d.rollout(first),)))
+    d.send(messages.Deliver(P, "w", (d.rollout(first),)))
     assert d.counts == {"leased": 1, "delivered": 1, "buffered": 2}
     assert d.control.ledger.state_of(first) == "delivered"
-    d.send(events.Delivered("w", (d.rollout(leases[1].samples[1]),)))
+    d.send(messages.Deliver(P, "w", (d.rollout(leases[1].samples[1]),)))
     assert d.counts == {"buffered": 4}
     assert [group.prompt for group in d.batch(0).groups] == [0, 1]
     assert d.counts == {"dispatched": 4}
@@ -41,7 +45,7 @@ def test_a_sample_walks_through_every_state(drive):
 
 def test_a_move_that_is_not_in_the_table_is_refused():
     with pytest.raises(InvalidTransition, match="from leased to trained"):
-        Books(LedgerState(), 1)._move("leased", "trained", 1)
+        SampleTable(LedgerState(), 1)._move("leased", "trained", 1)
 
 
 def test_a_delivery_may_be_repeated_in_any_later_state(drive):
@@ -52,7 +56,7 @@ def test_a_delivery_may_be_repeated_in_any_later_state(drive):
     for advance in (lambda: None, lambda: d.batch(0), lambda: d.ack(0)):
         advance()
         revision = d.control.revision
-        assert d.deliver(leases) == effects.AcceptDelivery()
+        assert d.deliver(leases) == messages.Delivered()
         assert d.control.revision == revision
     d.checkpoint(1)
     assert d.deliver(leases).refused == (0, 1, 2, 3)
@@ -72,14 +76,14 @@ def test_a_lost_member_is_issued_again_alone_with_a_new_sample(drive, how):
     d = drive()
     d.join("w", "x")
     (lease,) = d.lease(2)
-    d.send(events.Delivered("w", (d.rollout(lease.samples[0]),)))
+    d.send(messages.Deliver(P, "w", (d.rollout(lease.samples[0]),)))
     lost = lease.samples[1]
     if how == "failed":
         d.fail(lost)
     elif how == "returned":
-        d.send(events.Delivered("w", returned=(lost,)))
+        d.send(messages.Deliver(P, "w", returned=(lost,)))
     else:
-        d.send(events.MemberLeft("w"))
+        d.send(messages.Unregister(P, "w"))
     assert d.counts == {"delivered": 1, "dropped": 1}
     assert d.books.dropped[how if how in ("failed", "returned") else "lost"] == 1
     assert "leases" in d.announced()
@@ -94,7 +98,7 @@ def test_members_to_issue_again_come_before_fresh_prompts_and_keep_their_place(d
     d = drive(max_staleness=0)
     d.join("w")
     leases = d.lease(4)
-    assert d.ask(2) == effects.RefuseLease("throttled", "running")
+    assert d.ask(2) == messages.Leased((), "throttled", "running")
     d.fail(leases[0].samples[0])
     (again,) = d.lease(4)
     assert again.prompt == 0
@@ -135,7 +139,7 @@ def test_groups_that_can_no_longer_be_trained_leave_the_count_at_once(drive):
     d.join("w")
     d.fill(3, version=0)
     (begun,) = d.lease(2, version=0)
-    d.send(events.Delivered("w", (d.rollout(begun.samples[0], 0),)))
+    d.send(messages.Deliver(P, "w", (d.rollout(begun.samples[0], 0),)))
     d.train(0)
     assert d.books.dropped["outdated"] == 0
     d.publish(1)
@@ -177,7 +181,7 @@ def test_a_prompt_that_kills_its_workers_is_set_aside(drive):
     for name in ("a", "b", "c"):
         d.join(name)
         assert d.lease(2, member=name)[0].prompt == 0
-        d.send(events.MemberLeft(name, "SIGSEGV", died=True))
+        d.send(messages.Unregister(P, name, "SIGSEGV", died=True))
     assert "3 workers died while they generated it, the last was c" in d.books.set_aside[0].error
     d.join("d")
     assert d.lease(2, member="d")[0].prompt == 1
@@ -187,7 +191,7 @@ def test_workers_that_leave_in_good_order_do_not_count_against_a_prompt(drive):
     d = drive(max_losses=1)
     d.join("a", "b")
     d.lease(2, member="a")
-    d.send(events.MemberLeft("a"))
+    d.send(messages.Unregister(P, "a"))
     assert not d.books.set_aside
     assert d.lease(2, member="b")[0].prompt == 0
 
@@ -212,7 +216,7 @@ def test_when_nothing_but_failures_comes_in_the_run_fails_with_the_last_error(dr
         d.fail(d.lease(2)[0].samples[0])
     assert d.instructed(effects.FailRun)[0].sentence.endswith("the last in generate: boom")
     assert d.control.phase == "stopped"
-    assert d.ask(2) == effects.RefuseLease("exhausted", "stopped")
+    assert d.ask(2) == messages.Leased((), "exhausted", "stopped")
 
 
 def test_failures_between_successes_do_not_end_the_run(drive):
@@ -288,7 +292,7 @@ def test_books_that_do_not_balance_end_the_run_at_the_next_tick(drive):
     d = drive()
     d.books.counts["trained"] += 1
     d.tick()
-    assert d.instructed(effects.FailRun)[0].sentence.startswith("p: the books do not balance: -1 samples")
+    assert d.instructed(effects.FailRun)[0].sentence.startswith("p: -1 samples")
     d.control.restore(type(d.control)(d.settings).snapshot())
     d._journal.clear()
 
@@ -315,8 +319,8 @@ def test_a_damaged_newest_checkpoint_costs_its_steps_and_no_prompt(drive):
 
 def test_steps_that_no_kept_checkpoint_lacks_cannot_be_undone(drive):
     d = with_two_checkpoints(drive)
-    answer = d.send(events.MemberRegistered("t2", "trainer", step=0))
+    answer = d.send(messages.Register(P, "t2", "trainer", step=0))
     sentence = (
         "the trainer starts at step 0, but a checkpoint of step 1 was confirmed; start it from the newest checkpoint"
     )
-    assert answer == effects.RefuseCall("RunFailed", sentence)
+    assert answer == messages.Refused("RunFailed", sentence)

@@ -1,10 +1,10 @@
-"""The controller's desk: every call becomes an event, every event is journalled before its answer leaves.
+"""The controller's service: a request goes in, a reply comes out. No HTTP here, see `http.py`.
 
-The desk owns the machines of all pipelines. It feeds them one event at a time on one loop, writes down those that
-changed something, carries out what the machines ask for, and holds calls that have to wait. It knows nothing of HTTP.
+The service owns the machines of all pipelines. It feeds them one event at a time on one loop, journals those that
+changed something, carries out what the machines ask for, and holds calls that have to wait.
 
 Order of things for one event: the machine decides, the journal takes the event, waiting calls are woken, the commit is
-awaited, and only then does the answer leave and are instructions carried out. So whatever a peer was told survives the
+awaited, and only then does the reply leave and are instructions carried out. So whatever a peer was told survives the
 death of this process, and whatever did not survive was never told to anyone.
 """
 
@@ -12,24 +12,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import msgspec
 
 from penstock.control import effects, events
 from penstock.control.effects import Effect
 from penstock.control.events import Event
-from penstock.control.io.answers import noteworthy
-from penstock.control.io.calls import Answerer, Calls, Steadiness
-from penstock.control.io.waiting import WaitingRoom
+from penstock.control.io.waiting import HeldCalls, deadline
+from penstock.control.notes import noteworthy
 from penstock.errors import PenstockError, RunFailed
 from penstock.journal.reader import replay
-from penstock.records.ids import MemberId, PipelineName
+from penstock.records.ids import MemberId, PipelineName, Version
 from penstock.runtime.clock import Clock
 from penstock.runtime.tasks import Tasks
-from penstock.wire.messages import Refused, Reply, Request
+from penstock.wire.messages import (
+    AskBatch,
+    AskLease,
+    Heartbeat,
+    Leased,
+    NotYet,
+    Ok,
+    Refused,
+    Reply,
+    ReportMetrics,
+    ReportReplica,
+    Request,
+    Stop,
+    Unregister,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +53,20 @@ EVENT_CHARACTERS = 200
 JOURNAL_PATIENCE_S = 30.0
 """A disk that accepts nothing for so long has failed."""
 
+Answerer = Callable[[Any], Awaitable[Reply]]
+Steadiness = Callable[[PipelineName, MemberId, Version], bool]
+
+_HELD: dict[type, tuple[str, ...]] = {AskLease: ("leases", "phase"), AskBatch: ("batches", "phase")}
+"""Requests that wait for a better reply, and what is announced when there may be one."""
+
+_EVENTS = frozenset(get_args(Event))
+
 _decode_event: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Machine(Protocol):
-    """What the desk needs of a pipeline's control."""
+    """What the service needs of a pipeline's control."""
 
     @property
     def revision(self) -> int: ...
@@ -67,7 +88,7 @@ class Neighbour(Protocol):
 
 
 class EventLog(Protocol):
-    """What the desk needs of the journal's writer."""
+    """What the service needs of the journal's writer."""
 
     path: Path
     last_seq: int
@@ -80,7 +101,7 @@ class EventLog(Protocol):
     def fail(self, failure: PenstockError) -> None: ...
 
 
-class ControlDesk:
+class ControlService:
     def __init__(
         self,
         pipelines: Mapping[PipelineName, Machine],
@@ -94,7 +115,7 @@ class ControlDesk:
         snapshot_every: int = 20_000,
         tick_s: float = 0.5,
     ) -> None:
-        """`on_instruction` is given every instruction the desk does not carry out itself, after the commit.
+        """`on_instruction` is given every instruction the service does not carry out itself, after the commit.
 
         `answerers` answer further kinds of calls; `neighbours` are replayed from, and kept in, the same journal.
         `is_steady` says whether a worker's weights will stay what they are.
@@ -106,7 +127,7 @@ class ControlDesk:
         """The latest figures of every process that reports any."""
         self.failure: str = ""
         """The sentence with which the run failed, once it has."""
-        self.waiting = WaitingRoom()
+        self.waiting = HeldCalls()
         self.failed = asyncio.Event()
         self._clock = clock
         self._on_instruction = on_instruction
@@ -116,7 +137,8 @@ class ControlDesk:
         self._snapshot_not_before = 0.0
         self._latest = 0.0
         self._instructions: asyncio.Queue[tuple[int, PipelineName, Effect]] = asyncio.Queue()
-        self._answerers = Calls(self, is_steady).answerers | dict(answerers or {})
+        self._answerers = dict(answerers or {})
+        self._is_steady = is_steady
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -212,14 +234,47 @@ class ControlDesk:
         if request.pipeline not in self.pipelines:
             known = ", ".join(self.pipelines)
             return Refused("LocalProtocolError", f"there is no pipeline {request.pipeline!r}; there are: {known}")
-        answerer = self._answerers.get(type(request))
-        if answerer is None:
-            return Refused("LocalProtocolError", f"{type(request).__name__} is not answered by this controller")
         try:
-            return await answerer(request)
+            answerer = self._answerers.get(type(request))
+            return await (answerer(request) if answerer is not None else self._answer(request))
         except RunFailed as error:
             self._fail(error.message)
             return Refused("RunFailed", error.message)
+
+    async def _answer(self, request: Any) -> Reply:
+        """Whatever a reply promises is committed before it is returned; a heartbeat's promises nothing."""
+        name = request.pipeline
+        match request:
+            case ReportReplica():
+                return Ok()  # no event of the pipeline's
+            case ReportMetrics():
+                self.metrics[name, request.member] = request.values
+                return Ok()
+            case Stop():  # of the whole run
+                replies = [self.happen(pipeline, request)[0] for pipeline in self.pipelines]
+                await self.settle()
+                return replies[0]  # type: ignore[return-value]
+        if type(request) not in _EVENTS:
+            return Refused("LocalProtocolError", f"{type(request).__name__} is not answered by this controller")
+        kind, topics = str(request.__struct_config__.tag), _HELD.get(type(request))
+        reply = self._decide(request, others_held=self.waiting.held(name, kind))
+        if topics is not None and _may_improve(reply):
+            until = deadline(request.wait_s)
+            with self.waiting.holding(name, kind):
+                while _may_improve(reply) and await self.waiting.hold(name, topics, until):
+                    reply = self._decide(request, others_held=self.waiting.held(name, kind) - 1)
+        if isinstance(request, Unregister):
+            self.metrics.pop((name, request.member), None)
+        if not isinstance(request, Heartbeat):
+            await self.settle()
+        return reply
+
+    def _decide(self, request: Any, others_held: int) -> Any:
+        name = request.pipeline
+        if isinstance(request, AskLease):
+            steady = self._is_steady(name, request.member, request.version)
+            request = msgspec.structs.replace(request, waiting=others_held, steady=steady)
+        return self.happen(name, request)[0]
 
     def status(self) -> dict[str, Any]:
         """For the live view and `/v1/status`: plain values only."""
@@ -294,7 +349,11 @@ class ControlDesk:
 
     def __repr__(self) -> str:
         held = self.waiting.statistics()
-        return f"ControlDesk({list(self.pipelines.values())}, held={held}, {self.journal}, failure={self.failure!r})"
+        return f"ControlService({list(self.pipelines.values())}, held={held}, {self.journal}, failure={self.failure!r})"
+
+
+def _may_improve(reply: Reply) -> bool:
+    return isinstance(reply, NotYet) or (isinstance(reply, Leased) and reply.verdict == "throttled")
 
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
