@@ -38,7 +38,7 @@ class Batch:
         self.advantages_N = rng.normal(size=rows).astype(np.float32)
         self.trained_tokens_N = np.full(rows, length // 2)
         self.sample_tokens_N = self.trained_tokens_N
-        self.packed = False
+        self.segments_K3 = None
 
 
 def learner(optim: OptimizerSection = OptimizerSection(learning_rate=1e-4)) -> Learner:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.batch import codec
 from penstock.batch.assemble import sequences_of
-from penstock.batch.pack import PackSettings, TokenMicroBatch, pack_tokens
+from penstock.batch.pack import Packing, PackSettings, TokenMicroBatch, pack_tokens
 from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.rollout.episode import Episode
 from profiles import examples
@@ -127,15 +127,17 @@ def play(prompt: list[int], script: list, routed: bool) -> tuple[Episode, list[N
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(st.lists(few, min_size=1, max_size=4), scripts, st.booleans(), st.sampled_from([0, 64]))
-def test_what_is_trained_equals_the_naive_reference(prompt: list[int], script: list, routed: bool, row: int) -> None:
+@given(st.lists(few, min_size=1, max_size=4), scripts, st.booleans(), st.sampled_from(["padded", "packed"]))
+def test_what_is_trained_equals_the_naive_reference(
+    prompt: list[int], script: list, routed: bool, layout: Packing
+) -> None:
     episode, branches = play(prompt, script, routed)
     episode = Episode.from_bytes(episode.to_bytes())
     sample = codec.decode(bytes(codec.encode(episode.arrays())))
     assert ("branches" in sample) == (len(branches) > 1)
     drawn = sum(len(part) for _, _, parts in script for part in parts)
     assert len(sample["token_ids"]) == len(prompt) + drawn + sum(len(reply) for _, reply, _ in script[1:])
-    packed = pack_tokens([sample], np.array([0.5]), PackSettings(micro_batch_tokens=100, row_tokens=row))
+    packed = pack_tokens([sample], np.array([0.5]), PackSettings(micro_batch_tokens=100, layout=layout))
     assert sorted(unpacked(packed)) == sorted(naively_packed(branches, routed, 0.5))
     # A token is trained once, however many branches share it.
     assert sum(int(batch.loss_mask_RT.sum()) for batch in packed) == drawn == episode.generated_tokens

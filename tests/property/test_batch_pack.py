@@ -5,22 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batch.pack import plan_micro_batches, plan_rows
+from penstock.batch.pack import plan_micro_batches
 from profiles import examples
 
 lengths = st.lists(st.integers(1, 500), max_size=60)
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(lengths, st.integers(0, 600))
-def test_rows_hold_each_sequence_once_within_their_room(sizes: list[int], row_tokens: int) -> None:
-    rows = plan_rows(sizes, row_tokens)
-    assert sorted(index for row in rows for index in row) == list(range(len(sizes)))
-    for row in rows:
-        assert len(row) == 1 or sum(sizes[index] for index in row) <= row_tokens
-    # No two rows could have been one and a half: at most one row in use is half empty.
-    loads = sorted(sum(sizes[index] for index in row) for row in rows)
-    assert len(loads) < 2 or loads[0] + loads[1] > row_tokens
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -1,7 +1,8 @@
 """From fetched samples to micro-batches of a bounded size: each array is copied once, into its place.
 
-A language-model micro-batch is a rectangle of rows. A row holds one sequence, or several one after the other when
-`row_tokens` allows it; `sequences` says which token belongs to which, so attention never crosses from one to the next.
+A language-model micro-batch is either one row without padding, which is the rule, or a rectangle of rows with one
+sequence each, for models that cannot read the former. In a row without padding sequences that begin with the same
+tokens may share them: the row is then a forest of segments, in which a token is read, and its gradient computed, once.
 All its arrays lie in one piece of memory, which can be used again for another step: fresh memory costs as much as the
 copy itself. Gymnasium episodes are joined end to end into one batch; the learner cuts it up again for each epoch.
 
@@ -10,10 +11,9 @@ Shape suffixes: R rows, T tokens in a row, N sequences or episodes, S environmen
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -32,6 +32,9 @@ MAX_SEQUENCES = np.iinfo(np.int16).max
 ALIGNMENT_BYTES = 64
 
 
+Packing = Literal["padded", "packed", "prefix"]
+
+
 class PackSettings(msgspec.Struct, frozen=True):
     """How large a micro-batch may be."""
 
@@ -39,8 +42,8 @@ class PackSettings(msgspec.Struct, frozen=True):
     """Rows times width, padding included. A single longer sequence is given a micro-batch of its own."""
     micro_batches: int = 1
     """At least so many, if there are as many rows: one for each update."""
-    row_tokens: int = 0
-    """Sequences are packed together into rows of up to this many tokens; 0 gives each its own row."""
+    layout: Packing = "padded"
+    """One sequence per row; or one row without padding; or that, with common beginnings only once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,8 @@ class TokenMicroBatch:
     trained_tokens_N: np.ndarray
     sample_tokens_N: np.ndarray
     """Trained tokens of the whole sample that the sequence is a branch of, here or in other micro-batches."""
-    packed: bool
-    """Some row holds more than one sequence."""
+    segments_K3: np.ndarray | None = None
+    """Of the one row without padding, in order: first token, token after the last, and the segment before it or -1."""
     routed_experts_RTLK: np.ndarray | None = None
 
     @property
@@ -113,7 +116,7 @@ def pack_tokens(
     spread: Spread = map,
     allocate: Allocate = fresh,
 ) -> list[TokenMicroBatch]:
-    """Micro-batches of rows of like width, the longest first. `spread` may fill them in several threads.
+    """Micro-batches of at most so many tokens. `spread` may fill them in several threads.
 
     Each takes its memory from `allocate`, once; the micro-batch is good until that memory is used again.
     """
@@ -121,36 +124,101 @@ def pack_tokens(
     sample_tokens = np.zeros(len(samples), np.int64)
     for sequence in sequences:
         sample_tokens[sequence.sample] += np.count_nonzero(sequence.loss_mask)
-    lengths = [sequence.tokens for sequence in sequences]
-    rows = plan_rows(lengths, settings.row_tokens)
-    widths = [sum(lengths[i] for i in row) for row in rows]
-    plan = plan_micro_batches(widths, min(settings.micro_batch_tokens, -(-sum(widths) // settings.micro_batches)))
+    total = sum(sequence.tokens for sequence in sequences)
+    limit = settings.micro_batch_tokens
+    if settings.micro_batches > 1:
+        limit = min(limit, -(-total // settings.micro_batches))
+    if settings.layout == "padded":
+        plan = plan_micro_batches([sequence.tokens for sequence in sequences], limit)
+    else:
+        share = settings.layout == "prefix" and "routed_experts" not in samples[0]
+        forests = plan_forests(samples, sequences, limit, share=share)
+        plan = [[number] for number in range(len(forests))]
 
     def fill(chosen: list[int]) -> TokenMicroBatch:
-        return _fill(
-            samples, [[sequences[i] for i in rows[row]] for row in chosen], advantages, sample_tokens, allocate
-        )
+        if settings.layout == "padded":
+            members = [sequences[i] for i in chosen]
+            places = _fill_rows(samples, members, allocate)
+            return _micro_batch(places, members, advantages, sample_tokens, None)
+        [number] = chosen
+        nodes, members = forests[number]
+        places, segments = _fill_forest(samples, nodes, members, allocate)
+        return _micro_batch(places, members, advantages, sample_tokens, segments)
 
     return list(spread(fill, plan))
 
 
-def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Which sequences share a row: each, longest first, goes where it leaves the least room."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), ascending
-    for index in order:
-        size = lengths[index]
-        at = bisect.bisect_left(room, (size, -1))
-        if at < len(room):
-            free, row = room.pop(at)
-        else:
-            free, row = row_tokens, len(rows)
-            rows.append([])
-        rows[row].append(index)
-        if free > size:
-            bisect.insort(room, (free - size, row))
-    return rows
+@dataclass(slots=True)
+class Node:
+    """Tokens `start` to `end` of a sequence; those before are the parent's."""
+
+    sequence: int
+    start: int
+    end: int
+    parent: int
+
+
+def plan_forests(
+    samples: Sequence[Sample], sequences: Sequence[TokenSequence], limit: int, *, share: bool
+) -> list[tuple[list[Node], list[TokenSequence]]]:
+    """Sequences in their order, as many in each forest as its tokens allow. Neighbours share what they can.
+
+    A sequence shares tokens up to the first that it trains. Those of a sample's branches that an earlier branch trains
+    are trained there.
+    """
+    forests: list[tuple[list[Node], list[TokenSequence]]] = []
+    tokens = 0
+    path: list[int] = []
+    before = np.zeros(0, np.int32)
+    for sequence in sequences:
+        own = _tokens_of(samples, sequence)
+        trained = int(np.argmax(sequence.loss_mask)) if sequence.loss_mask.any() else len(own)
+        shared = _common(before, own, trained) if share and forests else 0
+        full = forests and (tokens + len(own) - shared > limit or len(forests[-1][1]) >= MAX_SEQUENCES)
+        if not forests or full:
+            forests.append(([], []))
+            tokens, path, shared = 0, [], 0
+        nodes, members = forests[-1]
+        path = _cut(nodes, path, shared)
+        if shared < len(own):
+            nodes.append(Node(len(members), shared, len(own), path[-1] if path else -1))
+            path = [*path, len(nodes) - 1]
+        members.append(sequence)
+        tokens += len(own) - shared
+        before = own
+    return forests
+
+
+def _cut(nodes: list[Node], path: list[int], at: int) -> list[int]:
+    """The part of the path before that token, which the next sequence goes on from; a node in the way is divided."""
+    kept = [number for number in path if nodes[number].end <= at]
+    if len(kept) < len(path):
+        number = path[len(kept)]
+        node = nodes[number]
+        if node.start < at:
+            for child in nodes:
+                if child.parent == number:
+                    child.parent = len(nodes)
+            nodes.append(Node(node.sequence, at, node.end, number))
+            node.end = at
+            kept.append(number)
+    return kept
+
+
+def _common(before: np.ndarray, own: np.ndarray, limit: int) -> int:
+    """How many tokens both begin with, at most `limit`."""
+    size = min(len(before), len(own), limit)
+    differ = np.flatnonzero(before[:size] != own[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _tokens_of(samples: Sequence[Sample], sequence: TokenSequence) -> np.ndarray:
+    return _joined(samples[sequence.sample]["token_ids"], sequence)
+
+
+def _joined(stream: np.ndarray, sequence: TokenSequence) -> np.ndarray:
+    pieces = [stream[low:high] for low, high in sequence.stretches]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def plan_micro_batches(widths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
@@ -183,42 +251,50 @@ def pack_trajectories(samples: Sequence[Sample]) -> TrajectoryBatch:
     )
 
 
-def _fill(
-    samples: Sequence[Sample],
-    rows: list[list[TokenSequence]],
+def _fill_rows(samples: Sequence[Sample], members: Sequence[TokenSequence], allocate: Allocate) -> _Places:
+    """One sequence in each row."""
+    width = max(sequence.tokens for sequence in members)
+    routing = samples[members[0].sample].get("routed_experts")
+    places = _Places(allocate, len(members), width, routing)
+    for row, sequence in enumerate(members):
+        _check_aligned(samples[sequence.sample], sequence, None if routing is None else routing.shape[1:])
+        places.put(row, 0, samples[sequence.sample], sequence, 0, sequence.tokens, number=row)
+        places.blank(row, sequence.tokens)
+    return places
+
+
+def _fill_forest(
+    samples: Sequence[Sample], nodes: Sequence[Node], members: Sequence[TokenSequence], allocate: Allocate
+) -> tuple[_Places, np.ndarray]:
+    """All nodes in one row, parents before children; the places and the segments."""
+    routing = samples[members[0].sample].get("routed_experts")
+    for sequence in members:
+        _check_aligned(samples[sequence.sample], sequence, None if routing is None else routing.shape[1:])
+    places = _Places(allocate, 1, sum(node.end - node.start for node in nodes), routing)
+    order = sorted(range(len(nodes)), key=lambda number: (nodes[number].start, number))
+    place = {number: at for at, number in enumerate(order)} | {-1: -1}
+    segments = np.empty((len(nodes), 3), np.int64)
+    start = 0
+    for at, number in enumerate(order):
+        node = nodes[number]
+        sequence = members[node.sequence]
+        end = start + node.end - node.start
+        places.put(0, start, samples[sequence.sample], sequence, node.start, node.end, number=node.sequence)
+        segments[at] = start, end, place[node.parent]
+        start = end
+    return places, segments
+
+
+def _micro_batch(
+    places: _Places,
+    members: Sequence[TokenSequence],
     advantages: np.ndarray,
     sample_tokens: np.ndarray,
-    allocate: Allocate,
+    segments: np.ndarray | None,
 ) -> TokenMicroBatch:
-    order = [sequence for row in rows for sequence in row]
-    width = max(sum(sequence.tokens for sequence in row) for row in rows)
-    routing = samples[order[0].sample].get("routed_experts")
-    experts_row = None if routing is None else routing.shape[1:]
-    places = _Places(allocate, len(rows), width, routing)
-    count_up = np.arange(width, dtype=np.int32)
-    number = 0
-    for row, members in enumerate(rows):
-        start = 0
-        for sequence in members:
-            sample = samples[sequence.sample]
-            _check_aligned(sample, sequence, experts_row)
-            end = start + sequence.tokens
-            places.position_ids[row, start:end] = count_up[: sequence.tokens]
-            places.sequences[row, start:end] = number
-            places.loss_mask[row, start:end] = sequence.loss_mask
-            for low, high in sequence.stretches:
-                end = start + high - low
-                places.token_ids[row, start:end] = sample["token_ids"][low:high]
-                places.logprobs[row, start:end] = sample["logprobs"][low:high]
-                if places.experts is not None:
-                    places.experts[row, start:end] = sample["routed_experts"][low:high]
-                start = end
-            number += 1
-        places.blank(row, start)
     if not np.isfinite(places.logprobs).all():
         raise RemoteProtocolError("a sample's logprobs are not finite numbers: the engine that made them is broken")
-    trained = np.bincount(places.sequences[places.loss_mask != 0], minlength=len(order))
-    owners = [sequence.sample for sequence in order]
+    owners = [sequence.sample for sequence in members]
     return TokenMicroBatch(
         token_ids_RT=places.token_ids,
         position_ids_RT=places.position_ids,
@@ -226,11 +302,67 @@ def _fill(
         loss_mask_RT=places.loss_mask,
         logprobs_RT=places.logprobs,
         advantages_N=np.asarray(advantages, np.float32)[owners],
-        trained_tokens_N=trained,
+        trained_tokens_N=np.bincount(places.sequences[places.loss_mask != 0], minlength=len(members)),
         sample_tokens_N=sample_tokens[owners],
-        packed=len(order) > len(rows),
+        segments_K3=segments,
         routed_experts_RTLK=places.experts,
     )
+
+
+def halved(batch: TokenMicroBatch) -> list[tuple[TokenMicroBatch, np.ndarray]]:
+    """Two micro-batches with the same trained tokens, each with which of them it has; one if it is one sequence."""
+    parts = _halves_of_rows(batch) if batch.segments_K3 is None else _halves_of_forest(batch)
+    numbers = np.cumsum(batch.loss_mask_RT.ravel() != 0).reshape(batch.loss_mask_RT.shape) - 1
+    found: list[tuple[TokenMicroBatch, np.ndarray]] = []
+    for (rows, columns), segments, mask in parts:
+        cut = {
+            name: getattr(batch, name)[rows][:, columns]
+            for name in ("token_ids_RT", "position_ids_RT", "sequences_RT", "logprobs_RT")
+        }
+        trained = np.bincount(cut["sequences_RT"][mask != 0], minlength=len(batch.trained_tokens_N))
+        rest = {"loss_mask_RT": mask, "trained_tokens_N": trained, "segments_K3": segments}
+        found.append((replace(batch, **cut, **rest), numbers[rows][:, columns][mask != 0]))
+    return found
+
+
+def _halves_of_rows(batch: TokenMicroBatch) -> list[tuple[tuple[np.ndarray, np.ndarray], None, np.ndarray]]:
+    rows, width = batch.token_ids_RT.shape
+    halves = np.array_split(np.arange(rows), min(2, rows))
+    return [((half, np.arange(width)), None, batch.loss_mask_RT[half]) for half in halves]
+
+
+def _halves_of_forest(
+    batch: TokenMicroBatch,
+) -> list[tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]]:
+    """Half of the leaves each, with all that is above them; a segment that both need is trained in the first."""
+    segments = batch.segments_K3
+    assert segments is not None
+    leaves = np.setdiff1d(np.arange(len(segments)), segments[:, 2])
+    sizes = np.cumsum(segments[leaves, 1] - segments[leaves, 0])
+    middle = min(max(1, int(np.searchsorted(sizes, sizes[-1] / 2))), len(leaves) - 1)
+    halves: list[tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]] = []
+    seen: set[int] = set()
+    for part in (leaves[:middle], leaves[middle:]) if middle else (leaves,):
+        chosen = {-1}
+        for leaf in part.tolist():
+            while leaf not in chosen:
+                chosen.add(leaf)
+                leaf = int(segments[leaf, 2])
+        order = sorted(chosen - {-1})
+        place = {number: at for at, number in enumerate(order)} | {-1: -1}
+        columns = np.concatenate([np.arange(*segments[number, :2]) for number in order])
+        mask = batch.loss_mask_RT[:, columns].copy()
+        own = np.empty((len(order), 3), np.int64)
+        start = 0
+        for at, number in enumerate(order):
+            end = start + int(segments[number, 1] - segments[number, 0])
+            own[at] = start, end, place[int(segments[number, 2])]
+            if number in seen:
+                mask[:, start:end] = 0
+            start = end
+        seen |= chosen
+        halves.append(((np.array([0]), columns), own, mask))
+    return halves
 
 
 class _Places:
@@ -256,6 +388,26 @@ class _Places:
         ]
         self.token_ids, self.position_ids, self.sequences, self.loss_mask, self.logprobs = arrays[:5]
         self.experts = arrays[5] if routing is not None else None
+
+    def put(
+        self, row: int, at: int, sample: Sample, sequence: TokenSequence, low: int, high: int, *, number: int
+    ) -> None:
+        """Tokens `low` to `high` of a sequence, at that column."""
+        end = at + high - low
+        self.position_ids[row, at:end] = np.arange(low, high)
+        self.sequences[row, at:end] = number
+        self.loss_mask[row, at:end] = sequence.loss_mask[low:high]
+        passed = 0
+        for first, last in sequence.stretches:
+            start, stop = max(low - passed, 0) + first, min(high - passed, last - first) + first
+            passed += last - first
+            if start < stop:
+                end = at + stop - start
+                self.token_ids[row, at:end] = sample["token_ids"][start:stop]
+                self.logprobs[row, at:end] = sample["logprobs"][start:stop]
+                if self.experts is not None:
+                    self.experts[row, at:end] = sample["routed_experts"][start:stop]
+                at = end
 
     def blank(self, row: int, start: int) -> None:
         """From that token on the row is padding."""

@@ -95,6 +95,21 @@ class LanguagePolicy(Policy):
     def __init__(self, module: nn.Module, tokenizer: Tokenizer) -> None:
         super().__init__(module)
         self.tokenizer = tokenizer
+        self._checkpointing = False
+
+    def checkpoint_activations(self) -> None:
+        """Keep only what passes between layers, and compute the rest again in the backward pass."""
+        model: Any = self.module
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._checkpointing = True
+
+    def prepare_training(self) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        super().prepare_training()
+        for layer in self.module.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = self._checkpointing  # it looks at its own mode; what is inside stays without dropout
 
     def save_config(self, directory: Path) -> None:
         config = self.module.config
@@ -196,6 +211,8 @@ def build(spec: ModelSpec) -> LanguagePolicy | ActorCriticPolicy:
     # For every new shape cuDNN's attention makes a plan, which takes tens of milliseconds; each decode step, and nearly
     # each micro-batch, has a new shape. Generation is three times faster with the other kernels.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     if isinstance(spec, TinyLanguageModel):
         return _build_tiny(spec)
     if isinstance(spec, PretrainedLanguageModel):

@@ -36,8 +36,9 @@ class PathModel(Section):
     """The directory."""
     gguf_file: str = ""
     """The file in it, if the weights are in GGUF."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model is trained and served in."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What is computed and served. In `bfloat16` the trainer keeps float32 masters of what it trains, and the
+    optimiser's state in float32. `auto`: `bfloat16` where `train.device` is a GPU, else `float32`."""
 
 
 class MlpModel(Section):

@@ -16,6 +16,7 @@ from penstock.engines.models import (
     build,
 )
 from penstock.engines.settings import MlpModel, PathModel, TinyModel
+from penstock.runtime.tensors import device_of
 from penstock.train.objectives import EpisodeObjective, Objective, TokenObjective
 
 
@@ -38,6 +39,8 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
                 **options,
             )
         case PathModel(path=path, gguf_file=gguf_file, dtype=dtype):
+            if dtype == "auto":
+                dtype = "bfloat16" if device_of(pipeline.train.device).type == "cuda" else "float32"
             return PretrainedLanguageModel(path=str(path), gguf_file=gguf_file or None, dtype=dtype)
         case MlpModel(hidden=hidden):
             return GymnasiumPolicy(
@@ -54,6 +57,8 @@ def objective_of(config: Config, pipeline: PipelineSection, environment: Any) ->
     policy = policy_of(config, pipeline, environment)
     if isinstance(pipeline.model, MlpModel):
         return EpisodeObjective(policy, pipeline.ppo_loss)
+    if pipeline.train.activation_checkpointing and isinstance(policy, LanguagePolicy):
+        policy.checkpoint_activations()
     reference: Any = policy_of(config, pipeline, environment) if pipeline.token_loss.kl_coefficient else None
     return TokenObjective(
         policy,
@@ -61,5 +66,6 @@ def objective_of(config: Config, pipeline: PipelineSection, environment: Any) ->
         loss=pipeline.train.loss,
         temperature=pipeline.rollout.temperature,
         longest=pipeline.rollout.max_new_tokens,
+        packing=pipeline.train.packing,
         reference=reference,
     )

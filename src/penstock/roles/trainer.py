@@ -84,7 +84,9 @@ async def _train(
     async with connection as client, Tasks() as tasks:
         publishing = Publishing(process, client, offered, writing)
         settings = PackSettings(
-            micro_batch_tokens=pipeline.train.tokens_per_micro_batch, micro_batches=pipeline.optimizer.minibatches
+            micro_batch_tokens=pipeline.train.tokens_per_micro_batch,
+            micro_batches=pipeline.optimizer.minibatches,
+            layout=learner.objective.packing,
         )
         feed = Feed(
             process,

@@ -6,6 +6,8 @@ environment steps), cut into the minibatches of its updates.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol, get_args
 
@@ -14,12 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.batch.pack import Packing, halved
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy, Policy
 from penstock.errors import ConfigError, RunFailed
+from penstock.train.attention import attend_in_forests
 from penstock.train.losses.ppo import EpisodeBatch, EpisodeTensors, ppo_loss
 from penstock.train.losses.tokens import Average, TokenLoss, Tokens, divergence, resolve
 from penstock.train.scores import TokenBatch, TokenTensors
 from penstock.train.settings import PpoLossSection, TokenLossSection
+
+log = logging.getLogger(__name__)
 
 Part = Literal["policy", "optimizer", "reference"]
 """What of a learner can be on a device or on the host by itself."""
@@ -57,6 +63,10 @@ class Work(Protocol):
         """Of one update."""
         ...
 
+    def shrink(self) -> None:
+        """The device's memory was not enough for the last forward or backward pass: make them smaller."""
+        ...
+
     def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
         """The shares of one update's loss, one for each forward pass; to be propagated back before the next."""
         ...
@@ -67,6 +77,8 @@ class Objective(Protocol):
 
     policy: Any
     reference: LanguagePolicy | None
+    packing: Packing
+    """How its micro-batches are laid out."""
 
     def scored_by(self, several_updates: bool) -> tuple[Part, ...]: ...
 
@@ -86,6 +98,7 @@ class TokenObjective:
         loss: str = "grpo",
         temperature: float = 1.0,
         longest: int = 1,
+        packing: Packing = "padded",
         reference: LanguagePolicy | None = None,
     ) -> None:
         """`temperature` is that of the sampling: samples carry the log-probabilities of the tempered policy."""
@@ -102,6 +115,13 @@ class TokenObjective:
         self.loss, own_average = resolve(loss)
         self.average = settings.average or own_average
         self.constant_length = settings.constant_length or longest
+        self.packing: Packing = packing
+        models = [one.module for one in (policy, reference) if one is not None]
+        if packing != "padded" and not all(attend_in_forests(module) for module in models):
+            log.info("this model cannot read several sequences in a row: it is trained with padding")
+            self.packing = "padded"
+        self.limit_tokens: int | None = None
+        """What was found to fit into the device's memory."""
 
     def scored_by(self, several_updates: bool) -> tuple[Part, ...]:
         policy: tuple[Part, ...] = ("policy",) if several_updates else ()
@@ -116,6 +136,16 @@ class TokenObjective:
         self, batches: Sequence[TokenBatch], scores: Sequence[PriorLogprobs], device: torch.device
     ) -> TokenWork:
         return TokenWork(self, batches, scores, device)
+
+    def fit(self, tokens: int) -> None:
+        """Forward passes of so many tokens do not fit into the device's memory: halve them from now on."""
+        self.limit_tokens = max(1, tokens // 2)
+        log.warning(
+            "out of device memory with %d tokens in a micro-batch: going on with at most %d. Set "
+            "train.tokens_per_micro_batch to this to save the attempts",
+            tokens,
+            self.limit_tokens,
+        )
 
     def _logprobs(self, batch: TokenBatch, policy: LanguagePolicy | None) -> Tensor | None:
         """On the host."""
@@ -169,26 +199,61 @@ class TokenWork:
     ) -> None:
         self._objective = objective
         self._device = device
+        self._tokens = sys.maxsize
+        """Of the forward pass that is being computed."""
         pairs = zip(batches, scores, strict=True)
-        self._scored = [(batch, score) for batch, score in pairs if batch.loss_mask_RT.any()]
+        self._scored = [[(batch, score)] for batch, score in pairs if batch.loss_mask_RT.any()]
+        """Of each unit, the parts that are computed one after the other."""
+        self._divide()
         self.units = len(self._scored)
         self.totals = self.totals_of(np.arange(self.units))
 
     def totals_of(self, chosen: np.ndarray) -> Totals:
-        trained = [self._scored[i][0] for i in chosen]
+        trained = [batch for i in chosen for batch, _ in self._scored[i]]
         samples = sum(float((b.trained_tokens_N / np.maximum(b.sample_tokens_N, 1)).sum()) for b in trained)
         return Totals(float(sum(int(b.trained_tokens_N.sum()) for b in trained)), samples)
 
     def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
         for i in chosen:
-            batch, score = self._scored[i]
-            yield self._objective.share(TokenTensors(batch, self._device), score, totals)
+            for batch, score in self._scored[i]:
+                self._tokens = batch.token_ids_RT.size
+                yield self._objective.share(TokenTensors(batch, self._device), score, totals)
+
+    def shrink(self) -> None:
+        self._objective.fit(self._tokens)
+        if not self._divide():
+            raise RunFailed(
+                f"a single sequence of {self._tokens} tokens does not fit into the device's memory: set "
+                "train.activation_checkpointing = true, or train shorter sequences"
+            )
+
+    def _divide(self) -> bool:
+        """Cut what is larger than the limit; False if something of the size that failed cannot be cut."""
+        limit = self._objective.limit_tokens
+        if limit is None:
+            return True
+        self._scored = [[part for one in unit for part in _pieces(*one, limit)] for unit in self._scored]
+        return all(batch.token_ids_RT.size < self._tokens for unit in self._scored for batch, _ in unit)
+
+
+def _pieces(batch: TokenBatch, score: PriorLogprobs, limit: int) -> list[tuple[TokenBatch, PriorLogprobs]]:
+    """The micro-batch in parts of at most `limit` tokens, as far as it can be cut."""
+    parts = halved(batch) if batch.token_ids_RT.size > limit else []  # type: ignore[arg-type]
+    if len(parts) < 2:
+        return [(batch, score)]
+    found: list[tuple[TokenBatch, PriorLogprobs]] = []
+    for part, chosen in parts:
+        if len(chosen):
+            known = (None if known is None else known[chosen] for known in (score.reference_M, score.old_M))
+            found += _pieces(part, PriorLogprobs(*known), limit)
+    return found
 
 
 class EpisodeObjective:
     """A gymnasium policy trained by PPO."""
 
     reference: LanguagePolicy | None = None
+    packing: Packing = "padded"
 
     def __init__(self, policy: Policy, settings: PpoLossSection = PpoLossSection()) -> None:
         if not isinstance(policy, ActorCriticPolicy):
@@ -226,6 +291,9 @@ class EpisodeWork:
 
     def totals_of(self, chosen: np.ndarray) -> Totals:
         return Totals(float(len(chosen)), self.totals.samples)
+
+    def shrink(self) -> None:
+        raise RunFailed("the episodes of a step do not fit into the device's memory: lower train.groups_per_step")
 
     def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
         network = self._objective.policy.network

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.train.attention import forest
+
 CHUNK_BYTES = 256 << 20
 """Of float32 logits at a time; the backward pass has up to three such arrays."""
 
@@ -50,7 +52,7 @@ class TokenBatch(Protocol):
     @property
     def sample_tokens_N(self) -> np.ndarray: ...
     @property
-    def packed(self) -> bool: ...
+    def segments_K3(self) -> np.ndarray | None: ...
 
 
 class TokenTensors:
@@ -60,8 +62,8 @@ class TokenTensors:
         self.token_ids_RT = torch.from_numpy(batch.token_ids_RT.astype(np.int64)).to(device)
         rows, columns = np.nonzero(batch.loss_mask_RT)
         sequence_M = batch.sequences_RT[rows, columns].astype(np.int64)
-        # The logits at column c predict the token at c + 1. Columns that predict nothing trained are never projected.
-        kept, kept_M = np.unique(columns - 1, return_inverse=True)
+        # Columns that predict nothing trained are never projected.
+        kept, kept_M = np.unique(_predictors(columns, batch.segments_K3), return_inverse=True)
         self.kept_columns = torch.from_numpy(kept).to(device)
         self.row_M = torch.from_numpy(rows).to(device)
         self.kept_M = torch.from_numpy(kept_M).to(device)
@@ -74,13 +76,11 @@ class TokenTensors:
         self.tokens = len(rows)
         self.samples = float((batch.trained_tokens_N / np.maximum(batch.sample_tokens_N, 1)).sum())
         """A sample whose branches are in several micro-batches counts in each with its share of tokens."""
-        self.position_ids_RT: Tensor | None = None
-        self.attention_RTT: Tensor | None = None
-        if batch.packed:
-            sequences_RT = torch.from_numpy(batch.sequences_RT).to(device)
-            same = sequences_RT[:, :, None] == sequences_RT[:, None, :]
-            self.attention_RTT = torch.tril(same)
-            self.position_ids_RT = torch.from_numpy(batch.position_ids_RT.astype(np.int64)).to(device)
+        # Padding stands after each row's tokens, so the causal mask alone keeps it out.
+        self.options: dict[str, Any] = {}
+        if batch.segments_K3 is not None:
+            self.options["layout"] = forest(batch.segments_K3, device)
+            self.options["position_ids"] = torch.from_numpy(batch.position_ids_RT.astype(np.int64)).to(device)
 
     def scores(self, module: nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability of each trained token, and entropy of the distribution it was drawn from."""
@@ -103,16 +103,18 @@ class TokenTensors:
         return logprobs_M, found[1]
 
     def _call(self, module: nn.Module) -> Tensor:
-        # Padding stands after each row's tokens, so the causal mask alone keeps it out unless rows are packed.
-        attention = None if self.attention_RTT is None else self.attention_RTT[:, None]
-        output = module(
-            input_ids=self.token_ids_RT,
-            attention_mask=attention,
-            position_ids=self.position_ids_RT,
-            use_cache=False,
-            logits_to_keep=self.kept_columns,
-        )
+        output = module(input_ids=self.token_ids_RT, use_cache=False, logits_to_keep=self.kept_columns, **self.options)
         return output.logits
+
+
+def _predictors(columns: np.ndarray, segments_K3: np.ndarray | None) -> np.ndarray:
+    """The column whose logits predict each of these: the one before, or the last one of the parent segment."""
+    if segments_K3 is None:
+        return columns - 1
+    starts, _, parents = segments_K3.T
+    segment = np.searchsorted(starts, columns, side="right") - 1
+    first = columns == starts[segment]
+    return np.where(first, segments_K3[parents[segment], 1] - 1, columns - 1)
 
 
 def output_head(module: nn.Module) -> nn.Linear | None:

@@ -41,7 +41,12 @@ class TrainSection(Section):
     filters: list[str] = []
     """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
     tokens_per_micro_batch: Positive = 16384
-    """Language models: tokens of one forward and backward pass. Bounds memory."""
+    """Language models: tokens of one forward and backward pass. Bounds memory; halved when a GPU runs out of it."""
+    packing: Literal["prefix", "packed", "padded"] = "prefix"
+    """Language models: `packed` trains rows without padding; `prefix` also reads the prompt of a group only once;
+    `padded` has one sequence in a row, as models with sliding windows or recurrent layers need: they are given it."""
+    activation_checkpointing: bool = False
+    """Language models: keep activations only between layers and compute the others again. Slower, needs less memory."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
     threads: Positive = 1
@@ -88,7 +93,8 @@ class PpoLossSection(Section):
     importance_cap: PositiveFloat = 2.0
     """The largest weight of a stale action."""
     discount: Fraction = 0.98
-    """What a reward is worth one environment step earlier."""
+    """What a reward is worth one environment step earlier. At 1 an episode that a time limit cuts off is worth as much
+    as one that reaches its goal."""
     gae_lambda: Fraction = 0.9
     """How far advantages look beyond the value network: 0 one step, 1 to the end."""
     value_coefficient: NonNegativeFloat = 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,15 @@ class Learner:
         )
 
     def _gradient(self, work: Work, chosen: np.ndarray, totals: Totals) -> tuple[float, dict[str, float]]:
-        """Sums the gradient of one update; its loss and metrics."""
+        """Sums the gradient of one update; its loss and metrics. Out of device memory it tries smaller passes."""
+        while True:
+            with suppress(torch.OutOfMemoryError):
+                return self._propagate(work, chosen, totals)
+            self._optimizer.zero_grad()  # what was summed so far may be part of a pass
+            free_device_caches()
+            work.shrink()
+
+    def _propagate(self, work: Work, chosen: np.ndarray, totals: Totals) -> tuple[float, dict[str, float]]:
         losses: list[Tensor] = []
         sums: list[Metrics] = []
         for loss, metrics in work.losses(chosen, totals):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from penstock.batch.pack import (
+    Packing,
     PackSettings,
     TokenMicroBatch,
     TrajectoryBatch,
     pack,
     pack_tokens,
     plan_micro_batches,
-    plan_rows,
 )
 from penstock.errors import RemoteProtocolError
 
@@ -50,12 +50,12 @@ def unpack(batches: list[TokenMicroBatch]) -> list[tuple[bytes, bytes, bytes, by
     return sorted(found)
 
 
-@pytest.mark.parametrize("row_tokens", [0, 16, 40])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("routed", [False, True])
-def test_every_token_lands_once_and_unchanged(row_tokens: int, routed: bool) -> None:
+def test_every_token_lands_once_and_unchanged(layout: Packing, routed: bool) -> None:
     samples = [sequence(tokens, seed, routed) for seed, tokens in enumerate([3, 9, 14, 5, 16, 2, 7, 7, 12])]
     advantages = np.linspace(-1, 1, len(samples)).astype(np.float32)
-    batches = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=64, row_tokens=row_tokens))
+    batches = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=64, layout=layout))
     wanted = sorted(
         (
             s["token_ids"].tobytes(),
@@ -70,7 +70,7 @@ def test_every_token_lands_once_and_unchanged(row_tokens: int, routed: bool) -> 
     for batch in batches:
         assert batch.token_ids_RT.size <= 64
         assert batch.trained_tokens_N.sum() == batch.loss_mask_RT.sum()
-        assert batch.packed == (len(batch.advantages_N) > len(batch.token_ids_RT))
+        assert (batch.segments_K3 is None) == (layout == "padded")
         padding = batch.sequences_RT < 0
         assert not batch.token_ids_RT[padding].any()
         assert not batch.loss_mask_RT[padding].any()
@@ -79,16 +79,6 @@ def test_every_token_lands_once_and_unchanged(row_tokens: int, routed: bool) -> 
 def test_a_sequence_longer_than_the_budget_stands_alone() -> None:
     batches = pack_tokens([sequence(100, 0), sequence(4, 1)], np.zeros(2), PackSettings(micro_batch_tokens=32))
     assert [batch.token_ids_RT.shape for batch in batches] == [(1, 100), (1, 4)]
-
-
-def test_rows_fill_up_tightly() -> None:
-    rng = np.random.default_rng(3)
-    lengths = rng.integers(50, 2000, 400).tolist()
-    rows = plan_rows(lengths, 4096)
-    assert sorted(i for row in rows for i in row) == list(range(400))
-    loads = [sum(lengths[i] for i in row) for row in rows]
-    assert max(loads) <= 4096
-    assert len(rows) <= -(-sum(lengths) // 4096) + 1
 
 
 def test_micro_batches_are_mostly_tokens() -> None:
@@ -129,7 +119,7 @@ def test_threads_may_share_the_filling() -> None:
 @pytest.mark.parametrize("routed", [False, True])
 def test_memory_that_was_used_before_makes_no_difference(routed: bool) -> None:
     samples = [sequence(tokens, tokens, routed) for tokens in (3, 9, 14, 5, 16)]
-    settings = PackSettings(micro_batch_tokens=40, row_tokens=20)
+    settings = PackSettings(micro_batch_tokens=40, layout="packed")
     asked: list[int] = []
 
     def dirty(size_bytes: int) -> np.ndarray:

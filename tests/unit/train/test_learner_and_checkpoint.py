@@ -33,7 +33,6 @@ def language_batches(seed: int) -> list[TokenMicroBatch]:
             rng.normal(size=4).astype(np.float32),
             np.full(4, 4),
             np.full(4, 4),
-            packed=False,
         )
         for _ in range(3)
     ]

@@ -23,12 +23,11 @@ def language_policy() -> LanguagePolicy:
     return policy
 
 
-def tokens(lengths: list[int], prompt: int, packed: bool, seed: int = 0) -> TokenMicroBatch:
-    """The same sequences either one per row or all in one row, as if sampled by a uniform policy."""
+def tokens(lengths: list[int], prompt: int, seed: int = 0) -> TokenMicroBatch:
+    """Random sequences, as if sampled by a uniform policy."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(3, 10, length) for length in lengths]
-    width = sum(lengths) if packed else max(lengths)
-    shape = (1 if packed else len(lengths), width)
+    shape = (len(lengths), max(lengths))
     batch = TokenMicroBatch(
         np.zeros(shape, np.int32),
         np.zeros(shape, np.int32),
@@ -38,17 +37,14 @@ def tokens(lengths: list[int], prompt: int, packed: bool, seed: int = 0) -> Toke
         np.linspace(-1, 1, len(lengths)).astype(np.float32),
         np.array([length - prompt for length in lengths]),
         np.array([length - prompt for length in lengths]),
-        packed,
     )
-    start = 0
     for index, row in enumerate(rows):
-        at = (0, slice(start, start + len(row))) if packed else (index, slice(0, len(row)))
+        at = (index, slice(0, len(row)))
         batch.token_ids_RT[at] = row
         batch.position_ids_RT[at] = np.arange(len(row))
         batch.sequences_RT[at] = index
         batch.loss_mask_RT[at] = np.arange(len(row)) >= prompt
         batch.logprobs_RT[at] = np.where(np.arange(len(row)) >= prompt, -np.log(10.0), 0)
-        start += len(row)
     return batch
 
 
@@ -60,17 +56,9 @@ def value(batch: TokenMicroBatch, policy: LanguagePolicy, settings: TokenLossSec
     return loss.item()
 
 
-def test_packed_rows_give_the_logprobs_of_separate_rows() -> None:
-    policy = language_policy()
-    lengths = [6, 9, 4]
-    apart = TokenTensors(tokens(lengths, 2, packed=False), torch.device("cpu")).scores(policy.module, 1.0)[0]
-    together = TokenTensors(tokens(lengths, 2, packed=True), torch.device("cpu")).scores(policy.module, 1.0)[0]
-    torch.testing.assert_close(apart, together, atol=1e-5, rtol=1e-5)
-
-
 def test_logprobs_are_those_of_a_plain_forward_pass() -> None:
     policy = language_policy()
-    batch = tokens([7, 5], 3, packed=False)
+    batch = tokens([7, 5], 3)
     found = TokenTensors(batch, torch.device("cpu")).scores(policy.module, 0.7)[0]
     wanted = []
     for row, length in enumerate([7, 5]):
@@ -82,7 +70,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass() -> None:
 
 def test_the_gradient_does_not_depend_on_micro_batches() -> None:
     policy = language_policy()
-    whole = tokens([6, 9, 4, 7], 2, packed=False)
+    whole = tokens([6, 9, 4, 7], 2)
     for average in ("token", "sequence", "constant"):
         settings = TokenLossSection(average=average, constant_length=9, entropy_coefficient=0.01)  # type: ignore[arg-type]
         gradients = []
@@ -93,7 +81,7 @@ def test_the_gradient_does_not_depend_on_micro_batches() -> None:
                 part = {name: value[rows] for name, value in asdict(whole).items() if isinstance(value, np.ndarray)}
                 renumbered = np.arange(len(rows), dtype=np.int16)[:, None]
                 part["sequences_RT"] = np.where(part["sequences_RT"] < 0, -1, renumbered).astype(np.int16)
-                prepared.append(TokenTensors(TokenMicroBatch(**part, packed=False), torch.device("cpu")))
+                prepared.append(TokenTensors(TokenMicroBatch(**part), torch.device("cpu")))
             for batch in prepared:
                 totals = Totals(sum(p.tokens for p in prepared), sum(p.samples for p in prepared))
                 loss, _ = TokenObjective(policy, settings).share(batch, PriorLogprobs(), totals)
@@ -104,13 +92,13 @@ def test_the_gradient_does_not_depend_on_micro_batches() -> None:
 
 def test_importance_weights_are_truncated_masked_or_ignored() -> None:
     policy = language_policy()
-    even = tokens([6, 6], 2, packed=False)
+    even = tokens([6, 6], 2)
     even.advantages_N[:] = 1.0
     prepared = TokenTensors(even, torch.device("cpu"))
     exact = prepared.scores(policy.module, 1.0)[0].detach().numpy()
 
     def loss_at(ratio: float, settings: TokenLossSection) -> float:
-        batch = tokens([6, 6], 2, packed=False)
+        batch = tokens([6, 6], 2)
         batch.advantages_N[:] = 1.0
         batch.logprobs_RT[np.nonzero(batch.loss_mask_RT)] = exact - np.log(ratio)
         return value(batch, policy, settings)
@@ -125,7 +113,7 @@ def test_importance_weights_are_truncated_masked_or_ignored() -> None:
 
 def test_averages_weigh_tokens_or_sequences() -> None:
     policy = language_policy()
-    batch = tokens([3, 10], 2, packed=False)  # 1 and 8 trained tokens
+    batch = tokens([3, 10], 2)  # 1 and 8 trained tokens
     batch.advantages_N[:] = [1.0, -1.0]
     none = {"importance": "none"}
     assert value(batch, policy, TokenLossSection(**none)) == pytest.approx((8 - 1) / 9)  # type: ignore[arg-type]
@@ -138,7 +126,7 @@ def test_the_clip_stops_the_gradient_on_the_rewarded_side_only() -> None:
     policy = language_policy()
     settings = TokenLossSection(importance="none", clip_low=0.2, clip_high=0.2)
     for advantage, distance, held in ((1.0, 0.5, True), (1.0, -0.5, False), (-1.0, -0.5, True), (-1.0, 0.5, False)):
-        batch = tokens([6], 2, packed=False)
+        batch = tokens([6], 2)
         batch.advantages_N[:] = advantage
         prepared = TokenTensors(batch, torch.device("cpu"))
         old = prepared.scores(policy.module, 1.0)[0].detach() - distance
@@ -151,7 +139,7 @@ def test_the_clip_stops_the_gradient_on_the_rewarded_side_only() -> None:
 
 def test_divergence_from_the_reference_is_zero_at_the_reference_only() -> None:
     policy = language_policy()
-    batch = tokens([6], 2, packed=False)
+    batch = tokens([6], 2)
     batch.advantages_N[:] = 0
     prepared = TokenTensors(batch, torch.device("cpu"))
     same = prepared.scores(policy.module, 1.0)[0].detach()
@@ -261,7 +249,7 @@ def test_the_names_are_those_of_the_configuration() -> None:
 
 def test_dr_grpo_divides_by_the_longest_completion() -> None:
     policy = language_policy()
-    batch = tokens([3, 10], 2, packed=False)  # 1 and 8 trained tokens
+    batch = tokens([3, 10], 2)  # 1 and 8 trained tokens
     batch.advantages_N[:] = [1.0, -1.0]
     prepared = TokenTensors(batch, torch.device("cpu"))
     objective = TokenObjective(policy, TokenLossSection(importance="none"), loss="dr_grpo", longest=16)
@@ -272,7 +260,7 @@ def test_dr_grpo_divides_by_the_longest_completion() -> None:
 def test_branches_of_a_sample_count_as_one_sample() -> None:
     """A sample of 1 and 8 trained tokens in two branches, in one micro-batch or two, weighs as one of 9."""
     policy = language_policy()
-    batch = tokens([3, 10], 2, packed=False)
+    batch = tokens([3, 10], 2)
     batch.advantages_N[:] = 1.0
     batch.sample_tokens_N[:] = 9
     prepared = TokenTensors(batch, torch.device("cpu"))

@@ -1,0 +1,155 @@
+"""Attention over a row of sequences without padding, in which sequences may share what came before.
+
+A row is a forest of segments. The tokens of a segment attend to all tokens of the segments above it, and to those of
+their own segment up to themselves. So the prompt of a group is read once, and each completion goes on from it.
+
+On a GPU in bfloat16 this is one call of torch's variable-length flash attention: the keys of a segment are gathered
+behind those of its ancestors, and the causal mask is aligned to the end of the keys. Elsewhere segments of the same
+shape share a call of `scaled_dot_product_attention`.
+
+Shape suffixes: H heads, T tokens, D width of a head, K segments.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "penstock_forest"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Segments of as many tokens that attend to as many."""
+
+    queries_KQ: Tensor
+    keys_KC: Tensor
+    mask_QC: Tensor | None
+    """None for the plain causal mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """Who attends to whom in a row."""
+
+    keys: Tensor | None
+    """The keys of all segments, one segment after the other; None if no segment has ancestors."""
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest_query: int
+    longest_keys: int
+    buckets: tuple[Bucket, ...]
+    order_T: Tensor
+    """Where each token is in the buckets, one after the other."""
+
+
+def forest(segments_K3: np.ndarray, device: torch.device) -> Forest:
+    """Of segments [first token, token after the last, parent or -1], which cover the row in order, parents first."""
+    chains: list[np.ndarray] = []
+    for start, end, parent in segments_K3.tolist():
+        own = np.arange(start, end)
+        chains.append(own if parent < 0 else np.concatenate([chains[parent], own]))
+    lengths = segments_K3[:, 1] - segments_K3[:, 0]
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for number, chain in enumerate(chains):
+        shapes.setdefault((int(lengths[number]), len(chain)), []).append(number)
+    buckets: list[Bucket] = []
+    visited: list[np.ndarray] = []
+    for (queries, keys), members in shapes.items():
+        mask = None if queries == keys else torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).to(device)
+        own = np.stack([chains[number][keys - queries :] for number in members])
+        visited.append(own.ravel())
+        all_keys = np.stack([chains[number] for number in members])
+        buckets.append(Bucket(torch.from_numpy(own).to(device), torch.from_numpy(all_keys).to(device), mask))
+    shared = bool((segments_K3[:, 2] >= 0).any())
+    return Forest(
+        keys=torch.from_numpy(np.concatenate(chains)).to(device) if shared else None,
+        query_bounds=_bounds(lengths, device),
+        key_bounds=_bounds(np.array([len(chain) for chain in chains]), device),
+        longest_query=int(lengths.max()),
+        longest_keys=max(len(chain) for chain in chains),
+        buckets=tuple(buckets),
+        order_T=torch.from_numpy(np.argsort(np.concatenate(visited))).to(device),
+    )
+
+
+def attend_in_forests(module: nn.Module) -> bool:
+    """Makes a model attend as its `layout` says. False, and nothing changed, for a model that cannot."""
+    from transformers import AttentionInterface
+
+    model: Any = module
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    special = windowed or getattr(config, "attn_logit_softcapping", None) is not None
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if special or kinds != {"full_attention"} or not getattr(base, "_supports_attention_backend", False):
+        return False
+    AttentionInterface.register(NAME, _attend)
+    config._attn_implementation = NAME
+    return True
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Forest | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of a layer: [1, H, T, D] in, [1, T, H, D] out."""
+    grouped = query.shape[1] != key.shape[1]
+    if layout is None:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+        return out.transpose(1, 2).contiguous(), None
+    if _flash_takes(query):
+        return _flash(query, key, value, layout, scaling)[None], None
+    parts: list[Tensor] = []
+    for bucket in layout.buckets:
+        q, k, v = (
+            states[0][:, index].transpose(0, 1)
+            for states, index in ((query, bucket.queries_KQ), (key, bucket.keys_KC), (value, bucket.keys_KC))
+        )
+        causal = bucket.mask_QC is None
+        part = scaled_dot_product_attention(
+            q, k, v, attn_mask=bucket.mask_QC, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+        parts.append(part.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts)[layout.order_T][None], None
+
+
+def _flash_takes(query: Tensor) -> bool:
+    width = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Forest, scaling: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    taken = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in taken else {"is_causal": True}
+    if "enable_gqa" in taken:
+        causal["enable_gqa"] = True
+    if "scale" in taken:
+        causal["scale"] = scaling
+    q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+    if layout.keys is not None:
+        k, v = k[layout.keys], v[layout.keys]
+    bounds = layout.query_bounds, layout.key_bounds
+    out = varlen_attn(q, k, v, *bounds, layout.longest_query, layout.longest_keys, **causal)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _bounds(lengths: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
