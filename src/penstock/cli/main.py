@@ -152,6 +152,95 @@ def publish(
     raise typer.Exit(publish_command(run_dir, to))
 
 
+Step = Annotated[str, typer.Option(help="A step that is still on disk, or best; the last one by default.")]
+Pipeline = Annotated[str | None, typer.Option(help="Needed when the run has several pipelines.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")]
+NewTokens = Annotated[int | None, typer.Option(min=1, help="Longest completion; as in training by default.")]
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    step: Step = "",
+    to: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to; exports/RUN-PIPELINE-STEP by default.")
+    ] = None,
+    pipeline: Pipeline = None,
+) -> None:
+    """Write a checkpoint as a directory that transformers and vLLM open."""
+    from penstock.cli.after import export_command
+
+    raise typer.Exit(export_command(run_dir, pipeline=pipeline, step=step, to=to))
+
+
+@app.command("eval")
+def evaluate(
+    path: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory, or the directory of a model.")],
+    env: Annotated[str | None, typer.Option(help="An environment as in env.name; a run's own by default.")] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of --env.")] = None,
+    step: Step = "",
+    pipeline: Pipeline = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="How many; evaluation.prompts by default.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Per prompt.")] = 1,
+    temperature: Temperature = 0.0,
+    max_new_tokens: NewTokens = None,
+) -> None:
+    """Measure a checkpoint or a model on prompts that were not trained.
+
+    Prints the mean reward and its 95 % confidence interval.
+    """
+    from penstock.cli.after import eval_command
+
+    code = eval_command(
+        path,
+        env=env,
+        options=option or [],
+        pipeline=pipeline,
+        step=step,
+        prompts=prompts,
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def sample(
+    path: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory, or the directory of a model.")],
+    prompt: Annotated[str, typer.Argument(help="What the model is given; as a user's message if it can chat.")],
+    step: Step = "",
+    pipeline: Pipeline = None,
+    count: Annotated[int, typer.Option(min=1, help="Completions.")] = 1,
+    temperature: Temperature = 1.0,
+    max_new_tokens: NewTokens = None,
+) -> None:
+    """Let a checkpoint complete a prompt."""
+    from penstock.cli.after import sample_command
+
+    code = sample_command(
+        path,
+        prompt,
+        pipeline=pipeline,
+        step=step,
+        count=count,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    to: Annotated[Path | None, typer.Option(metavar="FILE.html", help="RUN/report.html by default.")] = None,
+) -> None:
+    """Write a run as one HTML file: curves, samples, accounting, faults."""
+    from penstock.cli.after import report_command
+
+    raise typer.Exit(report_command(run_dir, to))
+
+
 @app.command()
 def dashboard(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder of them.")] = Path("runs"),

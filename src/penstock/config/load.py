@@ -69,9 +69,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     for depth, part in enumerate(parents):
         node = _child(node, part, ".".join(parents[:depth]), override)
     if isinstance(node, list):
-        node[_index(node, last, override)] = _parse(value)
+        node[_index(node, last, override)] = parse_value(value)
     else:
-        node[last] = _parse(value)
+        node[last] = parse_value(value)
 
 
 def _child(node: Any, part: str, where: str, override: str) -> Any:
@@ -91,7 +91,8 @@ def _index(tables: list[Any], part: str, override: str) -> int:
     raise ConfigError(f"--set {override!r}: no entry {part!r} here; there is {', '.join(names) or 'none'}")
 
 
-def _parse(value: str) -> Any:
+def parse_value(value: str) -> Any:
+    """A value as TOML writes it; anything else is text."""
     try:
         return tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

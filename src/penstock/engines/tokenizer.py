@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 from penstock.wire.codec import DAMAGED
 
 FILE_NAME = "character_tokenizer.json"
+SPECIAL = ("<pad>", "<bos>", "<eos>")
 
 
 class Tokenizer(Protocol):
@@ -63,8 +64,22 @@ class CharacterTokenizer:
         return "".join(self.alphabet[index - 3] for index in ids if index >= 3)
 
     def save(self, directory: Path) -> None:
-        """So that the directory alone can be opened as a model."""
+        """So that the directory alone can be opened as a model, by transformers too."""
         (directory / FILE_NAME).write_bytes(msgspec.json.encode(_Saved(self.alphabet)))
+        special = dict(zip(SPECIAL, (self.pad_id, self.bos_id, self.eos_id), strict=True))
+        kept = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        split = {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False}
+        fast = {
+            "version": "1.0",
+            "added_tokens": [{"id": index, "content": token, **kept} for token, index in special.items()],
+            "pre_tokenizer": split,
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "WordLevel", "vocab": special | self._ids, "unk_token": SPECIAL[0]},
+        }
+        (directory / "tokenizer.json").write_bytes(msgspec.json.encode(fast))
+        names = {"pad_token": SPECIAL[0], "bos_token": SPECIAL[1], "eos_token": SPECIAL[2]}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+        (directory / "tokenizer_config.json").write_bytes(msgspec.json.encode(settings))
 
 
 class PretrainedTokenizer:

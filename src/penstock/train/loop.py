@@ -13,6 +13,7 @@ from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train import checkpoint
+from penstock.train.best import keep_best
 from penstock.train.data import Feed, PreparedBatch
 from penstock.train.objectives import PriorLogprobs
 from penstock.train.publish import Publishing
@@ -169,4 +170,6 @@ class TrainingLoop:
             log.info("the controller was gone before it heard of the checkpoint of step %d: %s", step, error)
 
     def _write_checkpoint(self) -> None:
+        if self._checkpoints.keep_best:  # before older ones are removed
+            keep_best(self._directory, self._process.run.metrics_path, self._process.pipeline_name)
         checkpoint.save(self._directory, self._learner, keep=self._checkpoints.keep)

@@ -150,6 +150,9 @@ class CheckpointSection(Section):
     """Steps between two checkpoints: what a killed trainer may have to train again."""
     keep: Positive = 2
     """Newest checkpoints that stay on disk."""
+    keep_best: bool = True
+    """Keep the checkpoint that was evaluated best too, in `best/`. Versions are evaluated where
+    `evaluation.every_steps` and `checkpoint.every_steps` meet."""
 
 
 class SamplesSection(Section):

@@ -1,0 +1,92 @@
+"""`penstock export`, `eval`, `sample` and `report`: what a run leaves, used."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from penstock.config.load import parse_value
+from penstock.errors import ConfigError
+from penstock.launch.report import report
+from penstock.runtime.rundir import RunDir
+
+
+def export_command(path: Path, *, pipeline: str | None, step: str, to: Path | None) -> int:
+    one = _offline().saved(path, pipeline=pipeline, step=step)
+    target = to if to is not None else Path("exports") / f"{path.resolve().name}-{one.pipeline.name}-{one.step}"
+    written = _offline().export(one, target)
+    typer.echo(f"{written}: step {one.step} of {one.pipeline.name}")
+    typer.echo(f"open it with transformers.AutoModelForCausalLM.from_pretrained({str(written)!r})", err=True)
+    return 0
+
+
+def eval_command(
+    path: Path,
+    *,
+    env: str | None,
+    options: list[str],
+    pipeline: str | None,
+    step: str,
+    prompts: int | None,
+    samples: int,
+    temperature: float,
+    max_new_tokens: int | None,
+) -> int:
+    if samples > 1 and not temperature:
+        raise ConfigError("--samples above 1 would all be alike at temperature 0; set --temperature")
+    table: dict[str, Any] | None = None
+    if env is not None:
+        table = {"name": env, "options": dict(_option(text) for text in options)}
+    elif not (path / "run.json").exists():
+        raise ConfigError(f"{path} is a model, which has no environment of its own: name one with --env")
+    one = _offline().saved(path, pipeline=pipeline, step=step, env=table)
+    if max_new_tokens is not None:
+        rollout = one.pipeline.rollout.model_copy(update={"max_new_tokens": max_new_tokens})
+        one = _offline().replaced(one, rollout)
+    found = _offline().evaluate(one, prompts=prompts, samples=samples, temperature=temperature)
+    typer.echo(one.title)
+    typer.echo(
+        f"reward {found.mean:.4g}, 95 % interval {found.low:.4g} to {found.high:.4g}, "
+        f"{found.prompts} prompts, {found.samples} samples" + (f", {found.failed} failed" if found.failed else "")
+    )
+    return 0
+
+
+def sample_command(
+    path: Path,
+    prompt: str,
+    *,
+    pipeline: str | None,
+    step: str,
+    count: int,
+    temperature: float,
+    max_new_tokens: int | None,
+) -> int:
+    one = _offline().saved(path, pipeline=pipeline, step=step)
+    drawn = _offline().sample(one, prompt, count=count, temperature=temperature, max_new_tokens=max_new_tokens)
+    for completion in drawn:
+        typer.echo(completion)
+    return 0
+
+
+def report_command(path: Path, to: Path | None) -> int:
+    run = RunDir.open(path)
+    target = to if to is not None else run.root / "report.html"
+    target.write_text(report(run), encoding="utf-8")
+    typer.echo(f"{target}: {target.stat().st_size / 1e3:.0f} kB")
+    return 0
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise ConfigError(f"--option {text!r}: expected key=value")
+    return key.strip(), parse_value(value)
+
+
+def _offline() -> Any:
+    """Loads torch: only for the commands that need it."""
+    return importlib.import_module("penstock.roles.offline")

@@ -1,0 +1,219 @@
+"""After the run: its checkpoints as models to export, to evaluate and to sample from. One process, no controller."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from penstock.config.load import load, validate
+from penstock.config.pipeline import PipelineSection
+from penstock.config.run import Config
+from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
+from penstock.engines.policy import PolicyEngine
+from penstock.engines.requests import Sampling
+from penstock.engines.torch.static import TorchEngine
+from penstock.errors import ConfigError, RunFailed
+from penstock.records.ids import PromptIndex, SampleId, Version
+from penstock.records.prompt import PromptLease
+from penstock.roles.environments import environment_of, evaluation_environment_of
+from penstock.roles.models import policy_of
+from penstock.rollout.hooks import Failed, Unusable
+from penstock.rollout.io.workloads import workload_of
+from penstock.rollout.settings import RolloutSection
+from penstock.runtime.rundir import RunDir
+from penstock.runtime.tensors import device_of
+from penstock.train import checkpoint
+from penstock.train.best import BEST
+
+NOT_OF_THE_MODEL = (".distcp", ".metadata", checkpoint.RECORD_FILE)
+Z_95 = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A policy on disk: a checkpoint of a run, or the directory of a model."""
+
+    config: Config
+    pipeline: PipelineSection
+    directory: Path
+    step: int | None
+    """None: the directory of a model."""
+
+    @property
+    def title(self) -> str:
+        return str(self.directory) if self.step is None else f"{self.directory} (step {self.step})"
+
+
+def saved(path: Path, *, pipeline: str | None = None, step: str = "", env: dict[str, Any] | None = None) -> Saved:
+    """The checkpoint of a run directory (`step`: a number, `best`, or empty for the last), or a model directory."""
+    if (path / "run.json").exists():
+        run = RunDir.open(path)
+        config = load(run.config_path)
+        section = _pipeline(config, pipeline)
+        if env is not None:
+            held_out = {"env": env, "every_steps": section.evaluation.every_steps or 1}
+            raw = section.model_dump(mode="json", exclude_none=True)
+            raw["evaluation"] = raw["evaluation"] | held_out
+            config = validate(config.model_dump(mode="json", exclude_none=True) | {"pipeline": [raw]})
+            section = config.pipeline[0]
+        directory = _directory(run.checkpoints(section.name), step)
+        found = json.loads((directory / checkpoint.RECORD_FILE).read_text(encoding="utf-8"))
+        return Saved(config, section, directory, int(found["step"]))
+    if not (path / "config.json").exists():
+        raise ConfigError(f"{path} is neither a run directory (run.json) nor a model (config.json)")
+    model = {"kind": "path", "path": str(path)}
+    tree = {"name": "eval", "steps": 1, "env": env or {"name": "copy"}, "model": model}
+    config = validate({"pipeline": [tree | {"evaluation": {"every_steps": 1, "env": env or {"name": "copy"}}}]})
+    return Saved(config, config.pipeline[0], path, None)
+
+
+def replaced(one: Saved, rollout: RolloutSection) -> Saved:
+    """The same with other settings of the rollout."""
+    return replace(one, pipeline=one.pipeline.model_copy(update={"rollout": rollout}))
+
+
+def _pipeline(config: Config, name: str | None) -> PipelineSection:
+    names = [section.name for section in config.pipeline]
+    if name is None and len(names) == 1:
+        name = names[0]
+    if name not in names:
+        raise ConfigError(f"say which pipeline: --pipeline {' or --pipeline '.join(names)}")
+    return config.pipeline[names.index(name)]
+
+
+def _directory(checkpoints: Path, step: str) -> Path:
+    there = sorted(checkpoints.glob("step-*")) + ([checkpoints / BEST] if (checkpoints / BEST).exists() else [])
+    if not there:
+        raise ConfigError(f"there is no checkpoint in {checkpoints} yet")
+    if not step:
+        found = checkpoint.latest(checkpoints)
+        if found is None:
+            raise ConfigError(f"no checkpoint in {checkpoints} is whole")
+        return found.directory
+    wanted = BEST if step == BEST else f"step-{int(step):08d}" if step.isdecimal() else ""
+    if checkpoints / wanted not in there or not wanted:
+        kept = ", ".join(one.name.removeprefix("step-").lstrip("0") or "0" for one in there)
+        raise ConfigError(f"there is no checkpoint of step {step!r} in {checkpoints}; there is {kept}")
+    return checkpoint.verify(checkpoints / wanted).directory
+
+
+def export(one: Saved, to: Path) -> Path:
+    """A directory that transformers opens: configuration, tokenizer and weights, without what only training needs."""
+    if one.pipeline.kind != "language":
+        raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy, which transformers does not open")
+    if to.exists() and any(to.iterdir()):
+        raise ConfigError(f"{to} exists and is not empty: choose another directory with --to")
+    to.mkdir(parents=True, exist_ok=True)
+    for path in sorted(one.directory.iterdir()):
+        if not path.name.startswith("optimizer") and not path.name.endswith(NOT_OF_THE_MODEL):
+            shutil.copy2(path, to / path.name)
+    return to
+
+
+def policy_at(one: Saved, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
+    """With the weights of the checkpoint."""
+    policy = policy_of(one.config, one.pipeline, environment)
+    if one.step is not None:
+        policy.load_tensors(safetensors.torch.load_file(one.directory / checkpoint.MODEL_FILE))
+    policy.module.to(device_of(one.pipeline.rollout.device))
+    return policy
+
+
+def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_tokens: int | None) -> Iterator[str]:
+    """Completions of a prompt; a model with a chat template is asked as a user would."""
+    policy = policy_at(one, environment_of(one.config, one.pipeline) if one.step is not None else None)
+    if not isinstance(policy, LanguagePolicy):
+        raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy: there is nothing to say to it")
+    inner = getattr(policy.tokenizer, "inner", None)
+    ids = policy.tokenizer.encode(prompt)
+    if inner is not None and inner.chat_template:
+        message = [{"role": "user", "content": prompt}]
+        ids = inner.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    rollout = one.pipeline.rollout
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens or rollout.max_new_tokens,
+        temperature=temperature or 1.0,
+        greedy=not temperature,
+        eos_id=policy.tokenizer.eos_id,
+    )
+    engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, digest="saved", seed=torch.seed() & 0x7FFF_FFFF)
+    for completion in engine.generate([ids], sampling, repeats=[count]):
+        yield policy.tokenizer.decode(completion.token_ids.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The mean reward over prompts, with the interval that holds the true mean in 95 of 100 such measurements."""
+
+    mean: float
+    low: float
+    high: float
+    prompts: int
+    samples: int
+    failed: int
+
+
+def evaluate(one: Saved, *, prompts: int | None, samples: int, temperature: float, seed: int = 0) -> Measured:
+    """Rewards on prompts that were not trained."""
+    section = one.pipeline.evaluation.model_copy(
+        update={"prompts": prompts or one.pipeline.evaluation.prompts, "every_steps": 1}
+    )
+    pipeline = one.pipeline.model_copy(update={"evaluation": section})
+    policy = policy_at(one, environment_of(one.config, pipeline))
+    environment = evaluation_environment_of(one.config, pipeline)
+    drawn = {"temperature": temperature or 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
+    rollout = pipeline.rollout.model_copy(update=drawn)
+    if isinstance(policy, LanguagePolicy):
+        engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, digest="saved", seed=seed)
+    else:
+        engine = PolicyEngine(policy.network, digest="saved", seed=seed)
+    env = section.env or pipeline.env
+    workload: Any = workload_of(env, rollout, environment, policy, engine, None, greedy=not temperature)
+    workload.preflight()
+    rewards: list[list[float]] = []
+    failed = 0
+    size = max(1, rollout.batch_samples // samples)
+    for start in range(0, section.prompts, size):
+        leases = [_lease(position, samples) for position in range(start, min(start + size, section.prompts))]
+        prepared = [workload.prepare(lease) for lease in leases]
+        usable = [one for one in prepared if not isinstance(one, Unusable)]
+        failed += (len(prepared) - len(usable)) * samples
+        for given, made in zip(usable, workload.generate(workload.collate(usable)), strict=True):
+            outcomes = workload.postprocess(given, made)
+            kept = [outcome.reward for outcome in outcomes if not isinstance(outcome, Failed)]
+            failed += len(outcomes) - len(kept)
+            if kept:
+                rewards.append(kept)
+    if not rewards:
+        raise RunFailed(f"no sample of {section.prompts} prompts could be scored")
+    return _measured(rewards, failed)
+
+
+def _lease(position: int, samples: int) -> PromptLease:
+    members = tuple(range(samples))
+    ids = tuple(SampleId(position * samples + member) for member in members)
+    return PromptLease(PromptIndex(position), 0, ids, members, Version(0), evaluation=Version(0))
+
+
+def _measured(rewards: Sequence[Sequence[float]], failed: int) -> Measured:
+    """Samples of one prompt are alike, so the prompts are what is counted. Yes-or-no rewards get Wilson's interval,
+    which stays within 0 and 1 and is not empty when all agree."""
+    means = [sum(group) / len(group) for group in rewards]
+    count = len(means)
+    mean = sum(means) / count
+    samples = sum(len(group) for group in rewards)
+    if all(value in (0.0, 1.0) for value in means):
+        centre = (mean + Z_95**2 / (2 * count)) / (1 + Z_95**2 / count)
+        half = Z_95 / (1 + Z_95**2 / count) * math.sqrt(mean * (1 - mean) / count + Z_95**2 / (4 * count**2))
+        return Measured(mean, max(0.0, centre - half), min(1.0, centre + half), count, samples, failed)
+    variance = sum((value - mean) ** 2 for value in means) / max(1, count - 1)
+    half = Z_95 * math.sqrt(variance / count)
+    return Measured(mean, mean - half, mean + half, count, samples, failed)

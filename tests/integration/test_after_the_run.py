@@ -1,0 +1,73 @@
+"""What a run leaves, used: export, evaluation, samples, report."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import letters, no_leftovers, start
+
+from penstock.roles.offline import _measured
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path) -> Iterator[None]:
+    yield from no_leftovers(tmp_path)
+
+
+def penstock(folder: Path, *arguments: str | Path) -> str:
+    command = [sys.executable, "-m", "penstock.cli.main", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_from_a_run_to_a_model_and_a_report(tmp_path: Path):
+    more = "[pipeline.evaluation]\nevery_steps = 5\nprompts = 8\n[pipeline.samples]\nsave_every_steps = 5\n"
+    running = start(tmp_path, letters(tmp_path, steps=10, checkpoint_every=5, extra=more))
+    assert running.end()[0] == 0
+    run = running.directory
+    penstock(tmp_path, "export", run, "--to", "model")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt = tokenizer("abcd>", return_tensors="pt").input_ids
+    generated = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(prompt[0]) == "abcd>"
+    said = tokenizer.decode(generated[0][prompt.shape[1] :], skip_special_tokens=True)
+    ours = penstock(tmp_path, "sample", run, "abcd>", "--temperature", "0", "--max-new-tokens", "4")
+    assert ours.strip("\n") == said
+    of_run = penstock(tmp_path, "eval", run, "--prompts", "16").splitlines()[-1]
+    assert re.match(r"reward \S+, 95 % interval \S+ to \S+, 16 prompts, 16 samples", of_run)
+    assert "4 prompts, 8 samples" in penstock(
+        tmp_path, "eval", "model", "--env", "copy", "--prompts", "4", "--samples", "2", "--temperature", "1"
+    )
+    penstock(tmp_path, "report", run, "--to", "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "complete" in page
+    assert "Accounting: adds up" in page
+    assert page.count("<svg") > 3
+    assert not re.search(r"(src|href)=|@import|url\(", page), "the page must not fetch anything"
+
+
+def test_mistakes_say_what_there_is(tmp_path: Path):
+    command = [sys.executable, "-m", "penstock.cli.main", "eval", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "name one with --env" in done.stderr
+
+
+def test_intervals():
+    yes_or_no = _measured([[1.0]] * 50, 0)
+    assert yes_or_no.high == 1.0
+    assert 0.9 < yes_or_no.low < 1.0
+    graded = _measured([[0.2, 0.4], [0.6, 0.8]] * 8, 1)
+    assert graded.mean == pytest.approx(0.5)
+    assert graded.low < 0.5 < graded.high
+    assert (graded.prompts, graded.samples, graded.failed) == (16, 32, 1)
