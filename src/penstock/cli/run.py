@@ -74,8 +74,8 @@ def run_command(
     try:
         outcome = _run(run, resolved, console)
     except PenstockError as error:
-        ending = run.read_ending()
-        if ending is None or ending["how"] != "failed":  # it did not come to run
+        ending = run.read_ending() if run.in_place else None
+        if ending is None or ending["how"] != "failed":  # it did not come to run, or there is nothing to go on with
             raise
         picture = plot(run)
         drawn = [] if picture is None else [f"reward curves so far: {picture}"]
@@ -88,6 +88,7 @@ def _run(run: RunDir, config: Config, console: Console) -> Outcome:
     if config.launch.kind == "ray":
         return uvloop.run(ray_launcher().run_on_ray(run, config, _view(run, config, console)))
     with exclusive(run), configured(run, dump(config)):
+        run.renew_token()
         configure("supervisor", run.log_path("supervisor"), logging.INFO, warnings_shown=False)  # the view has notes
         return uvloop.run(_supervise(run, config, console))
 

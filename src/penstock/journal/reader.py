@@ -7,12 +7,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import RunFailed
-from penstock.journal.schema import Entry, explained, open_to_read, unpack
+from penstock.journal.schema import Entry, check_snapshot, damaged, explained, open_to_read, unpack
 from penstock.records.ids import PipelineName
 
 NEXT_BLOCK = """
-SELECT first_seq, packed, body FROM blocks
+SELECT first_seq, last_seq, packed, checksum, body FROM blocks
 WHERE first_seq >= coalesce((SELECT max(first_seq) FROM blocks WHERE first_seq <= ?), 0) AND last_seq > ?
 ORDER BY first_seq LIMIT 1
 """
@@ -36,11 +35,13 @@ def replay(path: Path | str) -> Replay:
     try:
         with explained(path):
             newest = connection.execute("SELECT max(seq) FROM snapshots").fetchone()[0] or 0
-            rows = connection.execute("SELECT pipeline, body FROM snapshots WHERE seq = ?", (newest,)).fetchall()
+            rows = connection.execute("SELECT * FROM snapshots WHERE seq = ?", (newest,)).fetchall()
+        for row in rows:
+            check_snapshot(path, *row)
     except BaseException:
         connection.close()
         raise
-    return Replay(newest, dict(rows), _entries(path, connection, newest))
+    return Replay(newest, {name: body for _, name, _, body in rows}, _entries(path, connection, newest))
 
 
 def history(path: Path | str, after_seq: int = 0) -> Generator[Entry, None, None]:
@@ -72,13 +73,11 @@ def _entries(path: Path, connection: sqlite3.Connection, after_seq: int) -> Gene
                 row = connection.execute(NEXT_BLOCK, (seq + 1, seq)).fetchone()
             if row is None:
                 break
-            for entry in unpack(path, *row):
+            for entry in unpack(path, row):
                 if entry.seq <= seq:
                     continue
                 if entry.seq != seq + 1:
-                    raise RunFailed(
-                        f"journal {path} is corrupt: event {seq + 1} is missing though later ones are there"
-                    )
+                    raise damaged(path, f"event {seq + 1}", "it is missing though later ones are there")
                 seq = entry.seq
                 yield entry
     finally:

@@ -4,14 +4,15 @@
     blocks     events in order; one row per group commit, later joined and compressed by compaction
     snapshots  the state of every machine after some event: replay starts there
 
-Events keep one number each (`seq`, from 1, without gaps) whatever block they are in.
+Events keep one number each (`seq`, from 1, without gaps) whatever block they are in. Every row has a checksum over all
+that it says: a flipped bit is found before anything is made of it.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,18 +22,29 @@ from penstock.errors import ConfigError, PenstockError, RunFailed
 from penstock.records.ids import PipelineName, RunId
 from penstock.wire.codec import DAMAGED
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE blocks (
-    first_seq INTEGER PRIMARY KEY, last_seq INTEGER NOT NULL, packed INTEGER NOT NULL, body BLOB NOT NULL
+    first_seq INTEGER PRIMARY KEY, last_seq INTEGER NOT NULL, packed INTEGER NOT NULL, checksum INTEGER NOT NULL,
+    body BLOB NOT NULL
 );
 CREATE INDEX unpacked_blocks ON blocks (last_seq) WHERE packed = 0;
 CREATE TABLE snapshots (
-    seq INTEGER NOT NULL, pipeline TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (seq, pipeline)
+    seq INTEGER NOT NULL, pipeline TEXT NOT NULL, checksum INTEGER NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (seq, pipeline)
 ) WITHOUT ROWID;
 """
+
+
+WHAT_TO_DO = (
+    "The run cannot be resumed without it: restore the file from a copy, or start a new run that goes on from the "
+    "newest weights, with model.kind = 'path' and model.path = a directory below {}/checkpoints"
+)
+
+Row = tuple[int, int, int, int, bytes]
+"""Of `blocks`."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -51,18 +63,36 @@ _encode_entries = msgspec.msgpack.Encoder().encode
 _decode_entries = msgspec.msgpack.Decoder(list[Entry]).decode
 
 
-def pack(entries: Iterable[Entry], *, compress: bool) -> bytes:
+def checksum(body: bytes, *said: object) -> int:
+    """Over the body of a row and what its other columns say."""
+    return zlib.crc32(body, zlib.crc32(repr(said).encode()))
+
+
+def pack(entries: Sequence[Entry], *, compress: bool) -> Row:
     body = _encode_entries(list(entries))
-    return zlib.compress(body, 6) if compress else body
+    first, last, packed = entries[0].seq, entries[-1].seq, int(compress)
+    body = zlib.compress(body, 6) if compress else body
+    return first, last, packed, checksum(body, first, last, packed), body
 
 
-def unpack(path: Path, first_seq: int, packed: int, body: bytes) -> list[Entry]:
+def unpack(path: Path, row: Row) -> list[Entry]:
+    first, last, packed, expected, body = row
+    if not isinstance(body, bytes) or checksum(body, first, last, packed) != expected:
+        raise damaged(path, f"events {first} to {last}", "their checksum does not match")
     try:
         return _decode_entries(zlib.decompress(body) if packed else body)
     except (zlib.error, *DAMAGED) as error:
-        raise RunFailed(
-            f"journal {path} is corrupt: the events from number {first_seq} on are damaged: {error}"
-        ) from error
+        raise damaged(path, f"events {first} to {last}", str(error)) from error
+
+
+def check_snapshot(path: Path, seq: int, pipeline: str, expected: int, body: bytes) -> None:
+    if not isinstance(body, bytes) or checksum(body, seq, pipeline) != expected:
+        raise damaged(path, f"the state of {pipeline} after event {seq}", "its checksum does not match")
+
+
+def damaged(path: Path, what: str, why: str) -> RunFailed:
+    """What is lost is the record of which samples were trained; what was learned is in the checkpoints."""
+    return RunFailed(f"journal {path} is damaged: {what} cannot be trusted ({why}). {WHAT_TO_DO.format(path.parent)}")
 
 
 @contextmanager
@@ -84,9 +114,7 @@ def explain(path: Path, error: Exception) -> PenstockError:
             "the run"
         )
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return RunFailed(
-            f"journal {path} is corrupt ({error}): restore the file from a copy, or start a new run from a checkpoint"
-        )
+        return RunFailed(f"journal {path} is damaged ({error}). {WHAT_TO_DO.format(path.parent)}")
     if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return RunFailed(f"journal {path} cannot be read or written ({error}): check the disk and the permissions")
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -100,6 +128,7 @@ def create(connection: sqlite3.Connection, run_id: RunId) -> None:
     for statement in TABLES.split(";"):
         connection.execute(statement)
     meta = [("schema_version", str(SCHEMA_VERSION)), ("run_id", run_id)]
+    meta.append(("checksum", _meta_checksum(dict(meta))))
     connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
     connection.execute("COMMIT")
 
@@ -114,6 +143,9 @@ def verify(connection: sqlite3.Connection, path: Path, run_id: RunId | None = No
         raise RunFailed(f"{path} is not a journal of Penstock: it has no meta table")
     meta = dict(connection.execute("SELECT key, value FROM meta"))
     version = meta.get("schema_version")
+    expected = meta.get("checksum")
+    if expected is not None and expected != _meta_checksum(meta):
+        raise damaged(path, "its version and run id", "their checksum does not match")
     if version != str(SCHEMA_VERSION):
         age = "an older" if version in [str(older) for older in range(SCHEMA_VERSION)] else "another"
         raise ConfigError(
@@ -123,6 +155,10 @@ def verify(connection: sqlite3.Connection, path: Path, run_id: RunId | None = No
     found = meta.get("run_id")
     if run_id is not None and found != run_id:
         raise ConfigError(f"journal {path} belongs to run {found}, not to run {run_id}: do not mix run directories")
+
+
+def _meta_checksum(meta: Mapping[str, str]) -> str:
+    return str(checksum(b"", meta.get("schema_version"), meta.get("run_id")))
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:

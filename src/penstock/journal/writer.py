@@ -27,13 +27,15 @@ import msgspec
 
 from penstock.errors import LocalProtocolError, PenstockError, RunFailed
 from penstock.journal import schema
-from penstock.journal.schema import Entry, explain, explained, pack, unpack
+from penstock.journal.schema import WHAT_TO_DO, Entry, checksum, explain, explained, pack, unpack
 from penstock.records.ids import PipelineName, RunId
 
 logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S = 10.0
 CLOSE_ORDER_S = 5.0
+LOOK_EVERY_S = 1.0
+"""How often the journal is looked for by its name."""
 PACKED_EVENTS = 4096
 """Events per compressed block: large enough to compress well, small enough to pack between two commits."""
 MAX_LOG_BYTES = 32 * 1024 * 1024
@@ -62,6 +64,7 @@ class Journal:
         except BaseException:
             os.close(self._lock_fd)
             raise
+        self._inode = os.stat(self.path).st_ino
         self.last_seq: int = last
         """The number of the newest event, committed or not."""
         self._committed_seq: int = last
@@ -204,11 +207,11 @@ class Journal:
             execute("BEGIN IMMEDIATE")
         try:
             if entries:
-                first, last = entries[0].seq, entries[-1].seq
-                execute("INSERT INTO blocks VALUES (?, ?, 0, ?)", (first, last, pack(entries, compress=False)))
+                execute("INSERT INTO blocks VALUES (?, ?, ?, ?, ?)", pack(entries, compress=False))
             if snapshot is not None:
-                rows = [(snapshot.seq, pipeline, body) for pipeline, body in snapshot.states.items()]
-                self._connection.executemany("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", rows)
+                seq, states = snapshot.seq, snapshot.states
+                rows = [(seq, name, checksum(body, seq, str(name)), body) for name, body in states.items()]
+                self._connection.executemany("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?)", rows)
                 execute("DELETE FROM snapshots WHERE seq < ?", (snapshot.seq,))
                 execute("COMMIT")
         except sqlite3.Error:
@@ -224,13 +227,13 @@ class Journal:
     def _pack(self, upto_seq: int) -> bool:
         """Joins one run of small blocks; True while there are more."""
         rows = self._connection.execute(
-            "SELECT first_seq, last_seq, packed, body FROM blocks WHERE packed = 0 AND last_seq <= ? "
+            "SELECT first_seq, last_seq, packed, checksum, body FROM blocks WHERE packed = 0 AND last_seq <= ? "
             "ORDER BY last_seq LIMIT ?",
             (upto_seq, PACKED_EVENTS),
         ).fetchall()
         entries: list[Entry] = []
-        for first, _, packed, body in rows:
-            entries += unpack(self.path, first, packed, body)
+        for row in rows:
+            entries += unpack(self.path, row)
             if len(entries) >= PACKED_EVENTS:
                 break
         if not entries:
@@ -240,7 +243,7 @@ class Journal:
         execute("BEGIN IMMEDIATE")
         try:
             execute("DELETE FROM blocks WHERE first_seq BETWEEN ? AND ?", (first, last))
-            execute("INSERT INTO blocks VALUES (?, ?, 1, ?)", (first, last, pack(entries, compress=True)))
+            execute("INSERT INTO blocks VALUES (?, ?, ?, ?, ?)", pack(entries, compress=True))
             execute("COMMIT")
         except sqlite3.Error:
             if self._connection.in_transaction:
@@ -255,11 +258,20 @@ class Journal:
         except sqlite3.Error as error:
             logger.warning("journal %s is not flushed in the background: %s", self.path, error)
             return
-        flushed = -1
+        flushed, flushed_at = -1, self._time()
         log = self.path.with_name(f"{self.path.name}-wal")
-        while not self._closing.wait(self._flush_every_s) and self._failure is None:
-            if self.commits == flushed:
+        while not self._closing.wait(min(self._flush_every_s, LOOK_EVERY_S)) and self._failure is None:
+            if not self._is_in_place():
+                self._failure = RunFailed(
+                    f"journal {self.path} was deleted or replaced while the run went on; what it held since is lost. "
+                    + WHAT_TO_DO.format(self.path.parent)
+                )
+                logger.error("%s", self._failure)
+                self._notify()
+                break
+            if self.commits == flushed or self._time() - flushed_at < self._flush_every_s:
                 continue
+            flushed_at = self._time()
             flushed = self.commits
             try:
                 mode = "RESTART" if log.stat().st_size > MAX_LOG_BYTES else "PASSIVE"
@@ -267,6 +279,13 @@ class Journal:
             except (sqlite3.Error, OSError) as error:
                 logger.warning("journal %s could not be flushed: %s", self.path, error)
         connection.close()
+
+    def _is_in_place(self) -> bool:
+        """Whether the file that is written is still the one by that name."""
+        try:
+            return os.stat(self.path).st_ino == self._inode
+        except OSError:
+            return False
 
     def _notify(self) -> None:
         if self._loop is not None and not self._loop.is_closed():

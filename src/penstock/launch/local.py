@@ -16,7 +16,7 @@ from penstock.config.run import Config
 from penstock.launch.forkserver import ForkedProcess, ForkServer, usable
 from penstock.launch.processes import MEMBER_VARIABLE, ProcessSpec, command, environment
 from penstock.launch.restarts import Ended
-from penstock.payload.io.leftovers import sweep, sweep_dead
+from penstock.payload.io.leftovers import sweep_dead, sweep_own
 from penstock.runtime.logs import rotate
 from penstock.runtime.process import kill_left_behind, kill_tree
 from penstock.runtime.rundir import RunDir
@@ -103,7 +103,7 @@ class LocalPlacer:
     async def open(self) -> None:
         if usable(self._config):
             await self._forkserver.start()
-        removed = [*sweep(self._run.run_id), *sweep_dead()]
+        removed = [*sweep_own(self._run.run_id, os.getpid()), *sweep_dead()]
         if removed:
             log.info("removed %d shared-memory rings that dead runs had left", len(removed))
 
@@ -132,4 +132,4 @@ class LocalPlacer:
 
     async def close(self) -> None:
         await self._forkserver.close()
-        sweep(self._run.run_id)
+        sweep_own(self._run.run_id, os.getpid())

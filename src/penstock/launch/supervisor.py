@@ -233,6 +233,9 @@ class Supervisor:
     async def _watch(self) -> None:
         """Asks the controller for the run's status and notices completion."""
         while not self._over.is_set():
+            if not self._run.in_place:
+                self._fail(_gone(self._run), mistake=False)
+                break
             await self._look()
             match judge(self._status, self._trainers(), self._ended_well):
                 case Finished():
@@ -306,7 +309,7 @@ class Supervisor:
         Whoever insists is not kept waiting: what has not ended by then is killed.
         """
         for wave in (0, 1, 2):
-            if self._stop.insisted.is_set():
+            if self._stop.insisted.is_set() or not self._run.in_place:  # there is nowhere to leave anything
                 break
             if wave == CONTROLLER.wave:  # it has heard the last of the others, and tells it for the summary
                 await self._look()
@@ -350,20 +353,27 @@ async def supervise(run: RunDir, config: Config, placer: Placer, view: View, sto
     run.ending_path.unlink(missing_ok=True)
     try:
         outcome = await Supervisor(run, config, placer, view, stop).run()
-    except PenstockError as error:
+    except Exception as error:
+        if not run.in_place:  # whatever else failed, failed of that
+            raise RunFailed(_gone(run)) from error
+        if not isinstance(error, PenstockError):
+            log.exception("the supervisor failed")
+            failed = RunFailed(f"the supervisor failed: {sentence_of(error)}; see {run.log_path('supervisor')}")
+            _write_ending(run, "failed", failed.message)
+            raise failed from error
         _write_ending(run, "failed", error.message, mistake=isinstance(error, ConfigError))
         raise
-    except Exception as error:
-        log.exception("the supervisor failed")
-        failed = RunFailed(f"the supervisor failed: {sentence_of(error)}; see {run.log_path('supervisor')}")
-        _write_ending(run, "failed", failed.message)
-        raise failed from error
     except BaseException as error:
         _write_ending(run, "failed", f"the supervisor was ended by {type(error).__name__}")
         raise
     how = "interrupted" if outcome.interrupted else "complete"
     _write_ending(run, how, status=outcome.status, wall_s=outcome.wall_s)
     return outcome
+
+
+def _gone(run: RunDir) -> str:
+    lost = f"the run directory {run.root} was deleted or moved while the run went on"
+    return f"{lost}; what was in it is lost: start a new run"
 
 
 def _write_ending(run: RunDir, how: Ending, sentence: str = "", **details: Any) -> None:

@@ -19,7 +19,7 @@ from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
 from penstock.control.io.heartbeat import Sidecar
-from penstock.errors import LocalProtocolError, PenstockError
+from penstock.errors import ADVICE, LocalProtocolError, PenstockError, sentence_of
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.payload.io.shm import SYSTEM_RANDOM
 from penstock.records.ids import PipelineName
@@ -115,6 +115,8 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
         log.exception("unexpected %s", type(error).__name__)
         if isinstance(error, OSError) and error.errno in NO_SPACE_ERRORS:
             return NO_SPACE
+        if isinstance(error, OSError) and error.errno in ADVICE:
+            return _last_words(run, options.name, "RunFailed", sentence_of(error), UNEXPECTED)
         story = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
         return _last_words(run, options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
     log.info("ended in good order")

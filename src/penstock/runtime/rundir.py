@@ -154,7 +154,23 @@ class RunDir:
         return self.root / "rollouts" / pipeline
 
     def token(self) -> str:
-        return self.token_path.read_text(encoding="ascii").strip()
+        try:
+            return self.token_path.read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise RunFailed(
+                f"the run's token cannot be read from {self.token_path} ({error}): a run that is alive cannot go on "
+                "without it; stopped and resumed, it gets a new one"
+            ) from error
+
+    def renew_token(self) -> None:
+        """Makes a token where there is none; only while no process of the run is alive."""
+        if not self.token_path.exists():
+            write_private(self.token_path, secrets.token_urlsafe(32))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the directory is still there."""
+        return (self.root / "run.json").exists()
 
     def write_endpoint(self, endpoint: Endpoint) -> None:
         body = {"host": endpoint.host, "port": endpoint.port, "pid": endpoint.pid}

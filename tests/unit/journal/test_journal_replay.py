@@ -10,6 +10,7 @@ import pytest
 
 from penstock.journal import writer as writer_module
 from penstock.journal.reader import history, replay
+from penstock.journal.schema import checksum
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName, RunId
 
@@ -80,7 +81,8 @@ def test_a_replay_that_begins_inside_a_packed_block(path: Path) -> None:
         journal.append(A, 0.0, b"%d" % number)
     journal.close(10)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("INSERT INTO snapshots VALUES (4, 'a', x'00')")
+        row = (4, "a", checksum(b"\0", 4, "a"), b"\0")
+        connection.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", row)
         connection.commit()
     assert [entry.seq for entry in replay(path).entries] == [5, 6, 7, 8, 9, 10]
 

@@ -167,11 +167,11 @@ class RunReader:
     def _discover(self) -> None:
         """New logs and new files of samples. A log is followed from its last megabyte on."""
         for path in self.run.root.glob("logs/*.log"):
-            if path.stem not in self._logs:
+            if path.stem not in self._logs and not path.is_symlink():  # which may lead anywhere
                 self._logs[path.stem] = Following(path, max(0, _size(path) - LOG_BYTES_AT_FIRST))
         for path in self.run.root.glob("rollouts/*/*.jsonl"):
             name = f"{path.parent.name}/{path.stem}"
-            if name not in self._sample_files:
+            if name not in self._sample_files and not (path.is_symlink() or path.parent.is_symlink()):
                 self._sample_files[name] = Following(path)
                 self.samples[name] = SampleIndex()
 

@@ -18,11 +18,26 @@ UNREADABLE_GRACE_S = 60.0
 
 
 def sweep(run_id: str, directory: str = DIRECTORY) -> list[str]:
-    """Remove every ring of `run_id`, alive or not; their names. For the supervisor, when the run has ended."""
+    """Remove every ring of `run_id`, alive or not; their names. For a machine on which no process of it is left."""
     return [
         name
         for name, header in _rings(directory)
         if header is not None and header.run_id == run_id and _unlink(directory, name)
+    ]
+
+
+def sweep_own(run_id: str, guardian_pid: int, directory: str = DIRECTORY) -> list[str]:
+    """Remove the rings of `run_id` that this guardian's processes made, or dead ones; their names.
+
+    A copy of a run directory has the id of the original, which may be alive: its rings stay.
+    """
+    return [
+        name
+        for name, header in _rings(directory)
+        if header is not None
+        and header.run_id == run_id
+        and (header.guardian_pid == guardian_pid or not _in_use(name, directory, header))
+        and _unlink(directory, name)
     ]
 
 
