@@ -1,8 +1,8 @@
 """Seconds and memory of a training step of a language model, beside a plain transformers loop over the same samples.
 
-The plain loop is what one writes first: the model and AdamW in bfloat16, padded rows, all logits at once, the same
-GRPO loss. Penstock computes in bfloat16 with float32 masters. Both train the same tokens in micro-batches of the same
-size; the samples are groups that share a prompt, with completions of varying length.
+The plain loop is what one writes first: the model and AdamW in bfloat16 (float32 on a CPU), padded rows, all logits at
+once, the same GRPO loss. Penstock computes in bfloat16 with float32 masters. Both train the same tokens in passes
+of the same size; the samples are groups that share a prompt, with completions of varying length.
 
 MFU counts 6 FLOPs per parameter and token that a padding-free step without shared prompts would read, beside the
 device's dense bfloat16 peak. Models have random weights: only their shape matters.
@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         rows.append({"loop": name, "seconds": seconds, "peak_gib": peak, "tokens_per_s": read / seconds, "mfu": mfu})
 
     if not arguments.no_plain:
-        model = model_of(shape, device, torch.bfloat16)
+        model = model_of(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         padded = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=arguments.micro_batch))
         step = plain_loop(model, padded, device)
         add("plain transformers", step, sum(p.numel() for p in model.parameters()))
@@ -155,6 +156,7 @@ def main(argv: Sequence[str]) -> int:
         _forget()
     for layout in arguments.layouts.split(","):
         rows_of(arguments, layout, shape, samples, advantages, device, add)
+        _forget()
     first = rows[0]
     for row in rows:
         row |= {"speed": first["seconds"] / row["seconds"], "memory": row["peak_gib"] / (first["peak_gib"] or 1)}
@@ -188,9 +190,7 @@ def rows_of(
     objective = TokenObjective(policy, TokenLossSection(), packing=layout)
     learner = Learner(objective, OptimizerSection(learning_rate=1e-6))
     batches = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=arguments.micro_batch, layout=layout))
-    add(f"penstock, {layout}", lambda: learner.step(batches), policy.parameter_count())
-    del policy, objective, learner
-    _forget()
+    add(f"penstock, {layout}", partial(learner.step, batches), policy.parameter_count())
 
 
 def _forget() -> None:
