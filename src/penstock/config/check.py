@@ -48,7 +48,10 @@ def _check(pipeline: PipelineSection) -> None:
     if pipeline.rollout.workload is not None:
         _check_workload(pipeline.rollout.workload)
     if isinstance(pipeline.model, PathModel) and not pipeline.model.path.is_dir():
-        raise ConfigError(f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model")
+        raise ConfigError(
+            f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model. A model of the "
+            "Hugging Face hub is written kind = 'hub' with its name"
+        )
 
 
 def _check_workload(name: str) -> None:

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 
 Location = tuple[str | int, ...]
 
-TAGS = ("tiny", "path", "mlp", "torch", "vllm")
+TAGS = ("tiny", "path", "hub", "mlp", "torch", "vllm")
 """Values of `kind` that choose a table; pydantic puts them into the location of a mistake."""
 
 

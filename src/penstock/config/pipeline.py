@@ -72,7 +72,7 @@ class PipelineSection(Section):
     @model_validator(mode="after")
     def _model_fits_environment(self) -> PipelineSection:
         if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
-            wanted = "mlp" if self.kind == "gymnasium" else "tiny or path"
+            wanted = "mlp" if self.kind == "gymnasium" else "tiny, path or hub"
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
         if isinstance(self.model, MlpModel) and not self.engine.capabilities.gymnasium:
             raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
