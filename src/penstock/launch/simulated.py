@@ -17,6 +17,8 @@ from penstock.errors import InvalidTransition, PenstockError, RunFailed
 from penstock.launch.processes import ProcessSpec
 from penstock.launch.restarts import Ended
 from penstock.launch.supervisor import Outcome, Supervisor
+from penstock.payload.io.mapping import Mapping
+from penstock.payload.slot import STATE_MASK, SlotState
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.sim.loop import Process
@@ -25,6 +27,8 @@ from penstock.sim.storms import KINDS, Fault
 from penstock.sim.system import NoLag, Placed, System, simulated_system
 
 CHECK_EVERY_S = 1.0
+STALL_SLACK_S = 20.0
+"""Beyond `control.stall_after_s`, for the controller to notice and to say so."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +155,8 @@ class _Run:
         self.plan = plan
         self.fired: Counter[str] = Counter()
         self.status: dict[str, Any] = {}
+        self.plan_stall_s = system.config.control.stall_after_s
+        self._up_since = 0.0
 
     async def to_its_end(self) -> str:
         system, plan = self.system, self.plan
@@ -190,17 +196,53 @@ class _Run:
             self.system.loop.call_later(one.for_s, undo)
 
     async def _watch(self) -> None:
-        """The books are audited all the time."""
+        """The books are audited all the time, and every stall is named within its bound."""
+        system, allowed_s = self.system, self.plan_stall_s + STALL_SLACK_S
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            if self.system.desk is not None:
-                self.system.desk.check()
+            if system.desk is None:
+                continue
+            system.desk.check()
+            now, server = system.loop.time(), system.network.server
+            up_for_s = now - server.started_at if server is not None and server.state == "running" else 0.0
+            self._up_since = min(self._up_since, now) if up_for_s else now
+            for pipeline, moved_at in system.truth.moved_at.items():
+                quiet_s = now - max(moved_at, self._up_since, server.started_at if server is not None else now)
+                if quiet_s > allowed_s and not self._named(pipeline, now - allowed_s):
+                    system.truth.breaks(f"{pipeline} stood still for {quiet_s:.0f} s and the controller did not say so")
+
+    def _named(self, pipeline: str, since: float) -> bool:
+        """Whether the controller said why nothing moves, or that nothing need move."""
+        said = any(
+            one.at >= since and one.process == "controller" and f"{pipeline}: stalled for" in one.line
+            for one in reversed(self.system.said[-200:])
+        )
+        status = self.system.desk.status()["pipelines"][pipeline] if self.system.desk is not None else {}
+        return said or status.get("phase") not in ("running", "draining")
 
     def _check_end(self) -> None:
         system = self.system
         for pipeline in system.config.pipeline:
             learner = system.learners[pipeline.name]
             system.truth.check_end(pipeline.name, self.status["pipelines"][pipeline.name], learner.trained)
+            batch = pipeline.train.groups_per_step * pipeline.rollout.group_size
+            bound = (pipeline.train.max_staleness + 3) * batch + 4 * pipeline.rollout.batch_samples
+            for placed in system.placed.values():
+                if placed.member.pipeline_name == pipeline.name:
+                    _check_rings(system, placed, bound)
+
+
+def _check_rings(system: System, placed: Placed, bound: int) -> None:
+    """Payloads that were trained, refused or dropped do not stay in their ring."""
+    for path in placed.rings:
+        if not path.exists():
+            continue
+        mapping = Mapping.open(path.name, str(path.parent))
+        states = Counter(int(word) & STATE_MASK for word in mapping.word_array)
+        mapping.close()
+        used = states[SlotState.READY] + states[SlotState.READING] + states[SlotState.WRITING]
+        if used > bound:
+            system.truth.breaks(f"{placed.process.name}: {used} slots are in use at the end, expected at most {bound}")
 
 
 class SimulatedSupervisor(Supervisor):

@@ -16,6 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,10 +43,21 @@ from penstock.sim.network import Network
 from penstock.sim.parts import Moods, SimEngine, SimEnvironment, SimLearner, SimWorkload, Work, small_policy
 from penstock.sim.truth import Truth
 from penstock.train import checkpoint
+from penstock.wire import messages
 from penstock.wire.messages import Heartbeat, Reply, Request
 
 MEMORY = "/dev/shm"
 TICK_S = 0.25
+PROMISING = (
+    messages.Register,
+    messages.AskLease,
+    messages.Deliver,
+    messages.AskBatch,
+    messages.AckStep,
+    messages.AckCheckpoint,
+    messages.PublishWeights,
+)
+"""Calls whose answers a peer relies on."""
 KILLED = -9
 KEPT_LINES = 400
 
@@ -271,7 +283,7 @@ class System:
                 tasks.spawn("desk", desk.run())
                 tasks.spawn("tick", _tick(desk))
                 self.desk = desk
-                self.network.serve(desk.call)
+                self.network.serve(partial(self._answered, desk, journal))
                 await self._until_over(member, desk)
                 desk.close()
                 self.network.close()
@@ -282,6 +294,15 @@ class System:
                 journal.close(1.0)
         if desk.failure:
             raise RunFailed(desk.failure)
+
+    async def _answered(self, desk: FrontDesk, journal: VirtualJournal, request: Request) -> Reply:
+        """A commit takes time: an answer in the very moment in which its event was written down came before it."""
+        began, seq = self.loop.iterations, journal.last_seq
+        reply = await desk.call(request)
+        if isinstance(request, PROMISING) and self.loop.iterations == began and journal.last_seq != seq:
+            self.breaks()
+            self.truth.breaks(f"{type(request).__name__} was answered before its event was committed")
+        return reply
 
     async def _until_over(self, member: SimMember, desk: FrontDesk) -> None:
         async with asyncio.TaskGroup() as group:
@@ -347,9 +368,6 @@ class System:
     def breaks(self) -> None:
         if not self.broken.done():
             self.broken.set_result(None)
-
-    def steps(self, pipeline: str) -> int:
-        return len(self.truth.steps_at[pipeline])
 
     def close(self) -> None:
         for cell in self._cells:
