@@ -79,7 +79,7 @@ async def _keep_step(
     )
     lockstep = Lockstep(
         workload,
-        RingStore(ring),
+        RingStore(ring, moved),
         fetch,
         share=True,
         preparations=max(pipeline.rollout.preparations, pipeline.rollout.preparation_processes),

@@ -108,7 +108,7 @@ async def _generate(
             return Runner(
                 workload,
                 desk,
-                RingStore(ring),
+                RingStore(ring, moved),
                 settings,
                 progressed=moved,
                 interrupt=engine.interrupt,
