@@ -11,9 +11,10 @@ from penstock.control.io.service import ControlService
 from penstock.control.ledger import Ledger
 from penstock.control.samples import Redo
 from penstock.errors import InvalidTransition, RunFailed
-from penstock.launch.simulated import Plan, Report, simulate
+from penstock.launch.simulated import simulate
 from penstock.records.ids import PromptIndex, StepIndex
 from penstock.rollout.io.worker_desk import WorkerDesk
+from penstock.sim.plan import Plan, Report
 from penstock.sim.storms import Fault, storm
 from penstock.train.data import Feed
 from penstock.weights.io.updater import ReplicaUpdater

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from random import Random
@@ -10,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
 from penstock.control.io.memory import MemoryClient
 from penstock.errors import InvalidTransition, PenstockError, RunFailed
@@ -22,101 +22,13 @@ from penstock.payload.slot import STATE_MASK, SlotState
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.sim.loop import Process
-from penstock.sim.parts import Work
+from penstock.sim.plan import Plan, Report, config_of
 from penstock.sim.storms import KINDS, Fault
 from penstock.sim.system import NoLag, Placed, System, simulated_system
 
 CHECK_EVERY_S = 1.0
 STALL_SLACK_S = 20.0
 """Beyond `control.stall_after_s`, for the controller to notice and to say so."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated run: everything follows from it."""
-
-    seed: int = 0
-    steps: int = 20
-    workers: int = 2
-    pipelines: int = 1
-    groups_per_step: int = 4
-    group_size: int = 2
-    max_staleness: int = 2
-    work: Work = Work()
-    faults: tuple[Fault, ...] = ()
-    settings: dict[str, Any] = {}
-    """Of the configuration, by dotted name: `control.stall_after_s`, `pipeline.rollout.ring_slots`."""
-    limit_s: float = 3600.0
-    """Virtual seconds after which the run counts as stuck."""
-    real_limit_s: float = 300.0
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """What became of a simulated run."""
-
-    plan: Plan
-    ended: str
-    """`complete`, or the sentence with which it failed."""
-    virtual_s: float
-    real_s: float
-    steps: dict[str, list[float]]
-    """When each step was done, by pipeline."""
-    samples: int
-    calls: int
-    staleness: dict[int, int]
-    refused: dict[str, int]
-    restarts: int
-    digest: str
-    """Of the whole history."""
-    said: list[Any]
-    lines: list[str]
-    broken: list[str]
-    fired: dict[str, int]
-    status: dict[str, Any]
-
-    @property
-    def complete(self) -> bool:
-        return self.ended == "complete"
-
-    def first_said(self, words: str, after_s: float = 0.0) -> float | None:
-        """When a log line with these words was first written."""
-        return next((one.at for one in self.said if words in one.line and one.at >= after_s), None)
-
-
-def config_of(plan: Plan) -> Config:
-    """A configuration as a user would write it, for a model that is simulated."""
-    tables = [
-        {
-            "name": f"p{number}",
-            "steps": plan.steps,
-            "env": {"name": "copy"},
-            "model": {"kind": "tiny"},
-            "rollout": {
-                "workers": plan.workers,
-                "group_size": plan.group_size,
-                "batch_samples": 2 * plan.group_size,
-                "ring_mb": 1,
-                "ring_slots": 256,
-                "device": "cpu",
-            },
-            "train": {
-                "groups_per_step": plan.groups_per_step,
-                "max_staleness": plan.max_staleness,
-                "device": "cpu",
-            },
-            "weights": {"transport": "files"},
-            "checkpoint": {"every_steps": 5},
-            "samples": {"save_every_steps": 0},
-        }
-        for number in range(plan.pipelines)
-    ]
-    whole: dict[str, Any] = {"payload": {"transport": "shm"}, "pipeline": tables, "run": {"max_restarts": 1000}}
-    for name, value in plan.settings.items():
-        first, *rest = name.split(".")
-        for table in tables if first == "pipeline" else [whole.setdefault(first, {})]:
-            for part in rest[:-1]:
-                table = table.setdefault(part, {})
-            table[rest[-1]] = value
-    return Config.model_validate(whole)
 
 
 def simulate(plan: Plan) -> Report:
@@ -162,13 +74,22 @@ class _Run:
         system, plan = self.system, self.plan
         for one in plan.faults:
             system.loop.call_later(one.at_s, self._strike, one)
-        home = Process(system.loop, "supervisor")
-        supervisor = SimulatedSupervisor(system, home, plan.seed)
-        running = home.run(supervisor.run())
         watching = asyncio.create_task(self._watch())
-        done, _ = await asyncio.wait(
-            [running, watching, system.broken], timeout=plan.limit_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        lives = itertools.count()
+        while True:
+            home = Process(system.loop, "supervisor")
+            supervisor = SimulatedSupervisor(system, home, f"{plan.seed} {next(lives)}")
+            running = home.run(supervisor.run())
+            system.outage = system.loop.create_future()
+            done, _ = await asyncio.wait(
+                [running, watching, system.broken, system.outage],
+                timeout=plan.limit_s - system.loop.time(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if system.outage not in done:
+                break
+            home.kill()
+            await asyncio.sleep(system.outage.result())
         self.status = supervisor.status
         watching.cancel()
         if running in done:
@@ -248,7 +169,7 @@ def _check_rings(system: System, placed: Placed, bound: int) -> None:
 class SimulatedSupervisor(Supervisor):
     """The supervisor itself; only its way to the controller is simulated."""
 
-    def __init__(self, system: System, home: Process, seed: int) -> None:
+    def __init__(self, system: System, home: Process, seed: str) -> None:
         view: Any = _View()
         super().__init__(
             system.run, system.config, _Placer(system), view, ShutdownSignal(), Random(f"{seed} supervisor")
@@ -327,3 +248,35 @@ class _PlacedProcess:
 
     async def kill_tree(self, timeout_s: float) -> None:
         self.kill()
+
+
+def failure_of(plan: Plan) -> str:
+    """Why this run did not end well; empty when it did."""
+    try:
+        report = simulate(plan)
+    except (InvalidTransition, RunFailed) as error:
+        return str(error)
+    return "" if report.complete else report.ended
+
+
+def minimised(plan: Plan, *, tries: int = 60) -> Plan:
+    """The smallest plan found that still fails: fewer faults first, then fewer steps."""
+    size = max(1, len(plan.faults) // 2)
+    while tries > 0 and plan.faults:
+        for start in range(0, len(plan.faults), size):
+            tries -= 1
+            fewer = msgspec.structs.replace(plan, faults=plan.faults[:start] + plan.faults[start + size :])
+            if failure_of(fewer):
+                plan = fewer
+                break
+        else:
+            if size == 1:
+                break
+            size = max(1, size // 2)
+    while plan.steps > 1 and tries > 0:
+        tries -= 1
+        shorter = msgspec.structs.replace(plan, steps=plan.steps // 2)
+        if not failure_of(shorter):
+            break
+        plan = shorter
+    return plan

@@ -58,6 +58,15 @@ class Moods(msgspec.Struct):
     hang: bool = False
     hook_fails: float = 0.0
     slow: float = 1.0
+    crash: bool = False
+    """Staging raises something that nothing expects."""
+    tear: bool = False
+    """Writing in place fails half-way."""
+    lie: bool = False
+    """Samples claim other weights than they were drawn with."""
+    builds: bool = True
+    lasting: bool = False
+    """A restarted worker has them too."""
 
 
 class SimEnvironment:
@@ -68,9 +77,22 @@ class SimEnvironment:
 class SimEngine(ServingEngine):
     """Serves real weights; draws nothing."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, moods: Moods) -> None:
         super().__init__(Serving(policy.module), seed=0)
         self.interrupted = False
+        self._moods = moods
+
+    def stage(self, tensors: Mapping[str, Any]) -> None:
+        if self._moods.crash:
+            raise MemoryError("staging failed in simulation")
+        super().stage(tensors)
+
+    def load_in_place(self, tensors: Mapping[str, Any], version: int, digest: str, timeout_s: float = 60.0) -> float:
+        if self._moods.tear:
+            for name, tensor in list(self.served_tensors().items())[:2]:
+                tensor.detach().copy_(tensors[name])
+            raise OSError("the transfer broke off in simulation")
+        return super().load_in_place(tensors, version, digest, timeout_s)
 
     def interrupt(self) -> None:
         self.interrupted = True
@@ -166,7 +188,8 @@ class SimWorkload:
             "loss_mask": np.array([0, 0, 0, 1], np.uint8),
             "logprobs": np.full(4, -1.0, np.float32),
         }
-        return Finished(arrays, reward, drawn.version, drawn.digest, len(tokens))
+        digest = drawn.digest[::-1] if self._moods.lie else drawn.digest
+        return Finished(arrays, reward, drawn.version, digest, len(tokens))
 
     def _maybe_fail(self, hook: str) -> None:
         if self._moods.hook_fails and self._random.random() < self._moods.hook_fails:

@@ -105,7 +105,36 @@ def _mood(field: str) -> Callable[[System, Fault], Callable[[], None] | None]:
     return change
 
 
-KINDS |= {"hang": _mood("hang"), "hooks_fail": _mood("hook_fails"), "slow": _mood("slow")}
+KINDS |= {
+    "hang": _mood("hang"),
+    "hooks_fail": _mood("hook_fails"),
+    "slow": _mood("slow"),
+    "crash": _mood("crash"),
+    "tear": _mood("tear"),
+    "lie": _mood("lie"),
+}
+
+
+@fault
+def hang_trainer(system: System, one: Fault) -> None:
+    """Optimiser steps that begin now never end."""
+    system.stuck_until = system.loop.time() + one.for_s
+
+
+@fault
+def cannot_start(system: System, one: Fault) -> None:
+    """The worker dies, and cannot be built again."""
+    system.moods[one.target].builds = False
+    system.kill(one.target)
+
+
+@fault
+def power_off(system: System, one: Fault) -> None:
+    """Everything dies at once, the supervisor too; the run is resumed afterwards."""
+    for name in list(system.placed):
+        system.kill(name)
+    if not system.outage.done():
+        system.outage.set_result(one.for_s)
 
 
 @fault
@@ -187,6 +216,7 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
             (1, Fault(at_s, "damage_weights", for_s=round(random.uniform(0.1, 3), 1))),
             (1, Fault(at_s, "damage_checkpoint")),
             (1, Fault(at_s, "lose_host", worker)),
+            (1, Fault(at_s, "power_off", for_s=5.0)),
         ]
         weights = [weight for weight, _ in kinds]
         faults.append(random.choices([one for _, one in kinds], weights)[0])

@@ -59,6 +59,7 @@ PROMISING = (
 )
 """Calls whose answers a peer relies on."""
 KILLED = -9
+NEVER_S = 1e7
 KEPT_LINES = 400
 
 
@@ -193,6 +194,10 @@ class System:
         self.moods: dict[str, Moods] = {}
         self.desk: FrontDesk | None = None
         self.broken: asyncio.Future[None] = loop.create_future()
+        self.outage: asyncio.Future[float] = loop.create_future()
+        """Set when the power fails, to how long it is away."""
+        self.stuck_until = 0.0
+        """Optimiser steps that begin before this never end."""
         self.starts = 0
         self.learners: dict[str, SimLearner] = {}
         self._cells: list[Any] = []
@@ -322,8 +327,12 @@ class System:
 
     def _parts(self, member: RoleProcess) -> Any:
         policy = small_policy()
-        engine = SimEngine(policy)
-        moods = self.moods[member.name] = Moods()
+        moods = self.moods.setdefault(member.name, Moods())
+        if not moods.builds:
+            raise ValueError("the engine cannot be built, in simulation")
+        if not moods.lasting:
+            moods = self.moods[member.name] = Moods()
+        engine = SimEngine(policy, moods)
         workload = SimWorkload(engine, self.work, moods, self.truth, member.random, self.seed)
         return SimEnvironment(self.work.prompts), engine, workload, policy
 
@@ -339,6 +348,8 @@ class System:
         work = self.work
         name = function.rpartition(".")[2]
         match name:
+            case "step" if self.loop.time() < self.stuck_until:
+                return NEVER_S
             case "step":
                 base_s = work.step_s
             case "bring":
