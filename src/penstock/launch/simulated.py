@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,9 +22,12 @@ from penstock.payload.io.mapping import Mapping
 from penstock.payload.slot import STATE_MASK, SlotState
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.shutdown import ShutdownSignal
+from penstock.sim.estimate import Point, estimate
 from penstock.sim.loop import Process
-from penstock.sim.plan import Plan, Report, config_of
-from penstock.sim.storms import KINDS, Fault
+from penstock.sim.plan import Plan, Report, as_test, config_of, trainers_of, workers_of
+from penstock.sim.replay import Replayed, replay_run
+from penstock.sim.scenarios import SCENARIOS, Result, Scenario, judged, scenario_called, scenarios_in
+from penstock.sim.storms import KINDS, Fault, storm
 from penstock.sim.system import NoLag, Placed, System, simulated_system
 
 CHECK_EVERY_S = 1.0
@@ -45,6 +49,8 @@ def simulate(plan: Plan) -> Report:
             real_s=time.perf_counter() - began,
             steps=dict(truth.steps_at),
             samples=truth.samples_trained,
+            trained_s=truth.trained_s,
+            generated_s=truth.generated_s,
             calls=system.network.calls,
             staleness=dict(sorted(truth.staleness.items())),
             refused=dict(truth.refused),
@@ -250,13 +256,37 @@ class _PlacedProcess:
         self.kill()
 
 
-def failure_of(plan: Plan) -> str:
-    """Why this run did not end well; empty when it did."""
+def attempted(plan: Plan) -> tuple[str, Report | None]:
+    """Why this run did not end well, empty when it did; and its report, if it has one."""
     try:
         report = simulate(plan)
     except (InvalidTransition, RunFailed) as error:
-        return str(error)
-    return "" if report.complete else report.ended
+        return str(error), None
+    return ("" if report.complete else report.ended), report
+
+
+def stormy(plan: Plan, seed: int, intensity: float) -> Plan:
+    """The plan with a storm of this seed; an intensity of 1 is a fault about every eight seconds."""
+    if not intensity:
+        return msgspec.structs.replace(plan, seed=seed)
+    span_s, every_s = 2.0 * plan.steps, 8.0 / intensity
+    faults = storm(seed, workers_of(plan), trainers_of(plan), span_s=span_s, every_s=every_s)
+    return msgspec.structs.replace(plan, seed=seed, faults=tuple(faults))
+
+
+def scenarios_called(name: str) -> list[Scenario]:
+    """One by its name, all, or those of a file."""
+    if name == "all":
+        return SCENARIOS
+    return scenarios_in(Path(name)) if name.endswith(".py") else [scenario_called(name)]
+
+
+def run_scenario(scenario: Scenario) -> Result:
+    return judged(scenario, simulate(scenario.plan))
+
+
+def capacity(config: Path, run: Path | None) -> list[Point]:
+    return estimate(config, run, simulate)
 
 
 def minimised(plan: Plan, *, tries: int = 60) -> Plan:
@@ -266,7 +296,7 @@ def minimised(plan: Plan, *, tries: int = 60) -> Plan:
         for start in range(0, len(plan.faults), size):
             tries -= 1
             fewer = msgspec.structs.replace(plan, faults=plan.faults[:start] + plan.faults[start + size :])
-            if failure_of(fewer):
+            if attempted(fewer)[0]:
                 plan = fewer
                 break
         else:
@@ -276,7 +306,25 @@ def minimised(plan: Plan, *, tries: int = 60) -> Plan:
     while plan.steps > 1 and tries > 0:
         tries -= 1
         shorter = msgspec.structs.replace(plan, steps=plan.steps // 2)
-        if not failure_of(shorter):
+        if not attempted(shorter)[0]:
             break
         plan = shorter
     return plan
+
+
+__all__ = [
+    "Plan",
+    "Point",
+    "Replayed",
+    "Report",
+    "Result",
+    "as_test",
+    "attempted",
+    "capacity",
+    "minimised",
+    "replay_run",
+    "run_scenario",
+    "scenarios_called",
+    "simulate",
+    "stormy",
+]

@@ -154,6 +154,7 @@ class SimWorkload:
         drawn = [Drawn(Version(1 << 60), "") for _ in batch]
         work = self._work
         whole_s = work.sample_s * self._moods.slow * (1 + work.spread * (2 * self._random.random() - 1))
+        self._truth.generated_s += whole_s
         for _ in range(CHUNKS):
             await asyncio.sleep(whole_s / CHUNKS)
             while self._moods.hang or self._engine.serving.state != "serving":

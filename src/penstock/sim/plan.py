@@ -25,6 +25,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     settings: dict[str, Any] = {}
     """Of the configuration, by dotted name: `control.stall_after_s`, `pipeline.rollout.ring_slots`."""
+    config: Config | None = None
+    """Instead of one made from the numbers above."""
     limit_s: float = 3600.0
     """Virtual seconds after which the run counts as stuck."""
     real_limit_s: float = 300.0
@@ -41,6 +43,10 @@ class Report(msgspec.Struct, kw_only=True):
     steps: dict[str, list[float]]
     """When each step was done, by pipeline."""
     samples: int
+    trained_s: float
+    """Spent in optimiser steps, all trainers together."""
+    generated_s: float
+    """Spent in generation, all workers together."""
     calls: int
     staleness: dict[int, int]
     refused: dict[str, int]
@@ -64,6 +70,8 @@ class Report(msgspec.Struct, kw_only=True):
 
 def config_of(plan: Plan) -> Config:
     """A configuration as a user would write it, for a model that is simulated."""
+    if plan.config is not None:
+        return plan.config
     tables = [
         {
             "name": f"p{number}",

@@ -102,7 +102,7 @@ SCENARIOS = [
     Scenario(
         name="dead-watcher",
         elsewhere="prime-rl #2986: a dead watcher task is never looked at",
-        here="a task that dies takes its process along; an error that nothing expects ends the run, with the task's name",
+        here="a task that dies takes its process along; an error that nothing expects ends the run, and names the task",
         plan=Plan(steps=20, faults=(Fault(10.0, "crash", W0),)),
         struck_s=10.0,
         says="task 'update weights' failed: MemoryError",

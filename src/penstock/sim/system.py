@@ -362,7 +362,9 @@ class System:
                 base_s = work.build_s
             case _:
                 base_s = work.other_s
-        return base_s * (1 + work.spread * (2 * self._durations.random() - 1))
+        took_s = base_s * (1 + work.spread * (2 * self._durations.random() - 1))
+        self.truth.trained_s += took_s if name == "step" else 0.0
+        return took_s
 
     # -- what is seen -----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ class Truth:
         self.broken: list[str] = []
         self.decodes_seen = 0
         self.samples_trained = 0
+        self.trained_s = 0.0
+        self.generated_s = 0.0
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.steps_at: dict[str, list[float]] = defaultdict(list)
