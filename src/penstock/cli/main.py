@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.errors import PenstockError, sentence_of
+from penstock.errors import ConfigError, PenstockError, sentence_of
 from penstock.runtime.terminal import harmless, protect_streams
 
 app = typer.Typer(
