@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.launch.simulated import Plan, simulate
+from penstock.launch.simulated import simulate
+from penstock.sim.plan import Plan
 from penstock.sim.storms import Fault, storm
 
 WORKERS = ["p0.rollout.0", "p0.rollout.1"]

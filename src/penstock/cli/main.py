@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.errors import PenstockError, sentence_of
+from penstock.errors import ConfigError, PenstockError, sentence_of
 from penstock.runtime.terminal import harmless, protect_streams
 
 app = typer.Typer(
@@ -261,35 +261,56 @@ def dashboard(
 
 @app.command()
 def simulate(
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 1000,
-    workers: Annotated[int, typer.Option(min=1, help="Rollout workers.")] = 4,
-    groups_per_step: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 8,
-    group_size: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 4,
-    max_staleness: Annotated[int, typer.Option(min=0, help="The staleness bound.")] = 2,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="With --capacity: the configuration.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same history.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, one after the other.")] = 1,
     faults: Annotated[float, typer.Option(min=0, help="Intensity of faults: 0 for none, 1 for a storm.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0,
-    whole: Annotated[bool, typer.Option("--whole", help="Simulate weights, payloads, hooks and devices too.")] = False,
-    pipelines: Annotated[int, typer.Option(min=1, help="With --whole: pipelines on one pool.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 40,
+    workers: Annotated[int, typer.Option(min=1, help="Rollout workers of each pipeline.")] = 2,
+    pipelines: Annotated[int, typer.Option(min=1, help="Above 1 they share a pool of devices.")] = 1,
+    groups_per_step: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 4,
+    group_size: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 2,
+    max_staleness: Annotated[int, typer.Option(min=0, help="The staleness bound.")] = 2,
+    scenario: Annotated[str | None, typer.Option(help="A public failure by name, `all`, or your own .py file.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
+    capacity: Annotated[bool, typer.Option("--capacity", help="What CONFIG would reach.")] = False,
+    from_: Annotated[Path | None, typer.Option("--from", help="With --capacity: a run to take durations from.")] = None,
 ) -> None:
-    """Run the control plane on virtual time, with faults.
+    """Run the real controller, workers, trainers and supervisor on virtual time, with faults.
 
-    Faults are kills, lost replies and slow workers. With --whole every machine of a run takes part, and faults strike
-    weights, payloads, hooks and devices as well.
+    A seed that fails is made smaller and printed as a test to paste.
     """
-    from penstock.cli.simulate import simulate_command
+    from penstock.cli import simulate as commands
 
-    code = simulate_command(
-        steps=steps,
-        workers=workers,
-        groups_per_step=groups_per_step,
-        group_size=group_size,
-        max_staleness=max_staleness,
-        faults=faults,
-        seed=seed,
-        whole=whole,
-        pipelines=pipelines,
-    )
-    raise typer.Exit(code)
+    if list_:
+        raise typer.Exit(commands.list_command())
+    if scenario is not None:
+        raise typer.Exit(commands.scenario_command(scenario))
+    if capacity:
+        if config is None:
+            raise ConfigError("--capacity needs a configuration: penstock simulate CONFIG --capacity")
+        raise typer.Exit(commands.capacity_command(config, from_))
+    shape = {
+        "seed": seed,
+        "steps": steps,
+        "workers": workers,
+        "pipelines": pipelines,
+        "groups_per_step": groups_per_step,
+        "group_size": group_size,
+        "max_staleness": max_staleness,
+    }
+    raise typer.Exit(commands.storms_command(shape, faults=faults, seeds=seeds))
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    until: Annotated[float | None, typer.Option(help="Seconds after the first event: the state then.")] = None,
+) -> None:
+    """Run the journal of a run through the controller's machines again; every decision must be equal."""
+    from penstock.cli.simulate import replay_command
+
+    raise typer.Exit(replay_command(run_dir, until))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

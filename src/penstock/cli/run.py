@@ -18,6 +18,8 @@ from penstock.config.check import check_environment
 from penstock.config.load import dump, load
 from penstock.config.reference import keys
 from penstock.config.run import Config
+from penstock.engines.hub import cached, directory_of
+from penstock.engines.settings import HubModel
 from penstock.errors import ConfigError, PenstockError
 from penstock.launch.local import LocalPlacer
 from penstock.launch.slurm import batch_script
@@ -38,6 +40,9 @@ PIPE_COLUMNS = 140
 def check_command(config: Path, overrides: list[str]) -> int:
     resolved = load(config, overrides)
     check_environment(resolved)
+    for model in _hub_models(resolved):
+        if cached(model) is None:
+            typer.echo(f"model {model.name!r} is not in the local cache: `penstock run` will download it", err=True)
     typer.echo(dump(resolved), nl=False)
     return 0
 
@@ -71,6 +76,8 @@ def run_command(
         _say(console, f"penstock run --resume {run.root} --set pipeline.{resolved.pipeline[0].name}.steps=…")
         return 0
     _say(console, f"run directory: {run.root}")
+    for model in _hub_models(resolved):  # once, and before anything waits for it
+        _say(console, f"model {model.name}: {directory_of(model)}")
     try:
         outcome = _run(run, resolved, console)
     except PenstockError as error:
@@ -149,6 +156,10 @@ def _prepare(
     if dry_run:
         return resolved, None
     return resolved, RunDir.create(resolved.run.dir, resolved.run.name, dump(resolved), penstock.__version__)
+
+
+def _hub_models(config: Config) -> list[HubModel]:
+    return [pipeline.model for pipeline in config.pipeline if isinstance(pipeline.model, HubModel)]
 
 
 def _console() -> Console:

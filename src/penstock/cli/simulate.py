@@ -1,106 +1,133 @@
-"""`penstock simulate`: the real machines on virtual time, with faults if asked for."""
+"""`penstock simulate`: the real processes of a run on virtual time, with faults if asked for."""
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from penstock.control.points import EvaluationSettings
-from penstock.errors import ConfigError, PenstockError
-from penstock.sim.faults import Faults, WholeFaults
-from penstock.sim.whole import WholeReport, WholeSettings, simulate_whole
-from penstock.sim.world import SimReport, SimSettings, simulate
-
-CONTROL = "ledger, admission, membership, phases, evaluation"
-EVERYTHING = f"{CONTROL}; prefetch; replicas, transaction; slots, exchange, ports, retries; pool"
+if TYPE_CHECKING:
+    from penstock.launch.simulated import Report, Result
 
 
-def simulate_command(
-    *,
-    steps: int,
-    workers: int,
-    groups_per_step: int,
-    group_size: int,
-    max_staleness: int,
-    faults: float,
-    seed: int,
-    whole: bool = False,
-    pipelines: int = 1,
-) -> int:
-    """Raises when a promise is broken or the run does not end, naming the seed: it fails again in the same way."""
-    shape: dict[str, Any] = {
-        "steps": steps,
-        "workers": workers,
-        "groups_per_step": groups_per_step,
-        "group_size": group_size,
-        "max_staleness": max_staleness,
-        "seed": seed,
-        "evaluation": EvaluationSettings(every=max(1, steps // 10), prompts=16, samples=2),
-    }
-    if pipelines > 1 and not whole:
-        raise ConfigError("--pipelines above 1 needs --whole: without it there is one pipeline and no pool")
+def storms_command(shape: dict[str, Any], *, faults: float, seeds: int) -> int:
+    """Runs one seed after the other; the first that fails is made smaller and printed as a test."""
+    from penstock.launch import simulated
+
     console = Console()
-    began = time.perf_counter()
-    try:
-        with console.status(f"simulating {steps} steps"):  # shown in a terminal only
-            if whole:
-                storm = WholeFaults.everything(faults) if faults > 0 else WholeFaults()
-                report = simulate_whole(WholeSettings(**shape, pipelines=pipelines, check_every=50, faults=storm))
-                rows = _whole_rows(report)
-            else:
-                storm = Faults.everything(faults) if faults > 0 else Faults()
-                report = simulate(SimSettings(**shape, faults=storm))
-                rows = _plain_rows(report)
-    except PenstockError as error:
-        raise type(error)(f"seed {seed} (faults {faults:g}{', whole' if whole else ''}): {error.message}") from error
-    real_s = time.perf_counter() - began
-    pace = f"{report.virtual_s:,.1f} s of virtual time in {real_s:.2f} s ({report.steps / real_s:,.0f} steps/s)"
-    table = Table(show_header=False, title=f"{report.steps} steps, seed {report.seed}", title_justify="left")
-    for name, value in ({"time": pace} | rows).items():
-        table.add_row(name, value)
+    plan = simulated.Plan(**shape, settings={"pool.devices": shape["workers"]} if shape["pipelines"] > 1 else {})
+    for seed in range(plan.seed, plan.seed + seeds):
+        stormy = simulated.stormy(plan, seed, faults)
+        with console.status(f"simulating seed {seed}"):  # shown in a terminal only
+            failure, report = simulated.attempted(stormy)
+        if failure:
+            console.print(f"seed {seed} fails: {escape(failure)}", style="red")
+            with console.status("looking for a smaller run that fails too"):
+                smaller = simulated.minimised(stormy)
+            console.print("The smallest run found that fails, as a test:\n")
+            console.print(escape(simulated.as_test(smaller, f"seed_{seed}")), soft_wrap=True)
+            return 1
+        assert report is not None
+        if seeds == 1:
+            console.print(_table(report))
+        else:
+            pace = f"{report.virtual_s:.0f} s in {report.real_s:.1f} s"
+            console.print(f"seed {seed}: {pace}, {sum(report.fired.values())} faults, history {report.digest[:16]}")
+    return 0
+
+
+def scenario_command(name: str) -> int:
+    """Runs a scenario by its name, all of them, or those of a user's own file."""
+    from penstock.launch import simulated
+
+    console, code = Console(), 0
+    for scenario in simulated.scenarios_called(name):
+        with console.status(f"simulating {scenario.name}"):
+            result = simulated.run_scenario(scenario)
+        code = max(code, int(bool(result.problem)))
+        console.print(_told(result))
+    return code
+
+
+def list_command() -> int:
+    from penstock.launch import simulated
+
+    table = Table("scenario", "elsewhere", "here", title="penstock simulate --scenario NAME", title_justify="left")
+    for scenario in simulated.scenarios_called("all"):
+        table.add_row(scenario.name, escape(scenario.elsewhere), escape(scenario.here))
+    Console().print(table)
+    return 0
+
+
+def capacity_command(config: Path, run: Path | None) -> int:
+    """What a configuration would reach, and what one more worker or a larger bound would change."""
+    from penstock.launch import simulated
+
+    console = Console()
+    with console.status("simulating"):
+        points = simulated.capacity(config, run)
+    table = Table("", "samples/s", "bottleneck", "trainer idle", "workers idle", "staleness", title_justify="left")
+    for point in points:
+        table.add_row(
+            point.name,
+            f"{point.samples_per_s:.1f}",
+            point.bottleneck,
+            f"{point.trainer_idle:.0%}",
+            f"{point.workers_idle:.0%}",
+            f"{point.staleness:.2f}",
+        )
     console.print(table)
     return 0
 
 
-def _plain_rows(report: SimReport) -> dict[str, str]:
-    return {
-        "machines": CONTROL,
-        "events": f"{report.events:,}, of which {report.revisions:,} changed the state",
-        "samples trained": f"{report.samples_trained:,} ({report.samples_per_s:,.0f} per virtual second)",
-        "busy": f"trainer {report.trainer_busy:.0%}, workers {report.workers_busy:.0%}",
-        **_common_rows(report),
-        "invariants": f"held, audited {report.audits + 1} times",
+def replay_command(run: Path, until_s: float | None) -> int:
+    """The journal of a run through the controller's machines once more."""
+    from penstock.launch import simulated
+
+    console = Console()
+    result = simulated.replay_run(run, until_s)
+    console.print(f"{result.events:,} events over {result.took_s:,.1f} s, {result.decisions:,} decisions compared")
+    for line in result.lines:
+        console.print(escape(line))
+    if result.problem:
+        console.print(escape(result.problem), style="red")
+    return int(bool(result.problem))
+
+
+def _table(report: Report) -> Table:
+    steps = sum(map(len, report.steps.values()))
+    table = Table(show_header=False, title=f"{steps} steps, seed {report.plan.seed}", title_justify="left")
+    rows = {
+        "time": f"{report.virtual_s:,.1f} s of virtual time in {report.real_s:.2f} s",
+        "processes started": f"{report.restarts}",
+        "calls": f"{report.calls:,}",
+        "samples trained": f"{report.samples:,} ({report.samples / report.virtual_s:.1f} per virtual second)",
+        "staleness": _counts({str(age): count for age, count in report.staleness.items()}),
+        "faults": _counts(report.fired),
+        "promises": "held",
+        "history": report.digest,
     }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
 
 
-def _whole_rows(report: WholeReport) -> dict[str, str]:
-    return {
-        "machines": EVERYTHING,
-        "pipelines": f"{report.pipelines} on one pool, {report.moves:,} wakes and sleeps ordered",
-        "turns of trainers": ", ".join(f"{count:,} {name}" for name, count in report.turns.items())
-        + f"; {report.promises_withdrawn:,} promises passed to a higher class",
-        "events": f"{report.events:,}",
-        "samples trained": f"{report.samples_trained:,}",
-        "weights": f"{report.weight_updates:,} updates since the controller's last start",
-        **_common_rows(report),
-        "invariants": f"held: books audited {report.audits + report.pipelines:,} times, "
-        f"engines looked into {report.decode_looks:,} times, {report.payloads_read:,} payloads read; no slot leaked, "
-        "no replica left behind",
-    }
-
-
-def _common_rows(report: SimReport | WholeReport) -> dict[str, str]:
-    return {
-        "staleness": _counts({str(key): count for key, count in report.staleness.items()}),
-        "dropped": _counts(report.dropped),
-        "prompts set aside": str(report.set_aside),
-        "faults fired": _counts(report.faults),
-        "evaluations": f"{report.evaluated:,} versions; skipped {_counts(report.evaluations_skipped)}",
-        "controller restarts": str(report.controller_restarts),
-    }
+def _told(result: Result) -> str:
+    scenario = result.scenario
+    lines = [f"[bold]{scenario.name}[/bold]"]
+    if scenario.elsewhere:
+        lines.append(f"  elsewhere  {escape(scenario.elsewhere)}")
+    lines += [f"  fault      {escape(str(one))}" for one in scenario.plan.faults]
+    lines.append(f"  here       {escape(scenario.here)}")
+    if result.said_after_s is not None:
+        lines.append(f"  said       after {result.said_after_s:.1f} s: {escape(result.line[:300])}")
+    lines.append(f"  ended      {escape(result.report.ended[:300])} at {result.report.virtual_s:.0f} s")
+    if result.problem:
+        lines.append(f"  [red]problem    {escape(result.problem)}[/red]")
+    return "\n".join(lines)
 
 
 def _counts(counts: dict[str, int]) -> str:

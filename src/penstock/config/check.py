@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 
@@ -9,8 +10,8 @@ from penstock.batch import advantage, filters
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.engines.settings import PathModel
-from penstock.envs.conformity import check_class
-from penstock.envs.registry import check_options, find_environment, find_reward
+from penstock.envs.conformity import check_class, check_text_environment
+from penstock.envs.registry import check_options, find_environment, find_reward, scoring_of
 from penstock.envs.settings import EnvSection
 from penstock.errors import ConfigError
 from penstock.rollout.hooks import Workload
@@ -48,7 +49,10 @@ def _check(pipeline: PipelineSection) -> None:
     if pipeline.rollout.workload is not None:
         _check_workload(pipeline.rollout.workload)
     if isinstance(pipeline.model, PathModel) and not pipeline.model.path.is_dir():
-        raise ConfigError(f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model")
+        raise ConfigError(
+            f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model. A model of the "
+            "Hugging Face hub is written kind = 'hub' with its name"
+        )
 
 
 def _check_workload(name: str) -> None:
@@ -69,6 +73,9 @@ def _check_environment(section: EnvSection, *, shows_text: bool) -> None:
         _check_gymnasium(str(section.options.get("id", "")))
     for reward in section.rewards:
         find_reward(reward)
+    if section.name == "jsonl":  # it only opens a file, and finds what is wrong with its first row
+        with contextlib.closing(factory(**environment_options(section, seed=0))) as dataset:
+            check_text_environment(owner, dataset, scoring_of(owner, section, dataset), converses=False)
 
 
 def environment_options(section: EnvSection, seed: int) -> dict[str, object]:

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 
 Location = tuple[str | int, ...]
 
-TAGS = ("tiny", "path", "mlp", "torch", "vllm")
+TAGS = ("tiny", "path", "hub", "mlp", "torch", "vllm")
 """Values of `kind` that choose a table; pydantic puts them into the location of a mistake."""
 
 
@@ -42,17 +42,44 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for override in overrides:
-        _apply(tree, override)
-    return validate(tree, source=str(path), text=text)
+    _resolve_paths(tree, path.parent)
+    applied = {_apply(tree, override): override for override in overrides}
+    return validate(tree, source=str(path), text=text, applied=applied)
 
 
-def validate(tree: dict[str, Any], *, source: str = "configuration", text: str = "") -> Config:
+def validate(
+    tree: dict[str, Any],
+    *,
+    source: str = "configuration",
+    text: str = "",
+    applied: Mapping[Location, str] | None = None,
+) -> Config:
+    """`applied`: which `--set` wrote at which place."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(tree, text, source, dict(problem)) for problem in error.errors(include_url=False)]
-        raise ConfigError("\n".join(lines)) from None
+        problems = [dict(problem) for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(_explain(tree, text, source, one, applied or {}) for one in problems)) from None
+
+
+def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
+    """Paths in a file are relative to the file; one that is only in the working directory is found there, too."""
+    run = tree.get("run")
+    if isinstance(run, dict) and isinstance(run.get("extra_path"), list):
+        run["extra_path"] = [_beside(folder, one) for one in run["extra_path"]]
+    pipelines = tree.get("pipeline")
+    for pipeline in pipelines if isinstance(pipelines, list) else ():
+        tables = [pipeline.get(name) for name in ("model", "env")] if isinstance(pipeline, dict) else []
+        for table in tables:
+            options = table.get("options") if isinstance(table, dict) else None
+            for one in (table, options):
+                if isinstance(one, dict) and isinstance(one.get("path"), str):
+                    one["path"] = _beside(folder, one["path"])
+
+
+def _beside(folder: Path, path: Any) -> Any:
+    found = isinstance(path, str) and not Path(path).is_absolute() and (folder / path).exists()
+    return str((folder / path).resolve()) if found else path
 
 
 def dump(config: Config) -> str:
@@ -60,18 +87,20 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply(tree: dict[str, Any], override: str) -> Location:
+    """Writes what a `--set` says, and gives the place."""
     key, sign, value = override.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"--set {override!r}: expected key=value, for example --set pipeline.letters.steps=10")
     *parents, last = key.strip().split(".")
     node: Any = tree
+    place: list[str | int] = []
     for depth, part in enumerate(parents):
+        place.append(_index(node, part, override) if isinstance(node, list) else part)
         node = _child(node, part, ".".join(parents[:depth]), override)
-    if isinstance(node, list):
-        node[_index(node, last, override)] = parse_value(value)
-    else:
-        node[last] = parse_value(value)
+    written: Any = _index(node, last, override) if isinstance(node, list) else last
+    node[written] = parse_value(value)
+    return (*place, written)
 
 
 def _child(node: Any, part: str, where: str, override: str) -> Any:
@@ -99,12 +128,17 @@ def parse_value(value: str) -> Any:
         return value
 
 
-def _explain(tree: dict[str, Any], text: str, source: str, problem: dict[str, Any]) -> str:
+def _explain(
+    tree: dict[str, Any], text: str, source: str, problem: dict[str, Any], applied: Mapping[Location, str]
+) -> str:
     location: Location = tuple(problem["loc"])
     written = tuple(part for part in location if part not in TAGS or _is_key(tree, location, part))
     key = ".".join(_names_along(tree, written)) or "the configuration"
     line = _line_of(text, written)
     where = f"{source}:{line}" if line else source
+    for place, override in applied.items():
+        if written[: len(place)] == place:
+            where = f"--set {override}"
     if problem["type"] == "extra_forbidden":
         valid = sorted(_fields_at(location[:-1]))
         near = difflib.get_close_matches(str(location[-1]), valid, n=1)

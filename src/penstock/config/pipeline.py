@@ -29,6 +29,8 @@ from penstock.train.settings import (
 )
 from penstock.weights.settings import WeightsSection
 
+MOST_RING_SLOTS = 1 << 20
+
 
 class PipelineSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
@@ -66,17 +68,26 @@ class PipelineSection(Section):
         return fill_in(table) if isinstance(table, dict) else table
 
     @property
+    def ring_slots(self) -> int:
+        """Slots of each worker's ring. One worker may make all samples that admission lets exist at a time, and a ring
+        that is full before the step's batch is complete would stand still for ever."""
+        step = self.train.groups_per_step * self.rollout.group_size
+        return min(MOST_RING_SLOTS, max(self.rollout.ring_slots, 2 * (self.train.max_staleness + 2) * step))
+
+    @property
     def kind(self) -> Literal["language", "gymnasium"]:
         return "gymnasium" if self.env.name == "gymnasium" else "language"
 
     @model_validator(mode="after")
     def _model_fits_environment(self) -> PipelineSection:
         if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
-            wanted = "mlp" if self.kind == "gymnasium" else "tiny or path"
+            wanted = "mlp" if self.kind == "gymnasium" else "tiny, path or hub"
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
         if isinstance(self.model, MlpModel) and not self.engine.capabilities.gymnasium:
             raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
         self._check_group_size()
+        if (step := self.train.groups_per_step * self.rollout.group_size) > MOST_RING_SLOTS:
+            raise ValueError(f"a step of {step} samples does not fit into a ring of {MOST_RING_SLOTS} slots")
         self._check_truncation()
         self._check_ranks()
         self._check_evaluation()

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
+PRETRAINED: dict[str, dict[str, Any]] = {"optimizer": {"learning_rate": 1e-6, "beta2": 0.99, "warmup_steps": 10}}
+
 RECOMMENDED: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "token_loss": {"entropy_coefficient": 0.12},
         "optimizer": {"learning_rate": 2e-3, "warmup_steps": 5, "schedule": "linear"},
     },
-    "path": {
-        "optimizer": {"learning_rate": 1e-6, "beta2": 0.99, "warmup_steps": 10},
-    },
+    "path": PRETRAINED,
+    "hub": PRETRAINED,
     "mlp": {
         "ppo_loss": {"discount": 0.99, "gae_lambda": 0.95},
         "optimizer": {"learning_rate": 2e-3, "epochs": 6, "minibatches": 4, "max_grad_norm": 0.5, "schedule": "linear"},

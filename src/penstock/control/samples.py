@@ -107,6 +107,10 @@ class LedgerState(msgspec.Struct):
     prompt_limit: int | None = None
     counts: dict[State, int] = msgspec.field(default_factory=lambda: dict.fromkeys(STATES, 0))
     dropped: dict[Reason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    dropped_finished: int = 0
+    """Samples that were delivered and then dropped."""
+    dropped_length: int = 0
+    """Their lengths, in all."""
     moves: int = 0
     """How many sample transitions there have been: grows iff the table changed."""
     groups: dict[PromptIndex, Group] = msgspec.field(default_factory=dict)

@@ -41,6 +41,22 @@ class PathModel(Section):
     optimiser's state in float32. `auto`: `bfloat16` where `train.device` is a GPU, else `float32`."""
 
 
+class HubModel(Section):
+    """A pretrained model by its name on the Hugging Face hub, downloaded once into the cache of huggingface_hub."""
+
+    kind: Literal["hub"] = "hub"
+    """Chooses this table."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]+(/[\w.-]+)?$")]
+    """As on the hub: `Qwen/Qwen2.5-0.5B-Instruct`."""
+    revision: str = ""
+    """A branch, a tag or a commit; the default branch when empty. A commit makes runs repeatable."""
+    cache: Path | None = None
+    """The cache directory; by default what HF_HUB_CACHE or HF_HOME say. With HF_HUB_OFFLINE=1 nothing is downloaded."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What is computed and served. In `bfloat16` the trainer keeps float32 masters of what it trains, and the
+    optimiser's state in float32. `auto`: `bfloat16` where `train.device` is a GPU, else `float32`."""
+
+
 class MlpModel(Section):
     """A policy and value network for gymnasium environments."""
 
@@ -50,7 +66,7 @@ class MlpModel(Section):
     """Width of its layers."""
 
 
-Model = Annotated[TinyModel | PathModel | MlpModel, Field(discriminator="kind")]
+Model = Annotated[TinyModel | PathModel | HubModel | MlpModel, Field(discriminator="kind")]
 
 
 def _engine_kind(engine: Any) -> str:

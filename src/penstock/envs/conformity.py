@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,16 @@ def check_text_environment(
     if not hasattr(prompt, "shown") or not hasattr(prompt, "columns"):
         found = type(prompt).__name__
         raise ConfigError(f"{owner}: prompt(0) returned a {found}, expected penstock.Prompt(text=…, columns={{…}})")
+    if _written(environment.prompt(0)) != _written(prompt):
+        raise ConfigError(
+            f"{owner}: prompt(0) is another prompt each time. One that was lost is asked for again by its position, by "
+            "other processes too: draw what is random from a generator seeded with (seed, position)"
+        )
     columns: dict[str, None] = dict.fromkeys([*TOLD, *prompt.columns, *(["turns"] if converses else [])])
     for name, function in rewards:
         check_call(name, function, "prompts", "completions", **acceptable(function, columns))
+
+
+def _written(prompt: Any) -> str:
+    """For a comparison: addresses of objects differ though the objects are alike."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(prompt))

@@ -54,6 +54,16 @@ def rubric_of(section: EnvSection, environment: Any) -> Rubric:
     return own if isinstance(own, Rubric) else Rubric([environment.score])
 
 
+def scoring_of(owner: str, section: EnvSection, environment: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """What scores its completions, function by function, with what each is called in an error."""
+    if section.rewards:
+        return [(f"reward {name!r}", find_reward(name)) for name in section.rewards]
+    own = getattr(environment, "rubric", None)
+    if not isinstance(own, Rubric):
+        return [(f"{owner}: score", environment.score)]
+    return [(f"reward {name!r}", function) for name, function in zip(own.names, own.functions, strict=True)]
+
+
 def check_options(owner: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raises ConfigError unless `factory(**options)` is a possible call."""
     signature = inspect.signature(factory)

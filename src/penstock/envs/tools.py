@@ -23,6 +23,9 @@ from penstock.errors import ConfigError
 MISTAKE = "error: "
 """How an answer begins that is none."""
 
+TOOL_LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+"""What calls and their results are written with."""
+
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -48,6 +51,16 @@ class WithTools:
             raise ConfigError(f"two tools share a name: {sorted(tool.__name__ for tool in tools)}")
         self.introduce = introduce
         self.forget_mistakes = forget_mistakes
+
+    def __getattr__(self, name: str) -> Any:
+        """An `alphabet`, if the environment has one."""
+        if name != "alphabet":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._with_own_letters(self.environment.alphabet)  # type: ignore[attr-defined]
+
+    def _with_own_letters(self, alphabet: str) -> str:
+        """With the letters of what tools and their descriptions add."""
+        return alphabet + "".join(sorted(set(self.description() + TOOL_LETTERS) - set(alphabet)))
 
     @property
     def count(self) -> int | None:

@@ -39,8 +39,10 @@ def curve_svg(points: Sequence[tuple[float, float]], *, title: str, smooth: bool
         x, y = at(tick, low_y)
         parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle" fill="#555">{tick:g}</text>')
     drawn = [at(x, y) for x, y in _thinned(points)]
-    parts.append(_line(drawn, "#9ecae1", 1))
-    if smooth and len(points) > 2:
+    parts.append(_line(drawn, "#9ecae1", 1) if smooth else _line(drawn, "#08519c", 2))
+    if not smooth:
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#08519c"/>' for x, y in drawn]
+    elif len(points) > 2:
         parts.append(_line([at(x, y) for x, y in _thinned(list(zip(xs, _smoothed(ys), strict=True)))], "#08519c", 2))
     if len(points) == 1:
         parts.append(f'<circle cx="{drawn[0][0]:.1f}" cy="{drawn[0][1]:.1f}" r="3" fill="#08519c"/>')

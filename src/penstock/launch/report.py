@@ -17,6 +17,7 @@ from penstock.runtime.rundir import RunDir
 SAMPLES_SHOWN = 8
 SAMPLE_CHARACTERS = 1200
 FAULTS_SHOWN = 40
+CHARTS_SHOWN = 8
 FIRST_CHARTS = ("reward", "loss", "entropy", "grad_norm", "kl_sampling", "staleness_mean", "length", "step_s")
 NOT_CHARTED = {"step", "at", "version", "life", "samples", "prompts"}
 STYLE = """
@@ -44,7 +45,13 @@ def report(run: RunDir) -> str:
     parts = [_head(run, ending), _summary(names, steps, evaluations, pipelines)]
     for name in names:
         parts.append(f"<h2>{_text(name)}</h2>")
-        parts.append(f'<div class="charts">{"".join(_charts(steps.get(name, {}), evaluations.get(name, {})))}</div>')
+        charts = list(_charts(steps.get(name, {}), evaluations.get(name, {})))
+        first, more = charts[:CHARTS_SHOWN], charts[CHARTS_SHOWN:]
+        parts.append(f'<div class="charts">{"".join(first)}</div>')
+        if more:
+            parts.append(
+                f'<details><summary>{len(more)} more</summary><div class="charts">{"".join(more)}</div></details>'
+            )
         parts.append(_samples(run.rollouts(name) / "samples.jsonl"))
         parts.append(_accounting(pipelines.get(name, {})))
     parts.append(_faults(run))

@@ -3,116 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 
-from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
 from penstock.control.io.memory import MemoryClient
 from penstock.errors import InvalidTransition, PenstockError, RunFailed
 from penstock.launch.processes import ProcessSpec
 from penstock.launch.restarts import Ended
 from penstock.launch.supervisor import Outcome, Supervisor
+from penstock.payload.io.mapping import Mapping
+from penstock.payload.slot import STATE_MASK, SlotState
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.shutdown import ShutdownSignal
+from penstock.sim.estimate import Point, estimate
 from penstock.sim.loop import Process
-from penstock.sim.parts import Work
-from penstock.sim.storms import KINDS, Fault
+from penstock.sim.plan import Plan, Report, as_test, config_of, trainers_of, workers_of
+from penstock.sim.replay import Replayed, replay_run
+from penstock.sim.scenarios import SCENARIOS, Result, Scenario, judged, scenario_called, scenarios_in
+from penstock.sim.storms import KINDS, Fault, storm
 from penstock.sim.system import NoLag, Placed, System, simulated_system
 
 CHECK_EVERY_S = 1.0
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated run: everything follows from it."""
-
-    seed: int = 0
-    steps: int = 20
-    workers: int = 2
-    pipelines: int = 1
-    groups_per_step: int = 4
-    group_size: int = 2
-    max_staleness: int = 2
-    work: Work = Work()
-    faults: tuple[Fault, ...] = ()
-    settings: dict[str, Any] = {}
-    """Of the configuration, by dotted name: `control.stall_after_s`, `pipeline.rollout.ring_slots`."""
-    limit_s: float = 3600.0
-    """Virtual seconds after which the run counts as stuck."""
-    real_limit_s: float = 300.0
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """What became of a simulated run."""
-
-    plan: Plan
-    ended: str
-    """`complete`, or the sentence with which it failed."""
-    virtual_s: float
-    real_s: float
-    steps: dict[str, list[float]]
-    """When each step was done, by pipeline."""
-    samples: int
-    calls: int
-    staleness: dict[int, int]
-    refused: dict[str, int]
-    restarts: int
-    digest: str
-    """Of the whole history."""
-    said: list[Any]
-    lines: list[str]
-    broken: list[str]
-    fired: dict[str, int]
-    status: dict[str, Any]
-
-    @property
-    def complete(self) -> bool:
-        return self.ended == "complete"
-
-    def first_said(self, words: str, after_s: float = 0.0) -> float | None:
-        """When a log line with these words was first written."""
-        return next((one.at for one in self.said if words in one.line and one.at >= after_s), None)
-
-
-def config_of(plan: Plan) -> Config:
-    """A configuration as a user would write it, for a model that is simulated."""
-    tables = [
-        {
-            "name": f"p{number}",
-            "steps": plan.steps,
-            "env": {"name": "copy"},
-            "model": {"kind": "tiny"},
-            "rollout": {
-                "workers": plan.workers,
-                "group_size": plan.group_size,
-                "batch_samples": 2 * plan.group_size,
-                "ring_mb": 1,
-                "ring_slots": 256,
-                "device": "cpu",
-            },
-            "train": {
-                "groups_per_step": plan.groups_per_step,
-                "max_staleness": plan.max_staleness,
-                "device": "cpu",
-            },
-            "weights": {"transport": "files"},
-            "checkpoint": {"every_steps": 5},
-            "samples": {"save_every_steps": 0},
-        }
-        for number in range(plan.pipelines)
-    ]
-    whole: dict[str, Any] = {"payload": {"transport": "shm"}, "pipeline": tables, "run": {"max_restarts": 1000}}
-    for name, value in plan.settings.items():
-        first, *rest = name.split(".")
-        for table in tables if first == "pipeline" else [whole.setdefault(first, {})]:
-            for part in rest[:-1]:
-                table = table.setdefault(part, {})
-            table[rest[-1]] = value
-    return Config.model_validate(whole)
+STALL_SLACK_S = 20.0
+"""Beyond `control.stall_after_s`, for the controller to notice and to say so."""
 
 
 def simulate(plan: Plan) -> Report:
@@ -129,6 +49,8 @@ def simulate(plan: Plan) -> Report:
             real_s=time.perf_counter() - began,
             steps=dict(truth.steps_at),
             samples=truth.samples_trained,
+            trained_s=truth.trained_s,
+            generated_s=truth.generated_s,
             calls=system.network.calls,
             staleness=dict(sorted(truth.staleness.items())),
             refused=dict(truth.refused),
@@ -151,18 +73,29 @@ class _Run:
         self.plan = plan
         self.fired: Counter[str] = Counter()
         self.status: dict[str, Any] = {}
+        self.plan_stall_s = system.config.control.stall_after_s
+        self._up_since = 0.0
 
     async def to_its_end(self) -> str:
         system, plan = self.system, self.plan
         for one in plan.faults:
             system.loop.call_later(one.at_s, self._strike, one)
-        home = Process(system.loop, "supervisor")
-        supervisor = SimulatedSupervisor(system, home, plan.seed)
-        running = home.run(supervisor.run())
         watching = asyncio.create_task(self._watch())
-        done, _ = await asyncio.wait(
-            [running, watching, system.broken], timeout=plan.limit_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        lives = itertools.count()
+        while True:
+            home = Process(system.loop, "supervisor")
+            supervisor = SimulatedSupervisor(system, home, f"{plan.seed} {next(lives)}")
+            running = home.run(supervisor.run())
+            system.outage = system.loop.create_future()
+            done, _ = await asyncio.wait(
+                [running, watching, system.broken, system.outage],
+                timeout=plan.limit_s - system.loop.time(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if system.outage not in done:
+                break
+            home.kill()
+            await asyncio.sleep(system.outage.result())
         self.status = supervisor.status
         watching.cancel()
         if running in done:
@@ -190,23 +123,59 @@ class _Run:
             self.system.loop.call_later(one.for_s, undo)
 
     async def _watch(self) -> None:
-        """The books are audited all the time."""
+        """The books are audited all the time, and every stall is named within its bound."""
+        system, allowed_s = self.system, self.plan_stall_s + STALL_SLACK_S
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            if self.system.desk is not None:
-                self.system.desk.check()
+            if system.desk is None:
+                continue
+            system.desk.check()
+            now, server = system.loop.time(), system.network.server
+            up_for_s = now - server.started_at if server is not None and server.state == "running" else 0.0
+            self._up_since = min(self._up_since, now) if up_for_s else now
+            for pipeline, moved_at in system.truth.moved_at.items():
+                quiet_s = now - max(moved_at, self._up_since, server.started_at if server is not None else now)
+                if quiet_s > allowed_s and not self._named(pipeline, now - allowed_s):
+                    system.truth.breaks(f"{pipeline} stood still for {quiet_s:.0f} s and the controller did not say so")
+
+    def _named(self, pipeline: str, since: float) -> bool:
+        """Whether the controller said why nothing moves, or that nothing need move."""
+        said = any(
+            one.at >= since and one.process == "controller" and f"{pipeline}: stalled for" in one.line
+            for one in reversed(self.system.said[-200:])
+        )
+        status = self.system.desk.status()["pipelines"][pipeline] if self.system.desk is not None else {}
+        return said or status.get("phase") not in ("running", "draining")
 
     def _check_end(self) -> None:
         system = self.system
         for pipeline in system.config.pipeline:
             learner = system.learners[pipeline.name]
             system.truth.check_end(pipeline.name, self.status["pipelines"][pipeline.name], learner.trained)
+            batch = pipeline.train.groups_per_step * pipeline.rollout.group_size
+            bound = (pipeline.train.max_staleness + 3) * batch + 4 * pipeline.rollout.batch_samples
+            for placed in system.placed.values():
+                if placed.member.pipeline_name == pipeline.name:
+                    _check_rings(system, placed, bound)
+
+
+def _check_rings(system: System, placed: Placed, bound: int) -> None:
+    """Payloads that were trained, refused or dropped do not stay in their ring."""
+    for path in placed.rings:
+        if not path.exists():
+            continue
+        mapping = Mapping.open(path.name, str(path.parent))
+        states = Counter(int(word) & STATE_MASK for word in mapping.word_array)
+        mapping.close()
+        used = states[SlotState.READY] + states[SlotState.READING] + states[SlotState.WRITING]
+        if used > bound:
+            system.truth.breaks(f"{placed.process.name}: {used} slots are in use at the end, expected at most {bound}")
 
 
 class SimulatedSupervisor(Supervisor):
     """The supervisor itself; only its way to the controller is simulated."""
 
-    def __init__(self, system: System, home: Process, seed: int) -> None:
+    def __init__(self, system: System, home: Process, seed: str) -> None:
         view: Any = _View()
         super().__init__(
             system.run, system.config, _Placer(system), view, ShutdownSignal(), Random(f"{seed} supervisor")
@@ -285,3 +254,77 @@ class _PlacedProcess:
 
     async def kill_tree(self, timeout_s: float) -> None:
         self.kill()
+
+
+def attempted(plan: Plan) -> tuple[str, Report | None]:
+    """Why this run did not end well, empty when it did; and its report, if it has one."""
+    try:
+        report = simulate(plan)
+    except (InvalidTransition, RunFailed) as error:
+        return str(error), None
+    return ("" if report.complete else report.ended), report
+
+
+def stormy(plan: Plan, seed: int, intensity: float) -> Plan:
+    """The plan with a storm of this seed; an intensity of 1 is a fault about every eight seconds."""
+    if not intensity:
+        return msgspec.structs.replace(plan, seed=seed)
+    span_s, every_s = 2.0 * plan.steps, 8.0 / intensity
+    faults = storm(seed, workers_of(plan), trainers_of(plan), span_s=span_s, every_s=every_s)
+    return msgspec.structs.replace(plan, seed=seed, faults=tuple(faults))
+
+
+def scenarios_called(name: str) -> list[Scenario]:
+    """One by its name, all, or those of a file."""
+    if name == "all":
+        return SCENARIOS
+    return scenarios_in(Path(name)) if name.endswith(".py") else [scenario_called(name)]
+
+
+def run_scenario(scenario: Scenario) -> Result:
+    return judged(scenario, simulate(scenario.plan))
+
+
+def capacity(config: Path, run: Path | None) -> list[Point]:
+    return estimate(config, run, simulate)
+
+
+def minimised(plan: Plan, *, tries: int = 60) -> Plan:
+    """The smallest plan found that still fails: fewer faults first, then fewer steps."""
+    size = max(1, len(plan.faults) // 2)
+    while tries > 0 and plan.faults:
+        for start in range(0, len(plan.faults), size):
+            tries -= 1
+            fewer = msgspec.structs.replace(plan, faults=plan.faults[:start] + plan.faults[start + size :])
+            if attempted(fewer)[0]:
+                plan = fewer
+                break
+        else:
+            if size == 1:
+                break
+            size = max(1, size // 2)
+    while plan.steps > 1 and tries > 0:
+        tries -= 1
+        shorter = msgspec.structs.replace(plan, steps=plan.steps // 2)
+        if not attempted(shorter)[0]:
+            break
+        plan = shorter
+    return plan
+
+
+__all__ = [
+    "Plan",
+    "Point",
+    "Replayed",
+    "Report",
+    "Result",
+    "as_test",
+    "attempted",
+    "capacity",
+    "minimised",
+    "replay_run",
+    "run_scenario",
+    "scenarios_called",
+    "simulate",
+    "stormy",
+]

@@ -11,7 +11,7 @@ from penstock.config.run import Config
 from penstock.envs.conformity import check_counted, check_text_environment
 from penstock.envs.cursor import draw
 from penstock.envs.protocol import DividedEnvironment, prompts_per_pass
-from penstock.envs.registry import find_reward, make_environment
+from penstock.envs.registry import make_environment, scoring_of
 from penstock.envs.settings import EnvSection
 from penstock.errors import ConfigError, PenstockError
 
@@ -83,8 +83,6 @@ def _made(config: Config, pipeline: PipelineSection, section: EnvSection) -> Any
         raise ConfigError(f"{owner} could not be made: {type(error).__name__}: {error}") from error
     check_counted(owner, environment)
     if pipeline.kind == "language" and pipeline.rollout.workload is None:
-        rewards = [(f"reward {name!r}", find_reward(name)) for name in pipeline.env.rewards]
         converses = pipeline.rollout.max_turns > 1 and hasattr(environment, "reply")
-        scoring = rewards or [(f"{owner}: score", environment.score)]
-        check_text_environment(owner, environment, scoring, converses=converses)
+        check_text_environment(owner, environment, scoring_of(owner, pipeline.env, environment), converses=converses)
     return environment

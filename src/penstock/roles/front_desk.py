@@ -74,6 +74,7 @@ class FrontDesk(ControlService):
         self._evicted: dict[MemberId, str] = {}
         """Members that must be gone: whoever started them makes sure of it."""
         self._written: dict[PipelineName, int] = {}
+        self._dropped: dict[PipelineName, tuple[int, int]] = {}
         self._discards = Discards()
 
     def start(self, *, new_session: bool, lines_on_file: Iterable[bytes] = ()) -> int:
@@ -236,9 +237,20 @@ class FrontDesk(ControlService):
                 "samples": summary.samples,
                 "staleness_mean": summary.staleness_mean,
                 "staleness_max": summary.staleness_max,
+                **self._dropped_since(name),
                 **metrics,
             }
         )
+
+    def _dropped_since(self, name: PipelineName) -> dict[str, float]:
+        """The finished samples that were dropped since the line before. Where they are longer than the trained ones,
+        dropping what is outdated shortens what is learned."""
+        table = self._machines[name].state.ledger
+        count, length = self._dropped.get(name, (0, 0))
+        self._dropped[name] = (table.dropped_finished, table.dropped_length)
+        dropped = table.dropped_finished - count
+        mean = {"dropped_length_mean": (table.dropped_length - length) / dropped} if dropped > 0 else {}
+        return {"dropped": dropped, **mean}
 
     def _write_evaluation(self, name: PipelineName, result: EvaluationResult) -> None:
         line = {"kind": "evaluation", "at": self._clock.now(), "pipeline": name, "due": result.due}

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
+from penstock.engines.hub import directory_of
 from penstock.engines.models import (
     ActorCriticPolicy,
     GymnasiumPolicy,
@@ -15,7 +16,7 @@ from penstock.engines.models import (
     TinyLanguageModel,
     build,
 )
-from penstock.engines.settings import MlpModel, PathModel, TinyModel
+from penstock.engines.settings import HubModel, MlpModel, PathModel, TinyModel
 from penstock.runtime.tensors import device_of
 from penstock.train.objectives import EpisodeObjective, Objective, TokenObjective
 
@@ -38,9 +39,11 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
                 seed=config.run.seed,
                 **options,
             )
-        case PathModel(path=path, gguf_file=gguf_file, dtype=dtype):
+        case HubModel(dtype=dtype) | PathModel(dtype=dtype) as model:
             if dtype == "auto":
                 dtype = "bfloat16" if device_of(pipeline.train.device).type == "cuda" else "float32"
+            path = directory_of(model) if isinstance(model, HubModel) else model.path
+            gguf_file = "" if isinstance(model, HubModel) else model.gguf_file
             return PretrainedLanguageModel(path=str(path), gguf_file=gguf_file or None, dtype=dtype)
         case MlpModel(hidden=hidden):
             return GymnasiumPolicy(

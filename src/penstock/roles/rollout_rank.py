@@ -45,7 +45,7 @@ async def main(process: RoleProcess) -> None:
     ring = Ring.create(
         process.run.run_id,
         capacity_bytes=rollout.ring_mb << 20,
-        slots=rollout.ring_slots,
+        slots=process.pipeline.ring_slots,
         guardian_pid=seat.guardian_pid,
     )
     try:
@@ -79,7 +79,7 @@ async def _keep_step(
     )
     lockstep = Lockstep(
         workload,
-        RingStore(ring),
+        RingStore(ring, moved),
         fetch,
         share=True,
         preparations=max(pipeline.rollout.preparations, pipeline.rollout.preparation_processes),

@@ -58,7 +58,7 @@ async def main(process: RoleProcess, make: Make | None = None) -> None:
     ring = Ring.create(
         process.run.run_id,
         capacity_bytes=rollout.ring_mb << 20,
-        slots=rollout.ring_slots,
+        slots=pipeline.ring_slots,
         directory=process.ring_directory,
         random=process.random,
     )
@@ -108,7 +108,7 @@ async def _generate(
             return Runner(
                 workload,
                 desk,
-                RingStore(ring),
+                RingStore(ring, moved),
                 settings,
                 progressed=moved,
                 interrupt=engine.interrupt,

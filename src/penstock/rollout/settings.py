@@ -56,7 +56,7 @@ class RolloutSection(Section):
     ring_mb: Positive = 64
     """Shared memory for finished samples that the trainer has not fetched yet."""
     ring_slots: Positive = 4096
-    """How many samples that may be."""
+    """How many samples that may be, at the least: a ring always has room for those of every step under way."""
     max_failures: Positive = 3
     """A prompt that fails so often is set aside with its error."""
     max_losses: Positive | None = None

@@ -5,6 +5,7 @@ Trainer and engines must agree on the first, or no digest ever matches; and on t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,17 @@ RESIDUE_BYTES = 64 << 20
 def device_bytes() -> int:
     """Device memory that this process has allocated, whatever for; 0 without a GPU."""
     return sum(torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count()))
+
+
+def device_figures() -> dict[str, float]:
+    """Peak of the memory since the last call, and how busy the GPU is as the driver counts; nothing without one."""
+    if not torch.cuda.is_initialized():
+        return {}
+    figures = {"gpu_memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+    torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(ModuleNotFoundError, RuntimeError, ImportError):  # it needs the driver's Python package
+        figures["gpu_busy_share"] = torch.cuda.utilization() / 100
+    return figures
 
 
 def free_device_caches() -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import heapq
 import itertools
 import linecache
 import time
+import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -285,8 +287,12 @@ def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterat
         try:
             yield loop
         finally:
-            loop.unwind()
-            loop.close()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # tasks that are ended before their first step never began
+                loop.unwind()
+                loop.close()
+                loop.processes.clear()
+                gc.collect()
 
 
 def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -1,13 +1,13 @@
 """What stands in for a model: an engine and a learner of which only durations and outcomes are drawn from a seed.
 
-Their weights are real tensors, published as real files, staged, proved and swapped by the real updater: every tensor
-carries the same mark, so a mixture of two versions is seen by whoever looks.
+Their weights are real tensors, published as real files, staged, proved and swapped by the real updater.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -58,6 +58,15 @@ class Moods(msgspec.Struct):
     hang: bool = False
     hook_fails: float = 0.0
     slow: float = 1.0
+    crash: bool = False
+    """Staging raises something that nothing expects."""
+    tear: bool = False
+    """Writing in place fails half-way."""
+    lie: bool = False
+    """Samples claim other weights than they were drawn with."""
+    builds: bool = True
+    lasting: bool = False
+    """A restarted worker has them too."""
 
 
 class SimEnvironment:
@@ -68,9 +77,22 @@ class SimEnvironment:
 class SimEngine(ServingEngine):
     """Serves real weights; draws nothing."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, moods: Moods) -> None:
         super().__init__(Serving(policy.module), seed=0)
         self.interrupted = False
+        self._moods = moods
+
+    def stage(self, tensors: Mapping[str, Any]) -> None:
+        if self._moods.crash:
+            raise MemoryError("staging failed in simulation")
+        super().stage(tensors)
+
+    def load_in_place(self, tensors: Mapping[str, Any], version: int, digest: str, timeout_s: float = 60.0) -> float:
+        if self._moods.tear:
+            for name, tensor in list(self.served_tensors().items())[:2]:
+                tensor.detach().copy_(tensors[name])
+            raise OSError("the transfer broke off in simulation")
+        return super().load_in_place(tensors, version, digest, timeout_s)
 
     def interrupt(self) -> None:
         self.interrupted = True
@@ -78,14 +100,19 @@ class SimEngine(ServingEngine):
     def resume(self) -> None:
         self.interrupted = False
 
-    def marks(self) -> set[float]:
-        return {float(tensor.view(-1)[0]) for tensor in self.served_tensors().values()}
-
 
 def small_policy() -> Policy:
     policy = build(GymnasiumPolicy(observation_shape=(1,), action_kind="discrete", action_size=2, hidden_size=1))
     set_mark(policy, 0.0)
     return policy
+
+
+def content_of(tensors: Mapping[str, Any]) -> bytes:
+    """Every byte that is served, digested apart from the code under test."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors.values():
+        digest.update(tensor.detach().numpy().tobytes())
+    return digest.digest()
 
 
 def set_mark(policy: Policy, mark: float) -> None:
@@ -127,6 +154,7 @@ class SimWorkload:
         drawn = [Drawn(Version(1 << 60), "") for _ in batch]
         work = self._work
         whole_s = work.sample_s * self._moods.slow * (1 + work.spread * (2 * self._random.random() - 1))
+        self._truth.generated_s += whole_s
         for _ in range(CHUNKS):
             await asyncio.sleep(whole_s / CHUNKS)
             while self._moods.hang or self._engine.serving.state != "serving":
@@ -136,7 +164,7 @@ class SimWorkload:
             if self._engine.interrupted:
                 raise Aborted("interrupted")
             with self._engine.serving.step() as (version, digest):
-                self._truth.decodes(version, digest, self._engine.marks())
+                self._truth.decodes(version, digest, content_of(self._engine.served_tensors()))
             for one in drawn:
                 if version < one.version:
                     one.version, one.digest = Version(version), digest
@@ -161,7 +189,8 @@ class SimWorkload:
             "loss_mask": np.array([0, 0, 0, 1], np.uint8),
             "logprobs": np.full(4, -1.0, np.float32),
         }
-        return Finished(arrays, reward, drawn.version, drawn.digest, len(tokens))
+        digest = drawn.digest[::-1] if self._moods.lie else drawn.digest
+        return Finished(arrays, reward, drawn.version, digest, len(tokens))
 
     def _maybe_fail(self, hook: str) -> None:
         if self._moods.hook_fails and self._random.random() < self._moods.hook_fails:
@@ -182,7 +211,14 @@ class SimLearner:
         self._pipeline = pipeline
         self._seed = seed
         self._progressed = progressed
-        truth.learned(pipeline, self.steps, self._mark())
+        truth.learned(pipeline, self.steps, content_of(self.policy.named_tensors()))
+
+    @property
+    def objective(self) -> SimLearner:
+        """It is its own: what a batch is laid out as is all that is asked of it."""
+        return self
+
+    packing = "padded"
 
     @property
     def scored_by(self) -> tuple[()]:
@@ -204,7 +240,7 @@ class SimLearner:
         if changes and found:
             set_mark(self.policy, self._mark() + 1.0)
         self.steps += 1
-        self._truth.learned(self._pipeline, self.steps, self._mark())
+        self._truth.learned(self._pipeline, self.steps, content_of(self.policy.named_tensors()))
         self._progressed(f"training step {self.steps}")
         return {"loss": 0.0}
 
@@ -222,7 +258,7 @@ class SimLearner:
         steps, *numbers = (int(number) for number in state["sim"].tolist())
         self.steps = steps
         self.trained = list(zip(numbers[::2], numbers[1::2], strict=True))
-        self._truth.learned(self._pipeline, self.steps, self._mark())
+        self._truth.learned(self._pipeline, self.steps, content_of(self.policy.named_tensors()))
 
     def _mark(self) -> float:
         return float(next(iter(self.policy.named_tensors().values())).view(-1)[0])

@@ -11,6 +11,8 @@ import msgspec
 from penstock.sim.parts import Moods
 from penstock.sim.system import System
 
+LOOK_EVERY_S = 0.02
+
 
 class Fault(msgspec.Struct, frozen=True):
     """One thing that goes wrong at one time."""
@@ -103,18 +105,59 @@ def _mood(field: str) -> Callable[[System, Fault], Callable[[], None] | None]:
     return change
 
 
-KINDS |= {"hang": _mood("hang"), "hooks_fail": _mood("hook_fails"), "slow": _mood("slow")}
+KINDS |= {
+    "hang": _mood("hang"),
+    "hooks_fail": _mood("hook_fails"),
+    "slow": _mood("slow"),
+    "crash": _mood("crash"),
+    "tear": _mood("tear"),
+    "lie": _mood("lie"),
+}
 
 
 @fault
-def damage_weights(system: System, one: Fault) -> None:
-    """One byte of the newest version's file is flipped."""
-    _flip(system, sorted((system.run.root / "weights").rglob("*.safetensors"), key=_written))
+def hang_trainer(system: System, one: Fault) -> None:
+    """Optimiser steps that begin now never end."""
+    system.stuck_until = system.loop.time() + one.for_s
+
+
+@fault
+def cannot_start(system: System, one: Fault) -> None:
+    """The worker dies, and cannot be built again."""
+    system.moods[one.target].builds = False
+    system.kill(one.target)
+
+
+@fault
+def power_off(system: System, one: Fault) -> None:
+    """Everything dies at once, the supervisor too; the run is resumed afterwards."""
+    for name in list(system.placed):
+        system.kill(name)
+    if not system.outage.done():
+        system.outage.set_result(one.for_s)
+
+
+@fault
+def damage_weights(system: System, one: Fault) -> Callable[[], None]:
+    """One byte of the newest version's file is flipped; for as long as it lasts, of every version's."""
+    damaged: set[Path] = set()
+    lasting = [True]
+
+    def look() -> None:
+        files = sorted((system.run.root / "weights").rglob("*.safetensors"), key=_written)[-1:]
+        if files and files[0] not in damaged:
+            damaged.add(files[0])
+            _flip(files)
+        if one.for_s and lasting:
+            system.loop.call_later(LOOK_EVERY_S, look)
+
+    look()
+    return lasting.clear
 
 
 @fault
 def damage_checkpoint(system: System, one: Fault) -> None:
-    _flip(system, sorted((system.run.root / "checkpoints").rglob("optimizer.safetensors"), key=_written))
+    _flip(sorted((system.run.root / "checkpoints").rglob("optimizer.safetensors"), key=_written))
 
 
 @fault
@@ -128,11 +171,12 @@ def lose_host(system: System, one: Fault) -> None:
 def unlink_ring(system: System, one: Fault) -> None:
     """The files of a worker's rings are removed; the worker lives on."""
     placed = system.placed.get(one.target)
+    system.truth.may_miss = True
     for path in placed.rings if placed is not None else []:
         path.unlink(missing_ok=True)
 
 
-def _flip(system: System, files: list[Path]) -> None:
+def _flip(files: list[Path]) -> None:
     if not files:
         return
     body = bytearray(files[-1].read_bytes())
@@ -169,9 +213,10 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
             (2, Fault(at_s, "hang", worker, for_s=round(random.uniform(1, 60), 1))),
             (2, Fault(at_s, "hooks_fail", worker, for_s=round(random.uniform(1, 30), 1), amount=0.2)),
             (1, Fault(at_s, "slow", worker, for_s=round(random.uniform(1, 30), 1), amount=8.0)),
-            (1, Fault(at_s, "damage_weights")),
+            (1, Fault(at_s, "damage_weights", for_s=round(random.uniform(0.1, 3), 1))),
             (1, Fault(at_s, "damage_checkpoint")),
             (1, Fault(at_s, "lose_host", worker)),
+            (1, Fault(at_s, "power_off", for_s=5.0)),
         ]
         weights = [weight for weight, _ in kinds]
         faults.append(random.choices([one for _, one in kinds], weights)[0])

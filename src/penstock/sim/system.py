@@ -16,6 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,11 +43,23 @@ from penstock.sim.network import Network
 from penstock.sim.parts import Moods, SimEngine, SimEnvironment, SimLearner, SimWorkload, Work, small_policy
 from penstock.sim.truth import Truth
 from penstock.train import checkpoint
+from penstock.wire import messages
 from penstock.wire.messages import Heartbeat, Reply, Request
 
 MEMORY = "/dev/shm"
 TICK_S = 0.25
+PROMISING = (
+    messages.Register,
+    messages.AskLease,
+    messages.Deliver,
+    messages.AskBatch,
+    messages.AckStep,
+    messages.AckCheckpoint,
+    messages.PublishWeights,
+)
+"""Calls whose answers a peer relies on."""
 KILLED = -9
+NEVER_S = 1e7
 KEPT_LINES = 400
 
 
@@ -181,6 +194,10 @@ class System:
         self.moods: dict[str, Moods] = {}
         self.desk: FrontDesk | None = None
         self.broken: asyncio.Future[None] = loop.create_future()
+        self.outage: asyncio.Future[float] = loop.create_future()
+        """Set when the power fails, to how long it is away."""
+        self.stuck_until = 0.0
+        """Optimiser steps that begin before this never end."""
         self.starts = 0
         self.learners: dict[str, SimLearner] = {}
         self._cells: list[Any] = []
@@ -271,7 +288,7 @@ class System:
                 tasks.spawn("desk", desk.run())
                 tasks.spawn("tick", _tick(desk))
                 self.desk = desk
-                self.network.serve(desk.call)
+                self.network.serve(partial(self._answered, desk, journal))
                 await self._until_over(member, desk)
                 desk.close()
                 self.network.close()
@@ -282,6 +299,15 @@ class System:
                 journal.close(1.0)
         if desk.failure:
             raise RunFailed(desk.failure)
+
+    async def _answered(self, desk: FrontDesk, journal: VirtualJournal, request: Request) -> Reply:
+        """A commit takes time: an answer in the very moment in which its event was written down came before it."""
+        began, seq = self.loop.iterations, journal.last_seq
+        reply = await desk.call(request)
+        if isinstance(request, PROMISING) and self.loop.iterations == began and journal.last_seq != seq:
+            self.breaks()
+            self.truth.breaks(f"{type(request).__name__} was answered before its event was committed")
+        return reply
 
     async def _until_over(self, member: SimMember, desk: FrontDesk) -> None:
         async with asyncio.TaskGroup() as group:
@@ -301,8 +327,12 @@ class System:
 
     def _parts(self, member: RoleProcess) -> Any:
         policy = small_policy()
-        engine = SimEngine(policy)
-        moods = self.moods[member.name] = Moods()
+        moods = self.moods.setdefault(member.name, Moods())
+        if not moods.builds:
+            raise ValueError("the engine cannot be built, in simulation")
+        if not moods.lasting:
+            moods = self.moods[member.name] = Moods()
+        engine = SimEngine(policy, moods)
         workload = SimWorkload(engine, self.work, moods, self.truth, member.random, self.seed)
         return SimEnvironment(self.work.prompts), engine, workload, policy
 
@@ -318,6 +348,8 @@ class System:
         work = self.work
         name = function.rpartition(".")[2]
         match name:
+            case "step" if self.loop.time() < self.stuck_until:
+                return NEVER_S
             case "step":
                 base_s = work.step_s
             case "bring":
@@ -330,7 +362,9 @@ class System:
                 base_s = work.build_s
             case _:
                 base_s = work.other_s
-        return base_s * (1 + work.spread * (2 * self._durations.random() - 1))
+        took_s = base_s * (1 + work.spread * (2 * self._durations.random() - 1))
+        self.truth.trained_s += took_s if name == "step" else 0.0
+        return took_s
 
     # -- what is seen -----------------------------------------------------------------------------------------------
 
@@ -347,9 +381,6 @@ class System:
     def breaks(self) -> None:
         if not self.broken.done():
             self.broken.set_result(None)
-
-    def steps(self, pipeline: str) -> int:
-        return len(self.truth.steps_at[pipeline])
 
     def close(self) -> None:
         for cell in self._cells:

@@ -14,7 +14,7 @@ from penstock.records.batch import Batch
 from penstock.wire import messages
 from penstock.wire.messages import Reply, Request
 
-SLACK_S = 15.0
+MISSING_IS_LOSS = "payloads of a ring that nothing took away are missing"
 
 
 class Truth:
@@ -26,17 +26,22 @@ class Truth:
         self.broken: list[str] = []
         self.decodes_seen = 0
         self.samples_trained = 0
+        self.trained_s = 0.0
+        self.generated_s = 0.0
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.steps_at: dict[str, list[float]] = defaultdict(list)
         """When each step was acknowledged for the first time."""
-        self._marks: dict[tuple[str, int], float] = {}
-        self._published: dict[str, dict[int, float]] = defaultdict(dict)
-        """By digest: versions it was published as, with the mark they carry."""
+        self._contents: dict[tuple[str, int], bytes] = {}
+        self._published: dict[str, dict[int, bytes]] = defaultdict(dict)
+        """By digest: versions it was published as, with their bytes' own digest."""
         self._batches: dict[tuple[str, int], Batch] = {}
         self._trained: dict[tuple[str, int], dict[int, list[int]]] = {}
         self._acked: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
-        self._filtered: dict[str, set[int]] = defaultdict(set)
+        self.moved_at: dict[str, float] = {}
+        """When a lease was given, a delivery taken or a step acknowledged."""
+        self.may_miss = False
+        """A fault took payloads away."""
 
     def breaks(self, sentence: str) -> None:
         self.broken.append(f"at {self._now():.3f} s: {sentence}")
@@ -44,33 +49,34 @@ class Truth:
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
-    def learned(self, pipeline: str, step: int, mark: float) -> None:
-        self._marks[pipeline, step] = mark
+    def learned(self, pipeline: str, step: int, content: bytes) -> None:
+        self._contents[pipeline, step] = content
 
-    def decodes(self, version: int, digest: str, marks: set[float]) -> None:
+    def decodes(self, version: int, digest: str, content: bytes) -> None:
         """An engine draws with these weights."""
         self.decodes_seen += 1
-        if len(marks) != 1:
-            self.breaks(f"an engine generates with a mixture of versions: its tensors carry the marks {sorted(marks)}")
         published = self._published.get(digest, {})
         if version not in published:
             self.breaks(f"an engine generates as version {version} with digest {digest!r}, never published so")
-        if marks != {published[version]}:
-            self.breaks(f"an engine serves the bytes of {marks} as version {version}, which carries {published}")
+        if content != published[version]:
+            self.breaks(f"an engine generates as version {version} with bytes that were never published")
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def served(self, request: Request, reply: Reply) -> None:
         match request, reply:
             case messages.PublishWeights(pipeline=pipeline, manifest=manifest), messages.Ok():
-                self._published[manifest.digest][manifest.version] = self._marks[pipeline, manifest.version]
+                self._published[manifest.digest][manifest.version] = self._contents[pipeline, manifest.version]
             case messages.Register(pipeline=pipeline, role="trainer", step=step), messages.Registered():
                 self._trainer_began(pipeline, int(step or 0))
             case messages.AskBatch(pipeline=pipeline), messages.BatchReady(batch=batch):
                 self._gave(pipeline, batch)
+            case messages.AskLease(pipeline=pipeline), messages.Leased(leases=leases) if leases:
+                self.moved_at[pipeline] = self._now()
             case messages.AckStep(pipeline=pipeline), messages.Ok():
                 self._acknowledged(pipeline, request)
             case messages.Deliver(rollouts=rollouts), messages.Delivered(refused=refused, reason=reason):
+                self.moved_at[request.pipeline] = self._now()
                 if refused:
                     self.refused[reason] += len(refused)
                 for rollout in rollouts:
@@ -110,6 +116,9 @@ class Truth:
         step, batch = request.step, self._batches.get((pipeline, request.step))
         if batch is None or step in self._acked[pipeline]:
             return  # an acknowledgement repeated
+        self.moved_at[pipeline] = self._now()
+        if request.missing_prompts and not self.may_miss:
+            self.breaks(f"{pipeline}: step {step} lacks prompts {request.missing_prompts}: {MISSING_IS_LOSS}")
         left = tuple(group.prompt for group in batch.groups if group.prompt not in request.missing_prompts)
         if sorted(left) != sorted(self._trained.get((pipeline, step), {})):
             self.breaks(f"{pipeline}: step {step} is acknowledged with prompts {left}, others were trained")
@@ -135,9 +144,9 @@ class Truth:
             self.breaks(f"{pipeline}: prompts {twice[:5]} are in the final checkpoint more than once")
         if steps and (steps != sorted(steps)):
             self.breaks(f"{pipeline}: the final checkpoint trained steps out of order")
-        issued = int(status["prompts_issued"])
         done = {prompt for _, prompt in trained}
-        open_ended = issued - len(done) - int(status["prompts_set_aside"]) - int(status.get("prompts_filtered", 0))
-        bound = int(status["prompts_open"]) if "prompts_open" in status else None
-        if open_ended < 0 or (bound is not None and open_ended != bound):
-            self.breaks(f"{pipeline}: of {issued} prompts {open_ended} are not accounted for, {bound} are open")
+        filtered = sum(int(count) for name, count in status.items() if name.startswith("filtered_groups_"))
+        issued, redo = int(status["prompts_issued"]), int(status["prompts_to_redo"])
+        left = issued - len(done) - int(status["prompts_set_aside"]) - filtered
+        if left < redo or (not status["in_flight"] and left != redo):
+            self.breaks(f"{pipeline}: of {issued} prompts {left} are not accounted for, {redo} are to be issued again")

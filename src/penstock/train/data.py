@@ -22,6 +22,7 @@ from penstock.records.payload import RingAddress
 from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
+from penstock.train.batch_metrics import figures_of
 from penstock.train.rollout_log import TrainedRollout
 from penstock.train.settings import TrainSection
 from penstock.wire.messages import AskBatch, BatchReady, Complete, NotYet
@@ -48,6 +49,8 @@ class PreparedBatch:
     final: bool
     memory: list[np.ndarray]
     buffers: Buffers
+    figures: dict[str, float]
+    """Of its samples, for the step's metrics."""
 
     def done(self) -> None:
         """The step was trained and acknowledged: the payloads may be overwritten, and so may the micro-batches."""
@@ -182,6 +185,7 @@ class Feed:
             batch.final,
             memory,
             self._buffers,
+            figures_of(kept, samples),
         )
 
 

@@ -12,6 +12,7 @@ from penstock.records.pool import Priority
 from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
+from penstock.runtime.tensors import device_figures
 from penstock.train import checkpoint
 from penstock.train.best import keep_best
 from penstock.train.data import Feed, PreparedBatch
@@ -58,6 +59,7 @@ class TrainingLoop:
         self._publish_timeout_s = publish_timeout_s
         self._directory = process.run.checkpoints(process.pipeline_name)
         self._saved_step = StepIndex(learner.steps)
+        self._last_ended = monotonic()
         self._between_steps = asyncio.Lock()
         """Held while the learner and what the controller knows of it differ."""
 
@@ -130,6 +132,10 @@ class TrainingLoop:
             step_s = monotonic() - began - turn_s
             await self._turns.give_back()  # before the weights are published: what is published then is in host memory
             metrics |= {"step_s": step_s, "wait_s": batch.waited_s, "fetch_s": batch.prepared_s, "turn_s": turn_s}
+            metrics |= batch.figures | {"publish_s": self._publishing.last_s} | device_figures()
+            ended = monotonic()
+            metrics["tokens_per_s"] = batch.figures.get("tokens", 0.0) / max(1e-9, ended - self._last_ended)
+            self._last_ended = ended
             await self._hand_over(batch, metrics)
         return True
 

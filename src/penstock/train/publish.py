@@ -13,6 +13,7 @@ from penstock.control.io.client import ControlClient
 from penstock.errors import Stale
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
+from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train.offering import Offering
@@ -37,6 +38,8 @@ class Publishing:
         self._offered = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.last_s = 0.0
+        """What it took to write the last version."""
         self.skipped = 0
         """Versions that were replaced by a newer one before they could be written."""
 
@@ -61,7 +64,9 @@ class Publishing:
     async def publish(self, version: Version, tensors: Mapping[str, Tensor], *, durable: bool = False) -> Manifest:
         """Publishing a version again writes its files afresh, which heals damaged ones."""
         write = partial(self._publisher.publish, durable=durable)
+        began = monotonic()
         manifest = await self._offload.run(write, version, tensors)
+        self.last_s = monotonic() - began
         await self._client.call(
             PublishWeights(
                 pipeline=self._client.pipeline, member=self._process.member, manifest=manifest, durable=durable

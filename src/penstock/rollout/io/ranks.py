@@ -135,7 +135,7 @@ class RankGroup:
         self._runner = GroupRunner(desk, settings, progressed=moved, interrupt=interrupt)
         lockstep = Lockstep(
             workload,
-            RingStore(ring),
+            RingStore(ring, moved),
             self._fetch,
             leader=self._runner,
             share=True,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from penstock.batch.codec import encode
 from penstock.control.io.client import ControlClient
-from penstock.errors import PeerLost, PenstockError, RemoteProtocolError
+from penstock.errors import PeerLost, PenstockError, RemoteProtocolError, Transient
 from penstock.payload.io.shm import Ring
 from penstock.payload.unread import Unread
 from penstock.records.ids import SampleId, Version
@@ -35,6 +35,9 @@ from penstock.wire.messages import (
 
 WRITE_S = 120.0
 """How long a full ring may hold up post-processing before it is an error that names the slow consumer."""
+
+
+TELL_EVERY_S = 2.0
 
 
 class Versioned(Protocol):
@@ -151,11 +154,21 @@ class WorkerDesk:
 class RingStore:
     """Writes a sample's arrays into the ring. Waiting for room is the backpressure on generation."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, progressed: Callable[[str], None] = lambda doing: None) -> None:
         self._ring = ring
+        self._progressed = progressed
 
     def write(self, arrays: Mapping[str, np.ndarray | Sequence[np.ndarray]]) -> PayloadRef:
-        return self._ring.fill(encode(arrays), timeout_s=WRITE_S)
+        """While it waits, that is what the worker is doing: a stall is then not blamed on generation."""
+        body, deadline = encode(arrays), monotonic() + WRITE_S
+        while True:
+            left_s = deadline - monotonic()
+            try:
+                return self._ring.fill(body, timeout_s=max(0.0, min(left_s, TELL_EVERY_S)))
+            except Transient as error:
+                if left_s <= TELL_EVERY_S:
+                    raise
+                self._progressed(f"ring full: {error}")
 
     def discard(self, payloads: Sequence[PayloadRef]) -> object:
         return self._ring.discard(payloads)

@@ -1,0 +1,123 @@
+"""What a configuration would reach, from a few durations: measured in a run, or assumed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import orjson
+
+from penstock.config.load import load
+from penstock.config.run import Config
+from penstock.errors import ConfigError
+from penstock.runtime.rundir import RunDir
+from penstock.sim.parts import Work
+from penstock.sim.plan import Plan, Report
+
+STEPS = 60
+WARM_UP = 0.25
+"""Share of the steps that are not counted: the start is not the pace."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One simulated configuration."""
+
+    name: str
+    samples_per_s: float
+    trainer_idle: float
+    workers_idle: float
+    staleness: float
+
+    @property
+    def bottleneck(self) -> str:
+        return "trainer" if self.trainer_idle < self.workers_idle else "workers"
+
+
+def durations_in(root: Path) -> Work:
+    """How long things took in a run, from its metrics."""
+    steps: list[float] = []
+    generated: dict[str, list[tuple[float, float]]] = {}
+    brought: list[float] = []
+    path = RunDir.open(root).metrics_path
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        entry = orjson.loads(line)
+        if entry["kind"] == "step":
+            steps.append(entry["step_s"])
+        elif entry["kind"] == "gauges":
+            for name, values in entry["processes"].items():
+                if "generate_s" in values and "batches" in values:
+                    generated.setdefault(name, []).append((values["generate_s"], values["batches"]))
+                if values.get("weights_last_bring_s"):
+                    brought.append(values["weights_last_bring_s"])
+    batches = sum(seen[-1][1] - seen[0][1] for seen in generated.values())
+    spent_s = sum(seen[-1][0] - seen[0][0] for seen in generated.values())
+    if len(steps) < 4 or not batches:
+        raise ConfigError(f"{root} has too few steps to measure durations from: train a little longer")
+    return Work(
+        sample_s=spent_s / batches,
+        step_s=statistics.mean(steps[2:]),
+        bring_s=statistics.median(brought) if brought else 0.01,
+        publish_s=0.01,
+        save_s=0.05,
+        latency_s=0.0005,
+        commit_s=0.001,
+        spread=0.2,
+    )
+
+
+def estimate(config_path: Path, run: Path | None, simulate: Callable[[Plan], Report]) -> list[Point]:
+    """The configuration as it is, with one more worker, and with a larger staleness bound."""
+    config = load(config_path)
+    work = durations_in(run) if run is not None else Work()
+    pipeline = config.pipeline[0]
+    workers, bound = pipeline.rollout.workers, pipeline.train.max_staleness
+
+    def point(name: str, workers: int, bound: int) -> Point:
+        plan = Plan(steps=min(pipeline.steps, STEPS), work=work, config=simulated(config, workers, bound))
+        return _measured(name, simulate(plan), workers)
+
+    return [
+        point("as configured", workers, bound),
+        point("one more worker", workers + 1, bound),
+        point("one more version of staleness", workers, bound + 1),
+    ]
+
+
+def simulated(config: Config, workers: int, bound: int) -> Config:
+    """The same run for a simulated model: nothing that needs a device, a network or another process."""
+    pipelines = [
+        one.model_copy(
+            update={
+                "steps": min(one.steps, STEPS),
+                "rollout": one.rollout.model_copy(
+                    update={"workers": workers, "device": "cpu", "ring_mb": 4, "ranks": 1, "workload": None}
+                ),
+                "train": one.train.model_copy(update={"max_staleness": bound, "device": "cpu"}),
+                "weights": one.weights.model_copy(update={"transport": "files"}),
+                "samples": one.samples.model_copy(update={"save_every_steps": 0}),
+                "evaluation": one.evaluation.model_copy(update={"every_steps": 0}),
+            }
+        )
+        for one in config.pipeline
+    ]
+    return config.model_copy(
+        update={"pipeline": pipelines, "payload": config.payload.model_copy(update={"transport": "shm"})}
+    )
+
+
+def _measured(name: str, report: Report, workers: int) -> Point:
+    times = next(iter(report.steps.values()))
+    first = int(WARM_UP * len(times))
+    span_s = times[-1] - times[first]
+    whole_s = times[-1] - times[0]
+    samples = report.samples * (len(times) - 1 - first) / len(times)
+    ages = sum(age * count for age, count in report.staleness.items()) / max(1, sum(report.staleness.values()))
+    return Point(
+        name=name,
+        samples_per_s=samples / span_s,
+        trainer_idle=max(0.0, 1 - report.trained_s / whole_s),
+        workers_idle=max(0.0, 1 - report.generated_s / (workers * whole_s)),
+        staleness=ages,
+    )

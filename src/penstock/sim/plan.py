@@ -1,0 +1,141 @@
+"""A simulated run as a value: what is run, what goes wrong, and what became of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.config.run import Config
+from penstock.sim.parts import Work
+from penstock.sim.storms import Fault
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated run: everything follows from it."""
+
+    seed: int = 0
+    steps: int = 20
+    workers: int = 2
+    pipelines: int = 1
+    groups_per_step: int = 4
+    group_size: int = 2
+    max_staleness: int = 2
+    work: Work = Work()
+    faults: tuple[Fault, ...] = ()
+    settings: dict[str, Any] = {}
+    """Of the configuration, by dotted name: `control.stall_after_s`, `pipeline.rollout.ring_slots`."""
+    config: Config | None = None
+    """Instead of one made from the numbers above."""
+    limit_s: float = 3600.0
+    """Virtual seconds after which the run counts as stuck."""
+    real_limit_s: float = 300.0
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What became of a simulated run."""
+
+    plan: Plan
+    ended: str
+    """`complete`, or the sentence with which it failed."""
+    virtual_s: float
+    real_s: float
+    steps: dict[str, list[float]]
+    """When each step was done, by pipeline."""
+    samples: int
+    trained_s: float
+    """Spent in optimiser steps, all trainers together."""
+    generated_s: float
+    """Spent in generation, all workers together."""
+    calls: int
+    staleness: dict[int, int]
+    refused: dict[str, int]
+    restarts: int
+    digest: str
+    """Of the whole history."""
+    said: list[Any]
+    lines: list[str]
+    broken: list[str]
+    fired: dict[str, int]
+    status: dict[str, Any]
+
+    @property
+    def complete(self) -> bool:
+        return self.ended == "complete"
+
+    def first_said(self, words: str, after_s: float = 0.0) -> float | None:
+        """When a log line with these words was first written."""
+        return next((one.at for one in self.said if words in one.line and one.at >= after_s), None)
+
+
+def config_of(plan: Plan) -> Config:
+    """A configuration as a user would write it, for a model that is simulated."""
+    if plan.config is not None:
+        return plan.config
+    tables = [
+        {
+            "name": f"p{number}",
+            "steps": plan.steps,
+            "env": {"name": "copy"},
+            "model": {"kind": "tiny"},
+            "rollout": {
+                "workers": plan.workers,
+                "group_size": plan.group_size,
+                "batch_samples": 2 * plan.group_size,
+                "ring_mb": 1,
+                "ring_slots": 256,
+                "device": "cpu",
+            },
+            "train": {
+                "groups_per_step": plan.groups_per_step,
+                "max_staleness": plan.max_staleness,
+                "device": "cpu",
+            },
+            "weights": {"transport": "files"},
+            "checkpoint": {"every_steps": 5},
+            "samples": {"save_every_steps": 0},
+        }
+        for number in range(plan.pipelines)
+    ]
+    whole: dict[str, Any] = {"payload": {"transport": "shm"}, "pipeline": tables, "run": {"max_restarts": 1000}}
+    for name, value in plan.settings.items():
+        first, *rest = name.split(".")
+        for table in tables if first == "pipeline" else [whole.setdefault(first, {})]:
+            for part in rest[:-1]:
+                table = table.setdefault(part, {})
+            table[rest[-1]] = value
+    return Config.model_validate(whole)
+
+
+def workers_of(plan: Plan) -> list[str]:
+    return [f"p{number}.rollout.{index}" for number in range(plan.pipelines) for index in range(plan.workers)]
+
+
+def trainers_of(plan: Plan) -> list[str]:
+    return [f"p{number}.trainer" for number in range(plan.pipelines)]
+
+
+def as_test(plan: Plan, name: str) -> str:
+    """The plan as a test to paste."""
+    return f"""def test_{name}() -> None:
+    report = simulate({written(plan)})
+    assert report.complete, report.ended
+"""
+
+
+def written(value: msgspec.Struct) -> str:
+    """As Python, without what is as by default."""
+    plain = type(value).__struct_defaults__
+    names = value.__struct_fields__
+    defaults = dict(zip(names[len(names) - len(plain) :], plain, strict=True))
+    parts: list[str] = []
+    for name in names:
+        one = getattr(value, name)
+        if name in defaults and one == defaults[name]:
+            continue
+        if isinstance(one, tuple):
+            text = "(" + "".join(f"{written(item)}, " for item in one) + ")"
+        else:
+            text = written(one) if isinstance(one, msgspec.Struct) else repr(one)
+        parts.append(f"{name}={text}")
+    return f"{type(value).__name__}({', '.join(parts)})"

@@ -1,0 +1,268 @@
+"""Failures that others met in public, reproduced: what happens here, and after how many seconds it is said.
+
+Write your own as a Python file with `SCENARIOS = [Scenario(...)]` and run it with `penstock simulate --scenario FILE`.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.sim.parts import Work
+from penstock.sim.plan import Plan, Report
+from penstock.sim.storms import Fault
+
+W0, W1, TRAINER, CONTROLLER = "p0.rollout.0", "p0.rollout.1", "p0.trainer", "controller"
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """A run, what goes wrong in it, and what must come of it."""
+
+    name: str
+    elsewhere: str = ""
+    """Where it was met, and how it went there."""
+    here: str
+    """What Penstock does."""
+    plan: Plan
+    struck_s: float = 0.0
+    """When the fault begins: what is said is timed from there."""
+    says: str = ""
+    """Words of a log line that names the trouble."""
+    within_s: float = 0.0
+    """After the fault, the line must have been written."""
+    ends: str = "complete"
+    """`complete`, or words of the sentence with which the run fails."""
+    check: Callable[[Report], bool] = lambda report: True
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How a scenario went."""
+
+    scenario: Scenario
+    report: Report
+    said_after_s: float | None
+    line: str
+    problem: str
+    """Empty: as it should."""
+
+
+def judged(scenario: Scenario, report: Report) -> Result:
+    said = next(
+        (one for one in report.said if one.at >= scenario.struck_s and scenario.says and scenario.says in one.line),
+        None,
+    )
+    after_s = said.at - scenario.struck_s if said is not None else None
+    problem = ""
+    if scenario.ends not in report.ended:
+        problem = f"it ended with {report.ended!r}, expected {scenario.ends!r}"
+    elif scenario.says and after_s is None:
+        problem = f"nothing was said of {scenario.says!r}"
+    elif after_s is not None and after_s > scenario.within_s:
+        problem = f"it was said after {after_s:.1f} s, expected within {scenario.within_s:g} s"
+    elif not scenario.check(report):
+        problem = "what it ended with is not what was expected"
+    return Result(scenario, report, after_s, said.line if said is not None else "", problem)
+
+
+def _pipeline(report: Report) -> dict[str, float]:
+    return report.status["pipelines"]["p0"]
+
+
+def _resumes_exactly(report: Report) -> bool:
+    """Every step once, and each with its full batch."""
+    return len(report.steps["p0"]) == report.plan.steps and _pipeline(report)["conservation_error"] == 0
+
+
+IMPATIENT = {"control.wedged_after_s": 120.0}
+
+SCENARIOS = [
+    Scenario(
+        name="buffer-one-short",
+        elsewhere="SkyRL #1173: the buffer stood at 127 of 128 for 29 h, in three runs",
+        here="the worker that holds the missing samples is named, then replaced; its leases are issued again",
+        plan=Plan(steps=20, faults=(Fault(10.0, "hang", W0, for_s=3000.0),), settings=IMPATIENT),
+        struck_s=10.0,
+        says="should deliver them",
+        within_s=75.0,
+        check=lambda report: report.restarts == 5,
+    ),
+    Scenario(
+        name="client-without-timeout",
+        elsewhere="prime-rl #2230: the orchestrator was wedged for 43 h on a client without a timeout",
+        here="every call has a deadline: the trainer that reaches nothing ends, and another takes its place",
+        plan=Plan(steps=20, faults=(Fault(10.0, "cut", TRAINER, for_s=90.0),)),
+        struck_s=10.0,
+        says="not heard for",
+        within_s=20.0,
+    ),
+    Scenario(
+        name="dead-watcher",
+        elsewhere="prime-rl #2986: a dead watcher task is never looked at",
+        here="a task that dies takes its process along; an error that nothing expects ends the run, and names the task",
+        plan=Plan(steps=20, faults=(Fault(10.0, "crash", W0),)),
+        struck_s=10.0,
+        says="task 'update weights' failed: MemoryError",
+        within_s=5.0,
+        ends="task 'update weights' failed: MemoryError",
+    ),
+    Scenario(
+        name="half-applied-engine",
+        elsewhere="prime-rl #3599: a retry posts again into a half-applied engine and the run dies",
+        here="a replica that received any byte in place is torn: it serves nothing until a whole version is proved",
+        plan=Plan(
+            steps=20,
+            faults=(Fault(10.0, "tear", W0, for_s=8.0),),
+            settings={"pipeline.weights.way": "in_place"},
+        ),
+        struck_s=10.0,
+        says="update failed at step 'write'",
+        within_s=5.0,
+    ),
+    Scenario(
+        name="slow-sync",
+        elsewhere="prime-rl #3599: a sync takes 72 min",
+        here="generation goes on with the old version, within the staleness bound, while the new one is brought",
+        plan=Plan(steps=12, work=Work(bring_s=40.0)),
+        check=lambda report: max(report.staleness) <= 2,
+    ),
+    Scenario(
+        name="silent-hang",
+        elsewhere="verl #7155, #7990; NeMo-RL #3488, #3238, #2899: silent hangs",
+        here="the trainer that holds a batch and does not get on is named, then replaced",
+        plan=Plan(steps=20, faults=(Fault(10.0, "hang_trainer", for_s=4.0),), settings=IMPATIENT),
+        struck_s=10.0,
+        says="has held the batch of step",
+        within_s=75.0,
+    ),
+    Scenario(
+        name="stale-drop-pins-resume",
+        elsewhere="TRL #7274: one stale drop pins the resume position",
+        here="an outdated group is dropped and its prompt issued again; a resume starts from the books",
+        plan=Plan(
+            seed=4,
+            steps=20,
+            faults=(
+                Fault(6.0, "stop", W0, for_s=10.0),
+                Fault(8.0, "kill", TRAINER),
+                Fault(20.0, "kill", TRAINER),
+                Fault(25.0, "power_off", for_s=5.0),
+            ),
+        ),
+        check=_resumes_exactly,
+    ),
+    Scenario(
+        name="resume-skips-long-prompts",
+        elsewhere="NeMo-RL #3599, #3066: about 30 % of the prompts reached are skipped on resume, the long ones first",
+        here="prompts in flight at a resume are issued again: none is skipped, none is trained twice",
+        plan=Plan(
+            steps=20,
+            work=Work(spread=0.9),
+            faults=(
+                Fault(5.0, "slow", W0, for_s=20.0, amount=5.0),
+                Fault(12.0, "power_off", for_s=5.0),
+                Fault(30.0, "power_off", for_s=5.0),
+            ),
+        ),
+        check=_resumes_exactly,
+    ),
+    Scenario(
+        name="accounting-on-resume",
+        elsewhere="OpenRLHF #1322, AReaL #1388, TRL #7035: accounting and resume",
+        here="controller and trainer killed together, twice: the journal and the checkpoint agree on every prompt",
+        plan=Plan(
+            steps=20,
+            faults=(
+                Fault(8.0, "kill", TRAINER),
+                Fault(8.1, "kill", CONTROLLER),
+                Fault(18.0, "kill", CONTROLLER),
+                Fault(18.3, "kill", TRAINER),
+            ),
+        ),
+        struck_s=8.0,
+        says="controller ended (killed by SIGKILL)",
+        within_s=1.0,
+        check=_resumes_exactly,
+    ),
+    Scenario(
+        name="wrong-weights-claimed",
+        elsewhere="SkyRL #2246: a cache flag silently ignored, stale keys trained on, gradient norm 8 → 136",
+        here="a sample carries the digest of the weights it was drawn with; one that was never published is refused",
+        plan=Plan(steps=20, faults=(Fault(8.0, "lie", W0, for_s=5.0),)),
+        check=lambda report: bool(report.refused) and _pipeline(report)["samples_wrong_weights"] > 0,
+    ),
+    Scenario(
+        name="uninitialised-memory",
+        elsewhere="tokenspeed #1373: 200 OK, uninitialised memory loaded",
+        here="the digest of the very memory that will serve is compared before it does; damaged bytes are refused",
+        plan=Plan(steps=20, faults=(Fault(8.0, "damage_weights", for_s=4.0),)),
+        struck_s=8.0,
+        says="update failed at step",
+        within_s=5.0,
+    ),
+    Scenario(
+        name="serves-before-weights",
+        elsewhere="miles #1724: a recovered engine serves before its weights arrive",
+        here="an engine that was started again is fenced until it holds a proved version, however long that takes",
+        plan=Plan(steps=20, work=Work(bring_s=8.0), faults=(Fault(20.0, "kill", W0), Fault(45.0, "kill", W1))),
+        struck_s=20.0,
+        says="p0.rollout.0 ended (killed by SIGKILL)",
+        within_s=1.0,
+    ),
+    Scenario(
+        name="flaky-engine-for-ever",
+        elsewhere="NeMo-RL #3613, #2244: a flaky engine restarted for ever",
+        here="a worker that cannot start is tried with growing pauses, and then ends the run with one sentence",
+        plan=Plan(steps=400, faults=(Fault(10.0, "cannot_start", W0),)),
+        struck_s=10.0,
+        says="cannot be built",
+        within_s=5.0,
+        ends="times in a row",
+    ),
+    Scenario(
+        name="full-disk",
+        elsewhere="",
+        here="nothing is acknowledged that is not written; the run fails with one sentence and can be resumed",
+        plan=Plan(steps=400, faults=(Fault(10.0, "full_disk", for_s=1000.0),)),
+        struck_s=10.0,
+        says="disk",
+        within_s=5.0,
+        ends="disk",
+    ),
+    Scenario(
+        name="nothing-learned",
+        elsewhere="sparse rewards on a pretrained model: the first steps change no byte",
+        here="a version with the bytes of the one before it is taken up as a version of its own",
+        plan=Plan(steps=20, work=Work(equal_bytes=1.0, equal_rewards=1.0)),
+    ),
+    Scenario(
+        name="split-network",
+        elsewhere="",
+        here="a worker that is out of reach is given up and its leases issued again; when it comes back it is refused",
+        plan=Plan(steps=40, faults=(Fault(10.0, "cut", W0, for_s=30.0),)),
+        struck_s=10.0,
+        says="reaped",
+        within_s=20.0,
+    ),
+]
+
+
+def scenarios_in(path: Path) -> list[Scenario]:
+    """Those of a user's own file."""
+    try:
+        found = runpy.run_path(str(path)).get("SCENARIOS")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, list) or not all(isinstance(one, Scenario) for one in found):
+        raise ConfigError(f"{path} must define SCENARIOS, a list of penstock.sim.scenarios.Scenario")
+    return found
+
+
+def scenario_called(name: str) -> Scenario:
+    for scenario in SCENARIOS:
+        if scenario.name == name:
+            return scenario
+    raise ConfigError(f"there is no scenario {name!r}; there are: {', '.join(one.name for one in SCENARIOS)}")

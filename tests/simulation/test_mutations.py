@@ -1,0 +1,143 @@
+"""Six deliberate mistakes in the real code, each of which the simulation must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.control.io.service import ControlService
+from penstock.control.ledger import Ledger
+from penstock.control.samples import Redo
+from penstock.errors import InvalidTransition, RunFailed
+from penstock.launch.simulated import simulate
+from penstock.records.ids import PromptIndex, StepIndex
+from penstock.rollout.io.worker_desk import WorkerDesk
+from penstock.sim.plan import Plan, Report
+from penstock.sim.storms import Fault, storm
+from penstock.train.data import Feed
+from penstock.weights.io.updater import ReplicaUpdater
+from penstock.wire.messages import Delivered
+
+W0, W1, TRAINER, CONTROLLER = "p0.rollout.0", "p0.rollout.1", "p0.trainer", "controller"
+SETTINGS = {
+    "control.stall_after_s": 20.0,
+    "control.stall_fail_after_s": 60.0,
+    "pipeline.checkpoint.every_steps": 1,
+}
+
+STORM = tuple(storm(4, [W0, W1], [TRAINER], span_s=90.0, every_s=5.0))
+"""In it a group becomes outdated."""
+DAMAGED = (Fault(4.0, "damage_weights", for_s=5.0),)
+TRAINER_DIES = tuple(Fault(at_s, "kill", TRAINER) for at_s in (5.0, 12.0, 19.0, 26.0))
+CONTROLLER_DIES = tuple(
+    one
+    for at_s in (5.0, 12.0, 19.0, 26.0)
+    for one in (Fault(at_s, "slow_disk", for_s=2.0, amount=1.5), Fault(at_s + 1.9, "kill", CONTROLLER))
+)
+
+
+def outcome(plan: Plan) -> str:
+    """How the run ended, or which promise was broken."""
+    try:
+        report: Report = simulate(plan)
+    except (InvalidTransition, RunFailed) as error:
+        return str(error)
+    return report.ended
+
+
+def plan(faults: tuple[Fault, ...], steps: int = 20) -> Plan:
+    return Plan(seed=11, steps=steps, faults=faults, settings=SETTINGS, limit_s=900.0)
+
+
+@pytest.mark.parametrize("faults", [STORM, DAMAGED, TRAINER_DIES, CONTROLLER_DIES])
+def test_without_a_mistake_these_runs_end_well(faults: tuple[Fault, ...]) -> None:
+    assert outcome(plan(faults)) == "complete"
+
+
+def unchecked(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatched(self: Ledger, **options: Any) -> Any:
+        bound, self.max_staleness = self.max_staleness, 1 << 30
+        try:
+            return dispatch(self, **options)
+        finally:
+            self.max_staleness = bound
+
+    return dispatched
+
+
+def stormy() -> Plan:
+    return Plan(seed=4, steps=12, faults=STORM)
+
+
+def test_a_skipped_staleness_check_is_found_in_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "dispatch", unchecked(Ledger.dispatch))
+    assert "is kept although it is outdated" in outcome(stormy())
+
+
+def test_a_skipped_staleness_check_and_no_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "check", lambda self: None)
+    monkeypatch.setattr(Ledger, "dispatch", unchecked(Ledger.dispatch))
+    assert "was given a sample of version" in outcome(stormy())
+
+
+def test_an_outdated_group_that_was_not_dropped_meets_the_check_at_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "check", lambda self: None)
+    monkeypatch.setattr(Ledger, "_drop_outdated", lambda self: None)
+    assert "versions old" in outcome(stormy())
+
+
+def test_a_skipped_digest_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicaUpdater, "_staged_digest", lambda self, manifest: manifest.digest)
+    assert "bytes that were never published" in outcome(plan(DAMAGED))
+
+
+def test_an_early_slot_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = Feed._fetch_and_pack
+
+    def released(self: Feed, *arguments: Any) -> Any:
+        batch = fetch(self, *arguments)
+        batch.report.consumed()
+        return batch
+
+    monkeypatch.setattr(Feed, "_fetch_and_pack", released)
+    assert "are missing" in outcome(plan(TRAINER_DIES))
+
+
+def test_a_lease_dropped_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    deliver: Callable[..., Any] = WorkerDesk.deliver
+    count = 0
+
+    async def forgetful(self: WorkerDesk, rollouts: Any, *others: Any) -> Delivered:
+        nonlocal count
+        count += 1
+        if count == 9 and rollouts:
+            return Delivered((), "")
+        return await deliver(self, rollouts, *others)
+
+    monkeypatch.setattr(WorkerDesk, "deliver", forgetful)
+    assert "should deliver them" in outcome(plan(()))
+
+
+def test_a_prompt_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    acknowledge = Ledger.acknowledge
+
+    def again(self: Ledger, step: StepIndex, missing: tuple[PromptIndex, ...]) -> bool:
+        prompts = self.state.steps[step].prompts if step in self.state.steps else []
+        known = acknowledge(self, step, missing)
+        if step == 3 and prompts:
+            self.state.redo[prompts[0]] = Redo()
+        return known
+
+    monkeypatch.setattr(Ledger, "acknowledge", again)
+    monkeypatch.setattr(Ledger, "check", lambda self: None)
+    assert "was trained in step 3 and again in step" in outcome(plan(()))
+
+
+def test_a_reply_before_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(self: ControlService) -> None:
+        pass
+
+    monkeypatch.setattr(ControlService, "settle", at_once)
+    assert "before its event was committed" in outcome(plan(()))

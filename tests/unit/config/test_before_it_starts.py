@@ -1,0 +1,111 @@
+"""What a new user gets wrong is said before anything starts, and points to where it was written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.config.check import check_environment
+from penstock.config.load import load
+from penstock.envs.tasks import Copy
+from penstock.envs.tools import WithTools
+from penstock.errors import ConfigError
+from penstock.roles.environments import environment_of
+
+BASE = """\
+[run]
+extra_path = ["mine"]
+[[pipeline]]
+name = "p"
+steps = 3
+[pipeline.env]
+{env}
+[pipeline.model]
+{model}
+"""
+TINY = 'kind = "tiny"'
+
+
+def written(folder: Path, env: str = 'name = "copy"', model: str = TINY) -> Path:
+    path = folder / "run.toml"
+    path.write_text(BASE.format(env=env, model=model))
+    return path
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration's folder, which is not the working directory."""
+    monkeypatch.chdir("/")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "mine").mkdir()
+    return tmp_path
+
+
+def test_a_ring_has_room_for_every_step_under_way(tmp_path: Path):
+    config = load(written(tmp_path), ["pipeline.p.train.groups_per_step=600", "pipeline.p.rollout.group_size=8"])
+    section = config.pipeline[0]
+    assert section.rollout.ring_slots == 4096
+    assert section.ring_slots >= 4800 * (section.train.max_staleness + 1)
+    with pytest.raises(ConfigError, match="does not fit into a ring"):
+        load(written(tmp_path), ["pipeline.p.train.groups_per_step=600000"])
+
+
+def test_paths_are_relative_to_the_configuration(elsewhere: Path):
+    (elsewhere / "model").mkdir()
+    config = load(written(elsewhere, model='kind = "path"\npath = "model"'))
+    assert config.run.extra_path == [(elsewhere / "mine").resolve()]
+    check_environment(config)
+
+
+def test_a_mistake_in_an_override_points_to_the_override(tmp_path: Path):
+    with pytest.raises(ConfigError) as found:
+        load(written(tmp_path), ["pipeline.p.train.groups_per_step=none"])
+    assert str(found.value).startswith("--set pipeline.p.train.groups_per_step=none: ")
+    assert "run.toml:" not in str(found.value)
+
+
+def test_an_import_error_names_the_line_and_the_paths(elsewhere: Path):
+    (elsewhere / "mine" / "broken_env.py").write_text("import os\n\n\nraise RuntimeError('no')\n")
+    with pytest.raises(ConfigError, match=r"RuntimeError: no \(.*broken_env.py:4\)"):
+        check_environment(load(written(elsewhere, env='name = "broken_env:Env"')))
+    with pytest.raises(ConfigError, match=r"begins with '.*mine'.*run.extra_path"):
+        check_environment(load(written(elsewhere, env='name = "not_there:Env"')))
+
+
+def test_a_hub_id_is_answered_with_how_to_write_it(tmp_path: Path):
+    config = load(written(tmp_path, model='kind = "path"\npath = "org/some-model"'))
+    with pytest.raises(ConfigError, match="kind = 'hub'"):
+        check_environment(config)
+
+
+def test_a_dataset_without_the_column_that_is_scored(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "solution": "2"}\n')
+    env = 'name = "jsonl"\noptions = { path = "rows.jsonl" }'
+    with pytest.raises(ConfigError, match=r"reward 'exact_answer' is called with .*answer"):
+        check_environment(load(written(tmp_path, env=env)))
+    options = 'options = { path = "rows.jsonl", prompt_column = "question" }'
+    with pytest.raises(ConfigError, match="column 'question'"):
+        check_environment(load(written(tmp_path, env=f'name = "jsonl"\n{options}')))
+
+
+def test_a_random_prompt_is_refused(elsewhere: Path):
+    (elsewhere / "mine" / "dicing_env.py").write_text(
+        "import random\nfrom penstock.envs.tasks import Copy\n"
+        "class Dice(Copy):\n    def prompt(self, position):\n        return super().prompt(random.randrange(10**9))\n"
+    )
+    config = load(written(elsewhere, env='name = "dicing_env:Dice"'))
+    with pytest.raises(ConfigError, match="another prompt each time"):
+        environment_of(config, config.pipeline[0])
+
+
+def test_tools_keep_the_alphabet():
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    tools = WithTools(Copy(seed=0), [add])
+    assert set(Copy(seed=0).alphabet) < set(tools.alphabet)
+    assert len(set(tools.alphabet)) == len(tools.alphabet)
+    assert not hasattr(tools, "hold_out")

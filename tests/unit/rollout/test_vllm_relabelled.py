@@ -1,0 +1,31 @@
+"""A vLLM server labels tokens with the version that it loaded; equal bytes under a newer version are known as that."""
+
+from pathlib import Path
+
+import msgspec
+
+from penstock.engines.vllm.requests import completion_of, label
+from penstock.engines.vllm.weights import VllmEngine
+
+
+def answer(*spans: tuple[str, int, int]) -> bytes:
+    tokens = list(range(spans[-1][2]))
+    content = [{"token_id": token, "logprob": -0.5} for token in tokens]
+    versions = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+    choice = {"finish_reason": "stop", "token_ids": tokens, "logprobs": {"content": content}}
+    return msgspec.json.encode({"choices": [choice | {"weight_versions": versions}]})
+
+
+def test_tokens_carry_the_version_that_their_weights_are_known_as(tmp_path: Path) -> None:
+    engine = VllmEngine(str(tmp_path / "socket"), tmp_path)
+    engine.version, engine.digest, engine._loaded = 3, "d3", 3
+    for version in (4, 5):
+        engine.relabel(version, 1.0)
+    assert (engine.version, engine.digest) == (5, "d3")
+    body = answer((label(2, "d2"), 0, 2), (label(3, "d3"), 2, 4))
+    done = completion_of(body, (engine.version, engine.digest), engine.known_as)
+    assert done.versions.tolist() == [[0, 2], [2, 5]]
+    assert (done.version, done.digest) == (2, "d2")
+    done = completion_of(answer((label(3, "d3"), 0, 3)), (5, "d3"), engine.known_as)
+    assert (done.version, done.digest) == (5, "d3")
+    engine.close()
