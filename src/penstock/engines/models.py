@@ -65,17 +65,21 @@ class Policy:
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite every tensor in place. ConfigError, and nothing changed, unless names and shapes agree exactly."""
-        own = self.named_tensors()
-        wrong = sorted(own.keys() ^ tensors.keys())
-        wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+        self.check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        with torch.no_grad():
+            for name, tensor in self.named_tensors().items():
+                tensor.copy_(tensors[name])
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """ConfigError unless these are the names and shapes of the policy's tensors."""
+        own = {name: tuple(tensor.shape) for name, tensor in self.named_tensors().items()}
+        wrong = sorted(own.keys() ^ shapes.keys())
+        wrong += [name for name in own.keys() & shapes.keys() if own[name] != shapes[name]]
         if wrong:
             raise ConfigError(
                 f"these weights belong to another model: {len(wrong)} tensors are missing, unknown or misshapen, "
                 f"the first is {wrong[0]!r}; use the configuration they were made with"
             )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
 
     def prepare_training(self) -> None:
         """Before a step: without dropout, which generation does not have either."""

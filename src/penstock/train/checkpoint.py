@@ -2,39 +2,55 @@
 
     <directory>/step-00000120/
         model.safetensors       the policy; with config.json and the tokenizer beside it the directory opens as a model
-        optimizer.safetensors   the learner
+        .metadata, *.distcp     the learner, as torch.distributed.checkpoint (DCP) writes it
         checkpoint.json         step, sizes and digests of the files above
 
 A checkpoint is written under another name, flushed to disk and renamed. One that is damaged all the same is passed over
-with a warning in favour of the one before it. Nothing here is ever unpickled.
+with a warning in favour of the one before it.
+
+The ranks of a trainer write it together, each its own part, and any number of ranks can go on from it. DCP's
+`.metadata` is pickled. It is read only after the digests of all files were found right, and never comes over a wire.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import safetensors
 import safetensors.torch
+import torch
 import xxhash
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.disk import flush
+from penstock.train.sharding import ShardedPolicy, load_rows
 from penstock.train.step import Learner
+from penstock.train.world import ALONE, World
+from penstock.weights.io.digest import specs_of
+from penstock.weights.io.parts import lay_out, write_parts
 from penstock.wire.codec import DAMAGED
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
 RECORD_FILE = "checkpoint.json"
 _PREFIX = "step-"
 _PARTIAL_PREFIX = ".partial-"
+_LEARNER_FILES = (".metadata", ".distcp")
+_MASTER = "master/"
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -65,21 +81,22 @@ class Checkpoint(msgspec.Struct, frozen=True):
         return self.record.step
 
 
-def save(directory: Path, learner: Learner, *, keep: int = 2) -> Checkpoint:
+def save(directory: Path, learner: Learner, *, keep: int = 2, world: World = ALONE) -> Checkpoint:
     """Write the learner and its policy, then remove all but the newest `keep` checkpoints.
 
-    RunFailed if the disk refuses (full, say); checkpoints written before are untouched then.
+    With several ranks this is rank 0's call, and each of the others calls `save_part` at the same time. RunFailed if
+    the disk refuses (full, say); checkpoints written before are untouched then.
     """
     final = directory / f"{_PREFIX}{learner.steps:08d}"
-    partial = directory / f"{_PARTIAL_PREFIX}{learner.steps:08d}"
+    partial = _partial(directory, learner)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for abandoned in directory.glob(f"{_PARTIAL_PREFIX}*"):
             shutil.rmtree(abandoned)
         partial.mkdir()
         learner.policy.save_config(partial)
-        _write_tensors(partial / MODEL_FILE, learner.policy.named_tensors())
-        _write_tensors(partial / OPTIMIZER_FILE, learner.state())
+        lay_out(partial / MODEL_FILE, specs_of(learner.policy.named_tensors()), marked=True)
+        _write(partial, learner, world)
         files = {path.name: _describe(path) for path in sorted(partial.iterdir())}
         record = CheckpointRecord(step=learner.steps, files=files)
         (partial / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
@@ -89,15 +106,41 @@ def save(directory: Path, learner: Learner, *, keep: int = 2) -> Checkpoint:
             final.rename(directory / f"{_PARTIAL_PREFIX}replaced")
         partial.rename(final)
         flush(directory)
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunFailed(
-            f"cannot write the checkpoint of step {learner.steps} to {directory}: {error}. Earlier checkpoints are "
-            "untouched; free some space and resume"
+            f"cannot write the checkpoint of step {learner.steps} to {directory}: {_cause(error)}. Earlier checkpoints "
+            "are untouched; free some space and resume"
         ) from error
     for old in _candidates(directory)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return Checkpoint(final, record)
+
+
+def save_part(directory: Path, learner: Learner, world: World) -> None:
+    """Write what this rank, another than rank 0, has of the learner and its policy."""
+    try:
+        _write(_partial(directory, learner), learner, world)
+    except (OSError, CheckpointException) as error:
+        raise RunFailed(f"cannot write a part of the checkpoint of step {learner.steps}: {_cause(error)}") from error
+
+
+def _write(partial: Path, learner: Learner, world: World) -> None:
+    """This rank's part of the files. When it returns on rank 0, all ranks have written theirs."""
+    world.barrier()  # rank 0 has made the directory and the model's file
+    tensors = learner.policy.named_tensors()
+    write_parts(partial / MODEL_FILE, specs_of(tensors), tensors, rank=world.rank, marked=True)
+    writer = FileSystemWriter(partial, sync_files=False)
+    with _without_advice():
+        state_dict_saver.save(_state(learner), storage_writer=writer, process_group=world.group, no_dist=world.alone)
+
+
+def _state(learner: Learner) -> dict[str, Tensor]:
+    """All but the model's file. The master weights of a sharded policy are its shards, if it computes in less."""
+    state = learner.state()
+    if isinstance(learner.policy, ShardedPolicy) and learner.policy.dtype != torch.float32:
+        state |= {f"{_MASTER}{name}": tensor.detach() for name, tensor in learner.policy.module.named_parameters()}
+    return state
 
 
 def latest(directory: Path) -> Checkpoint | None:
@@ -140,9 +183,56 @@ def verify(candidate: Path) -> Checkpoint:
 
 
 def load(checkpoint: Checkpoint, learner: Learner) -> None:
-    """Put the learner and its policy back exactly where they were saved."""
-    learner.policy.load_tensors(_read_tensors(checkpoint.directory / MODEL_FILE))
-    learner.load_state(_read_tensors(checkpoint.directory / OPTIMIZER_FILE))
+    """Put the learner and its policy back exactly where they were saved, on any number of ranks; each calls it."""
+    path = checkpoint.directory / MODEL_FILE
+    try:
+        if isinstance(learner.policy, ShardedPolicy):
+            with safetensors.safe_open(path, "pt") as file:
+                learner.policy.check_shapes({name: tuple(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+                load_rows(learner.policy.named_shards().items(), lambda name, a, b: file.get_slice(name)[a:b])
+        else:
+            learner.policy.load_tensors(safetensors.torch.load_file(path))
+        state = _read_state(checkpoint.directory, learner)
+    except (OSError, safetensors.SafetensorError, CheckpointException) as error:
+        raise ConfigError(f"cannot read {checkpoint.directory}: {_cause(error)}") from error
+    if isinstance(learner.policy, ShardedPolicy):
+        masters = {name: tensor for name, tensor in state.items() if name.startswith(_MASTER)}
+        state = {name: tensor for name, tensor in state.items() if name not in masters}
+        with torch.no_grad():
+            for name, parameter in learner.policy.module.named_parameters():
+                if f"{_MASTER}{name}" in masters:
+                    parameter.copy_(masters[f"{_MASTER}{name}"])
+    learner.load_state(state)
+
+
+def _read_state(directory: Path, learner: Learner) -> dict[str, Tensor]:
+    """What was saved of the learner: as much of each tensor as this rank holds of its parameter."""
+    reader = FileSystemReader(directory)
+    parameters = dict(learner.policy.module.named_parameters())
+    state: dict[str, Tensor] = {}
+    for entry, saved in reader.read_metadata().state_dict_metadata.items():
+        if not isinstance(saved, TensorStorageMetadata):
+            raise ConfigError(f"checkpoint {directory} holds {entry!r}, which is no tensor")
+        parameter = parameters.get(entry.partition("/")[2])
+        if isinstance(parameter, DTensor) and parameter.shape == saved.size:
+            state[entry] = torch.empty_like(parameter.detach(), dtype=saved.properties.dtype, device="cpu")
+        else:
+            state[entry] = torch.empty(saved.size, dtype=saved.properties.dtype)
+    with _without_advice():  # each rank reads for itself
+        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def export(directory: Path, target: Path) -> None:
+    """Copy the model out of a checkpoint: a directory that opens as a model, without the learner. ConfigError if the
+    checkpoint is damaged or the target exists."""
+    record = verify(directory).record
+    if target.exists():
+        raise ConfigError(f"{target} exists; give a directory that does not")
+    target.mkdir(parents=True)
+    for name in record.files:
+        if not name.endswith(_LEARNER_FILES):
+            shutil.copyfile(directory / name, target / name)
 
 
 def _candidates(directory: Path) -> list[Path]:
@@ -150,16 +240,25 @@ def _candidates(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"{_PREFIX}*"), reverse=True)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(contiguous, path, metadata={"format": "pt"})
+def _partial(directory: Path, learner: Learner) -> Path:
+    return directory / f"{_PARTIAL_PREFIX}{learner.steps:08d}"
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+def _cause(error: BaseException) -> BaseException:
+    """What one rank met, out of the report of all of them."""
+    return (
+        next((failure[0] for failure in error.failures.values()), error)
+        if isinstance(error, CheckpointException)
+        else error
+    )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Without warnings that a process saves or loads alone, which is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _describe(path: Path) -> FileRecord:

@@ -24,6 +24,7 @@ from penstock.train.losses.ppo import EpisodeBatch, EpisodeTensors, ppo_loss
 from penstock.train.losses.tokens import Average, TokenLoss, Tokens, divergence, resolve
 from penstock.train.scores import TokenBatch, TokenTensors
 from penstock.train.settings import PpoLossSection, TokenLossSection
+from penstock.train.sharding import ShardedPolicy, idle_pass
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +150,14 @@ class TokenObjective:
 
     def _logprobs(self, batch: TokenBatch, policy: LanguagePolicy | None) -> Tensor | None:
         """On the host."""
-        if policy is None or not batch.loss_mask_RT.any():
+        if policy is None:
             return None
         policy.module.eval()
+        if not _trains(batch):
+            if isinstance(policy, ShardedPolicy):
+                with torch.no_grad():
+                    idle_pass(policy.module)
+            return None
         device = next(policy.module.parameters()).device
         with torch.no_grad():
             return TokenTensors(batch, device).scores(policy.module, self.temperature)[0].to(HOST)
@@ -202,8 +208,9 @@ class TokenWork:
         self._tokens = sys.maxsize
         """Of the forward pass that is being computed."""
         pairs = zip(batches, scores, strict=True)
-        self._scored = [[(batch, score)] for batch, score in pairs if batch.loss_mask_RT.any()]
-        """Of each unit, the parts that are computed one after the other."""
+        sharded = isinstance(objective.policy, ShardedPolicy)
+        self._scored = [[one] if _trains(one[0]) else [] for one in pairs if sharded or _trains(one[0])]
+        """Of each unit, the parts that are computed one after the other; none if there is nothing to train on."""
         self._divide()
         self.units = len(self._scored)
         self.totals = self.totals_of(np.arange(self.units))
@@ -215,6 +222,8 @@ class TokenWork:
 
     def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
         for i in chosen:
+            if not self._scored[i]:
+                yield idle_pass(self._objective.policy.module), {}
             for batch, score in self._scored[i]:
                 self._tokens = batch.token_ids_RT.size
                 yield self._objective.share(TokenTensors(batch, self._device), score, totals)
@@ -247,6 +256,11 @@ def _pieces(batch: TokenBatch, score: PriorLogprobs, limit: int) -> list[tuple[T
             known = (None if known is None else known[chosen] for known in (score.reference_M, score.old_M))
             found += _pieces(part, PriorLogprobs(*known), limit)
     return found
+
+
+def _trains(batch: TokenBatch | None) -> bool:
+    """Whether it has a trained token; a rank with fewer micro-batches than others has None in their place."""
+    return batch is not None and bool(batch.loss_mask_RT.any())
 
 
 class EpisodeObjective:

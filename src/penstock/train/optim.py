@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError
 from penstock.runtime.named import load_callable
@@ -36,7 +37,8 @@ class Optimizer:
 
     def clip(self) -> float:
         """Shortens the gradient; its norm before."""
-        return float(nn.utils.clip_grad_norm_(self.parameters, self._settings.max_grad_norm))
+        norm = nn.utils.clip_grad_norm_(self.parameters, self._settings.max_grad_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def update(self, rate: float) -> None:
         for group in self._inner.param_groups:
@@ -86,7 +88,7 @@ class Optimizer:
     def _round(self) -> None:
         if self._masters:
             working: list[Tensor] = [self._working[name] for name in self._masters]
-            torch._foreach_copy_(working, list(self._masters.values()))
+            torch._foreach_copy_(working, list(self._masters.values()))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from penstock.runtime.tensors import free_device_caches
 from penstock.train.objectives import HOST, PARTS, Metrics, Objective, Part, PriorLogprobs, Totals, Work
 from penstock.train.optim import Optimizer, learning_rate
 from penstock.train.settings import OptimizerSection
+from penstock.train.world import ALONE, World, add_metrics
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,14 @@ class Learner:
         steps: int = 1,
         seed: int = 0,
         progressed: Callable[[str], None] = lambda doing: None,
+        world: World = ALONE,
     ) -> None:
         """`steps` is the length of the run, which schedules follow; `seed` that of the order in which data is visited.
 
-        `progressed` is told of every micro-batch: a long step is no standstill.
+        `progressed` is told of every micro-batch: a long step is no standstill. The ranks of a `world` score and step
+        together, each over its own micro-batches.
         """
+        self._world = world
         self.objective = objective
         self.policy: Policy = objective.policy
         self.steps = 0
@@ -68,7 +71,7 @@ class Learner:
     def score(self, micro_batches: Sequence[Any]) -> list[PriorLogprobs]:
         """What a step over this batch compares with, one for each micro-batch. Changes nothing."""
         scores: list[PriorLogprobs] = []
-        for score in self.objective.score(micro_batches, self._several_updates):
+        for score in self.objective.score(self._levelled(micro_batches), self._several_updates):
             scores.append(score)
             self._progressed(f"scoring step {self.steps}: {len(scores)} of {len(micro_batches)} micro-batches")
         return scores
@@ -83,10 +86,19 @@ class Learner:
             scores = self.score(micro_batches)
         rate = self.learning_rate(self.steps)
         self.policy.prepare_training()
-        work = self.objective.prepare(micro_batches, scores, self._device())
+        level = self._levelled(micro_batches)
+        scores = [*scores, *[PriorLogprobs()] * (len(level) - len(scores))]
+        work = self.objective.prepare(level, scores, self._device())
         metrics = self._train(work, rate)
         self.steps += 1
         return metrics | {"learning_rate": rate}
+
+    def _levelled(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
+        """As many micro-batches as the rank with the most has: every pass of a sharded model takes all ranks."""
+        return [*micro_batches, *[None] * (self._world.largest(len(micro_batches)) - len(micro_batches))]
+
+    def _over_ranks(self, totals: Totals) -> Totals:
+        return Totals(*self._world.total(totals.tokens, totals.samples))
 
     def learning_rate(self, step: int) -> float:
         """Of that step."""
@@ -134,7 +146,9 @@ class Learner:
         seen = 0.0
         for epoch in range(self._settings.epochs):
             for chosen in np.array_split(self._order(work.units, epoch), min(self._settings.minibatches, work.units)):
-                totals = work.totals_of(chosen)
+                totals = self._over_ranks(work.totals_of(chosen))
+                if not totals.tokens:
+                    continue
                 loss, metrics = self._gradient(work, chosen, totals)
                 norm = self._update(loss, rate)
                 if norm is None:
@@ -142,22 +156,26 @@ class Learner:
                 losses.append(loss)
                 norms.append(norm)
                 seen += totals.tokens
-                _add(sums, metrics)
+                add_metrics(sums, metrics)
+        sums = self._world.merged(sums)
+        whole = self._over_ranks(work.totals)
         means = {name: value if name.endswith("_max") else value / seen for name, value in sums.items()}
         if norms:
             means |= {"loss": sum(losses) / len(losses), "grad_norm": sum(norms) / len(norms)}
         skipped = {"skipped_updates": float(self._skipped)} if self._skipped else {}
-        return (
-            means
-            | skipped
-            | {"tokens": work.totals.tokens, "sequences": work.totals.samples, "updates": float(len(norms))}
-        )
+        return means | skipped | {"tokens": whole.tokens, "sequences": whole.samples, "updates": float(len(norms))}
 
     def _gradient(self, work: Work, chosen: np.ndarray, totals: Totals) -> tuple[float, dict[str, float]]:
         """Sums the gradient of one update; its loss and metrics. Out of device memory it tries smaller passes."""
         while True:
-            with suppress(torch.OutOfMemoryError):
+            try:
                 return self._propagate(work, chosen, totals)
+            except torch.OutOfMemoryError as error:
+                if not self._world.alone:  # the other ranks are in the middle of a pass that this one cannot repeat
+                    raise RunFailed(
+                        f"rank {self._world.rank} is out of device memory: {error}. Lower "
+                        "train.tokens_per_micro_batch, or set train.activation_checkpointing = true"
+                    ) from error
             self._optimizer.zero_grad()  # what was summed so far may be part of a pass
             free_device_caches()
             work.shrink()
@@ -172,8 +190,8 @@ class Learner:
             self._progressed(f"training step {self.steps}: {len(sums)} micro-batches of {len(chosen)}")
         found: dict[str, float] = {}
         for metrics in sums:
-            _add(found, {name: float(value) for name, value in metrics.items()})
-        return float(torch.stack(losses).sum()), found
+            add_metrics(found, {name: float(value) for name, value in metrics.items()})
+        return self._world.total(float(torch.stack(losses).sum()))[0], found
 
     def _order(self, size: int, epoch: int) -> np.ndarray:
         """A fresh permutation, the same again after a resume; a single update needs none."""
@@ -198,8 +216,3 @@ class Learner:
             )
         log.warning("%s (%d of %d that may be skipped)", found, self._skipped, self._settings.skip_updates)
         return None
-
-
-def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
-    for name, value in more.items():
-        sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0.0) + value

@@ -90,14 +90,17 @@ def plan(tensors: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES
     return buckets
 
 
-def layout(tensors: Sequence[TensorSpec]) -> Layout:
-    """Where the tensors of one bucket lie in its file. The same from version to version, so it is remembered."""
-    return _layout(tuple(tensors))
+def layout(tensors: Sequence[TensorSpec], *, marked: bool = False) -> Layout:
+    """Where the tensors of one bucket lie in its file. The same from version to version, so it is remembered.
+
+    `marked`: the header says that these are torch's tensors, as transformers expects of a model's file.
+    """
+    return _layout(tuple(tensors), marked)
 
 
 @lru_cache(maxsize=256)
-def _layout(tensors: tuple[TensorSpec, ...]) -> Layout:
-    entries: dict[str, object] = {}
+def _layout(tensors: tuple[TensorSpec, ...], marked: bool) -> Layout:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}} if marked else {}
     offset = 0
     for tensor in tensors:
         size = size_of(tensor)

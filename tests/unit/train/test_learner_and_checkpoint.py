@@ -210,13 +210,15 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     first = checkpoint.save(tmp_path, owner)
     (first.directory / checkpoint.MODEL_FILE).write_bytes(b"not a model")
     assert checkpoint.latest(tmp_path) is None
-    checkpoint.save(tmp_path, owner)
-    assert checkpoint.latest(tmp_path) == first
+    again = checkpoint.save(tmp_path, owner)
+    assert checkpoint.latest(tmp_path) == again
+    assert again.directory == first.directory
 
 
 DAMAGES = {
     "cut short": lambda path: os.truncate(path / checkpoint.MODEL_FILE, 100),
-    "one bit": lambda path: flip(path / checkpoint.OPTIMIZER_FILE),
+    "one bit": lambda path: flip(next(path.glob("*.distcp"))),
+    "one bit of what would be unpickled": lambda path: flip(path / ".metadata"),
     "file gone": lambda path: (path / checkpoint.MODEL_FILE).unlink(),
     "record gone": lambda path: (path / checkpoint.RECORD_FILE).unlink(),
     "record not JSON": lambda path: (path / checkpoint.RECORD_FILE).write_text("{"),
@@ -272,7 +274,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch
     def no_space(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", no_space)
+    monkeypatch.setattr(checkpoint, "write_parts", no_space)
     with pytest.raises(RunFailed, match="No space left on device"):
         checkpoint.save(tmp_path, owner)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]

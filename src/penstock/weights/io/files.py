@@ -20,7 +20,7 @@ import mmap
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -34,6 +34,7 @@ from penstock.runtime.disk import flush
 from penstock.weights.buckets import DEFAULT_BUCKET_BYTES, TensorHash, compose, layout, plan
 from penstock.weights.io.digest import PIECE_BYTES, host_pieces, specs_of, tensor_digest
 from penstock.weights.io.fetch import check_digests, tensor_at
+from penstock.weights.io.parts import hash_file, is_sharded, lay_out, write_parts
 from penstock.weights.manifest import bucket_file, check_manifest, describe, directory_name
 from penstock.wire.codec import DAMAGED
 
@@ -81,11 +82,19 @@ class Publisher:
     def __repr__(self) -> str:
         return f"Publisher({self._root}, lineage={self._lineage!r}, keep={self._keep})"
 
-    def publish(self, version: Version, tensors: Mapping[str, torch.Tensor], *, durable: bool = False) -> Manifest:
+    def publish(
+        self,
+        version: Version,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        durable: bool = False,
+        others: Callable[[Path], None] = lambda directory: None,
+    ) -> Manifest:
         """Writes one version and returns its manifest once readers can open it.
 
         The tensors must not change while this runs: pass a snapshot if training goes on. Publishing the same version
-        again writes its files afresh, which heals damaged ones; the bytes must be the same.
+        again writes its files afresh, which heals damaged ones; the bytes must be the same. Of sharded tensors this
+        process writes its part; `others` has the other ranks write theirs, by `write_version_parts`.
         """
         directory = directory_name(self._pipeline, self._lineage, version)
         final = self._run_dir / directory
@@ -95,8 +104,19 @@ class Publisher:
             writing.mkdir(parents=True)
             digests: list[bytes] = []
             buckets: list[BucketSpec] = []
-            for index, specs in enumerate(plan(specs_of(tensors), self._bucket_bytes)):
-                found = _write_bucket(writing / bucket_file(index), {spec.name: tensors[spec.name] for spec in specs})
+            planned = plan(specs_of(tensors), self._bucket_bytes)
+            sharded = is_sharded(tensors)
+            if sharded:
+                for index, specs in enumerate(planned):
+                    lay_out(writing / bucket_file(index), specs)
+                write_version_parts(writing, tensors, rank=0, bucket_bytes=self._bucket_bytes)
+                others(writing)
+            for index, specs in enumerate(planned):
+                path = writing / bucket_file(index)
+                if sharded:
+                    found = hash_file(path, specs)
+                else:
+                    found = _write_bucket(path, {spec.name: tensors[spec.name] for spec in specs})
                 size = layout(specs).size_bytes
                 buckets.append(BucketSpec(bucket_file(index), size, compose(found), specs))
                 digests.extend(found)
@@ -156,6 +176,14 @@ class Publisher:
         for lineage in self._root.iterdir():
             if lineage.name != self._lineage and lineage.is_dir() and not any(lineage.iterdir()):
                 lineage.rmdir()
+
+
+def write_version_parts(
+    directory: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> None:
+    """Writes a rank's part of a version that rank 0 publishes."""
+    for index, specs in enumerate(plan(specs_of(tensors), bucket_bytes)):
+        write_parts(directory / bucket_file(index), specs, tensors, rank=rank)
 
 
 def _write_bucket(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[bytes]:

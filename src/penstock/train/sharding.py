@@ -1,0 +1,133 @@
+"""A language model sharded over the ranks of a trainer with FSDP2, each block by itself.
+
+Every rank keeps 1/N of every parameter, in float32. A block's parameters are gathered for its forward and its backward
+pass and dropped again; gradients are summed, not averaged, because the loss is divided by the totals of all ranks. A
+model in bfloat16 is gathered, computed and published in bfloat16; its float32 shards are the master weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from penstock.engines.models import LanguagePolicy
+from penstock.errors import ConfigError
+from penstock.runtime.ranks import GroupStore, join_group
+from penstock.runtime.tensors import module_tensors
+from penstock.train.world import World
+from penstock.weights.io.parts import own_rows
+
+
+class ShardedPolicy(LanguagePolicy):
+    """A language policy of which this process holds a part. `named_tensors` are distributed tensors."""
+
+    def __init__(self, policy: LanguagePolicy, dtype: torch.dtype) -> None:
+        super().__init__(policy.module, policy.tokenizer)
+        self.dtype = dtype
+        """In which the model computes and is published."""
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The weights as they are published. In the dtype of the shards they are live, else copies."""
+        return {
+            name: tensor.to(self.dtype) if isinstance(tensor, DTensor) else tensor
+            for name, tensor in self.named_shards().items()
+        }
+
+    def named_shards(self) -> dict[str, Tensor]:
+        """The live tensors, of which this process holds some rows."""
+        return module_tensors(self.module)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Policy.load_tensors`."""
+        self.check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        load_rows(self.named_shards().items(), lambda name, first, end: tensors[name][first:end])
+
+
+def join_world(store: GroupStore, *, rank: int, ranks: int, device: torch.device, timeout_s: float) -> World:
+    """Joins the ranks; every rank calls it once. On GPUs, NCCL carries what lies there; gloo the rest."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        join_group(store, rank=rank, ranks=ranks, timeout_s=timeout_s, backend="cpu:gloo,cuda:nccl")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return World(rank, ranks, group)
+    join_group(store, rank=rank, ranks=ranks, timeout_s=timeout_s)
+    return World(rank, ranks, dist.group.WORLD)
+
+
+def shard(policy: LanguagePolicy, world: World, device: torch.device, *, masters: bool = True) -> ShardedPolicy:
+    """The same policy in parts. The model stays in host memory; `device` is where it will compute.
+
+    Without `masters` the shards have the model's own dtype: for one that is not trained. The given policy must not be
+    used any more.
+    """
+    module = policy.module
+    dtype = next(module.parameters()).dtype
+    full = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    _without_memory(module, torch.float32 if masters else dtype)
+    mesh = init_device_mesh(device.type, (world.size,))
+    precision = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    _fully_shard(module, mesh, precision)
+    module._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu())
+    load_rows(module.named_parameters(), lambda name, start, end: full[name][start:end])
+    return ShardedPolicy(policy, dtype)
+
+
+def load_rows(tensors: Iterable[tuple[str, Tensor]], rows: Callable[[str, int, int], Tensor]) -> None:
+    """Fills this rank's part of each tensor with `rows(name, first, end)` of the whole."""
+    with torch.no_grad():
+        for name, tensor in tensors:
+            first, part = own_rows(tensor)
+            if part.numel():
+                part.copy_(rows(name, first, first + part.shape[0]) if part.ndim else rows(name, 0, 0))
+
+
+def idle_pass(module: nn.Module) -> Tensor:
+    """A pass over nothing, for a rank without data: it takes part in what the others gather, and adds no gradient."""
+    device = next(module.parameters()).device
+    nothing = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    return module(input_ids=nothing, use_cache=False, logits_to_keep=1).logits.float().sum() * 0.0
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: those it names itself as not to be split, or else its longest list of modules."""
+    named = set(getattr(module, "_no_split_modules", None) or ())
+    blocks = [one for one in module.modules() if type(one).__name__ in named]
+    if not blocks:
+        lists = [one for one in module.modules() if isinstance(one, nn.ModuleList)]
+        blocks = list(max(lists, key=len, default=nn.ModuleList()))
+    return blocks
+
+
+def _fully_shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+    for part in [*blocks_of(module), module]:
+        fully_shard(part, mesh=mesh, mp_policy=precision)
+        assert isinstance(part, FSDPModule)
+        part.set_gradient_divide_factor(1.0)  # holds for the part alone, not for parts of it
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def _without_memory(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters become empty ones, tied ones stay tied: sharding must touch no device before it is granted.
+
+    Their memory is freed as soon as no caller holds it.
+    """
+    empty: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if not parameter.is_floating_point():
+                raise ConfigError(f"parameter {name!r} is {parameter.dtype}: quantised models cannot be sharded")
+            if id(parameter) not in empty:
+                meta = torch.empty(parameter.shape, device="meta", dtype=dtype)
+                empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = empty[id(parameter)]

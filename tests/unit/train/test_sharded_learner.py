@@ -1,0 +1,189 @@
+"""A learner over several ranks, in real processes: the same steps, the same weights, and checkpoints for any number."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.batch.pack import PackSettings, pack_tokens
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.records.ids import Version
+from penstock.runtime.ranks import file_store
+from penstock.runtime.tensors import module_tensors
+from penstock.train import checkpoint
+from penstock.train.objectives import TokenObjective
+from penstock.train.settings import OptimizerSection, TokenLossSection
+from penstock.train.sharding import idle_pass, join_world, shard
+from penstock.train.share import split
+from penstock.train.step import Learner
+from penstock.train.world import ALONE, World
+from penstock.weights.io.digest import digest_of
+from penstock.weights.io.files import Publisher, write_version_parts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MODEL = TinyLanguageModel(alphabet="abcdefg", hidden_size=16, layers=2, heads=2, max_positions=32)
+OPTIM = OptimizerSection(learning_rate=3e-3, warmup_steps=2, weight_decay=0.01)
+LOSS = TokenLossSection(kl_coefficient=0.05, entropy_coefficient=0.01)
+CPU = torch.device("cpu")
+TIGHT = 1e-5
+
+
+def samples(step: int) -> list[dict[str, np.ndarray]]:
+    """Five groups of two; with four ranks some have more micro-batches than others, and lengths differ."""
+    rng = np.random.default_rng(step)
+    found: list[dict[str, np.ndarray]] = []
+    for _ in range(10):
+        tokens = int(rng.integers(4, 14))
+        mask = (np.arange(tokens) >= rng.integers(1, 4)).astype(np.uint8)
+        ids = rng.integers(3, 9, tokens, dtype=np.int32)
+        found.append({"token_ids": ids, "loss_mask": mask, "logprobs": (mask * -2.0).astype(np.float32)})
+    return found
+
+
+def share(step: int, world: World) -> list[Any]:
+    everything = samples(step)
+    advantages = np.random.default_rng(99 + step).normal(size=len(everything)).astype(np.float32)
+    groups = split(
+        [len(everything[i]["token_ids"]) + len(everything[i + 1]["token_ids"]) for i in range(0, 10, 2)], world.size
+    )
+    mine = [2 * group + i for group in groups[world.rank] for i in range(2)]
+    return list(pack_tokens([everything[i] for i in mine], advantages[mine], PackSettings(micro_batch_tokens=24)))
+
+
+def policy(dtype: torch.dtype) -> LanguagePolicy:
+    made = build(MODEL)
+    assert isinstance(made, LanguagePolicy)
+    made.module.to(dtype)
+    return made
+
+
+def learner(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> Learner:
+    trained, reference = policy(dtype), policy(dtype)
+    if sharded:
+        trained = shard(trained, world, CPU)
+        reference = shard(reference, world, CPU, masters=False)
+    return Learner(TokenObjective(trained, LOSS, reference=reference), OPTIM, steps=20, world=world)
+
+
+def part_of_a_story(world: World, folder: Path, name: str, it: Learner, first: int, end: int) -> None:
+    """Trains, saves and publishes under `name`; rank 0 leaves metrics and digest."""
+    place = folder / f"{name}-on-{world.size}"
+    metrics = [it.step(share(step, world)) for step in range(first, end)]
+    tensors = it.policy.named_tensors()
+    if world.rank:
+        checkpoint.save_part(place, it, world)
+        world.barrier()
+        write_version_parts(Path((place / "writing").read_text()), tensors, rank=world.rank, bucket_bytes=4096)
+        world.barrier()
+        return
+    checkpoint.save(place, it, world=world)
+
+    def others(directory: Path) -> None:
+        (place / "writing").write_text(str(directory))
+        world.barrier()
+        world.barrier()
+
+    manifest = Publisher(place, "lineage", bucket_bytes=4096).publish(Version(it.steps), tensors, others=others)
+    (place / "results.json").write_text(json.dumps({"metrics": metrics, "digest": manifest.digest}))
+
+
+def rank_of(rank: int, ranks: int, folder: Path) -> None:
+    """Two ranks train from the start; another number of ranks does so too, and goes on from what the two have saved."""
+    torch.set_num_threads(1)
+    world = join_world(file_store(folder / f"store-{ranks}", ranks), rank=rank, ranks=ranks, device=CPU, timeout_s=60)
+    part_of_a_story(world, folder, "fresh", learner(world, sharded=True), 0, 3)
+    half = learner(world, torch.bfloat16, sharded=True)
+    if ranks == 2:
+        part_of_a_story(world, folder, "half", half, 0, 2)
+    else:
+        resumed = learner(world, sharded=True)
+        checkpoint.load(checkpoint.verify(folder / "fresh-on-2" / "step-00000003"), resumed)
+        part_of_a_story(world, folder, "resumed", resumed, 3, 5)
+        checkpoint.load(checkpoint.verify(folder / "half-on-2" / "step-00000002"), half)
+        part_of_a_story(world, folder, "half", half, 2, 2)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("story")
+    for ranks in (2, 4, 1):
+        commands = [[sys.executable, __file__, str(rank), str(ranks), str(folder)] for rank in range(ranks)]
+        processes = [subprocess.Popen(command) for command in commands]
+        try:
+            assert [process.wait(200) for process in processes] == [0] * ranks
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return folder
+
+
+def result(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / name / "results.json").read_text())
+
+
+def restored(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Learner:
+    """By one process, not sharded."""
+    found = checkpoint.latest(folder / name)
+    assert found is not None
+    it = learner(ALONE, dtype)
+    checkpoint.load(found, it)
+    return it
+
+
+def furthest(left: Learner, right: Learner) -> float:
+    ours, theirs = ({**one.policy.named_tensors(), **one.state()} for one in (left, right))
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
+
+
+def test_any_number_of_ranks_gives_the_same_steps(story: Path) -> None:
+    alone = learner(ALONE)
+    metrics = [alone.step(share(step, ALONE)) for step in range(3)]
+    for ranks in (1, 2, 4):
+        found = result(story, f"fresh-on-{ranks}")
+        for expected, seen in zip(metrics, found["metrics"], strict=True):
+            assert seen == pytest.approx(expected, rel=1e-4, abs=TIGHT)
+        back = restored(story, f"fresh-on-{ranks}")
+        assert furthest(back, alone) < TIGHT
+        assert found["digest"] == digest_of(back.policy.named_tensors()), "published from shards, as from a whole"
+    straight = [alone.step(share(step, ALONE)) for step in range(3, 5)]
+    for ranks in (1, 4):
+        assert result(story, f"resumed-on-{ranks}")["metrics"][-1] == pytest.approx(straight[-1], rel=1e-4, abs=TIGHT)
+        assert furthest(restored(story, f"resumed-on-{ranks}"), alone) < TIGHT
+
+
+def test_bfloat16_is_trained_through_float32_shards(story: Path) -> None:
+    back = restored(story, "half-on-2", torch.bfloat16)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in back.policy.named_tensors().values())
+    assert result(story, "half-on-2")["digest"] == digest_of(back.policy.named_tensors())
+    masters = {name: tensor for name, tensor in back.state().items() if name.startswith("master/")}
+    assert masters
+    assert any(float((tensor - tensor.bfloat16().float()).abs().max()) > 0 for tensor in masters.values())
+    for ranks in (1, 4):
+        again = restored(story, f"half-on-{ranks}", torch.bfloat16)
+        assert furthest(again, back) == 0, "bitwise the same after a resume on another number of ranks"
+
+
+def test_the_whole_model_is_in_the_files(story: Path, tmp_path: Path) -> None:
+    checkpoint.export(story / "fresh-on-2" / "step-00000003", tmp_path / "model")
+    from transformers import AutoModelForCausalLM
+
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
+    ours = restored(story, "fresh-on-2").policy.named_tensors()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in module_tensors(opened).items())
+    assert float(idle_pass(opened).detach()) == 0.0
+    assert not [path.name for path in (tmp_path / "model").iterdir() if path.suffix in (".distcp", ".metadata")]
+
+
+if __name__ == "__main__":
+    rank_of(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
