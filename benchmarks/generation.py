@@ -89,13 +89,13 @@ class LibraryEngine:
                 attention_mask=mask,
                 do_sample=True,
                 max_new_tokens=sampling.max_new_tokens,
-                eos_token_id=sampling.eos_id,
+                eos_token_id=list(sampling.stop_ids),
                 pad_token_id=self.pad_id,
                 top_k=0,
             )[:, longest:].cpu()
         completions = []
         for row in drawn.tolist():
-            length = row.index(sampling.eos_id) + 1 if sampling.eos_id in row else len(row)
+            length = next((at + 1 for at, token in enumerate(row) if token in sampling.stop_ids), len(row))
             tokens = np.array(row[:length], dtype=np.int32)
             versions = np.zeros((1, 2), np.int32)
             completions.append(Completion(tokens, np.zeros(length, np.float32), versions, "stop", 0, ""))

@@ -240,7 +240,7 @@ async def test_what_can_never_be_served_is_refused_at_once() -> None:
 async def test_sampled_tokens_have_the_logprobs_of_a_fresh_forward() -> None:
     engine = engine_with(rows=4)
     contexts = [[position % 12] * (1 + position % 5) for position in range(12)]
-    sampling = Sampling(max_new_tokens=15, temperature=0.8, eos_id=3)
+    sampling = Sampling(max_new_tokens=15, temperature=0.8, stop_ids=(3,))
     for context, drawn in zip(
         contexts, await within(_all([engine.complete(one, sampling) for one in contexts])), strict=True
     ):

@@ -89,7 +89,7 @@ async def test_it_makes_what_the_batch_workload_makes() -> None:
         max_new_tokens=5,
         max_turns=3,
     )
-    greedy = Sampling(max_new_tokens=5, greedy=True, eos_id=requests.tokenizer.eos_id)
+    greedy = Sampling(max_new_tokens=5, greedy=True, stop_ids=(requests.tokenizer.eos_id,))
     requests.sampling = batches.sampling = greedy
     leases = [lease(position) for position in range(5)]
     batch = prepared(batches, leases)

@@ -294,7 +294,7 @@ async def test_a_completion_ends_at_its_last_token(tmp_path: Path, server: Serve
         first = await requests.complete(PROMPT, Sampling(max_new_tokens=8, greedy=True))
         assert first.token_ids.tolist() == expected(3)
         ending = expected(3)[4]
-        stopped = await requests.complete(PROMPT, Sampling(max_new_tokens=8, greedy=True, eos_id=ending))
+        stopped = await requests.complete(PROMPT, Sampling(max_new_tokens=8, greedy=True, stop_ids=(ending,)))
         assert stopped.ending == "stop"
         assert stopped.token_ids.tolist() == expected(3)[: expected(3).index(ending) + 1]
 

@@ -19,8 +19,8 @@ class Sampling(msgspec.Struct, frozen=True):
 
     max_new_tokens: int = 16
     temperature: float = 1.0
-    eos_id: int | None = None
-    """Ends a completion and belongs to it; None lets every completion run to its full length."""
+    stop_ids: tuple[int, ...] = ()
+    """Each ends a completion and belongs to it; without any, every completion runs to its full length."""
     greedy: bool = False
     """Takes the most likely token instead; the log-probabilities stay those of the distribution."""
     top_k: int | None = None

@@ -20,9 +20,15 @@ class Tokenizer(Protocol):
 
     pad_id: int
     eos_id: int
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion: the tokenizer's own, and those of the model's `generation_config`."""
+    bos_ids: tuple[int, ...]
+    """What stands before a plain text, if the model is used to it."""
     vocabulary_size: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Without special tokens, except those written in the text."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -39,6 +45,8 @@ class CharacterTokenizer:
     pad_id = 0
     bos_id = 1
     eos_id = 2
+    stop_ids: tuple[int, ...] = (2,)
+    bos_ids: tuple[int, ...] = ()
 
     def __init__(self, alphabet: str) -> None:
         if not alphabet or len(set(alphabet)) != len(alphabet):
@@ -85,9 +93,20 @@ class CharacterTokenizer:
 class PretrainedTokenizer:
     """A tokenizer of the transformers library."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, stop_ids: Sequence[int] = ()) -> None:
+        """`stop_ids` besides the tokenizer's own end-of-sequence token."""
         self.inner = inner
-        self.eos_id = int(inner.eos_token_id)
+        own = () if inner.eos_token_id is None else (int(inner.eos_token_id),)
+        self.stop_ids = tuple(dict.fromkeys([*own, *stop_ids]))
+        if not self.stop_ids:
+            raise ConfigError(
+                "the model's tokenizer has no end-of-sequence token, and its generation_config has no eos_token_id: "
+                "a completion could not end; set `eos_token` in its tokenizer_config.json"
+            )
+        self.eos_id = self.stop_ids[0]
+        # Some tokenizers put a token before every text, and their models were trained so.
+        before = inner.encode("", add_special_tokens=True)
+        self.bos_ids = (int(before[0]),) if before and before[0] == inner.bos_token_id else ()
         self.pad_id = int(inner.pad_token_id) if inner.pad_token_id is not None else self.eos_id
         self.vocabulary_size = len(inner)
 
@@ -115,4 +134,20 @@ def load_tokenizer(directory: Path, gguf_file: str | None = None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
-    return PretrainedTokenizer(AutoTokenizer.from_pretrained(directory, local_files_only=True, **options))
+    inner = AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+    return PretrainedTokenizer(inner, _generation_stop_ids(directory))
+
+
+class _Generation(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+def _generation_stop_ids(directory: Path) -> list[int]:
+    """What the model's `generation_config` says ends a completion: one token, or several."""
+    try:
+        found = msgspec.json.decode((directory / "generation_config.json").read_bytes(), type=_Generation).eos_token_id
+    except FileNotFoundError:
+        return []
+    except DAMAGED as error:
+        raise ConfigError(f"{directory / 'generation_config.json'} is damaged: {error}") from error
+    return [found] if isinstance(found, int) else found or []

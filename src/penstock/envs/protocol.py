@@ -13,11 +13,19 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True):
-    """One message of a chat prompt."""
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation, in the fields that chat templates know."""
 
     role: str
     content: str
+    name: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return msgspec.to_builtins(self)
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -28,11 +36,11 @@ class Prompt(msgspec.Struct, frozen=True):
     columns: dict[str, Any] = {}
     """What reward functions need to know besides the text: the answer, a difficulty, a source."""
 
-    def shown(self) -> str | list[dict[str, str]]:
+    def shown(self) -> str | list[dict[str, Any]]:
         """The prompt in the form reward functions receive it."""
         if not self.messages:
             return self.text
-        return [{"role": message.role, "content": message.content} for message in self.messages]
+        return [message.plain() for message in self.messages]
 
 
 @runtime_checkable
@@ -81,9 +89,11 @@ class GoBack(msgspec.Struct, frozen=True):
 class ConversingEnvironment(TextEnvironment, Protocol):
     """A text environment that may answer a completion and ask for another turn."""
 
-    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | GoBack | None:
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | Message | Sequence[Message] | GoBack | None:
         """What the policy is shown after its last completion; None ends the episode.
 
+        A text is shown as it is after a prompt of text, and as the user's message after a prompt of messages, where the
+        model's chat template writes it; `completions` then have their special tokens, but for the one that ended them.
         A pure function of the conversation so far, so that an interrupted episode can go on anywhere.
         """
         ...

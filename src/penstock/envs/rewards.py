@@ -24,9 +24,10 @@ RewardFunction = Callable[..., Any]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Columns = Mapping[str, Sequence[Any]]
 
-TOLD = ("ended", "token_counts")
+TOLD = ("ended", "token_counts", "conversations")
 """Told to a reward function that has a parameter of this name, each with one entry per completion: how it ended
-("stop", "length" or "context") and how many tokens the policy wrote. A column of the same name goes before it."""
+("stop", "length" or "context"), how many tokens the policy wrote, and all messages of its conversation, the completion
+included. A column of the same name goes before it."""
 
 
 class NoReward(msgspec.Struct, frozen=True):

@@ -5,17 +5,21 @@
 The policy sees `<tool_result>3</tool_result>` and takes another turn. A call that cannot be made is answered with a
 sentence that says why: mistakes are the policy's to learn from, not failures of the run. With `forget_mistakes` they do
 not stay in its context: the policy is told why where the mistaken completion began, and tries again from there.
+
+With prompts of messages the model's chat template says how tools are introduced, called and answered.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from penstock.envs.chat import tool_calls
 from penstock.envs.protocol import GoBack, Message, Prompt, TextEnvironment, prompts_per_pass
 from penstock.envs.rewards import acceptable
 from penstock.errors import ConfigError
@@ -72,23 +76,32 @@ class WithTools:
 
     def prompt(self, position: int) -> Prompt:
         prompt = self.environment.prompt(position)
-        if not self.introduce:
+        if not self.introduce or prompt.messages:  # the chat template introduces the tools
             return prompt
-        if prompt.messages:
-            return msgspec.structs.replace(prompt, messages=(Message("system", self.description()), *prompt.messages))
         return msgspec.structs.replace(prompt, text=f"{self.description()}\n\n{prompt.text}")
 
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         score = self.environment.score
         return score(prompts, completions, **acceptable(score, columns))
 
-    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | GoBack | None:
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | Sequence[Message] | GoBack | None:
+        if prompt.messages:
+            return self._messages(completions[-1])
         answers = [self.answer(call) for call in _CALL.findall(completions[-1])]
         if not answers:
             return None
         text = "".join(f"<tool_result>{answer}</tool_result>" for answer in answers)
         mistaken = all(answer.startswith(MISTAKE) for answer in answers)
         return GoBack(len(completions) - 1, text) if mistaken and self.forget_mistakes else text
+
+    def _messages(self, completion: str) -> Sequence[Message] | None:
+        """One message per call, as chat templates write the results of tools."""
+        calls = tool_calls(completion)
+        answers = [self.answer(json.dumps(call["function"])) for call in calls]
+        return [
+            Message("tool", answer, name=call["function"]["name"], tool_call_id=call["id"])
+            for call, answer in zip(calls, answers, strict=True)
+        ] or None
 
     def answer(self, body: str) -> str:
         """What one call returned, or why it could not be made."""

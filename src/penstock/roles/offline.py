@@ -142,7 +142,7 @@ def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_t
         max_new_tokens=max_new_tokens or rollout.max_new_tokens,
         temperature=temperature or 1.0,
         greedy=not temperature,
-        eos_id=policy.tokenizer.eos_id,
+        stop_ids=policy.tokenizer.stop_ids,
     )
     engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, digest="saved", seed=torch.seed() & 0x7FFF_FFFF)
     for completion in engine.generate([ids], sampling, repeats=[count]):

@@ -54,6 +54,8 @@ class Episode(msgspec.Struct):
     """From which of the tokens on, which version; one span for as long as the version stays the same."""
     completions: list[str] = []
     """The text of every finished completion, for rewards and replies only."""
+    drawn_texts: list[str] = []
+    """The same with special tokens, as a chat template would write it; empty where there is no template."""
     endings: list[str] = []
     """How each of them ended: "stop" by a token that ends a turn, "length" at the token limit, "context"
     where the reply to it found no room."""
@@ -148,8 +150,10 @@ class Episode(msgspec.Struct):
             missing -= len(piece.token_ids)
         return np.concatenate(pieces[::-1]).tolist() if pieces else []
 
-    def finish_turn(self, text: str, ending: str = "stop") -> None:
+    def finish_turn(self, text: str, ending: str = "stop", drawn_text: str | None = None) -> None:
         """The completion is complete; `text` is what it says."""
+        if drawn_text is not None:
+            self.drawn_texts.append(drawn_text)
         self._begin_turn()
         self.completions.append(text)
         self.endings.append(ending)

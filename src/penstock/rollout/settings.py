@@ -35,6 +35,11 @@ class RolloutSection(Section):
     """Draw only from the most likely tokens that together have this probability; applies after `min_p` and `top_k`."""
     min_p: Fraction = 0.0
     """Draw only from tokens at least this likely in proportion to the most likely one."""
+    stop_ids: list[NonNegative] = []
+    """Tokens that end a completion, besides those of the model: its tokenizer's end of sequence, what its
+    `generation_config` names, and what its chat template writes after a turn."""
+    stop_strings: list[str] = []
+    """Texts that end a completion. The engine does not look for them: what it drew after one is dropped."""
     max_turns: Positive = 1
     """Language models: how many completions one episode may have."""
     reply_threads: Positive = 8

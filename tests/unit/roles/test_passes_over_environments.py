@@ -60,6 +60,8 @@ def test_a_finite_environment_is_begun_anew_when_it_ends():
 
     class Tokenizer:
         eos_id = 0
+        stop_ids = (0,)
+        bos_ids = ()
 
         def encode(self, text: str) -> list[int]:
             return [ord(letter) for letter in text]

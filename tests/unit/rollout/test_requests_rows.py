@@ -89,7 +89,7 @@ def test_requests_that_join_at_random_steps_draw_what_they_draw_alone(seed: int)
     wanted = [
         (
             [chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 2, 7, 20]))],
-            Sampling(max_new_tokens=chance.randint(1, 20), greedy=True, eos_id=chance.choice([None, 3])),
+            Sampling(max_new_tokens=chance.randint(1, 20), greedy=True, stop_ids=chance.choice([(), (3,)])),
         )
         for _ in range(25)
     ]

@@ -27,6 +27,8 @@ def add(a: int, b: int) -> int:
 
 class Characters:
     eos_id = 0
+    stop_ids: tuple[int, ...] = (0,)
+    bos_ids: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]

@@ -59,7 +59,7 @@ def other_weights(engine: TorchEngine) -> dict[str, torch.Tensor]:
 def test_logprobs_are_those_of_the_sampling_distribution_also_with_padding(temperature: float) -> None:
     engine = engine_with()
     prompts = [[1, 2, 3, 4, 5], [6], [7, 8, 9]]
-    sampling = Sampling(max_new_tokens=9, temperature=temperature, eos_id=2)
+    sampling = Sampling(max_new_tokens=9, temperature=temperature, stop_ids=(2,))
     completions = engine.generate(prompts, sampling, repeats=[3, 2, 4])
     owners = [prompts[0]] * 3 + [prompts[1]] * 2 + [prompts[2]] * 4
     assert len(completions) == 9
@@ -101,7 +101,7 @@ def test_recorded_logprobs_are_those_of_the_truncated_distribution(
 
 def test_rows_that_ended_leave_the_batch_and_the_rest_is_not_disturbed() -> None:
     engine = engine_with()
-    completions = engine.generate([[1, 2], [3]], Sampling(max_new_tokens=30, eos_id=5), repeats=[20, 20])
+    completions = engine.generate([[1, 2], [3]], Sampling(max_new_tokens=30, stop_ids=(5,)), repeats=[20, 20])
     lengths = {len(completion.token_ids) for completion in completions}
     assert len(lengths) > 3, "the rows ended at different times"
     for prompt, completion in zip([[1, 2]] * 20 + [[3]] * 20, completions, strict=True):

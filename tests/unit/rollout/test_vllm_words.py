@@ -70,7 +70,7 @@ def test_an_answer_that_does_not_add_up_is_refused(body: bytes):
 
 
 def test_only_the_given_token_ends_a_completion():
-    said = sampling_params(Sampling(max_new_tokens=5, temperature=0.5, eos_id=2, top_k=3, top_p=0.9, min_p=0.1))
+    said = sampling_params(Sampling(max_new_tokens=5, temperature=0.5, stop_ids=(2,), top_k=3, top_p=0.9, min_p=0.1))
     assert said["ignore_eos"] is True
     assert said["stop_token_ids"] == [2]
     assert (said["max_tokens"], said["temperature"], said["logprobs"]) == (5, 0.5, 0)

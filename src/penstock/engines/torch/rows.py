@@ -52,7 +52,7 @@ class Row(msgspec.Struct, eq=False):
             self.spans.append((len(self.logprobs), version, digest))
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token == self.sampling.eos_id:
+        if token in self.sampling.stop_ids:
             self.ending = "stop"
         elif len(self.logprobs) >= self.sampling.max_new_tokens:
             self.ending = "length"
@@ -195,7 +195,7 @@ class Rows:
         """Rows that are sampled alike are sampled together; nearly always that is all of them."""
         alike: dict[Sampling, list[int]] = {}
         for index, place in enumerate(places):
-            sampling = msgspec.structs.replace(self.rows[place].sampling, max_new_tokens=0, eos_id=None)
+            sampling = msgspec.structs.replace(self.rows[place].sampling, max_new_tokens=0, stop_ids=())
             alike.setdefault(sampling, []).append(index)
         if len(alike) == 1:
             tokens_B1, logprobs_B1 = self._engine.sample(logits_BV, next(iter(alike)))

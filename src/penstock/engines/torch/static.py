@@ -216,8 +216,8 @@ class _Decoding:
         self.tokens[self.live, self.steps] = tokens_B
         self.logprobs[self.live, self.steps] = logprobs_B1[:, 0].cpu().numpy()
         self.lengths[rows] += 1
-        if self.sampling.eos_id is not None:
-            self.stopped[rows] = tokens_B[going] == self.sampling.eos_id
+        if self.sampling.stop_ids:
+            self.stopped[rows] = np.isin(tokens_B[going], self.sampling.stop_ids)
         self.steps += 1
         self.inputs["input_ids"] = tokens_B1
         if "attention_mask" in self.inputs:

@@ -78,8 +78,8 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
         "min_p": sampling.min_p,
         "logprobs": 0,  # of the sampled token only
         "detokenize": False,
-        "ignore_eos": True,  # only the id below ends a completion
-        "stop_token_ids": [] if sampling.eos_id is None else [sampling.eos_id],
+        "ignore_eos": True,  # only the ids below end a completion
+        "stop_token_ids": list(sampling.stop_ids),
     }
 
 

@@ -7,6 +7,9 @@ that ended leave the batch. `request_workload` is its sibling for request engine
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import json
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,6 +20,8 @@ import numpy as np
 
 from penstock.batch.columns import UNSCORED, reward_part_arrays
 from penstock.engines.requests import Completion, Sampling
+from penstock.envs.chat import Chat, ChatMessage
+from penstock.envs.protocol import Message
 from penstock.envs.rewards import Rubric, Scored
 from penstock.errors import Aborted, ConfigError, PenstockError
 from penstock.records.ids import Version
@@ -24,6 +29,7 @@ from penstock.records.prompt import PromptLease
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
 from penstock.rollout.io.scoring import Scoring
+from penstock.runtime.named import takes
 
 
 class PromptLike(Protocol):
@@ -35,7 +41,7 @@ class PromptLike(Protocol):
     @property
     def columns(self) -> dict[str, Any]: ...
 
-    def shown(self) -> str | list[dict[str, str]]:
+    def shown(self) -> str | list[dict[str, Any]]:
         """The text, or chat messages."""
         ...
 
@@ -59,7 +65,8 @@ class Environment(Protocol):
 class Tokenizer(Protocol):
     """What is needed of a tokenizer. Chat prompts need one whose `inner` has a chat template."""
 
-    eos_id: int
+    stop_ids: tuple[int, ...]
+    bos_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -118,6 +125,8 @@ class LanguageHooks(Generic[AnyEngine]):
         top_k: int | None = None,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        stop_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
         max_turns: int = 1,
         kept: Kept | None = None,
         scoring: Scoring | None = None,
@@ -127,15 +136,18 @@ class LanguageHooks(Generic[AnyEngine]):
         self.scoring = scoring or Scoring(Rubric([environment.score]), all_inline=True)
         self.engine = engine
         self.tokenizer = tokenizer
+        self.chat = chat_of(tokenizer, environment)
+        self.stop_strings = tuple(stop_strings)
         self.sampling = Sampling(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            eos_id=tokenizer.eos_id,
+            stop_ids=tuple(dict.fromkeys([*tokenizer.stop_ids, *stop_ids, *self._turn_end_ids()])),
             greedy=greedy,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
         )
+        self._tells = any(takes(function, "conversations") for function in self.scoring.rubric.functions)
         self.max_turns = max_turns if hasattr(environment, "reply") else 1
         self.kept = kept
 
@@ -179,7 +191,12 @@ class LanguageHooks(Generic[AnyEngine]):
         count = self.environment.count
         prompt = self.environment.prompt(position % count if count else position)
         shown = prompt.shown()
-        token_ids = self.tokenizer.encode(shown) if isinstance(shown, str) else self._render(shown)
+        if isinstance(shown, str):
+            token_ids = [*self.tokenizer.bos_ids, *self.tokenizer.encode(shown)] if shown else []
+        elif self.chat is None:
+            raise ConfigError("the prompts are chat messages, but the model's tokenizer has no chat template; use text")
+        else:
+            token_ids = self.tokenizer.encode(self.chat.opening(self._introduced(shown)))
         if not token_ids:
             return Unusable("the prompt is empty: the model has no token to go on from")
         if not self._fits(len(token_ids)):
@@ -189,13 +206,20 @@ class LanguageHooks(Generic[AnyEngine]):
             )
         return prompt, token_ids
 
-    def _render(self, messages: list[dict[str, str]]) -> list[int]:
-        inner = getattr(self.tokenizer, "inner", None)
-        if getattr(inner, "chat_template", None) is None:
-            raise ConfigError("the prompts are chat messages, but the model's tokenizer has no chat template; use text")
-        assert inner is not None
-        text = inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self.tokenizer.encode(text)
+    def _introduced(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """With the tools described in the first message, if the template does not know of tools."""
+        environment: Any = self.environment
+        tools = getattr(environment, "tools", None)
+        if not tools or self.chat is None or self.chat.tools or not getattr(environment, "introduce", True):
+            return messages
+        first = messages[0] | {"content": f"{environment.description()}\n\n{messages[0]['content']}"}
+        return [first, *messages[1:]]
+
+    def _turn_end_ids(self) -> list[int]:
+        """The token that the chat template writes at the end of a turn, if it is one token."""
+        end = self.chat.turn_end() if self.chat is not None else ""
+        ids = self.tokenizer.encode(end) if end else []
+        return ids if len(ids) == 1 else []
 
     def _fits(self, context_tokens: int) -> bool:
         longest = self.engine.max_positions
@@ -224,27 +248,77 @@ class LanguageHooks(Generic[AnyEngine]):
 
     def took(self, episode: Episode, drawn: Completion) -> bool:
         """The engine drew this; False if it was interrupted before the completion was finished."""
+        drawn = self._cut(episode, drawn)
         episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
         if drawn.ending == "interrupted":
             return False
-        episode.finish_turn(self.tokenizer.decode(episode.turn_ids()), drawn.ending)
+        ids = episode.turn_ids()
+        inner = getattr(self.tokenizer, "inner", None)
+        drawn_text = inner.decode(ids, skip_special_tokens=False) if self.chat is not None and inner else None
+        episode.finish_turn(self.tokenizer.decode(ids), drawn.ending, drawn_text)
         return True
+
+    def _cut(self, episode: Episode, drawn: Completion) -> Completion:
+        """The completion up to the token in which a stop string is complete, if it has one."""
+        if not self.stop_strings or not len(drawn.token_ids):
+            return drawn
+        before = episode.turn_ids()
+        ids = [*before, *drawn.token_ids.tolist()]
+
+        def stopped(count: int) -> bool:
+            text = self.tokenizer.decode(ids[:count])
+            return any(stop in text for stop in self.stop_strings)
+
+        if not stopped(len(ids)):
+            return drawn
+        count = max(bisect.bisect_left(range(1, len(ids) + 1), True, key=stopped) + 1 - len(before), 1)
+        spans = drawn.versions[drawn.versions[:, 0] < count]
+        return msgspec.structs.replace(
+            drawn, token_ids=drawn.token_ids[:count], logprobs=drawn.logprobs[:count], versions=spans, ending="stop"
+        )
 
     def goes_on(self, prepared: PreparedPrompt, episode: Episode) -> bool:
         """Asks the environment for its reply to a finished completion; True if the policy is to speak again."""
         if len(episode.completions) >= self.max_turns:
             return False
         environment: Any = self.environment
-        reply = environment.reply(prepared.prompt, episode.completions)
+        shown = prepared.prompt.shown()
+        said = episode.completions if isinstance(shown, str) else self._said(episode)
+        reply = environment.reply(prepared.prompt, said)
         if reply is None:
             return False
-        text, back_to = (reply, None) if isinstance(reply, str) else (reply.text, reply.to)
-        token_ids = self.tokenizer.encode(text)
+        if isinstance(shown, str):
+            text, back_to = (reply, None) if isinstance(reply, str) else (reply.text, reply.to)
+            token_ids = self.tokenizer.encode(text)
+        else:
+            text, token_ids, back_to = self._next_turn(shown, episode, reply)
         if not self._fits(episode.context_tokens(back_to) + len(token_ids)):
             episode.endings[-1] = "context"  # the conversation was to go on, and there is no room for it
             return False
         episode.replied(text, token_ids, back_to)
         return True
+
+    def _said(self, episode: Episode) -> list[str]:
+        assert self.chat is not None
+        return [self.chat.without_end(text) for text in episode.drawn_texts]
+
+    def _next_turn(self, shown: list[ChatMessage], episode: Episode, reply: Any) -> tuple[str, list[int], int | None]:
+        """The reply as messages, and what the chat template writes for them after the completion."""
+        assert self.chat is not None
+        messages = reply_messages(reply)
+        replies = [*map(json.loads, episode.replies), messages]
+        turn = self.chat.next_turn(self._introduced(shown), episode.drawn_texts, replies)
+        return json.dumps(messages), self.tokenizer.encode(turn.text), turn.back_to
+
+    def _conversation(self, prompt: PromptLike, episode: Episode) -> list[ChatMessage]:
+        shown = prompt.shown()
+        if not isinstance(shown, str):
+            assert self.chat is not None
+            return self.chat.conversation(shown, episode.drawn_texts, [*map(json.loads, episode.replies)])
+        said = [{"role": "assistant", "content": text} for text in episode.completions]
+        answered = [{"role": "user", "content": text} for text in episode.replies]
+        both = itertools.chain.from_iterable(itertools.zip_longest(said, answered))
+        return [{"role": "user", "content": shown}, *(message for message in both if message is not None)]
 
     def _score(self, prompt: PromptLike, episodes: Sequence[Episode]) -> list[Scored] | Future[list[Scored]]:
         """The last completion is what is scored; the whole conversation is there as the column `turns`."""
@@ -252,11 +326,43 @@ class LanguageHooks(Generic[AnyEngine]):
             "ended": [episode.endings[-1] for episode in episodes],
             "token_counts": [episode.generated_tokens for episode in episodes],
         }
+        if self._tells:
+            columns["conversations"] = [self._conversation(prompt, episode) for episode in episodes]
         columns |= {name: [value] * len(episodes) for name, value in prompt.columns.items()}
         if self.max_turns > 1:
             columns["turns"] = [[*episode.completions] for episode in episodes]
         completions = [episode.completions[-1] for episode in episodes]
         return self.scoring.score([prompt.shown()] * len(episodes), completions, columns)
+
+
+def chat_of(tokenizer: Tokenizer, environment: Any) -> Chat | None:
+    """The model's chat template, with the environment's tools if it can write tools."""
+    inner: Any = getattr(tokenizer, "inner", None)
+    template = getattr(inner, "chat_template", None)
+    if template is None:
+        return None
+    tools = getattr(environment, "tools", None) or {}
+    known = bool(tools) and "tools" in str(template) and getattr(environment, "introduce", True)
+
+    def render(messages: Sequence[ChatMessage], tools: Sequence[Any], prompting: bool) -> str:
+        return inner.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompting
+        )
+
+    return Chat(render, [*tools.values()] if known else [])
+
+
+def reply_messages(reply: Any) -> list[ChatMessage]:
+    """What an environment replied in a conversation of messages: a text is the user's."""
+    if isinstance(reply, str):
+        return [{"role": "user", "content": reply}]
+    messages = reply if isinstance(reply, Sequence) else [reply]
+    if not all(isinstance(message, Message | dict) for message in messages):
+        raise ConfigError(
+            f"an environment with prompts of messages replies with a text or messages, found {type(reply).__name__}; "
+            "taking the conversation back is for prompts of text"
+        )
+    return [message.plain() if isinstance(message, Message) else message for message in messages]
 
 
 def outcomes_of(generated: Sequence[Episode | Failed], scored: Sequence[Scored]) -> list[Outcome]:

@@ -50,7 +50,8 @@ def workload_of(
         on_error=env.reward_on_error,
     )
     scoring = Scoring(rubric_of(env, environment), settings, elsewhere=rubric_elsewhere, progressed=progressed)
-    sampling = rollout.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "max_turns"})
+    drawn = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids", "stop_strings", "max_turns"}
+    sampling = rollout.model_dump(include=drawn)
     sampling |= {"greedy": greedy, "scoring": scoring, "kept": KeptEpisodes(kept) if kept is not None else None}
     if not engine.capabilities.requests:
         return LanguageWorkload(environment, engine, policy.tokenizer, **sampling)
