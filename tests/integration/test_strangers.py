@@ -25,7 +25,7 @@ import httpx
 import msgspec
 import pytest
 import torch
-from running import outside_address, wait_for
+from running import letters, outside_address, start, trained_steps, wait_for
 from test_dashboard_http import Watched
 from torch.distributed import TCPStore
 
@@ -250,6 +250,31 @@ def test_strangers_keep_no_client_out(
         line = "\n{} {}: ms of one exchange: {} before, {} under attack, {} after; at worst {}"
         sys.stderr.write(line.format(port, attack.__name__, *shown))
     assert max(during) < 1e3 * SERVED_WITHIN_S
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_pace_under_attack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every attack at once on the control port of a run that trains."""
+    run = start(folder, letters(folder, steps=100_000))
+    run.wait_for_step(5)
+    endpoint = RunDir.open(run.directory).read_endpoint()
+    assert endpoint is not None
+    rates: list[float] = []
+    with ExitStack() as stack:
+        for attacked in (False, True):
+            if attacked:
+                for attack in ATTACKS:
+                    attack((endpoint.host, endpoint.port), stack)
+            before, began = trained_steps(run.directory), time.monotonic()
+            time.sleep(8.0)
+            rates.append((trained_steps(run.directory) - before) / (time.monotonic() - began))
+    with capsys.disabled():
+        sys.stderr.write(f"\nsteps/s: {rates[0]:.1f} before, {rates[1]:.1f} under attack\n")
+    ended_early = run.process.poll()
+    run.interrupt()
+    assert run.end()[0] == 130
+    assert ended_early is None
+    assert rates[1] > 0.25 * rates[0], "the attackers take processor time, too"
 
 
 @pytest.mark.slow

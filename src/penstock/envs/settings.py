@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from penstock.records.section import NonNegative, Positive, Seconds, Section
 
+Option = str | int | float | bool
+
 
 class EnvSection(Section):
     name: str
     """A built-in task (`copy`, `reverse`, `sort`, `arithmetic`), `gymnasium` (with `options.id`), `jsonl` (with
     `options.path`), or your own as `package.module:Name`."""
-    options: dict[str, str | int | float | bool | list[str] | list[int] | list[float]] = {}
+    options: dict[str, Option | list[str] | list[int] | list[float] | dict[str, Option]] = {}
     """Passed to the environment as keyword arguments."""
     rewards: list[str] = []
     """Reward functions used instead of the task's own: `exact_answer`, `contains_answer`, `matching_positions`, or your

@@ -109,3 +109,14 @@ def test_tools_keep_the_alphabet():
     assert set(Copy(seed=0).alphabet) < set(tools.alphabet)
     assert len(set(tools.alphabet)) == len(tools.alphabet)
     assert not hasattr(tools, "hold_out")
+
+
+def test_arguments_of_a_gymnasium_environment_reach_it(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    env = 'name = "gymnasium"\noptions = { id = "Pendulum-v1", options = { g = 3.5 } }'
+    path.write_text(BASE.format(env=env, model='kind = "mlp"'))
+    config = load(path)
+    check_environment(config)
+    environment = environment_of(config, config.pipeline[0])
+    assert environment._idle[0].unwrapped.g == 3.5
+    environment.close()
