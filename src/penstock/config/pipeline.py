@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from penstock.batch.advantage import NAMED as ADVANTAGES
 from penstock.config.recommended import fill_in
 from penstock.control.sections import EvaluationSection
-from penstock.engines.settings import Engine, MlpModel, Model
+from penstock.engines.settings import Engine, LoraSection, MlpModel, Model
 from penstock.engines.torch.settings import TorchEngineSection
 from penstock.envs.settings import EnvSection
 from penstock.records.section import (
@@ -51,6 +51,8 @@ class PipelineSection(Section):
     """Devices of the pool that it may generate on, also others' training devices; all by default."""
     env: EnvSection
     model: Model
+    lora: LoraSection | None = None
+    """`[pipeline.lora]`: train an adapter of the model instead of all its weights."""
     engine: Engine = TorchEngineSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
@@ -85,6 +87,8 @@ class PipelineSection(Section):
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
         if isinstance(self.model, MlpModel) and not self.engine.capabilities.gymnasium:
             raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
+        if self.lora is not None and (isinstance(self.model, MlpModel) or not self.engine.capabilities.adapters):
+            raise ValueError("lora needs a language model and an engine that loads adapters: engine.kind = 'torch'")
         self._check_group_size()
         if (step := self.train.groups_per_step * self.rollout.group_size) > MOST_RING_SLOTS:
             raise ValueError(f"a step of {step} samples does not fit into a ring of {MOST_RING_SLOTS} slots")

@@ -7,7 +7,8 @@ policy.named_tensors()      # what is published and checkpointed
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +102,11 @@ class LanguagePolicy(Policy):
         self.tokenizer = tokenizer
         self._checkpointing = False
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Brackets forward passes that train nothing."""
+        self.module.eval()
+        return nullcontext()
+
     def checkpoint_activations(self) -> None:
         """Keep only what passes between layers, and compute the rest again in the backward pass."""
         model: Any = self.module
@@ -120,6 +126,48 @@ class LanguagePolicy(Policy):
         assert hasattr(config, "save_pretrained")
         config.save_pretrained(directory)  # type: ignore[operator]
         self.tokenizer.save(directory)
+
+
+class AdaptedPolicy(LanguagePolicy):
+    """A frozen language model with an adapter: `named_tensors` are the adapter's."""
+
+    def base(self) -> LanguagePolicy:
+        """The model without its adapter. It has no memory of its own."""
+        return _BasePolicy(self.module, self.tokenizer)
+
+    def save_config(self, directory: Path) -> None:
+        super().save_config(directory)
+        model: Any = self.module
+        model.peft_config["default"].save_pretrained(directory)
+
+
+class _BasePolicy(LanguagePolicy):
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        model: Any = self.module
+        with super().evaluating(), model.disable_adapter():
+            yield
+
+
+def adapt(
+    policy: LanguagePolicy, *, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = (), seed: int = 0
+) -> AdaptedPolicy:
+    """Freezes the model and gives it an adapter, which changes nothing yet. The given policy is used up."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError("[pipeline.lora] needs peft: pip install 'penstock[lora]'") from error
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=list(targets) or "all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
+    )  # type: ignore[arg-type]
+    # The library draws from the global generator only.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            module = get_peft_model(policy.module, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ConfigError(f"lora.targets {list(targets)}: {error}") from error
+    return AdaptedPolicy(module, policy.tokenizer)
 
 
 RETURNS_RATE = 0.2

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 
 from penstock.engines.registry import SECTIONS
 from penstock.engines.section import EngineSection
-from penstock.records.section import Positive, Section
+from penstock.records.section import Positive, PositiveFloat, Section
 
 
 class TinyModel(Section):
@@ -55,6 +55,17 @@ class HubModel(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What is computed and served. In `bfloat16` the trainer keeps float32 masters of what it trains, and the
     optimiser's state in float32. `auto`: `bfloat16` where `train.device` is a GPU, else `float32`."""
+
+
+class LoraSection(Section):
+    """Trains a low-rank adapter of a frozen language model. Versions and checkpoints hold the adapter only."""
+
+    rank: Positive = 16
+    """Of the two matrices that are trained for each target."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's output is scaled by this over `rank`."""
+    targets: list[str] = []
+    """Names of the layers, for example `["q_proj", "v_proj"]`; all linear layers but the head by default."""
 
 
 class MlpModel(Section):

@@ -9,11 +9,13 @@ from penstock.config.run import Config
 from penstock.engines.hub import directory_of
 from penstock.engines.models import (
     ActorCriticPolicy,
+    AdaptedPolicy,
     GymnasiumPolicy,
     LanguagePolicy,
     ModelSpec,
     PretrainedLanguageModel,
     TinyLanguageModel,
+    adapt,
     build,
 )
 from penstock.engines.settings import HubModel, MlpModel, PathModel, TinyModel
@@ -23,7 +25,11 @@ from penstock.train.objectives import EpisodeObjective, Objective, TokenObjectiv
 
 def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
     """The initial policy in host memory: equal numbers in every process."""
-    return build(_spec(config, pipeline, environment))
+    policy = build(_spec(config, pipeline, environment))
+    if pipeline.lora is None or not isinstance(policy, LanguagePolicy):
+        return policy
+    lora = pipeline.lora
+    return adapt(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.run.seed)
 
 
 def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelSpec:
@@ -62,7 +68,10 @@ def objective_of(config: Config, pipeline: PipelineSection, environment: Any) ->
         return EpisodeObjective(policy, pipeline.ppo_loss)
     if pipeline.train.activation_checkpointing and isinstance(policy, LanguagePolicy):
         policy.checkpoint_activations()
-    reference: Any = policy_of(config, pipeline, environment) if pipeline.token_loss.kl_coefficient else None
+    reference: Any = None
+    if pipeline.token_loss.kl_coefficient:
+        adapted = isinstance(policy, AdaptedPolicy)
+        reference = policy.base() if adapted else policy_of(config, pipeline, environment)
     return TokenObjective(
         policy,
         pipeline.token_loss,

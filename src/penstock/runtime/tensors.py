@@ -41,8 +41,10 @@ def free_device_caches() -> None:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, tied ones once. Live, not copied."""
+    """Parameters and saved buffers by name, tied ones once; of a model with an adapter, the adapter's. Live."""
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    if hasattr(module, "peft_config"):
+        return {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
     buffers = list(module.named_buffers())
     if not buffers:
         return tensors

@@ -152,14 +152,13 @@ class TokenObjective:
         """On the host."""
         if policy is None:
             return None
-        policy.module.eval()
         if not _trains(batch):
             if isinstance(policy, ShardedPolicy):
-                with torch.no_grad():
+                with policy.evaluating(), torch.no_grad():
                     idle_pass(policy.module)
             return None
         device = next(policy.module.parameters()).device
-        with torch.no_grad():
+        with policy.evaluating(), torch.no_grad():
             return TokenTensors(batch, device).scores(policy.module, self.temperature)[0].to(HOST)
 
     def share(self, batch: TokenTensors, score: PriorLogprobs, totals: Totals) -> tuple[Tensor, Metrics]:

@@ -155,10 +155,11 @@ class _ChunkedScores(torch.autograd.Function):
         entropy_M, lse_M = torch.empty_like(logprobs_M), torch.empty_like(logprobs_M)
         for part in _chunks(len(hidden_MH), len(weight_VH)):
             logits_CV = _logits(hidden_MH[part], weight_VH, bias_V, temperature)
-            lse_M[part] = torch.logsumexp(logits_CV, dim=-1)
-            logprobs_M[part] = logits_CV.gather(-1, target_M[part, None]).squeeze(-1) - lse_M[part]
-            logits_CV -= lse_M[part, None]
-            entropy_M[part] = -torch.linalg.vecdot(logits_CV.exp(), logits_CV)
+            first_C = logits_CV[:, 0].clone()
+            log_p_CV = torch.log_softmax(logits_CV, dim=-1, out=logits_CV)
+            lse_M[part] = first_C - log_p_CV[:, 0]
+            logprobs_M[part] = log_p_CV.gather(-1, target_M[part, None]).squeeze(-1)
+            entropy_M[part] = -torch.linalg.vecdot(log_p_CV.exp(), log_p_CV)
         ctx.save_for_backward(hidden_MH, weight_VH, bias_V, target_M, lse_M, entropy_M)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)

@@ -27,7 +27,10 @@ class TorchEngineSection(EngineSection):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            requests=self.batching == "continuous", gymnasium=self.batching == "static", device_weights=True
+            requests=self.batching == "continuous",
+            gymnasium=self.batching == "static",
+            device_weights=True,
+            adapters=True,
         )
 
     @property

@@ -1,0 +1,99 @@
+"""An adapter alone is trained, published, checkpointed and served; the base is there once and never changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.batch.pack import PackSettings, pack_tokens
+from penstock.engines.models import AdaptedPolicy, LanguagePolicy, TinyLanguageModel, adapt, build
+from penstock.engines.requests import Sampling
+from penstock.engines.torch.static import TorchEngine
+from penstock.errors import ConfigError
+from penstock.train import checkpoint
+from penstock.train.objectives import TokenObjective
+from penstock.train.settings import OptimizerSection, TokenLossSection
+from penstock.train.step import Learner
+
+pytest.importorskip("peft")
+
+SPEC = TinyLanguageModel(alphabet="abcdef>", hidden_size=32, layers=2, heads=2, max_positions=32)
+
+
+def policy() -> AdaptedPolicy:
+    made = build(SPEC)
+    assert isinstance(made, LanguagePolicy)
+    return adapt(made, rank=4, alpha=8.0)
+
+
+def batches(seed: int = 0) -> list:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(2):
+        prompt = rng.integers(3, 10, 5)
+        for _ in range(4):
+            ids = np.concatenate([prompt, rng.integers(3, 10, 5)]).astype(np.int32)
+            mask = np.array([0] * 5 + [1] * 5, np.uint8)
+            samples.append({"token_ids": ids, "loss_mask": mask, "logprobs": np.full(10, -2.3, np.float32)})
+    return pack_tokens(samples, rng.normal(size=8).astype(np.float32), PackSettings(layout="prefix"))
+
+
+def learner(made: AdaptedPolicy) -> Learner:
+    objective = TokenObjective(made, TokenLossSection(kl_coefficient=0.1), packing="prefix", reference=made.base())
+    return Learner(objective, OptimizerSection(learning_rate=1e-2))
+
+
+def test_only_the_adapter_is_trained_and_the_reference_is_the_base() -> None:
+    made = policy()
+    names = set(made.named_tensors())
+    assert names
+    assert all(".lora_" in name for name in names)
+    everything = {name: p.detach().clone() for name, p in made.module.named_parameters()}
+    owner = learner(made)
+    divergences = [owner.step(batches())["kl_reference"] for _ in range(4)]
+    assert divergences[0] == pytest.approx(0, abs=1e-6)
+    assert divergences[-1] > 1e-5
+    changed = {name for name, p in made.module.named_parameters() if not torch.equal(p, everything[name])}
+    assert changed == names
+
+
+def test_an_engine_serves_versions_of_the_adapter() -> None:
+    trained, served = policy(), policy()
+    engine = TorchEngine(served.module, pad_id=served.tokenizer.pad_id, seed=0)
+    assert engine.served_tensors().keys() == trained.named_tensors().keys()
+    owner = learner(trained)
+    for _ in range(3):
+        owner.step(batches())
+    engine.stage(trained.named_tensors())
+    engine.swap(3, "digest")
+    (drawn,) = engine.generate([[3, 4, 5]], Sampling(max_new_tokens=6))
+    ids = torch.tensor([[3, 4, 5, *drawn.token_ids.tolist()]])
+    with torch.no_grad():
+        log_p = torch.log_softmax(trained.module(input_ids=ids).logits[0], -1)
+    wanted = [float(log_p[at - 1, ids[0, at]]) for at in range(3, ids.shape[1])]
+    assert drawn.logprobs.tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_checkpoint_holds_the_adapter_and_goes_on_exactly(tmp_path: Path) -> None:
+    straight, first, second = learner(policy()), learner(policy()), learner(policy())
+    for step in range(4):
+        straight.step(batches(step))
+    for step in range(2):
+        first.step(batches(step))
+    saved = checkpoint.save(tmp_path, first)
+    assert (saved.directory / "adapter_config.json").is_file()
+    checkpoint.load(saved, second)
+    for step in range(2, 4):
+        second.step(batches(step))
+    for name, tensor in straight.policy.named_tensors().items():
+        assert torch.equal(second.policy.named_tensors()[name], tensor)
+
+
+def test_unknown_targets_are_named() -> None:
+    made = build(SPEC)
+    assert isinstance(made, LanguagePolicy)
+    with pytest.raises(ConfigError, match="nowhere"):
+        adapt(made, targets=["nowhere"])
