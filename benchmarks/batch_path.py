@@ -4,7 +4,7 @@ Sixty-four rollouts of fifty turns, 4 to 8 thousand tokens each, routing of 48 l
 without routing, and then four times as many). Three processes, each with a loop on uvloop and a probe on it:
 
     worker       keeps the turns as episodes, lays them out and writes them into its payload ring, in background threads
-    controller   the real desk and machine behind their HTTP port, with their journal: leases, deliveries, the batch
+    controller   the real service and machine behind their HTTP port, with their journal: leases, deliveries, the batch
     trainer      waits for the batch, fetches, decodes, computes advantages and packs, in background threads
 
 Beside them, in the same run: a memcpy of the same bytes (the physical limit: one thread, one large array, into memory
@@ -38,6 +38,7 @@ from rich.table import Table
 
 from penstock.batch import advantage, codec, filters
 from penstock.batch.pack import PackSettings, TokenMicroBatch, pack_tokens
+from penstock.control.controller import Controller
 from penstock.control.io.client import ControlClient
 from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.io.service import ControlService
@@ -214,13 +215,13 @@ async def controller(pipe: Connection, folder: Path, workload: Workload, rounds:
     )
     keep = filters.build(["zero_signal"])
     journal = Journal(folder / "journal.sqlite", RunId("bench"))
-    desk = ControlService({PIPELINE: PipelineControl(settings, keep)}, journal, SystemClock())
-    desk.recover()
-    server = ControlServer(ControlApp(desk, TOKEN))
+    service = ControlService(Controller({PIPELINE: PipelineControl(settings, keep)}), journal, SystemClock())
+    service.start()
+    server = ControlServer(ControlApp(service, TOKEN))
     body = {"host": "127.0.0.1", "port": server.bind(), "pid": os.getpid()}
     (folder / "controller.json").write_text(json.dumps(body))
     async with Tasks() as tasks:
-        tasks.spawn("desk", desk.run())
+        tasks.spawn("service", service.run())
         tasks.spawn("http", server.serve())
 
         async def one_round(number: int) -> dict[str, float]:
@@ -229,10 +230,10 @@ async def controller(pipe: Connection, folder: Path, workload: Workload, rounds:
 
         await probed(pipe, rounds, one_round)
         await asyncio.to_thread(pipe.recv)  # until the others have left
-        desk.close()
+        service.close()
         await server.stop(5.0)
         tasks.cancel()
-    desk.check()
+    service.check()
     journal.close(10.0)
 
 

@@ -1,8 +1,8 @@
 """Lease and deliver over HTTP: pairs per second and loop lag of a controller on one core.
 
 Sixteen workers in one process ask for a lease of one group and deliver it, as fast as they are answered, while a
-trainer takes batches and acknowledges steps. The controller is another process, pinned to one core: the real desk, the
-real machine, the real journal. Beside it, in the same run, the same exchange
+trainer takes batches and acknowledges steps. The controller is another process, pinned to one core: the real service,
+the real machine, the real journal. Beside it, in the same run, the same exchange
 
 * over the usual stack: Starlette routes, JSON bodies, an httpx client, the same machine, no journal at all;
 * over Redis streams with its append-only file flushed every second, and the same machine in a process beside it that
@@ -42,6 +42,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from penstock.control import effects
+from penstock.control.controller import Controller
 from penstock.control.io.client import ControlClient
 from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.io.service import ControlService
@@ -88,21 +89,21 @@ class Peer(Protocol):
 
 async def serve_ours(folder: Path) -> dict[str, float]:
     journal = Journal(folder / "journal.sqlite", RunId("bench"))
-    desk = ControlService({PIPELINE: machine()}, journal, SystemClock())
-    desk.recover()
-    server = ControlServer(ControlApp(desk, TOKEN))
+    service = ControlService(Controller({PIPELINE: machine()}), journal, SystemClock())
+    service.start()
+    server = ControlServer(ControlApp(service, TOKEN))
     port = server.bind()
     lag = LagMonitor("controller", period_s=0.005, window=20_000)
     async with Tasks() as tasks:
-        tasks.spawn("desk", desk.run())
+        tasks.spawn("service", service.run())
         tasks.spawn("http", server.serve())
         tasks.spawn("lag", lag.run())
         announce(folder, port)
         await asyncio.to_thread(sys.stdin.read)
-        desk.close()
+        service.close()
         await server.stop(5)
         tasks.cancel()
-    desk.check()
+    service.check()
     commits = journal.commits
     journal.close(10)
     return lag.report().values("") | {"events": journal.last_seq, "commits": commits}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvloop
 
+from penstock.control.controller import Controller as Machine
 from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.io.service import ControlService
 from penstock.control.pipeline import PipelineControl
@@ -29,25 +30,25 @@ SETTINGS = PipelineSettings(name=PIPELINE, groups_per_step=4, group_size=2, max_
 
 async def serve(folder: Path) -> None:
     journal = Journal(folder / "journal.sqlite", RUN)
-    desk = ControlService(
-        {PIPELINE: PipelineControl(SETTINGS)}, journal, SystemClock(), snapshot_every=100, tick_s=0.05
+    service = ControlService(
+        Machine({PIPELINE: PipelineControl(SETTINGS)}), journal, SystemClock(), snapshot_every=100, tick_s=0.05
     )
-    desk.recover()
-    desk.check()
-    server = ControlServer(ControlApp(desk, TOKEN))
+    service.start()
+    service.check()
+    server = ControlServer(ControlApp(service, TOKEN))
     port = server.bind()
     shutdown = ShutdownSignal()
     shutdown.install()
     async with Tasks() as tasks:
-        tasks.spawn("desk", desk.run())
+        tasks.spawn("service", service.run())
         tasks.spawn("http", server.serve())
         body = f'{{"host": "127.0.0.1", "port": {port}, "pid": {os.getpid()}}}'
         await asyncio.to_thread(write_atomically, folder / "controller.json", body)
         await shutdown.wait()
-        desk.close()
+        service.close()
         await server.stop(5)
         tasks.cancel()
-    desk.check()
+    service.check()
     journal.close(10)
 
 

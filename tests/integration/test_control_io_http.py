@@ -17,7 +17,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.control.events import Event, TimePassed
+from penstock.control.controller import Controller as Machine
+from penstock.control.events import Event
 from penstock.control.io.http import STATUS_OF_REFUSAL, ControlApp, ControlServer
 from penstock.control.io.service import ControlService
 from penstock.control.io.waiting import MAX_WAIT_S
@@ -48,7 +49,7 @@ MAX_BODY = 200_000
 
 @dataclass
 class Controller:
-    desk: ControlService
+    service: ControlService
     app: ControlApp
     server: ControlServer
     client: httpx.AsyncClient
@@ -61,28 +62,28 @@ class Controller:
         return self.app.registry.get_sample_value("penstock_control_rejected_total", {"status": str(status)})
 
     def fingerprint(self) -> tuple[int, bytes]:
-        return self.desk.journal.last_seq, self.desk.pipelines[A].snapshot()
+        return self.service.journal.last_seq, self.service.controller.pipelines[A].snapshot()
 
 
 @asynccontextmanager
 async def controller(folder: Path) -> AsyncIterator[Controller]:
     journal = Journal(folder / "journal.sqlite", RunId("run"))
     control = PipelineControl(PipelineSettings(name=A, groups_per_step=2, group_size=2, max_staleness=0, steps=3))
-    desk = ControlService({A: control}, journal, SystemClock(), tick_s=3600)
-    desk.recover()
-    app = ControlApp(desk, TOKEN, max_body_bytes=MAX_BODY)
+    service = ControlService(Machine({A: control}), journal, SystemClock(), tick_s=3600)
+    service.start()
+    app = ControlApp(service, TOKEN, max_body_bytes=MAX_BODY)
     server = ControlServer(app)
     port = server.bind()
     try:
         async with Tasks() as tasks:
-            tasks.spawn("desk", desk.run())
+            tasks.spawn("service", service.run())
             tasks.spawn("http", server.serve())
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client:
-                yield Controller(desk, app, server, client)
-            desk.close()
+                yield Controller(service, app, server, client)
+            service.close()
             await server.stop(5)
             tasks.cancel()
-        desk.check()
+        service.check()
     finally:
         journal.close(10)
 
@@ -123,7 +124,7 @@ async def test_a_sample_through_the_port(run: Controller) -> None:
 async def test_every_answer_to_a_change_is_on_disk_before_it_leaves(run: Controller) -> None:
     await run.call(register())
     await run.call(lease(1))
-    tags = [msgspec.msgpack.decode(entry.body)["type"] for entry in history(run.desk.journal.path)]
+    tags = [msgspec.msgpack.decode(entry.body)["type"] for entry in history(run.service.journal.path)]
     assert tags[-2:] == ["register", "ask_lease"]
 
 
@@ -139,9 +140,9 @@ async def test_pages(run: Controller) -> None:
 async def test_figures_of_members_appear_and_go_with_them(run: Controller) -> None:
     await run.call(register())
     await run.call(messages.ReportMetrics(A, W, values={"loop_lag_p99_s": 0.25}))
-    assert run.desk.status()["members"] == {"a/worker": {"loop_lag_p99_s": 0.25}}
+    assert run.service.status()["members"] == {"a/worker": {"loop_lag_p99_s": 0.25}}
     await run.call(messages.Unregister(A, W))
-    assert run.desk.status()["members"] == {}
+    assert run.service.status()["members"] == {}
 
 
 async def test_what_is_known_is_exported_and_what_has_left_is_not(run: Controller) -> None:
@@ -163,7 +164,7 @@ async def test_what_is_known_is_exported_and_what_has_left_is_not(run: Controlle
 
 async def wait_until_held(run: Controller, kind: str) -> None:
     async with asyncio.timeout(20):
-        while not run.desk.waiting.statistics().get(kind):  # noqa: ASYNC110 - nothing to await: it is another's wait
+        while not run.service.waiting.statistics().get(kind):  # noqa: ASYNC110 - nothing to await: it is another's wait
             await asyncio.sleep(0.002)
 
 
@@ -202,7 +203,7 @@ async def test_a_wait_ends_with_its_time_and_with_the_desk(run: Controller) -> N
     async with asyncio.TaskGroup() as group:
         asking = group.create_task(run.call(messages.AskBatch(A, T, StepIndex(0), wait_s=1e9)))
         await wait_until_held(run, "ask_batch")
-        run.desk.close()
+        run.service.close()
     assert isinstance(asking.result(), messages.NotYet)
 
 
@@ -243,7 +244,7 @@ async def test_wrong_paths_and_methods(run: Controller) -> None:
         (lease(1), 410, "Stale"),
         (messages.AskBatch(A, T, StepIndex(0)), 410, "Stale"),
         (messages.AskLease(PipelineName("b"), W, 1, 1, Version(0)), 422, "LocalProtocolError"),
-        (messages.AskOrders(A, W, OrderNumber(0)), 422, "LocalProtocolError"),
+        (messages.AskOrders(A, W, OrderNumber(0)), 410, "Stale"),
     ],
 )
 async def test_a_refusal_by_the_machines_is_a_4xx_with_its_reason(
@@ -363,40 +364,40 @@ async def test_a_broken_machine_fails_the_run_instead_of_going_on(run: Controlle
     def broken(event: Any, now: float) -> Any:
         raise KeyError("lost")
 
-    run.desk.pipelines[A].handle = broken  # type: ignore[method-assign]
+    run.service.controller.pipelines[A].handle = broken  # type: ignore[method-assign]
     answer = await run.call(register())
     assert isinstance(answer, Refused)
     assert answer.kind == "RunFailed"
-    assert run.desk.failed.is_set()
-    assert "pipeline a broke on Register" in run.desk.failure
+    assert run.service.failed.is_set()
+    assert "pipeline a broke on Register" in run.service.failure
 
 
 async def test_a_machine_that_breaks_on_its_own_time_ends_the_desk_with_a_sentence(run: Controller) -> None:
-    desk = ControlService(run.desk.pipelines, ListedJournal(), SystemClock(), tick_s=0.001)
+    service = ControlService(Machine(run.service.controller.pipelines), ListedJournal(), SystemClock(), tick_s=0.001)
 
     def broken(event: Any, now: float) -> Any:
         raise KeyError("lost")
 
-    desk.pipelines[A].handle = broken  # type: ignore[method-assign]
+    service.controller.pipelines[A].handle = broken  # type: ignore[method-assign]
     with pytest.raises(RunFailed, match="pipeline a broke on TimePassed"):
         async with asyncio.timeout(20):
-            await desk.run()
+            await service.run()
 
 
 async def test_a_full_disk_fails_the_run_and_promises_nothing(run: Controller) -> None:
     await run.call(register())
-    run.desk.journal.fail(RunFailed("the disk is full"))
+    run.service.journal.fail(RunFailed("the disk is full"))
     answer = await run.call(lease(1))
     assert isinstance(answer, Refused)
     assert (answer.kind, answer.message) == ("RunFailed", "the disk is full")
-    assert run.desk.failure == "the disk is full"
+    assert run.service.failure == "the disk is full"
 
 
 def test_the_document_has_every_path_and_every_refusal() -> None:
     document = (Path(__file__).parents[2] / "docs" / "protocols" / "control-http.md").read_text()
     for kind, status in STATUS_OF_REFUSAL.items():
         assert f"| `{kind}` | {status} |" in document
-    app = ControlApp(ControlService({}, ListedJournal(), SystemClock()), TOKEN)
+    app = ControlApp(ControlService(Machine({}), ListedJournal(), SystemClock()), TOKEN)
     for path in ("/v1/call", "/healthz", *app._pages):
         assert f"{path}`" in document
     assert f"({MAX_MESSAGE_BYTES // 2**20} MiB)" in document
@@ -488,17 +489,17 @@ def test_fuzz_whatever_arrives_is_answered_and_the_books_still_balance(bodies: l
     async def send_all() -> None:
         journal = ListedJournal()
         control = PipelineControl(PipelineSettings(name=A, groups_per_step=2, group_size=2, steps=3))
-        desk = ControlService({A: control}, journal, SystemClock())
-        desk.happen(A, TimePassed())
-        app = ControlApp(desk, TOKEN, max_body_bytes=MAX_BODY)
+        service = ControlService(Machine({A: control}), journal, SystemClock())
+        service.tick()
+        app = ControlApp(service, TOKEN, max_body_bytes=MAX_BODY)
         for body in [*bodies, *(msgspec.msgpack.encode(request) for request in VALID)]:
             before = journal.last_seq, control.snapshot()
             status = await post(app, body)
             assert status in (200, 400, 409, 410, 413, 422)
             if status != 200:
                 assert (journal.last_seq, control.snapshot()) == before
-            assert not desk.failure
-            desk.check()
+            assert not service.failure
+            service.check()
         again = PipelineControl(control.settings)
         for at, event in journal.events:
             again.handle(msgspec.msgpack.decode(event, type=Event), at)

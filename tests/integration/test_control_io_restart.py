@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from control_io_controller import PIPELINE, RUN, SETTINGS, TOKEN
 
+from penstock.control.controller import Controller as Machine
 from penstock.control.events import Event
 from penstock.control.io.client import ControlClient
 from penstock.control.io.service import ControlService
@@ -199,8 +200,8 @@ async def test_nothing_acknowledged_is_lost_and_nothing_happens_twice(controller
 
     reopened = Journal(controller.folder / "journal.sqlite", RUN)
     from_snapshot = PipelineControl(SETTINGS)
-    desk = ControlService({PIPELINE: from_snapshot}, reopened, SystemClock())
-    desk.recover()
+    service = ControlService(Machine({PIPELINE: from_snapshot}), reopened, SystemClock())
+    service.start()
     reopened.close(10)
     assert from_snapshot.state.ledger == machine.state.ledger
 

@@ -12,17 +12,24 @@ import msgspec
 from penstock.control.points import EvaluationResult
 from penstock.records.ids import MemberId, PromptIndex
 from penstock.records.payload import PayloadRef
-from penstock.records.weights import Manifest
 from penstock.wire.messages import Reply
 
-Topic = Literal["leases", "batches", "weights", "phase"]
+Topic = Literal["leases", "batches", "weights", "phase", "checkpoint", "devices", "orders"]
 Level = Literal["debug", "info", "warning", "error"]
 
 
-class OfferWeights(msgspec.Struct, frozen=True):
-    """Newest weights, for every engine that holds others."""
+class Record(msgspec.Struct, frozen=True):
+    """Journal this event: it changed the state of a pipeline, or of the pool. `decided` is what came of it."""
 
-    manifest: Manifest
+    event: msgspec.Struct
+    decided: tuple[msgspec.Struct, ...]
+
+
+class FenceMember(msgspec.Struct, frozen=True):
+    """End this process for certain: its devices are wanted and it does not answer."""
+
+    member: MemberId
+    reason: str
 
 
 class EvictMember(msgspec.Struct, frozen=True):
@@ -67,5 +74,7 @@ class FailRun(msgspec.Struct, frozen=True):
     sentence: str
 
 
-Instruction = OfferWeights | EvictMember | ReleasePayloads | NoteFiltered | NoteEvaluation | Log | Announce | FailRun
+Instruction = (
+    Record | FenceMember | EvictMember | ReleasePayloads | NoteFiltered | NoteEvaluation | Log | Announce | FailRun
+)
 Effect = Reply | Instruction

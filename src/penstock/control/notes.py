@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.control import effects
-from penstock.control.effects import Effect
+from penstock.pool import events as pool
 from penstock.wire.messages import BatchReady, Delivered, Leased
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def noteworthy(decided: list[Effect]) -> bytes:
-    """What a story wants to know beyond the event itself, small: who got which samples, what a batch was made of."""
+def noteworthy(decided: Sequence[msgspec.Struct]) -> bytes:
+    """What a story wants to know beyond the event itself, small: who got which samples, what a batch was made of, which
+    devices were promised to whom."""
     notes: dict[str, Any] = {}
     for effect in decided:
         match effect:
@@ -37,4 +39,12 @@ def noteworthy(decided: list[Effect]) -> bytes:
                 notes.setdefault("said", []).append(line)
             case effects.FailRun(sentence=sentence):
                 notes["failed"] = sentence
+            case pool.GrantDevices(member=member, request=request, devices=devices):
+                notes.setdefault("granted", []).append((member, request, devices))
+            case pool.WakeWorker(member=member, order=order) | pool.SleepWorker(member=member, order=order):
+                notes.setdefault("ordered", []).append((member, order.number, order.action, order.devices))
+            case pool.FenceMember(member=member, reason=reason):
+                notes.setdefault("fenced", []).append((member, reason))
+            case pool.Log(level=level, message=line) if level != "info":
+                notes.setdefault("said", []).append(line)
     return _encode(notes) if notes else b""

@@ -20,7 +20,6 @@ from penstock.control.effects import (
     FailRun,
     Log,
     NoteFiltered,
-    OfferWeights,
     ReleasePayloads,
 )
 from penstock.control.evaluation import Evaluation
@@ -672,4 +671,4 @@ class PipelineControl:
             del state.digests[old]
         if state.phase != "complete":
             self.evaluation.published(version, now)
-        return [Ok(), OfferWeights(manifest), Announce("weights")], True
+        return [Ok(), Announce("weights")], True

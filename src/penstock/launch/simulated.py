@@ -109,7 +109,7 @@ class _Run:
             watching.result()
         if system.broken in done:
             return "a promise was broken"
-        stalls = "; ".join(system.desk.diagnosis().values()) if system.desk is not None else "no controller"
+        stalls = "; ".join(system.service.diagnosis().values()) if system.service is not None else "no controller"
         raise RunFailed(
             f"seed {plan.seed}: not over after {plan.limit_s:g} s: {stalls}\n{system.loop.waits()}\n"
             + "\n".join(list(system.history.lines)[-30:])
@@ -127,9 +127,9 @@ class _Run:
         system, allowed_s = self.system, self.plan_stall_s + STALL_SLACK_S
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            if system.desk is None:
+            if system.service is None:
                 continue
-            system.desk.check()
+            system.service.check()
             now, server = system.loop.time(), system.network.server
             up_for_s = now - server.started_at if server is not None and server.state == "running" else 0.0
             self._up_since = min(self._up_since, now) if up_for_s else now
@@ -144,7 +144,7 @@ class _Run:
             one.at >= since and one.process == "controller" and f"{pipeline}: stalled for" in one.line
             for one in reversed(self.system.said[-200:])
         )
-        status = self.system.desk.status()["pipelines"][pipeline] if self.system.desk is not None else {}
+        status = self.system.service.status()["pipelines"][pipeline] if self.system.service is not None else {}
         return said or status.get("phase") not in ("running", "draining")
 
     def _check_end(self) -> None:
@@ -189,10 +189,10 @@ class SimulatedSupervisor(Supervisor):
         return self._status
 
     async def _page(self, name: str) -> dict[str, Any] | None:
-        desk, server = self._system.desk, self._system.network.server
-        if desk is None or server is None or server.state != "running":
+        service, server = self._system.service, self._system.network.server
+        if service is None or server is None or server.state != "running":
             return None
-        return msgspec.to_builtins(desk.status() if name == "status" else desk.diagnosis())
+        return msgspec.to_builtins(service.status() if name == "status" else service.diagnosis())
 
     def _caller(self, pipeline: PipelineName, member: MemberId) -> ControlClient:
         return MemoryClient(self._system.network.link(self._home), pipeline, member)

@@ -12,6 +12,7 @@ import msgspec
 from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, OrderNumber, Priority
+from penstock.wire.messages import AskDevices, ReportOrder
 
 Rejection = Literal["timed_out", "cancelled", "closed"]
 
@@ -161,6 +162,25 @@ Event = (
     | TimePassed
     | ControllerRestarted
 )
+
+
+def requested(request: AskDevices) -> DevicesRequested:
+    return DevicesRequested(
+        pipeline=request.pipeline,
+        member=request.member,
+        request=request.request,
+        priority=request.priority,
+        among=request.among,
+        count=request.count,
+        timeout_s=request.timeout_s,
+        release=request.release,
+    )
+
+
+def reported(report: ReportOrder) -> MoveDone | MoveFailed:
+    if report.done:
+        return MoveDone(report.pipeline, report.member, report.order)
+    return MoveFailed(report.pipeline, report.member, report.order, report.released, report.error)
 
 
 class GrantDevices(msgspec.Struct, tag="grant_devices", frozen=True):

@@ -9,66 +9,72 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.batch import filters
+from penstock.config.devices import devices_of
 from penstock.config.pipeline import PipelineSection
+from penstock.config.run import Config
+from penstock.control.controller import Controller
 from penstock.control.io.http import ControlApp, ControlServer
+from penstock.control.io.metric_lines import MetricLines, write_gauges
+from penstock.control.io.service import ControlService, EventLog
 from penstock.control.pipeline import PipelineControl
 from penstock.control.points import EvaluationSettings
 from penstock.control.sections import ControlSection, EvaluationSection
 from penstock.control.settings import PipelineSettings
 from penstock.errors import RunFailed
 from penstock.journal.writer import Journal
+from penstock.pool.events import PipelineOpened
+from penstock.pool.pool import Pool
+from penstock.pool.settings import PoolSettings
 from penstock.records.ids import PipelineName
-from penstock.roles.front_desk import FrontDesk
-from penstock.roles.gauges import write_gauges
+from penstock.records.pool import DeviceId, Topology
 from penstock.roles.live_settings import LiveSettings
 from penstock.roles.process import RoleProcess
-from penstock.runtime.clock import SystemClock
+from penstock.runtime.clock import Clock, SystemClock
+from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines
 from penstock.runtime.rundir import Endpoint, write_atomically
 from penstock.runtime.shutdown import teardown
 from penstock.runtime.tasks import Tasks
+from penstock.weights.fleet import TransactionSettings
 
 log = logging.getLogger(__name__)
 
 TEARDOWN_S = 5.0
-TICK_S = 0.25
 
 
 async def main(process: RoleProcess) -> None:
     """Serves until asked to stop; raises `RunFailed` with one sentence when a pipeline cannot go on."""
     run, config = process.run, process.config
-    machines = {PipelineName(section.name): machine_of(section, config.control) for section in config.pipeline}
     journal = Journal(run.journal_path, run.run_id)
     lines = JsonLines(run.metrics_path)
     lag = process.lag_monitor()
     live = LiveSettings(run.config_path, config)
-    desk = FrontDesk(config, machines, journal, SystemClock(), lines, lag)
-    desk.prefetch = live.prefetch
-    server = ControlServer(ControlApp(desk, run.token()), host=config.control.host, port=config.control.port)
+    service = service_of(config, journal, SystemClock(), lines, lag)
+    service.prefetch = live.prefetch
+    server = ControlServer(ControlApp(service, run.token()), host=config.control.host, port=config.control.port)
     try:
-        replayed = desk.start(new_session=_is_new_session(process), lines_on_file=_lines_of(run.metrics_path))
-        await desk.settle()
+        replayed = service.start(new_session=_is_new_session(process), lines_on_file=_lines_of(run.metrics_path))
+        await service.settle()
         write_atomically(_session_path(process), process.session)
         port = server.bind()
         async with Tasks() as tasks:
-            tasks.spawn("desk", desk.run())
+            tasks.spawn("service", service.run())
             tasks.spawn("server", server.serve())
             tasks.spawn("watch the loop", lag.run())
-            tasks.spawn("tick", _tick(desk))
             tasks.spawn("look at the settings", live.run())
-            tasks.spawn("write gauges", write_gauges(desk, lines))
+            tasks.spawn("write gauges", write_gauges(service.status, lines))
             run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
             log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)
-            await _until_over(process, desk)
-            desk.close()
+            await _until_over(process, service)
+            service.close()
             await teardown([("close the port", lambda: server.stop(TEARDOWN_S / 2))], TEARDOWN_S)
             tasks.cancel()
-        desk.check()
+        service.check()
     finally:
         journal.close(TEARDOWN_S)
         lines.close(TEARDOWN_S)
-    if desk.failure:
-        raise RunFailed(desk.failure)
+    if service.failure:
+        raise RunFailed(service.failure)
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
@@ -76,6 +82,45 @@ def _lines_of(path: Path) -> Iterator[bytes]:
     if path.exists():
         with path.open("rb") as file:
             yield from file
+
+
+def service_of(config: Config, journal: EventLog, clock: Clock, lines: JsonLines, lag: LagMonitor) -> ControlService:
+    return ControlService(
+        controller_of(config),
+        journal,
+        clock,
+        lines=MetricLines(lines, clock),
+        lag=lambda: lag.report().values(prefix=""),
+        snapshot_every=config.journal.snapshot_every_events,
+    )
+
+
+def controller_of(config: Config) -> Controller:
+    devices = devices_of(config)
+    pipelines = {PipelineName(section.name): machine_of(section, config.control) for section in config.pipeline}
+    weights = {
+        PipelineName(section.name): TransactionSettings(
+            policy=section.weights.on_fault,
+            min_healthy=section.weights.min_healthy,
+            update_timeout_s=section.weights.deadline_s,
+        )
+        for section in config.pipeline
+    }
+    shapes = [
+        PipelineOpened(
+            pipeline=PipelineName(section.name),
+            inference=tuple(DeviceId(device) for device in devices.placements[section.name].rollout),
+            bundle=section.rollout.devices_per_worker,
+            concurrency=section.rollout.batch_samples,
+            weight=section.weight,
+            min_bundles=section.min_workers,
+            max_bundles=section.max_workers,
+            start_s=section.engine.starting_s,
+        )
+        for section in config.pipeline
+    ]
+    pool = Pool(PoolSettings(Topology((devices.count,)), payback=config.pool.payback))
+    return Controller(pipelines, weights=weights, pool=pool, shapes=shapes)
 
 
 def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineControl:
@@ -119,16 +164,10 @@ def _is_new_session(process: RoleProcess) -> bool:
     return not path.exists() or path.read_text() != process.session
 
 
-async def _tick(desk: FrontDesk) -> None:
-    while True:
-        desk.tick()
-        await asyncio.sleep(TICK_S)
-
-
-async def _until_over(process: RoleProcess, desk: FrontDesk) -> None:
+async def _until_over(process: RoleProcess, service: ControlService) -> None:
     async def heed_failure() -> None:
-        await desk.failed.wait()
-        process.stop.request(desk.failure)
+        await service.failed.wait()
+        process.stop.request(service.failure)
 
     async with asyncio.TaskGroup() as group:
         heeding = group.create_task(heed_failure())

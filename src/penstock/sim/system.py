@@ -25,13 +25,13 @@ import msgspec
 
 from penstock.config.run import Config
 from penstock.control.io.memory import MemoryClient
+from penstock.control.io.service import ControlService
 from penstock.errors import InvalidTransition, PenstockError, RunFailed
 from penstock.journal.virtual import VirtualJournal
 from penstock.payload.io import mapping as mappings
 from penstock.records.ids import MemberId, PipelineName
 from penstock.roles import rollout_worker, trainer
-from penstock.roles.controller import machine_of
-from penstock.roles.front_desk import FrontDesk
+from penstock.roles.controller import service_of
 from penstock.roles.process import UNEXPECTED, RoleProcess
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
@@ -192,7 +192,7 @@ class System:
         self.network = Network(loop, Random(f"{seed} network"), self.sky, self._served)
         self.placed: dict[str, Placed] = {}
         self.moods: dict[str, Moods] = {}
-        self.desk: FrontDesk | None = None
+        self.service: ControlService | None = None
         self.broken: asyncio.Future[None] = loop.create_future()
         self.outage: asyncio.Future[float] = loop.create_future()
         """Set when the power fails, to how long it is away."""
@@ -272,46 +272,43 @@ class System:
 
     async def _controller(self, member: SimMember) -> None:
         """The wiring of `roles.controller`, with a journal and a port in memory."""
-        config = self.config
-        machines = {PipelineName(one.name): machine_of(one, config.control) for one in config.pipeline}
         journal = VirtualJournal(self.run.journal_path, self.run.run_id, self._commit_s)
         member.process.at_death.append(journal.kill)
         lines: Any = Lines()
-        desk = FrontDesk(config, machines, journal, SystemClock(), lines, NoLag("controller"))
+        service = service_of(self.config, journal, SystemClock(), lines, NoLag("controller"))
         session = self.run.root / "session"
         new_session = not session.exists() or session.read_text() != member.session
         try:
-            desk.start(new_session=new_session)
-            await desk.settle()
+            service.start(new_session=new_session)
+            await service.settle()
             session.write_text(member.session)
             async with Tasks() as tasks:
-                tasks.spawn("desk", desk.run())
-                tasks.spawn("tick", _tick(desk))
-                self.desk = desk
-                self.network.serve(partial(self._answered, desk, journal))
-                await self._until_over(member, desk)
-                desk.close()
+                tasks.spawn("service", service.run())
+                self.service = service
+                self.network.serve(partial(self._answered, service, journal))
+                await self._until_over(member, service)
+                service.close()
                 self.network.close()
                 tasks.cancel()
-            desk.check()
+            service.check()
         finally:
             if member.process.state == "running":
                 journal.close(1.0)
-        if desk.failure:
-            raise RunFailed(desk.failure)
+        if service.failure:
+            raise RunFailed(service.failure)
 
-    async def _answered(self, desk: FrontDesk, journal: VirtualJournal, request: Request) -> Reply:
+    async def _answered(self, service: ControlService, journal: VirtualJournal, request: Request) -> Reply:
         """A commit takes time: an answer in the very moment in which its event was written down came before it."""
         began, seq = self.loop.iterations, journal.last_seq
-        reply = await desk.call(request)
+        reply = await service.call(request)
         if isinstance(request, PROMISING) and self.loop.iterations == began and journal.last_seq != seq:
             self.breaks()
             self.truth.breaks(f"{type(request).__name__} was answered before its event was committed")
         return reply
 
-    async def _until_over(self, member: SimMember, desk: FrontDesk) -> None:
+    async def _until_over(self, member: SimMember, service: ControlService) -> None:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(desk.failed.wait()), group.create_task(member.stop.wait())]
+            tasks = [group.create_task(service.failed.wait()), group.create_task(member.stop.wait())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
@@ -392,12 +389,6 @@ class Lines:
 
     def write(self, line: object) -> None:
         pass
-
-
-async def _tick(desk: FrontDesk) -> None:
-    while True:
-        desk.tick()
-        await asyncio.sleep(TICK_S)
 
 
 def _settle(future: asyncio.Future[int], code: int) -> None:

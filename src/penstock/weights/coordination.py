@@ -13,6 +13,7 @@ from penstock.weights.replica import ReplicaState
 from penstock.weights.transaction import WeightTransaction
 
 Level = Literal["info", "warning"]
+Topic = Literal["leases", "weights", "checkpoint"]
 
 
 class Coordination:
@@ -24,7 +25,7 @@ class Coordination:
     """
 
     def __init__(
-        self, settings: TransactionSettings, wake: Callable[[str], None], say: Callable[[Level, str], None]
+        self, settings: TransactionSettings, wake: Callable[[Topic], None], say: Callable[[Level, str], None]
     ) -> None:
         self.transaction = WeightTransaction(settings)
         self.fenced: dict[MemberId, str] = {}
@@ -96,6 +97,7 @@ class Coordination:
                 case events.OpenAdmission():
                     self.admission_stopped = ""
                     self._say("info", "a replica serves again, prompts are issued")
+                    self._wake("leases")
                 case events.FailRun(sentence=sentence):
                     self.failure = sentence
                 case events.CheckpointTrainer(reason=reason):

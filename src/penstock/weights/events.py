@@ -9,6 +9,7 @@ import msgspec
 from penstock.records.ids import MemberId, Version
 from penstock.records.weights import Held, Manifest
 from penstock.weights.replica import ReplicaState
+from penstock.wire.messages import ReportReplica
 
 
 class VersionPublished(msgspec.Struct, frozen=True):
@@ -71,6 +72,18 @@ class ReplicaReported(msgspec.Struct, frozen=True):
     pause_s: float = 0.0
     skipped_versions: int = 0
     error: str = ""
+
+
+def reported(report: ReportReplica) -> ReplicaReported:
+    return ReplicaReported(
+        member=report.member,
+        state=ReplicaState(report.state),
+        version=report.version,
+        digest=report.digest,
+        pause_s=report.pause_s,
+        skipped_versions=report.skipped_versions,
+        error=report.error,
+    )
 
 
 class Ticked(msgspec.Struct, frozen=True):

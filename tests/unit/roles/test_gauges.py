@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.roles.front_desk import entries_in
-from penstock.roles.gauges import gauges_of
+from penstock.control.io.metric_lines import entries_in, gauges_of
 
 STATUS = {
     "at": 12.5,

@@ -1,4 +1,4 @@
-"""What the controller adds to its desk: payloads handed back, replicas held back, steps written down."""
+"""The whole service: payloads handed back, replicas held back, steps written down."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from penstock.records.ids import MemberId, PipelineName, RunId, SampleId, StepIn
 from penstock.records.payload import PayloadRef, RingAddress
 from penstock.records.rollout import Rollout
 from penstock.records.weights import Manifest
-from penstock.roles.controller import machine_of
-from penstock.roles.front_desk import FrontDesk
+from penstock.roles.controller import service_of
 from penstock.runtime.clock import ManualClock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines
@@ -27,26 +26,33 @@ from penstock.wire import messages
 from penstock.wire.messages import AckStep, AskBatch, AskLease, Deliver, Leased, PublishWeights, Register, ReportReplica
 
 P, W, T = PipelineName("p"), MemberId("w"), MemberId("t")
+ALONE = "penstock.batch.advantage:dr_grpo"
+"""By its path: groups of one are refused with the built-in names."""
 MANIFEST = Manifest(Version(0), "lineage", "d0", (), "weights/p/lineage/0")
 
 
 class Room:
-    """A front desk with a worker and a trainer at it."""
+    """A service with a worker and a trainer."""
 
     def __init__(
         self, folder: Path, lines_on_file: Sequence[bytes] = (), *, group_size: int = 1, max_staleness: int = 2
     ) -> None:
         table = {"name": "p", "steps": 3, "env": {"name": "copy"}, "model": {"kind": "tiny"}}
         table |= {"rollout": {"group_size": group_size}}
-        table |= {"train": {"groups_per_step": 2, "max_staleness": max_staleness}}
+        table |= {
+            "train": {
+                "groups_per_step": 2,
+                "max_staleness": max_staleness,
+                "advantage": "penstock.batch.advantage:dr_grpo",
+            }
+        }
         config = validate({"pipeline": [table]})
         self.metrics = folder / "metrics.jsonl"
         self.journal = Journal(folder / "journal.sqlite", RunId("r"))
         self.lines = JsonLines(self.metrics)
-        machines = {P: machine_of(config.pipeline[0], config.control)}
-        self.desk = FrontDesk(config, machines, self.journal, ManualClock(100.0), self.lines, LagMonitor("test"))
+        self.service = service_of(config, self.journal, ManualClock(100.0), self.lines, LagMonitor("test"))
         try:
-            self.desk.start(new_session=True, lines_on_file=lines_on_file)
+            self.service.start(new_session=True, lines_on_file=lines_on_file)
         except BaseException:
             self.close()
             raise
@@ -59,20 +65,26 @@ class Room:
     async def seat(self) -> None:
         ring, of_rank_1 = (RingAddress(name, 1, "host", "127.0.0.1") for name in ("ring", "ring of rank 1"))
         register = Register(P, W, role="rollout", pid=1, host_id="host", ring=ring, more_rings=(of_rank_1,))
-        await self.desk.call(register)
-        await self.desk.call(Register(P, T, role="trainer", pid=2, host_id="host", step=StepIndex(0)))
-        await self.desk.call(PublishWeights(P, T, manifest=MANIFEST))
-        await self.desk.call(ReportReplica(P, W, state="serving", version=Version(0), digest="d0"))
+        await self.service.call(register)
+        await self.service.call(Register(P, T, role="trainer", pid=2, host_id="host", step=StepIndex(0)))
+        await self.service.call(PublishWeights(P, T, manifest=MANIFEST))
+        await self.service.call(ReportReplica(P, W, state="serving", version=Version(0), digest="d0"))
 
     async def lease(self, samples: int, *, again: bool = False) -> Leased:
         self.request += not again
-        reply = await self.desk.call(AskLease(P, W, request=self.request, samples=samples, version=Version(0)))
+        reply = await self.service.call(AskLease(P, W, request=self.request, samples=samples, version=Version(0)))
         assert isinstance(reply, Leased), reply
         return reply
 
+    def carry_out(self) -> None:
+        """What the service does after a commit, without its loop."""
+        while not self.service._instructions.empty():
+            _, name, effect = self.service._instructions.get_nowait()
+            self.service._obey(name, effect)
+
     async def deliver(self, leased: Leased) -> messages.Reply:
         samples = [sample for lease in leased.leases for sample in lease.samples]
-        return await self.desk.call(Deliver(P, W, rollouts=tuple(rollout(sample) for sample in samples)))
+        return await self.service.call(Deliver(P, W, rollouts=tuple(rollout(sample) for sample in samples)))
 
 
 def rollout(sample: SampleId) -> Rollout:
@@ -85,15 +97,15 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
     room = Room(tmp_path)
     await room.seat()
     yield room
-    room.desk.check()
+    room.service.check()
     room.close()
 
 
 async def test_a_trained_step_becomes_one_line_however_often_it_is_acknowledged(room: Room):
     await room.deliver(await room.lease(2))
-    await room.desk.call(AskBatch(P, T, step=StepIndex(0)))
+    await room.service.call(AskBatch(P, T, step=StepIndex(0)))
     for _ in range(2):
-        assert await room.desk.call(AckStep(P, T, step=StepIndex(0), metrics={"loss": 1.5})) == messages.Ok()
+        assert await room.service.call(AckStep(P, T, step=StepIndex(0), metrics={"loss": 1.5})) == messages.Ok()
     room.lines.close(5.0)
     (line,) = [json.loads(line) for line in room.metrics.read_text().splitlines()]
     assert (line["step"], line["reward"], line["loss"], line["samples"]) == (0, 0.5, 1.5, 2)
@@ -101,8 +113,8 @@ async def test_a_trained_step_becomes_one_line_however_often_it_is_acknowledged(
 
 async def test_a_line_that_died_with_the_controller_is_written_by_the_next(room: Room, tmp_path: Path):
     await room.deliver(await room.lease(2))
-    await room.desk.call(AskBatch(P, T, step=StepIndex(0)))
-    await room.desk.call(AckStep(P, T, step=StepIndex(0)))
+    await room.service.call(AskBatch(P, T, step=StepIndex(0)))
+    await room.service.call(AckStep(P, T, step=StepIndex(0)))
     room.close()
     whole = room.metrics.read_bytes()
     room.metrics.write_bytes(whole[:20])
@@ -119,38 +131,38 @@ async def test_a_resumed_run_goes_on_by_other_settings_but_its_past_is_replayed_
 ):
     await room.deliver(await room.lease(6))
     for step in (0, 1):
-        await room.desk.call(AskBatch(P, T, step=StepIndex(step)))
-        assert await room.desk.call(AckStep(P, T, step=StepIndex(step))) == messages.Ok()
+        await room.service.call(AskBatch(P, T, step=StepIndex(step)))
+        assert await room.service.call(AckStep(P, T, step=StepIndex(step))) == messages.Ok()
     room.close()
     for max_staleness in (0, 1):  # with no staleness two samples could never have been leased, let alone six
         again = Room(tmp_path, max_staleness=max_staleness)
         again.close()
-        status = again.desk.status()["pipelines"][P]
+        status = again.service.status()["pipelines"][P]
         assert (status["step"], status["samples_trained"], status["dropped_lost"]) == (2, 4, 2)
-        assert again.desk.pipelines[P].oldest_trainable == 2 - max_staleness  # type: ignore[attr-defined]
+        assert again.service.controller.pipelines[P].oldest_trainable == 2 - max_staleness  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"pipeline 'p' .* rollout.group_size must stay 1"):
         Room(tmp_path, group_size=4)
 
 
 async def test_every_lease_brings_the_live_setting_of_prefetch(room: Room):
     assert (await room.lease(1)).prefetch is None
-    room.desk.prefetch = {P: False}
+    room.service.prefetch = {P: False}
     assert (await room.lease(1)).prefetch is False
 
 
 async def test_a_torn_replica_is_given_nothing_until_it_serves_again(room: Room):
     torn = ReportReplica(P, W, state="torn", version=Version(0), digest="", error="half written")
-    await room.desk.call(torn)
+    await room.service.call(torn)
     refused = await room.lease(2)
     assert (refused.leases, refused.verdict) == ((), "version_too_old")
-    await room.desk.call(ReportReplica(P, W, state="serving", version=Version(0), digest="d0"))
+    await room.service.call(ReportReplica(P, W, state="serving", version=Version(0), digest="d0"))
     assert (await room.lease(2)).verdict == "granted"
 
 
 async def test_payloads_nobody_will_read_are_handed_back_until_the_worker_has_moved_on(room: Room):
     await room.deliver(await room.lease(2))
     doomed = tuple(PayloadRef("ring", 1, slot, 0, 10, 0) for slot in (7, 8))
-    room.desk._instructed(P, ReleasePayloads(doomed))
+    room.service._obey(P, ReleasePayloads(doomed))
     first = await room.lease(1)
     assert first.discard == doomed
     assert (await room.lease(1, again=True)).discard == doomed, "the first reply may have been lost"
@@ -161,22 +173,22 @@ async def test_a_worker_of_several_ranks_hears_of_the_rings_of_all_of_them(room:
     leased = await room.lease(2)
     here, there = (sample for lease in leased.leases for sample in lease.samples)
     elsewhere = msgspec.structs.replace(rollout(there), payload=PayloadRef("ring of rank 1", 1, 3, 0, 10, 0))
-    await room.desk.call(Deliver(P, W, rollouts=(rollout(here), elsewhere)))
+    await room.service.call(Deliver(P, W, rollouts=(rollout(here), elsewhere)))
     doomed = tuple(PayloadRef(ring, 1, 7, 0, 10, 0) for ring in ("ring", "ring of rank 1"))
-    room.desk._instructed(P, ReleasePayloads(doomed))
+    room.service._obey(P, ReleasePayloads(doomed))
     assert (await room.lease(1)).discard == doomed
-    await room.desk.call(messages.Unregister(P, W, reason="killed by SIGKILL", died=True))
-    ready = await room.desk.call(AskBatch(P, T, step=StepIndex(0)))
+    await room.service.call(messages.Unregister(P, W, reason="killed by SIGKILL", died=True))
+    ready = await room.service.call(AskBatch(P, T, step=StepIndex(0)))
     assert isinstance(ready, messages.BatchReady)
     assert [address.ring for address in ready.rings] == ["ring", "ring of rank 1"], "they outlive the worker"
 
 
 async def test_whoever_is_given_up_is_named_for_the_supervisor(room: Room):
-    await room.desk.call(messages.Unregister(P, W, reason="killed by SIGKILL", died=True))
+    await room.service.call(messages.Unregister(P, W, reason="killed by SIGKILL", died=True))
     async with asyncio.timeout(10):
         async with asyncio.TaskGroup() as group:
-            serving = group.create_task(room.desk.run())
-            while W not in room.desk.status()["evicted"]:  # noqa: ASYNC110 - said nowhere but in the status
+            serving = group.create_task(room.service.run())
+            while W not in room.service.status()["evicted"]:  # noqa: ASYNC110 - said nowhere but in the status
                 await asyncio.sleep(0)
             serving.cancel()
-    assert "SIGKILL" in room.desk.status()["evicted"][W]
+    assert "SIGKILL" in room.service.status()["evicted"][W]

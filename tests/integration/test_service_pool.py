@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from penstock.config.devices import devices_of
 from penstock.config.load import validate
 from penstock.config.run import Config
-from penstock.errors import ConfigError
 from penstock.journal.writer import Journal
+from penstock.pool.settings import PoolSettings
 from penstock.records.ids import MemberId, PipelineName, RunId
 from penstock.records.payload import RingAddress
 from penstock.records.pool import DeviceId, Priority
-from penstock.roles.controller import machine_of
-from penstock.roles.front_desk import FrontDesk
-from penstock.roles.pool_host import PoolHost
+from penstock.roles.controller import service_of
 from penstock.runtime.clock import ManualClock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.metrics import JsonLines
@@ -35,6 +32,7 @@ from penstock.wire.messages import (
     ReportOrder,
 )
 
+ALONE = "penstock.batch.advantage:dr_grpo"
 LEFT, RIGHT = PipelineName("left"), PipelineName("right")
 
 
@@ -45,34 +43,36 @@ def configured(devices: int = 2, batch_samples: int = 1, payback: float = 13.5) 
         "model": {"kind": "tiny"},
         "rollout": {"group_size": 1, "batch_samples": batch_samples},
     }
-    table |= {"train": {"groups_per_step": 2, "max_staleness": 2}, "train_devices": [0]}
+    table |= {
+        "train": {"groups_per_step": 2, "max_staleness": 2, "advantage": ALONE},
+        "train_devices": [0],
+    }
     table |= {"rollout_devices": list(range(devices))}
     pool = {"devices": devices, "payback": payback}
     return validate({"pool": pool, "pipeline": [table | {"name": LEFT}, table | {"name": RIGHT}]})
 
 
 class Room:
-    """A front desk for two pipelines on two devices, in time that is set by hand."""
+    """A service for two pipelines on two devices, in time that is set by hand."""
 
     def __init__(self, folder: Path, config: Config, new_session: bool) -> None:
         self.clock = ManualClock(100.0)
         self.journal = Journal(folder / "journal.sqlite", RunId("r"))
         self.lines = JsonLines(folder / "metrics.jsonl")
-        machines = {PipelineName(one.name): machine_of(one, config.control) for one in config.pipeline}
-        self.desk = FrontDesk(config, machines, self.journal, self.clock, self.lines, LagMonitor("test"))
-        self.desk.start(new_session=new_session)
+        self.service = service_of(config, self.journal, self.clock, self.lines, LagMonitor("test"))
+        self.service.start(new_session=new_session)
 
     async def join(self, name: PipelineName, *members: str) -> None:
         for member in members:
             ring = RingAddress(member, 1, "host", "127.0.0.1")
-            await self.desk.call(Register(name, MemberId(member), role="rollout", pid=1, host_id="host", ring=ring))
+            await self.service.call(Register(name, MemberId(member), role="rollout", pid=1, host_id="host", ring=ring))
 
     async def obey(self, name: PipelineName, member: str) -> str:
         """What the worker was ordered and has done, if anything."""
-        reply = await self.desk.call(AskOrders(name, MemberId(member)))
+        reply = await self.service.call(AskOrders(name, MemberId(member)))
         assert isinstance(reply, Orders)
         for order in reply.orders:
-            await self.desk.call(ReportOrder(name, MemberId(member), order.number, done=True))
+            await self.service.call(ReportOrder(name, MemberId(member), order.number, done=True))
             return order.action
         return ""
 
@@ -80,16 +80,22 @@ class Room:
         """In the controller's own rhythm."""
         for _ in range(10):
             self.clock.advance(seconds / 10)
-            self.desk.tick()
+            self.service.tick()
+
+    @property
+    def settings(self) -> PoolSettings:
+        pool = self.service.controller.pool
+        assert pool is not None
+        return pool.settings
 
     def pool(self) -> dict[str, Any]:
-        return self.desk.status()["pool"]
+        return self.service.status()["pool"]
 
     def share(self, name: PipelineName) -> dict[str, Any]:
         return next(share for share in self.pool()["shares"] if share["pipeline"] == name)
 
     def close(self) -> None:
-        self.desk.check()
+        self.service.check()
         self.journal.close(5.0)
         self.lines.close(5.0)
 
@@ -109,18 +115,10 @@ def enter(tmp_path: Path) -> Iterator[Callable[..., Room]]:
         room.close()
 
 
-def test_a_pipeline_without_a_ledger_is_refused_at_start(tmp_path: Path):
-    journal = Journal(tmp_path / "journal.sqlite", RunId("r"))
-    config = configured()
-    with pytest.raises(ConfigError, match="cannot count what left, right still needs"):
-        PoolHost(config, devices_of(config), {}, journal, lambda: 0.0)
-    journal.close(5.0)
-
-
 async def test_demand_is_there_before_the_first_lease_and_wakes_a_worker(enter: Callable[[], Room]):
     room = enter()
     await room.join(LEFT, "l0")
-    room.desk.tick()
+    room.service.tick()
     assert room.share(LEFT)["remaining"] == 6, "two groups of one for each of three steps"
     assert await room.obey(LEFT, "l0") == "wake"
     assert room.share(LEFT)["awake"] == 1
@@ -129,19 +127,19 @@ async def test_demand_is_there_before_the_first_lease_and_wakes_a_worker(enter: 
 async def test_counting_again_is_free_while_nothing_changes(enter: Callable[[], Room]):
     room = enter()
     await room.join(LEFT, "l0")
-    room.desk.tick()
+    room.service.tick()
     await room.obey(LEFT, "l0")
-    room.desk.tick()
+    room.service.tick()
     before = room.journal.last_seq
     for _ in range(10):
-        room.desk.tick()
+        room.service.tick()
     assert room.journal.last_seq == before
 
 
 async def test_demand_and_holders_survive_the_controller(enter: Callable[[], Room]):
     room = enter()
     await room.join(LEFT, "l0")
-    room.desk.tick()
+    room.service.tick()
     await room.obey(LEFT, "l0")
     before = room.pool()
     again = enter()
@@ -153,58 +151,58 @@ async def test_demand_and_holders_survive_the_controller(enter: Callable[[], Roo
 async def test_a_silent_worker_is_fenced_and_its_device_serves_the_other_pipeline(enter: Callable[[], Room]):
     room = enter()
     await room.join(LEFT, "l0", "l1")
-    room.desk.tick()
+    room.service.tick()
     assert [await room.obey(LEFT, member) for member in ("l0", "l1")] == ["wake", "wake"]
-    lease_s = room.desk._pool.pool.settings.lease_s
+    lease_s = room.settings.lease_s
     room.pass_time(lease_s - 1)
     await room.join(RIGHT, "r0", "r1")
     room.pass_time(2)
-    assert set(room.desk.status()["evicted"]) == {"l0", "l1"}, "whoever started them must end them"
+    assert set(room.service.status()["evicted"]) == {"l0", "l1"}, "whoever started them must end them"
     assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["", ""], "they may still be there"
-    room.pass_time(room.desk._pool.pool.settings.fence_s)
+    room.pass_time(room.settings.fence_s)
     assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["wake", "wake"]
     assert room.share(LEFT)["remaining"] == 6, "its demand is not forgotten"
-    assert "no live worker process" in room.desk.diagnosis()[LEFT]
+    assert "no live worker process" in room.service.diagnosis()[LEFT]
 
 
 async def test_nobody_is_fenced_because_the_controller_itself_was_away(enter: Callable[[], Room]):
     """Stopped, or on a machine that slept: nobody could be heard of meanwhile."""
     room = enter()
     await room.join(LEFT, "l0")
-    room.desk.tick()
+    room.service.tick()
     await room.obey(LEFT, "l0")
     room.clock.advance(3600.0)
-    room.desk.tick()
-    assert not room.desk.status()["evicted"]
+    room.service.tick()
+    assert not room.service.status()["evicted"]
     assert room.share(LEFT)["awake"] == 1
-    room.pass_time(room.desk._pool.pool.settings.lease_s + 1)
-    assert set(room.desk.status()["evicted"]) == {"l0"}, "it is as silent as before, and now that counts"
+    room.pass_time(room.settings.lease_s + 1)
+    assert set(room.service.status()["evicted"]) == {"l0"}, "it is as silent as before, and now that counts"
 
 
 async def test_heartbeats_keep_a_worker_on_its_device(enter: Callable[[], Room]):
     room = enter()
     await room.join(LEFT, "l0")
-    room.desk.tick()
+    room.service.tick()
     await room.obey(LEFT, "l0")
     for _ in range(20):
         room.clock.advance(5.0)
-        await room.desk.call(Heartbeat(LEFT, MemberId("l0"), progressed_ago_s=0.0, doing="generating"))
-        room.desk.tick()
+        await room.service.call(Heartbeat(LEFT, MemberId("l0"), progressed_ago_s=0.0, doing="generating"))
+        room.service.tick()
     assert room.share(LEFT)["awake"] == 1
-    assert not room.desk.status()["evicted"]
+    assert not room.service.status()["evicted"]
 
 
 async def test_the_stall_sentence_names_who_is_in_the_way(enter: Callable[[], Room]):
     room = enter()
     await room.join(LEFT, "l0", "l1")
-    room.desk.tick()
+    room.service.tick()
     for member in ("l0", "l1"):
         await room.obey(LEFT, member)
     await room.join(RIGHT, "r0")
     room.clock.advance(3.0)
-    room.desk.tick()
+    room.service.tick()
     room.clock.advance(4.0)
-    sentence = room.desk.diagnosis()[RIGHT]
+    sentence = room.service.diagnosis()[RIGHT]
     assert "In the pool: right has 6 samples to generate and no worker since 7 s: l0 is generating on [0]" in sentence
 
 
@@ -213,19 +211,22 @@ async def test_a_request_that_times_out_is_told_so_and_its_number_is_used_up(ent
 
     async def ask(name: PipelineName, number: int, priority: Priority, wait_s: float = 0.0) -> Reply:
         among = (DeviceId(0),)
-        return await room.desk.call(
+        return await room.service.call(
             AskDevices(name, MemberId(f"{name}t"), number, priority, among, 1, timeout_s=5.0, wait_s=wait_s)
         )
 
+    assert isinstance(await ask(LEFT, 0, Priority.INITIALISATION), Refused), "it is no member"
+    for name in (LEFT, RIGHT):
+        await room.service.call(Register(name, MemberId(f"{name}t"), role="trainer"))
     assert isinstance(await ask(LEFT, 0, Priority.INITIALISATION), DevicesGranted)
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(ask(RIGHT, 0, Priority.SCORING, wait_s=30.0))
         await asyncio.sleep(0)  # it has asked, and is held
         assert "rightt (scoring) waits for 1 of devices [0]" in room.pool()["waiting"][0]
-        assert "rightt (scoring) waits for 1 of devices [0]" in room.desk.diagnosis()[RIGHT]
-        assert "leftt is initialising on [0]" in room.desk.diagnosis()[RIGHT]
+        assert "rightt (scoring) waits for 1 of devices [0]" in room.service.diagnosis()[RIGHT]
+        assert "leftt is initialising on [0]" in room.service.diagnosis()[RIGHT]
         room.clock.advance(6.0)
-        room.desk.tick()
+        room.service.tick()
     late = waiting.result()
     assert isinstance(late, Refused)
     assert (late.kind, late.message) == ("Transient", "not served within 6.0 s")
@@ -241,18 +242,18 @@ async def test_a_run_resumed_with_other_settings_shares_by_those_and_replays_its
     room = enter(devices=4)
     await room.join(LEFT, "l0", "l1", "l2", "l3")
     await room.join(RIGHT, "r0")
-    room.desk.tick()
+    room.service.tick()
     assert [await room.obey(LEFT, f"l{number}") for number in range(4)] == ["wake"] * 4
     trainer = MemberId("t")
-    await room.desk.call(Register(RIGHT, trainer, role="trainer", pid=1, host_id="host"))
+    await room.service.call(Register(RIGHT, trainer, role="trainer", pid=1, host_id="host"))
     ask = AskDevices(RIGHT, trainer, 0, Priority.TRAINING, (DeviceId(3),), 1, timeout_s=60.0)
-    await room.desk.call(ask)
+    await room.service.call(ask)
     changed = {"devices": 2, "batch_samples": 5, "payback": 0.0}
     room = enter(new_session=True, **changed)
     pool = room.pool()
     assert (pool["devices"], pool["idle"], pool["waiting"]) == (2, 2, ()), "nobody of the former life is left"
     await room.join(LEFT, "new-l0", "new-l1")
-    room.desk.tick()
+    room.service.tick()
     assert sorted([await room.obey(LEFT, "new-l0"), await room.obey(LEFT, "new-l1")])[-1] == "wake"
     before = room.pool()
     room = enter(**changed)

@@ -1,0 +1,394 @@
+"""The controller: one machine over all pipelines, the replicas of each, and the device pool they share.
+
+`handle(event, now)` takes a request of a member, or the passing of time, and returns what to do, the reply first. It
+has no clock, no socket and no randomness. The one member table is each pipeline's: a replica or a worker of the pool
+exists exactly as long as the member does, and is told of joining and leaving in the same turn.
+
+Two kinds of state. Pipelines and pool are *journalled*: every event that changed one of them comes out as a `Record`,
+and replaying the records gives the same state bit for bit. What is known of the replicas is *soft*: after a restart it
+is rebuilt from their reports, and whatever it leads to (an eviction, the end of the run) is an event of the pipeline
+and journalled there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+import msgspec
+
+from penstock.control import events
+from penstock.control.effects import Announce, Effect, EvictMember, FenceMember, Log, Record, Topic
+from penstock.control.events import RunResumed, SettingsTaken, TimePassed
+from penstock.control.pipeline import PipelineControl
+from penstock.errors import ConfigError, InvalidTransition, PenstockError, RunFailed, Stale
+from penstock.pool import events as pool_events
+from penstock.pool.pool import Pool
+from penstock.records.ids import POOL, MemberId, PipelineName, Version
+from penstock.records.weights import Held
+from penstock.weights import events as weights_events
+from penstock.weights.coordination import Coordination, Level
+from penstock.weights.fleet import TransactionSettings
+from penstock.wire import messages
+from penstock.wire.messages import NotYet, Ok, Refused, Reply, Request
+
+EVENT_CHARACTERS = 200
+"""Of an event, told in an error."""
+
+Decided = list[tuple[PipelineName, Effect]]
+"""What to do, each with the pipeline it concerns; the reply to a request comes first."""
+
+_PIPELINE_EVENTS = frozenset(get_args(events.Event))
+_pipeline_event: Callable[[bytes], events.Event] = msgspec.msgpack.Decoder(events.Event).decode
+_pool_event: Callable[[bytes], pool_events.Event] = msgspec.msgpack.Decoder(pool_events.Event).decode
+
+
+class Controller:
+    """Feed every request with its time, carry out every effect in order."""
+
+    def __init__(
+        self,
+        pipelines: Mapping[PipelineName, PipelineControl],
+        *,
+        weights: Mapping[PipelineName, TransactionSettings] | None = None,
+        pool: Pool | None = None,
+        shapes: Iterable[pool_events.PipelineOpened] = (),
+    ) -> None:
+        """`shapes` say where the workers of each pipeline may be in the pool; without a pool its calls are refused."""
+        self.pipelines = dict(pipelines)
+        self.pool = pool
+        self._pool_settings = pool.settings if pool is not None else None
+        self._shapes = tuple(shapes)
+        self._wanted = {name: machine.settings for name, machine in pipelines.items()}
+        given = weights or {}
+        self.weights = {name: self._coordination(name, given.get(name)) for name in pipelines}
+        self.fenced: dict[MemberId, str] = {}
+        """Members that must be ended for certain: their devices are wanted and they do not answer."""
+        self._rejected: dict[tuple[MemberId, int], Refused] = {}
+        """Device requests that ended while no call for them was held."""
+        self._ticked_at: float | None = None
+        self._now = 0.0
+        self._out: Decided = []
+
+    def _coordination(self, name: PipelineName, settings: TransactionSettings | None) -> Coordination:
+        def wake(topic: Topic) -> None:
+            self._out.append((name, Announce(topic)))
+
+        def say(level: Level, line: str) -> None:
+            self._out.append((name, Log(level, f"{name}: {line}")))
+
+        return Coordination(settings or TransactionSettings(), wake, say)
+
+    # -- what is remembered -------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[PipelineName, bytes]:
+        """All that is journalled; equal states give equal bytes."""
+        states = {name: machine.snapshot() for name, machine in self.pipelines.items()}
+        return states | {POOL: self.pool.snapshot()} if self.pool is not None else states
+
+    def knows(self, name: PipelineName) -> bool:
+        return name in self.pipelines or (name == POOL and self.pool is not None)
+
+    def restore(self, name: PipelineName, state: bytes) -> None:
+        """Becomes what one part of a snapshot was taken of."""
+        if name == POOL and self.pool is not None:
+            self.pool.restore(state)
+        else:
+            self.pipelines[name].restore(state)
+
+    def replay(self, name: PipelineName, event: bytes, at: float) -> None:
+        """Takes in one journalled event; what followed from it is not done again."""
+        if name == POOL and self.pool is not None:
+            self.pool.handle(_pool_event(event), at)
+        else:
+            self.pipelines[name].handle(_pipeline_event(event), at)
+
+    def check(self) -> None:
+        """Raises if an invariant of a part is broken, or if a part counts on a process that is no member."""
+        for name, machine in self.pipelines.items():
+            machine.check()
+            self.weights[name].check()
+            strangers = self.weights[name].transaction.replicas.keys() - machine.state.members.live.keys()
+            if strangers:
+                raise InvalidTransition(f"{name}: {sorted(strangers)} are replicas but not members")
+        if self.pool is not None:
+            self.pool.check()
+
+    def status(self, now: float) -> dict[PipelineName, dict[str, float | str]]:
+        """Plain numbers for metrics and the live view, per pipeline."""
+        return {
+            name: machine.status(now) | self.weights[name].transaction.metrics()
+            for name, machine in self.pipelines.items()
+        }
+
+    def diagnose(self, now: float) -> dict[PipelineName, str]:
+        """Per pipeline: who waits for what, since when, and who should have moved."""
+        sentences = {name: machine.diagnose(now) for name, machine in self.pipelines.items()}
+        for name, trouble in self.pool.troubles(now).items() if self.pool is not None else ():
+            sentences[name] += f" In the pool: {trouble}."
+        return sentences
+
+    def __repr__(self) -> str:
+        return f"Controller({list(self.pipelines.values())}, {list(self.weights.values())}, {self.pool!r})"
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def start(self, now: float, *, resumed: bool, new_life: bool) -> Decided:
+        """To be called once, after replaying.
+
+        `new_life`: the run was started or resumed, with none of the processes of an earlier life (`resumed`: there was
+        one) and perhaps other settings. Otherwise only the controller was started again, and goes on by what it had.
+        """
+        self._begin(now)
+        self._ticked_at = now
+        for name, wanted in self._wanted.items():
+            self._feed(name, TimePassed())  # before all else: a gap was the controller's own
+            if resumed:
+                self._feed(name, RunResumed())
+            if new_life and isinstance(refusal := self._feed(name, SettingsTaken(wanted)), Refused):
+                raise ConfigError(f"pipeline {name!r} of this run cannot go on so: {refusal.message}")
+        if self.pool is not None and self._pool_settings is not None:
+            if new_life:
+                self._tell_pool(pool_events.LifeBegan(self._pool_settings))
+            for shape in self._shapes:
+                self._tell_pool(shape)
+            if not new_life:
+                self._tell_pool(pool_events.ControllerRestarted())
+        for name, machine in self.pipelines.items():
+            if machine.weights is not None:
+                self._tell_weights(name, weights_events.VersionPublished(machine.weights))
+        return self._out
+
+    def handle(self, event: Request | TimePassed, now: float) -> Decided:
+        """Takes one event; returns what to do about it, the reply to a request first."""
+        self._begin(now)
+        if isinstance(event, TimePassed):
+            self._tick()
+            return self._out
+        out, reply = self._out, self._reply(event)
+        out.insert(0, (event.pipeline, reply))
+        return out
+
+    def _begin(self, now: float) -> None:
+        self._out, self._now = [], now
+
+    def _reply(self, request: Request) -> Reply:
+        name, member = request.pipeline, request.member
+        machine, weights = self.pipelines[name], self.weights[name]
+        match request:
+            case messages.AskLease():
+                verdict = weights.holds_back(member)
+                if verdict is not None:  # a replica that may not serve, or a fleet without weights
+                    return messages.Leased((), verdict, machine.phase)
+                steady = weights.is_steady(member, request.version)
+                return self._feed(name, request if steady else msgspec.structs.replace(request, steady=False))
+            case messages.Deliver() | messages.AskBatch() | messages.AckStep():
+                return self._feed(name, request)
+            case messages.Heartbeat():
+                reply = self._feed(name, request)
+                if self.pool is not None and isinstance(reply, messages.HeartbeatSeen) and reply.known:
+                    self._tell_pool(pool_events.LeaseRenewed(name, member))
+                return reply
+            case messages.Register():
+                reply = self._feed(name, request)
+                if isinstance(reply, messages.Registered):
+                    self._reconcile(name)
+                    if request.role == "rollout" and self.pool is not None and self.pool.is_open(name):
+                        self._tell_pool(pool_events.WorkerJoined(name, member))
+                return reply
+            case messages.Unregister():  # who leaves is off its devices, who is reported dead is gone
+                self._leave_pool(member, request.reason)
+                reply = self._feed(name, request)
+                self._reconcile(name)
+                return reply
+            case messages.Stop():  # of the whole run
+                replies = [self._feed(pipeline, request) for pipeline in self.pipelines]
+                return replies[0]
+        if machine.members.get(member) is None:  # what one says that was evicted must not be believed
+            return Refused("Stale", machine.members.why_unknown(member))
+        match request:
+            case messages.AckCheckpoint():
+                reply = self._feed(name, request)
+                digest = machine.state.digests.get(Version(request.step))
+                if isinstance(reply, Ok) and digest is not None:
+                    held = Held(Version(request.step), digest)
+                    self._tell_weights(name, weights_events.VersionMadeDurable(held))
+                return reply
+            case messages.PublishWeights():
+                reply = self._feed(name, request)
+                if isinstance(reply, Ok):
+                    self._tell_weights(name, weights_events.VersionPublished(request.manifest, request.durable))
+                return reply
+            case messages.ReportReplica():
+                self._tell_weights(name, weights_events.reported(request))
+                if machine.evaluation.lacks_evaluator:
+                    self._out.append((name, Announce("leases")))
+                return Ok()
+            case messages.AskWeights():
+                return self._offer(request, machine, weights)
+            case messages.AskCheckpoint():
+                if reason := weights.transaction.checkpoint_wanted:
+                    return messages.CheckpointWanted(reason)
+                return NotYet("a reason to save out of turn", machine.phase)
+        if self.pool is None:
+            return Refused("LocalProtocolError", f"{type(request).__name__} is not answered by this controller")
+        return self._reply_of_pool(self.pool, request)
+
+    # -- time ---------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Silence, deadlines, and demand for devices: what each ledger could still lease or has leased."""
+        for name in self.pipelines:
+            self._feed(name, TimePassed())
+        if self.pool is not None:
+            away_s = self._now - (self._ticked_at if self._ticked_at is not None else self._now)
+            if away_s > self.pool.settings.lease_s / 2:  # it was this process that was away, stopped or suspended
+                self._tell_pool(pool_events.ControllerRestarted())
+            for name, machine in self.pipelines.items():
+                demand = machine.demand()
+                if demand is not None:
+                    self._tell_pool(pool_events.DemandCounted(name, *demand))
+                else:
+                    self._tell_pool(pool_events.PipelineClosed(name, f"its training is {machine.phase}"))
+            self._tell_pool(pool_events.TimePassed())
+        self._ticked_at = self._now
+        for name in self.pipelines:
+            self._reconcile(name)
+            self._tell_weights(name, weights_events.Ticked())
+
+    # -- pipelines ----------------------------------------------------------------------------------------------
+
+    def _feed(self, name: PipelineName, event: Any) -> Any:
+        """One event for a pipeline; returns its reply. The rest of what it decides follows in order."""
+        machine = self.pipelines[name]
+        before = machine.revision
+        try:
+            decided = machine.handle(event, self._now)
+        except RunFailed as error:  # of the user's own code
+            raise RunFailed(f"{name}: {error.message}") from error
+        except Exception as error:
+            # Part of the event may have been recorded: nobody knows the state that this would go on from.
+            what = f"{event!r}"[:EVENT_CHARACTERS]
+            raise RunFailed(f"pipeline {name} broke on {what}: {type(error).__name__}: {error}") from error
+        out = self._out
+        if machine.revision != before:
+            out.append((name, Record(event, tuple(decided))))
+        is_request = not isinstance(event, TimePassed)
+        for effect in decided[1:] if is_request else decided:
+            out.append((name, effect))
+            if isinstance(effect, EvictMember):
+                self._give_up_in_pool(effect.member, effect.reason)  # it may still be on its devices
+                self._reconcile(name)
+        return decided[0] if is_request else None
+
+    # -- replicas -----------------------------------------------------------------------------------------------
+
+    def _offer(self, request: messages.AskWeights, machine: PipelineControl, weights: Coordination) -> Reply:
+        """Only the newest loadable version is ever offered.
+
+        Between a trainer's return to an earlier step and its first publication nothing is worth loading; and a worker
+        that evaluates a version, or is about to, goes on serving it.
+        """
+        if machine.weights is None:
+            return NotYet("the first weights of the trainer", machine.phase)
+        offer = None
+        if not machine.keeps_weights(request.member, request.held):
+            offer = weights.offer(request.member, request.held, self._now)
+            self._settle_weights(request.pipeline)
+        return messages.Weights(offer) if offer is not None else NotYet("newer weights", machine.phase)
+
+    def _reconcile(self, name: PipelineName) -> None:
+        """The replicas are the live workers, and the trainer is the live trainer: no other record of that exists."""
+        self.weights[name].reconcile(*self.pipelines[name].attendance(), self._now)
+        self._settle_weights(name)
+
+    def _tell_weights(self, name: PipelineName, event: weights_events.TransactionEvent) -> None:
+        self.weights[name].tell(event, self._now)
+        self._settle_weights(name)
+
+    def _settle_weights(self, name: PipelineName) -> None:
+        """Does what was decided about members, and ends the run if it must."""
+        weights = self.weights[name]
+        while weights.evicted:
+            member, reason = weights.evicted.popitem()
+            self._feed(name, messages.Unregister(name, member, reason, died=True))
+        while weights.dismissed:
+            member, reason = weights.dismissed.popitem()
+            self._out.append((name, EvictMember(member, reason)))
+        if weights.failure and not self.pipelines[name].state.stop_asked:
+            self._feed(name, messages.Stop(name, MemberId(""), weights.failure, failed=True))
+
+    # -- the pool -----------------------------------------------------------------------------------------------
+
+    def _reply_of_pool(self, pool: Pool, request: Request) -> Reply:
+        name, member = request.pipeline, request.member
+        match request:
+            case messages.AskDevices():
+                if (rejected := self._rejected.pop((member, request.request), None)) is not None:
+                    return rejected
+                if isinstance(refused := self._try_pool(pool_events.requested(request)), Refused):
+                    return refused
+                if (grant := pool.granted(member, request.request)) is not None:
+                    return messages.DevicesGranted(grant)
+                if (rejected := self._rejected.pop((member, request.request), None)) is not None:
+                    return rejected
+                return NotYet("devices", self.pipelines[name].phase)
+            case messages.CancelDevices():
+                return self._try_pool(pool_events.RequestCancelled(name, member, request.request))
+            case messages.ReleaseDevices():
+                return self._try_pool(pool_events.DevicesReleased(name, member, request.request))
+            case messages.ReportOrder():
+                return self._try_pool(pool_events.reported(request))
+            case messages.AskOrders():
+                orders = pool.orders(member)
+                return messages.Orders(orders if any(order.number != request.seen for order in orders) else ())
+        return Refused("LocalProtocolError", f"{type(request).__name__} is not answered by this controller")
+
+    def _try_pool(self, event: pool_events.Event) -> Ok | Refused:
+        try:
+            self._tell_pool(event)
+        except Stale as error:
+            return Refused("Stale", error.message)
+        except PenstockError as error:
+            return Refused("LocalProtocolError", error.message)
+        return Ok()
+
+    def _leave_pool(self, member: MemberId, reason: str) -> None:
+        """It has certainly ended."""
+        pipeline = self.pool.pipeline_of(member) if self.pool is not None else None
+        if pipeline is not None:
+            self._tell_pool(pool_events.MemberLost(pipeline, member, reason))
+        self.fenced.pop(member, None)
+        for key in [key for key in self._rejected if key[0] == member]:
+            del self._rejected[key]
+
+    def _give_up_in_pool(self, member: MemberId, reason: str) -> None:
+        """It is evicted, but may still run."""
+        pipeline = self.pool.pipeline_of(member) if self.pool is not None else None
+        if pipeline is not None:
+            self._tell_pool(pool_events.MemberGivenUp(pipeline, member, reason))
+
+    def _tell_pool(self, event: pool_events.Event) -> None:
+        pool, out = self.pool, self._out
+        assert pool is not None
+        before = pool.revision
+        decided = pool.handle(event, self._now)
+        if pool.revision != before:
+            out.append((POOL, Record(event, tuple(decided))))
+        for effect in decided:
+            match effect:
+                case pool_events.WakeWorker(pipeline=name) | pool_events.SleepWorker(pipeline=name):
+                    out.append((name, Announce("orders")))
+                case pool_events.GrantDevices(pipeline=name):
+                    out.append((name, Announce("devices")))
+                case pool_events.RejectRequest(kind="cancelled"):
+                    pass  # whoever cancelled it does not ask for it again
+                case pool_events.RejectRequest(pipeline=name, member=member, request=request, kind=kind, reason=reason):
+                    error = "Transient" if kind == "timed_out" else "Stale"
+                    self._rejected[member, request] = Refused(error, reason)
+                    out.append((name, Announce("devices")))
+                case pool_events.FenceMember(pipeline=name, member=member, reason=reason):
+                    self.fenced[member] = reason
+                    out.append((name, FenceMember(member, reason)))
+                case pool_events.Log(level=level, message=line):
+                    out.append((POOL, Log(level, line)))

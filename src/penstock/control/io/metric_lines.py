@@ -1,0 +1,135 @@
+"""What the controller writes to `metrics.jsonl`: a line per step, per evaluation, and every few seconds the gauges."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import orjson
+
+from penstock.control.pipeline import PipelineControl
+from penstock.control.points import EvaluationResult
+from penstock.control.state import StepSummary
+from penstock.records.ids import PipelineName
+from penstock.runtime.clock import Clock
+from penstock.runtime.metrics import JsonLines
+from penstock.wire.messages import AckStep
+
+EVERY_S = 2.0
+
+
+class MetricLines:
+    """Each step has one line, however often it is acknowledged."""
+
+    def __init__(self, lines: JsonLines, clock: Clock) -> None:
+        self._lines = lines
+        self._clock = clock
+        self._written: dict[PipelineName, int] = {}
+        self._dropped: dict[PipelineName, tuple[int, int]] = {}
+
+    def complete(self, pipelines: Mapping[PipelineName, PipelineControl], on_file: Iterable[bytes]) -> None:
+        """Writes the lines of recent steps and evaluations that are not in the file."""
+        found = entries_in(on_file)
+        for name, machine in pipelines.items():
+            for summary in machine.state.recent:
+                if (name, "step", summary.step) not in found:
+                    self._write_summary(machine, summary, {})
+            for result in machine.state.evaluation.results:
+                if (name, "evaluation", result.due) not in found:
+                    self.write_evaluation(name, result)
+
+    def write_step(self, request: AckStep, machine: PipelineControl) -> None:
+        name = request.pipeline
+        summary = next((step for step in reversed(machine.state.recent) if step.step == request.step), None)
+        if summary is None or self._written.get(name) == request.step:
+            return
+        self._written[name] = request.step
+        self._write_summary(machine, summary, request.metrics)
+
+    def _write_summary(self, machine: PipelineControl, summary: StepSummary, metrics: Mapping[str, float]) -> None:
+        name = machine.settings.name
+        self._lines.write(
+            {
+                "kind": "step",
+                "at": self._clock.now(),
+                "pipeline": name,
+                "step": summary.step,
+                "reward": summary.reward_mean if summary.samples else None,
+                "samples": summary.samples,
+                "staleness_mean": summary.staleness_mean,
+                "staleness_max": summary.staleness_max,
+                **self._dropped_since(machine),
+                **metrics,
+            }
+        )
+
+    def _dropped_since(self, machine: PipelineControl) -> dict[str, float]:
+        """The finished samples that were dropped since the line before. Where they are longer than the trained ones,
+        dropping what is outdated shortens what is learned."""
+        name, table = machine.settings.name, machine.state.ledger
+        count, length = self._dropped.get(name, (0, 0))
+        self._dropped[name] = (table.dropped_finished, table.dropped_length)
+        dropped = table.dropped_finished - count
+        mean = {"dropped_length_mean": (table.dropped_length - length) / dropped} if dropped > 0 else {}
+        return {"dropped": dropped, **mean}
+
+    def write_evaluation(self, name: PipelineName, result: EvaluationResult) -> None:
+        line = {"kind": "evaluation", "at": self._clock.now(), "pipeline": name, "due": result.due}
+        line |= {"version": result.version, "took_s": result.took_s}
+        if result.skipped:
+            self._lines.write(line | {"skipped": result.skipped})
+            return
+        figures = {
+            "eval/reward": result.reward_mean,
+            "eval/reward_stderr": result.reward_stderr,
+            "eval/count": result.samples,
+            "eval/failed": result.failed,
+            "eval/length": result.length_mean,
+        }
+        self._lines.write(line | figures)
+
+
+async def write_gauges(status: Callable[[], Mapping[str, Any]], lines: JsonLines) -> None:
+    """One line every few seconds until cancelled, and a last one then: how things stood at the end."""
+    try:
+        while True:
+            lines.write(gauges_of(status()))
+            await asyncio.sleep(EVERY_S)
+    finally:
+        lines.write(gauges_of(status()))
+
+
+def gauges_of(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of each pipeline and each process; they stand apart from the lines of steps, which are by step."""
+    controller = {f"loop_lag_{name}": value for name, value in status["lag"].items()}
+    return {
+        "kind": "gauges",
+        "at": status["at"],
+        "pipelines": {name: _rounded(values) for name, values in status["pipelines"].items()},
+        "processes": {
+            name: _rounded(values) for name, values in ({"controller": controller} | status["members"]).items()
+        },
+    }
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """To the microsecond: more digits would only be bytes."""
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def entries_in(lines: Iterable[bytes]) -> set[tuple[str, str, int]]:
+    """The steps and evaluations that have a line, by pipeline and kind; a torn last line counts as none."""
+    found: set[tuple[str, str, int]] = set()
+    for line in lines:
+        if b'"kind":"step"' not in line and b'"kind":"evaluation"' not in line:
+            continue
+        try:
+            entry = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if entry.get("kind") == "step":
+            found.add((entry["pipeline"], "step", entry["step"]))
+        elif entry.get("kind") == "evaluation":
+            found.add((entry["pipeline"], "evaluation", entry["due"]))
+    return found
