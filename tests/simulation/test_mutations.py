@@ -132,7 +132,8 @@ def test_a_prompt_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Ledger, "acknowledge", again)
     monkeypatch.setattr(Ledger, "check", lambda self: None)
-    assert "was trained in step 3 and again in step" in outcome(plan(()))
+    found = outcome(plan(()))  # whichever comes first: it is trained again, or its two groups meet in the ledger
+    assert "was trained in step 3 and again in step" in found or "pipeline p0 broke on" in found
 
 
 def test_a_reply_before_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
