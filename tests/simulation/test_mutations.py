@@ -27,7 +27,7 @@ SETTINGS = {
     "pipeline.checkpoint.every_steps": 1,
 }
 
-STORM = tuple(storm(4, [W0, W1], [TRAINER], span_s=90.0, every_s=5.0))
+STORM = tuple(storm(2, [W0, W1], [TRAINER], span_s=90.0, every_s=5.0))
 """In it a group becomes outdated."""
 DAMAGED = (Fault(4.0, "damage_weights", for_s=5.0),)
 TRAINER_DIES = tuple(Fault(at_s, "kill", TRAINER) for at_s in (5.0, 12.0, 19.0, 26.0))
@@ -68,7 +68,7 @@ def unchecked(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stormy() -> Plan:
-    return Plan(seed=4, steps=12, faults=STORM)
+    return Plan(seed=2, steps=12, faults=STORM)
 
 
 def test_a_skipped_staleness_check_is_found_in_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
