@@ -39,8 +39,8 @@ LEFT, RIGHT = PipelineName("left"), PipelineName("right")
 def configured(devices: int = 2, batch_samples: int = 1, payback: float = 13.5) -> Config:
     table = {
         "steps": 3,
-        "env": {"name": "copy"},
-        "model": {"kind": "tiny"},
+        "env": {"name": "gymnasium"},
+        "model": {"kind": "mlp"},
         "rollout": {"group_size": 1, "batch_samples": batch_samples},
     }
     table |= {

@@ -37,7 +37,7 @@ class Room:
     def __init__(
         self, folder: Path, lines_on_file: Sequence[bytes] = (), *, group_size: int = 1, max_staleness: int = 2
     ) -> None:
-        table = {"name": "p", "steps": 3, "env": {"name": "copy"}, "model": {"kind": "tiny"}}
+        table = {"name": "p", "steps": 3, "env": {"name": "gymnasium"}, "model": {"kind": "mlp"}}
         table |= {"rollout": {"group_size": group_size}}
         table |= {
             "train": {

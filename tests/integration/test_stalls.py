@@ -43,7 +43,7 @@ def test_the_doctor_of_a_live_run_and_of_a_dead_one(folder: Path):
     assert run.end(30)[0] == 130
     asked = doctor(run.directory)
     assert asked.returncode == 1
-    assert "the run is over, nobody is there to ask: interrupted" in asked.stderr
+    assert "the run is over, no process is left to ask: interrupted" in asked.stderr
     assert "--resume" in asked.stderr
 
 

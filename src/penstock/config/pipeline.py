@@ -104,7 +104,8 @@ class PipelineSection(Section):
         return self
 
     def _check_group_size(self) -> None:
-        if self.kind == "language" and self.rollout.group_size == 1 and self.train.advantage in ADVANTAGES:
+        language = not isinstance(self.model, MlpModel)  # an actor-critic policy takes its advantages from its critic
+        if language and self.rollout.group_size == 1 and self.train.advantage in ADVANTAGES:
             raise ValueError(
                 f"rollout.group_size = 1 with advantage {self.train.advantage!r}: a sample is compared with the others "
                 "of its group, so every advantage would be 0. Use at least 2"

@@ -70,7 +70,7 @@ def test_the_doctor_of_a_run_that_is_over(run: RunDir, how: str, capsys: pytest.
     run.write_ending(how, "the loss is not finite" if how == "failed" else "")  # type: ignore[arg-type]
     assert doctor_command(run.root) == 1
     said = capsys.readouterr().err
-    assert f"the run is over, nobody is there to ask: {how}." in said
+    assert f"the run is over, no process is left to ask: {how}." in said
     assert ("--resume" in said) == (how != "complete")
     assert ("the loss is not finite" in said) == (how == "failed")
 

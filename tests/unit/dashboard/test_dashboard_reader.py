@@ -148,7 +148,7 @@ def test_a_damaged_journal_costs_the_journal_only(run: RunDir):
     run.journal_path.write_bytes(b"not a database at all, but long enough to look at" * 50)
     reader = opened(run)
     found = answer(reader, "overview", {})
-    assert "corrupt" in found["journal_trouble"]
+    assert "damaged" in found["journal_trouble"]
     assert found["pipelines"][0]["step"] == 2
 
 
