@@ -32,4 +32,4 @@ def benchmarks_folder() -> Path:
     for folder in (Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"):
         if folder.is_dir():
             return folder
-    raise ConfigError("no benchmarks/ folder here: run this from a checkout of Penstock")
+    raise ConfigError("the benchmarks are not part of the installed package: run this in a checkout of Penstock")

@@ -80,6 +80,19 @@ def slurm(
 
 
 @app.command()
+def init(
+    template: Annotated[
+        str, typer.Argument(metavar="[letters|chat|gym|agent]", help="What to start from.")
+    ] = "letters",
+    to: Annotated[Path, typer.Option(metavar="DIR", help="Where to; here by default.")] = Path(),
+) -> None:
+    """Write a small commented project to start from."""
+    from penstock.cli.init import init_command
+
+    raise typer.Exit(init_command(template, to))
+
+
+@app.command()
 def attach(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run on Ray.")],
     stop: Annotated[bool, typer.Option("--stop", help="Ask it to stop in good order, and watch it end.")] = False,
