@@ -65,7 +65,8 @@ def metric(reader: RunReader, query: Query) -> dict[str, Any]:
 
 
 def samples(reader: RunReader, query: Query) -> dict[str, Any]:
-    sources = list(reader.samples)
+    order = {one.name: place for place, one in enumerate(reader.pipelines)}
+    sources = sorted(reader.samples, key=lambda source: (order.get(source.partition("/")[0], len(order)), source))
     if not sources:
         return {"sources": [], "source": "", "rows": [], "count": 0, "first": 0}
     source = query.get("source") or sources[0]

@@ -82,11 +82,20 @@ const Charts = {
     ];
   },
 
-  /** Curves over time, one colour each. */
-  overTime(node, curves, time, options) {
+  nth(index) {
     const palette = Charts.palette();
+    return palette[index % palette.length];
+  },
+
+  /** The line of the n-th curve: when the colours have all been used, they come again with another dash. */
+  pen(index) {
+    return { color: Charts.nth(index), width: 1.8, dash: ["solid", "dash", "dot", "dashdot"][Math.floor(index / Charts.palette().length) % 4] };
+  },
+
+  /** Curves over time, each with a pen of its own. */
+  overTime(node, curves, time, options) {
     const traces = Object.entries(curves).filter(([, curve]) => curve.x.length).map(([name, curve], index) =>
-      Charts.line({ x: time.of(curve.x), y: curve.y }, name, palette[index % palette.length], options.trace));
+      Charts.line({ x: time.of(curve.x), y: curve.y }, name, Charts.nth(index), { ...options.trace, line: { ...Charts.pen(index), ...options.trace?.line } }));
     Charts.draw(node, traces, { x: time.title, ...options });
   },
 
@@ -95,8 +104,8 @@ const Charts = {
   },
 
   bySteps(node, curves, options) {
-    const palette = Charts.palette();
-    const traces = Object.entries(curves).map(([name, curve], index) => Charts.line(curve, name, palette[index % palette.length], options.trace));
+    const traces = Object.entries(curves).map(([name, curve], index) =>
+      Charts.line(curve, name, Charts.nth(index), { ...options.trace, line: { ...Charts.pen(index), ...options.trace?.line } }));
     Charts.draw(node, traces, { x: "optimiser step", ...options });
   },
 

@@ -11,7 +11,7 @@ const Runs = {
     if (!isCurrent()) return;
     drawTabs();
     main.querySelector('[data-key="opening"]')?.remove();
-    Runs.ticked ??= new Set(runs.slice(0, 4).map((run) => run.id));
+    Runs.ticked ??= new Set(runs.filter((run) => run.ended !== "failed" && Object.keys(run.steps ?? {}).length).slice(0, 4).map((run) => run.id));
     const card = Dom.card(main, "runs", "Runs", `${runs.length} in this folder; tick those to compare`);
     Dom.keep(card, "table", () => Dom.el("div")).replaceChildren(Dom.table([
       { title: "", of: (run) => Dom.el("input", { type: "checkbox", "aria-label": `compare ${run.id}`, checked: Runs.ticked.has(run.id) ? "" : null,
@@ -32,15 +32,12 @@ const Runs = {
     const row = Dom.keep(main, "axis", () => Dom.el("div", { class: "row", style: "margin: 0" }, Dom.el("span", { class: "faint" }, "compare by"),
       Dom.options(Dom.el("select", { "aria-label": "Axis", onchange: (event) => { Runs.axis = event.target.value; page.refresh(); } }), ["step", "minutes"], Runs.axis)));
     row.hidden = !Object.keys(compared).length;
-    const palette = Charts.palette();
-    const dashes = ["solid", "dash", "dot", "dashdot"];
     const byPipeline = new Map();
     Object.entries(compared).forEach(([run, answer], index) => {
       for (const [pipeline, reward] of Object.entries(answer.pipelines)) {
         if (!byPipeline.has(pipeline)) byPipeline.set(pipeline, []);
         const x = Runs.axis === "step" ? reward.smooth.x : reward.at.y.slice(0, reward.smooth.x.length).map((at) => (at - reward.at.y[0]) / 60);
-        byPipeline.get(pipeline).push(Charts.line({ x, y: reward.smooth.y }, run, palette[index % palette.length],
-          { line: { color: palette[index % palette.length], width: 2, dash: dashes[Math.floor(index / palette.length) % 4] } }));
+        byPipeline.get(pipeline).push(Charts.line({ x, y: reward.smooth.y }, run, Charts.nth(index), { line: { width: 2, ...Charts.pen(index) } }));
       }
     });
     const grid = Dom.grid(main, "charts");
