@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
 from penstock.rollout.io.workloads import close_workload, workload_of
 from penstock.rollout.prefetch import Bounds
 from penstock.runtime.offload import background
+from penstock.runtime.seeds import next_seed
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_at, device_of
 from penstock.weights.io.transports import transport_of
@@ -155,8 +155,7 @@ def build(process: RoleProcess, rank: int = 0) -> Parts:
     policy = policy_of(config, pipeline, environment)
     site = Site(
         process=process,
-        # Every incarnation draws other samples: a restarted worker must not repeat what it drew before.
-        seed=zlib.crc32(process.member.encode()) ^ config.run.seed,
+        seed=next_seed(process.run.root / "starts", f"{process.name}.{rank}", config.run.seed),
         device=rollout.device,
         threads=rollout.threads,
         in_pool=in_pool,

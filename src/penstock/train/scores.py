@@ -169,8 +169,8 @@ class _ChunkedScores(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_MH, weight_VH, bias_V, target_M, lse_M, entropy_M = ctx.saved_tensors
         by_logprob_M, by_entropy_M = gradients
-        if by_logprob_M is None:
-            by_logprob_M = torch.zeros_like(lse_M)
+        by_logprob_M = torch.zeros_like(lse_M) if by_logprob_M is None else by_logprob_M / ctx.temperature
+        by_entropy_M = None if by_entropy_M is None else by_entropy_M / ctx.temperature
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden_MH) if wants_hidden else None
         # Summed over chunks, so in float32 whatever the weights are in.
@@ -178,14 +178,13 @@ class _ChunkedScores(torch.autograd.Function):
         bias_gradient = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
         for part in _chunks(len(hidden_MH), len(weight_VH)):
             log_p_CV = _logits(hidden_MH[part], weight_VH, bias_V, ctx.temperature).sub_(lse_M[part, None])
-            p_CV = log_p_CV.exp()
             if by_entropy_M is None:
-                gradient_CV = p_CV.mul_(-by_logprob_M[part, None])
+                gradient_CV = log_p_CV.exp_().mul_(-by_logprob_M[part, None])
             else:
+                p_CV = log_p_CV.exp()
                 factor_CV = log_p_CV.add_(entropy_M[part, None]).mul_(-by_entropy_M[part, None])
                 gradient_CV = p_CV.mul_(factor_CV.sub_(by_logprob_M[part, None]))
             gradient_CV.scatter_add_(1, target_M[part, None], by_logprob_M[part, None])
-            gradient_CV /= ctx.temperature
             if bias_gradient is not None:
                 bias_gradient += gradient_CV.sum(0)
             gradient_CV = gradient_CV.to(weight_VH.dtype)
