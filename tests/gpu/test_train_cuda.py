@@ -94,6 +94,27 @@ def test_the_head_stays_under_two_gibibytes(capsys: pytest.CaptureFixture[str]) 
     assert peak < 2 << 30
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunked_scores_are_the_dense_ones(dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.manual_seed(0)
+    inputs = torch.randn(1000, 64, device=CUDA, dtype=dtype), torch.randn(151936, 64, device=CUDA, dtype=dtype)
+    target = torch.randint(0, 151936, (1000,), device=CUDA)
+    found = []
+    for dense in (True, False):
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in inputs)
+        if dense:
+            log_p = torch.log_softmax(hidden.float() @ weight.float().T, -1)
+            scores = log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        else:
+            scores = chunked_scores(hidden, weight, None, target, 1.0)
+        (scores[0] - 0.1 * scores[1]).mean().backward()
+        found.append([*(score.detach() for score in scores), hidden.grad, weight.grad])
+    exact = dtype == torch.float32
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4 if exact else 1e-3, rtol=1e-4 if exact else 2e-2)
+
+
 def test_out_of_memory_halves_the_micro_batch(caplog: pytest.LogCaptureFixture) -> None:
     made = policy(torch.bfloat16)
     data = samples(0, groups=8, size=8, prompt=200, longest=800)
