@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.launch.simulated import simulate
+from penstock.sim.parts import Work
 from penstock.sim.plan import Plan
 from penstock.sim.storms import Fault, storm
 
@@ -47,3 +48,15 @@ def test_storms(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_many_storms(seed: int) -> None:
     assert simulate(stormy(seed)).complete
+
+
+@pytest.mark.xfail(strict=True, reason="a worker that cannot load the newest version is restarted until the run fails")
+def test_a_damaged_version_costs_a_worker_some_time_and_not_the_run() -> None:
+    faults = (
+        Fault(10.2239, "lose", for_s=6.9, amount=0.09),
+        Fault(10.33, "kill", WORKERS[0]),
+        Fault(16.22, "damage_weights", for_s=2.4),
+        Fault(16.31, "kill", WORKERS[0]),
+    )
+    work = Work(equal_rewards=0.2, poison=0.02)
+    assert simulate(Plan(seed=5066, steps=30, faults=faults, work=work)).complete

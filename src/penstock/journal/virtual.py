@@ -51,6 +51,7 @@ class VirtualJournal(Journal):
 
     def _refuse(self, error: OSError) -> None:
         full = sqlite3.OperationalError("database or disk is full")
+        full.sqlite_errorcode = sqlite3.SQLITE_FULL  # as the database itself does
         self.fail(explain(self.path, full) if error.errno == 28 else RunFailed(f"journal {self.path}: {error}"))
 
     def _take_all(self) -> None:

@@ -38,21 +38,26 @@ class Point(msgspec.Struct, frozen=True):
 def durations_in(root: Path) -> Work:
     """How long things took in a run, from its metrics."""
     steps: list[float] = []
-    generated: dict[str, list[tuple[float, float]]] = {}
+    fetched: list[float] = []
+    generated: dict[str, list[tuple[float, float, float]]] = {}
     brought: list[float] = []
     path = RunDir.open(root).metrics_path
     for line in path.read_bytes().splitlines() if path.exists() else ():
         entry = orjson.loads(line)
         if entry["kind"] == "step":
             steps.append(entry["step_s"])
+            fetched.append(entry["fetch_s"])
         elif entry["kind"] == "gauges":
             for name, values in entry["processes"].items():
                 if "generate_s" in values and "batches" in values:
-                    generated.setdefault(name, []).append((values["generate_s"], values["batches"]))
+                    generated.setdefault(name, []).append(
+                        (values["generate_s"], values["batches"], values.get("postprocess_s", 0.0))
+                    )
                 if values.get("weights_last_bring_s"):
                     brought.append(values["weights_last_bring_s"])
     batches = sum(seen[-1][1] - seen[0][1] for seen in generated.values())
     spent_s = sum(seen[-1][0] - seen[0][0] for seen in generated.values())
+    scored_s = sum(seen[-1][2] - seen[0][2] for seen in generated.values())
     if len(steps) < 4 or not batches:
         raise ConfigError(f"{root} has too few steps to measure durations from: train a little longer")
     return Work(
@@ -60,6 +65,8 @@ def durations_in(root: Path) -> Work:
         step_s=statistics.mean(steps[2:]),
         bring_s=statistics.median(brought) if brought else 0.01,
         publish_s=0.01,
+        fetch_s=statistics.mean(fetched[2:]),
+        postprocess_s=scored_s / batches,
         save_s=0.05,
         latency_s=0.0005,
         commit_s=0.001,

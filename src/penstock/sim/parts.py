@@ -35,6 +35,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.5
     bring_s: float = 0.1
     publish_s: float = 0.05
+    fetch_s: float = 0.005
+    """One batch, with its packing."""
+    postprocess_s: float = 0.001
+    """The samples of one batch."""
     save_s: float = 0.1
     other_s: float = 0.0005
     """Every other piece of offloaded work: hooks, packing, swaps."""

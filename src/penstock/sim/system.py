@@ -353,6 +353,10 @@ class System:
                 base_s = work.bring_s
             case "publish":
                 base_s = work.publish_s
+            case "_fetch_and_pack":
+                base_s = work.fetch_s
+            case "postprocess":
+                base_s = work.postprocess_s
             case "_write_checkpoint":
                 base_s = work.save_s
             case "_learner" | "_parts":

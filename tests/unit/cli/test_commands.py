@@ -87,10 +87,10 @@ def test_a_story_asks_for_what_is_missing(run: RunDir):
         story_command(run.root, "worker:17", None)
 
 
-def test_several_pipelines_are_simulated_only_as_a_whole():
-    result = CliRunner().invoke(app, ["simulate", "--steps", "5", "--pipelines", "2"])
+def test_capacity_needs_a_configuration():
+    result = CliRunner().invoke(app, ["simulate", "--capacity"])
     assert isinstance(result.exception, ConfigError)
-    assert "--whole" in result.exception.message
+    assert "needs a configuration" in result.exception.message
 
 
 @pytest.mark.parametrize("text", ["{", '{"host": "here"}', '{"host": "here", "port": "?", "pid": 1}'])

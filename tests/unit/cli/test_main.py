@@ -90,15 +90,17 @@ def test_bench_lists_what_there_is():
 
 
 def test_simulate_runs_a_storm():
-    result = penstock("simulate", "--steps", "20", "--faults", "1", "--seed", "3")
+    result = penstock("simulate", "--steps", "10", "--faults", "1", "--seed", "3")
     assert result.returncode == 0, result.stderr
-    assert "faults fired" in result.stdout
+    assert "promises" in result.stdout
 
 
-def test_simulate_runs_the_whole_system():
-    result = penstock("simulate", "--whole", "--steps", "5", "--pipelines", "2", "--faults", "1", "--seed", "3")
+def test_simulate_lists_and_runs_scenarios():
+    assert "buffer-one-short" in penstock("simulate", "--list").stdout
+    result = penstock("simulate", "--scenario", "full-disk")
     assert result.returncode == 0, result.stderr
-    assert "no slot leaked" in " ".join(result.stdout.split())
+    assert "the disk is full" in " ".join(result.stdout.split())
+    assert penstock("simulate", "--scenario", "nothing").returncode == 2
 
 
 def test_doctor_of_a_directory_that_is_no_run(tmp_path: Path):
