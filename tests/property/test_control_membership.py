@@ -31,11 +31,11 @@ SETTINGS = PipelineSettings(
     max_staleness=100,
     suspect_after_s=8.0,
     reap_after_s=20.0,
-    wedge_after_s=60.0,
+    wedged_after_s=60.0,
     startup_grace_s=40.0,
     stall_fail_after_s=None,
 )
-COARSE_S = SETTINGS.patience.resolution_s
+COARSE_S = SETTINGS.resolution_s
 TICK_S = 1.0
 
 
@@ -64,7 +64,7 @@ class MembershipMachine(RuleBasedStateMachine):
         member = evicted.member
         silent_s, idle_s = self.now - self.heard[member], self.now - self.moved[member]
         too_silent = silent_s > SETTINGS.reap_after_s - COARSE_S
-        too_idle = idle_s > SETTINGS.wedge_after_s - COARSE_S
+        too_idle = idle_s > SETTINGS.wedged_after_s - COARSE_S
         assert too_silent or too_idle, f"{member} was let go after {silent_s} s of silence: {evicted.reason}"
         self.gone.add(member)
 

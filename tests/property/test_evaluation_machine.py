@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.control.effects import NoteEvaluation
 from penstock.control.evaluation import Evaluation
-from penstock.control.points import EvaluationResult, EvaluationSettings, EvaluationState
+from penstock.control.points import EvaluationResult, EvaluationState
+from penstock.control.settings import EvaluationSettings
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE
 from penstock.records.rollout import FailedRollout, Score
 from profiles import examples

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.control.points import EvaluationSettings
+from penstock.control.settings import EvaluationSettings
 from penstock.errors import InvalidTransition, PenstockError
 from penstock.records.ids import SampleId, Version
 from penstock.sim import scoring

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from penstock.batch.advantage import NAMED as ADVANTAGES
 from penstock.config.recommended import fill_in
-from penstock.control.sections import EvaluationSection
+from penstock.control.settings import EvaluationSection
 from penstock.engines.settings import Engine, LoraSection, MlpModel, Model
 from penstock.engines.torch.settings import TorchEngineSection
 from penstock.envs.settings import EnvSection

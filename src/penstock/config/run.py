@@ -13,10 +13,10 @@ from pydantic import Field, field_validator, model_validator
 from penstock.config.launch import LaunchSection
 from penstock.config.metrics import MetricsSection
 from penstock.config.pipeline import PipelineSection
-from penstock.control.sections import ControlSection
+from penstock.control.settings import ControlSection
 from penstock.journal.settings import JournalSection
 from penstock.payload.settings import PayloadSection
-from penstock.pool.sections import PoolSection
+from penstock.pool.settings import PoolSection
 from penstock.records.section import NonNegative, Positive, Seconds, Section
 from penstock.runtime.settings import LagSection
 

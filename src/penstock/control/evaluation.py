@@ -21,8 +21,9 @@ from itertools import groupby
 from math import isfinite, sqrt
 
 from penstock.control.effects import Log, NoteEvaluation
-from penstock.control.points import Cell, EvaluationResult, EvaluationSettings, EvaluationState, HeldCell, Point
+from penstock.control.points import Cell, EvaluationResult, EvaluationState, HeldCell, Point
 from penstock.control.samples import NOT_LEASED_TO_YOU
+from penstock.control.settings import EvaluationSettings
 from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId, PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease

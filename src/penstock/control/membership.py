@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.control.settings import Patience
+from penstock.control.settings import PipelineSettings
 from penstock.records.ids import MemberId, Version
 from penstock.records.payload import RingAddress
 from penstock.records.prompt import PromptLease
@@ -67,8 +67,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Membership:
-    def __init__(self, patience: Patience, state: MembershipState | None = None) -> None:
-        self.patience = patience
+    def __init__(self, settings: PipelineSettings, state: MembershipState | None = None) -> None:
+        self.settings = settings
         self.state = state if state is not None else MembershipState()
 
     def get(self, member: MemberId) -> Member | None:
@@ -145,7 +145,7 @@ class Membership:
         """Records a heartbeat if it says something new; returns whether it did."""
         member = self.state.live[event.member]
         progressed_at = now - max(0.0, event.progressed_ago_s)
-        if member.beaten and now - member.heard_at < self.patience.resolution_s:
+        if member.beaten and now - member.heard_at < self.settings.resolution_s:
             return False
         member.beaten = True
         member.heard_at = now
@@ -162,21 +162,21 @@ class Membership:
     def look(self, now: float) -> list[Finding]:
         """Suspects, clears and condemns members by their silence. The caller removes the condemned."""
         findings: list[Finding] = []
-        patience = self.patience
+        settings = self.settings
         for member in self.state.live.values():
             silent_s, idle_s = now - member.heard_at, now - member.progressed_at
-            guard_s = 0.0 if member.beaten else patience.startup_grace_s - (now - member.registered_at)
+            guard_s = 0.0 if member.beaten else settings.startup_grace_s - (now - member.registered_at)
             if guard_s > 0:
                 continue
-            if silent_s > patience.reap_after_s:
+            if silent_s > settings.reap_after_s:
                 findings.append(Finding(member.member, "reaped", f"not heard for {silent_s:.0f} s"))
-            elif idle_s > patience.wedge_after_s:
+            elif idle_s > settings.wedged_after_s:
                 doing = f" while in {member.doing!r}" if member.doing else ""
                 findings.append(Finding(member.member, "reaped", f"no progress for {idle_s:.0f} s{doing}"))
-            elif silent_s > patience.suspect_after_s and not member.suspected:
+            elif silent_s > settings.suspect_after_s and not member.suspected:
                 member.suspected = True
                 findings.append(Finding(member.member, "suspected", f"not heard for {silent_s:.0f} s"))
-            elif silent_s <= patience.suspect_after_s and member.suspected:
+            elif silent_s <= settings.suspect_after_s and member.suspected:
                 member.suspected = False
                 findings.append(Finding(member.member, "recovered", "heard again"))
         return findings

@@ -85,7 +85,7 @@ class PipelineControl:
             max_filtered_per_step=4 * settings.groups_per_step if filtered is None else filtered,
             state=state.ledger,
         )
-        self.members = Membership(settings.patience, state.members)
+        self.members = Membership(settings, state.members)
         self.admission = Admission(self.ledger, settings.steps)
         self.evaluation = Evaluation(settings.evaluation, state.evaluation)
         self.observer = Observer(settings, state, self.ledger, self.members, self.admission, self.evaluation)
@@ -341,7 +341,7 @@ class PipelineControl:
         effects: list[Effect] = []
         waited_enough = self._can_give_batch(now)
         waited_enough = waited_enough and not self._can_give_batch(state.last_event_at)
-        changed = waited_enough or now - state.last_event_at >= settings.patience.resolution_s
+        changed = waited_enough or now - state.last_event_at >= settings.resolution_s
         changed = self.evaluation.look(now) or changed
         for finding in self.members.look(now):
             changed = True

@@ -10,24 +10,6 @@ Cell = int
 """One sample of a point: prompt * samples + member."""
 
 
-class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    every: int
-    """Versions between two points."""
-    prompts: int
-    samples: int = 1
-    """Per prompt."""
-    workers: int = 1
-    """That evaluate at once; the others go on generating for training."""
-    timeout_s: float = 600.0
-    """What a point may take once it is its turn."""
-    max_failures: int = 3
-    """A sample that fails so often is left out of the result, and counted."""
-
-    @property
-    def cells(self) -> int:
-        return self.prompts * self.samples
-
-
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     """How one point ended."""
 

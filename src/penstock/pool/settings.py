@@ -1,10 +1,19 @@
-"""The pool's settings."""
+"""`[pool]`, and all times of the pool."""
 
 from __future__ import annotations
 
 import msgspec
 
 from penstock.records.pool import Topology
+from penstock.records.section import NonNegative, NonNegativeFloat, Section
+
+
+class PoolSection(Section):
+    devices: NonNegative = 0
+    """Devices shared by all pipelines: CPU slots, or GPUs where there are any. 0 gives every process its own."""
+    payback: NonNegativeFloat = 13.5
+    """A worker is woken beyond its pipeline's equal part only for so many times the work that is lost while it wakes.
+    Lower makes better use of the devices, higher moves less."""
 
 
 class PoolSettings(msgspec.Struct, frozen=True):
@@ -13,7 +22,7 @@ class PoolSettings(msgspec.Struct, frozen=True):
     topology: Topology
     turn_s: float = 10.0
     """How long a woken worker is safe from other pipelines' generation (times its pipeline's weight)."""
-    payback: float = 13.5
+    payback: float = PoolSection().payback
     """Beyond its equal part a pipeline is given a worker only for this many times the work that is lost while it wakes.
     Half of that time a place where others train must be free; twice that time a pipeline must be below its share before
     busy workers change hands. Lower makes better use of the devices, higher moves less."""

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from penstock.batch import filters
 from penstock.config.devices import devices_of
 from penstock.config.pipeline import PipelineSection
@@ -17,9 +19,7 @@ from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.io.metric_lines import MetricLines, write_gauges
 from penstock.control.io.service import ControlService, EventLog
 from penstock.control.pipeline import PipelineControl
-from penstock.control.points import EvaluationSettings
-from penstock.control.sections import ControlSection, EvaluationSection
-from penstock.control.settings import PipelineSettings
+from penstock.control.settings import ControlSection, EvaluationSection, EvaluationSettings, PipelineSettings
 from penstock.errors import RunFailed
 from penstock.journal.writer import Journal
 from penstock.pool.events import PipelineOpened
@@ -134,13 +134,7 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
         max_failures=pipeline.rollout.max_failures,
         max_losses=pipeline.rollout.max_losses,
         straggler_wait_s=pipeline.train.straggler_wait_s,
-        suspect_after_s=control.suspect_after_s,
-        reap_after_s=control.reap_after_s,
-        wedge_after_s=control.wedged_after_s,
-        startup_grace_s=control.startup_grace_s,
-        stall_after_s=control.stall_after_s,
-        stall_fail_after_s=control.stall_fail_after_s,
-        exit_without_trainer_s=control.exit_without_trainer_s,
+        **control.model_dump(include={field.name for field in msgspec.structs.fields(PipelineSettings)}),
         evaluation=_evaluation_of(pipeline.evaluation),
         filters=tuple(pipeline.train.filters),
     )

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from penstock.control.pipeline import PipelineControl
-from penstock.control.points import EvaluationResult, EvaluationSettings
+from penstock.control.points import EvaluationResult
+from penstock.control.settings import EvaluationSettings
 from penstock.errors import InvalidTransition
 from penstock.records.ids import SampleId, Version
 from penstock.records.prompt import PromptLease

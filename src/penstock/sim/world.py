@@ -15,8 +15,7 @@ import msgspec
 
 from penstock.control import effects
 from penstock.control.ledger import GroupFilter
-from penstock.control.points import EvaluationSettings
-from penstock.control.settings import PipelineSettings
+from penstock.control.settings import EvaluationSettings, PipelineSettings
 from penstock.errors import RunFailed
 from penstock.records.ids import PipelineName
 from penstock.sim.actors import Lineage, Pace, SimTrainer, SimWorker
@@ -189,7 +188,7 @@ def control_settings(settings: SimSettings, name: PipelineName) -> PipelineSetti
         group_size=settings.group_size,
         max_staleness=settings.max_staleness,
         straggler_wait_s=settings.straggler_wait_s,
-        wedge_after_s=60.0,
+        wedged_after_s=60.0,
         stall_fail_after_s=None,
         evaluation=settings.evaluation,
     )

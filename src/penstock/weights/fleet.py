@@ -12,13 +12,16 @@ from penstock.records.ids import MemberId, Version
 from penstock.records.weights import NOTHING_HELD, Held
 from penstock.weights.faults import Policy
 from penstock.weights.replica import ReplicaState
+from penstock.weights.settings import WeightsSection
+
+_SECTION = WeightsSection()
 
 
 class TransactionSettings(msgspec.Struct, frozen=True):
-    policy: Policy = "restore"
+    policy: Policy = _SECTION.on_fault
     """What becomes of a replica that holds a mixture."""
-    min_healthy: int = 1
-    update_timeout_s: float = 300.0
+    min_healthy: int = _SECTION.min_healthy
+    update_timeout_s: float = _SECTION.deadline_s
     """From an offer to the report of its outcome."""
     fenced_timeout_s: float = 300.0
     """How long a replica may hold no complete version before it is replaced."""

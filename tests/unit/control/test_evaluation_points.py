@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.control import effects, events
-from penstock.control.points import EvaluationResult, EvaluationSettings
+from penstock.control.points import EvaluationResult
+from penstock.control.settings import EvaluationSettings
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, PipelineName, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Score

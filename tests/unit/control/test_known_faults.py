@@ -86,7 +86,7 @@ def test_a_version_rejection_changes_nothing_and_ends_with_the_next_weights(driv
 
 def test_a_heartbeat_cannot_lie_for_a_parent_that_does_not_move(drive):
     """A sidecar that outlived its parent kept it alive on paper."""
-    d = drive(wedge_after_s=20)
+    d = drive(wedged_after_s=20)
     d.join("w")
     d.lease(4)
     evicted = []

@@ -82,7 +82,7 @@ def test_a_member_not_heard_yet_has_the_startup_grace(drive):
 
 
 def test_a_wedged_member_cannot_hide_behind_its_heartbeat(drive):
-    d = drive(suspect_after_s=4, reap_after_s=10, wedge_after_s=30)
+    d = drive(suspect_after_s=4, reap_after_s=10, wedged_after_s=30)
     d.join("w", trainer=None)
     seen = []
     for second in range(40):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.control import events
-from penstock.control.points import EvaluationSettings
+from penstock.control.settings import EvaluationSettings
 from penstock.records.ids import PipelineName
 from penstock.wire import messages
 

@@ -11,8 +11,7 @@ import pytest
 from penstock.control import effects, events
 from penstock.control.notes import noteworthy
 from penstock.control.pipeline import PipelineControl
-from penstock.control.points import EvaluationSettings
-from penstock.control.settings import PipelineSettings
+from penstock.control.settings import EvaluationSettings, PipelineSettings
 from penstock.errors import ConfigError, RunFailed
 from penstock.journal.story import Kind, story, tell
 from penstock.journal.writer import Journal

@@ -340,7 +340,7 @@ def test_a_replica_that_sleeps_by_order_and_never_asked_is_left_alone() -> None:
 
 
 def test_a_fleet_that_falls_asleep_in_between_still_runs_out_of_time() -> None:
-    fleet = Fleet(unhealthy_timeout_s=30.0, fenced_timeout_s=1e9)
+    fleet = Fleet(min_healthy=1, unhealthy_timeout_s=30.0, fenced_timeout_s=1e9)
     fleet(VersionPublished(version(0)))
     ended: list[TransactionEffect] = []
     for number in range(4):
