@@ -53,6 +53,10 @@ class Chat:
         self._render = render
         self.tools = list(tools)
 
+    def with_tools(self, tools: Sequence[Any]) -> Chat:
+        """The same template with other tools."""
+        return Chat(self._render, tools)
+
     def opening(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt, up to where the policy speaks."""
         return self._written(messages)

@@ -18,6 +18,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "arithmetic": "penstock.envs.tasks:Arithmetic",
     "jsonl": "penstock.envs.io.datasets:JsonLinesDataset",
     "gymnasium": "penstock.envs.io.gymnasium:GymnasiumEnvironment",
+    "agent": "penstock.envs.io.agents:Agent",
 }
 """Built-in environments. Paths, not objects, so that naming one loads nothing."""
 

@@ -172,6 +172,23 @@ class Episode(msgspec.Struct):
         if len(token_ids):
             self._append(_Piece(np.asarray(token_ids, dtype=np.int32), self.tip))
 
+    def asked(self, context: Sequence[int]) -> None:
+        """The next completion is drawn after exactly these tokens: from the longest beginning of them that is there
+        already, which need not be where the last completion ended."""
+        wanted = np.asarray(context, dtype=np.int32)
+        best, length = 0, 0
+        for index in range(len(self.pieces)):
+            tokens = np.concatenate([self.pieces[at].token_ids for at in self._path(index)])
+            if length < len(tokens) <= len(wanted) and np.array_equal(tokens, wanted[: len(tokens)]):
+                best, length = index, len(tokens)
+        if not length:
+            raise LocalProtocolError("a completion was asked for after tokens that do not begin as its episode does")
+        if len(self.replies) < len(self.completions):
+            self.replies.append("")
+        self.tip = best
+        if length < len(wanted):
+            self._append(_Piece(wanted[length:], self.tip))
+
     def arrays(self) -> Arrays:
         """The whole episode: `token_ids`, `loss_mask`, `logprobs` per token, `versions` as spans, `truncated`.
 

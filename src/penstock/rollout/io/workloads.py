@@ -11,6 +11,7 @@ from penstock.envs.registry import rubric_of
 from penstock.envs.rewards import Rubric
 from penstock.envs.settings import EnvSection
 from penstock.rollout.hooks import Workload
+from penstock.rollout.io.agent_workload import AgentWorkload
 from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload
@@ -53,6 +54,8 @@ def workload_of(
     drawn = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids", "stop_strings", "max_turns"}
     sampling = rollout.model_dump(include=drawn)
     sampling |= {"greedy": greedy, "scoring": scoring, "kept": KeptEpisodes(kept) if kept is not None else None}
+    if hasattr(environment, "play"):
+        return AgentWorkload(environment, engine, policy.tokenizer, threads=env.reward_concurrency, **sampling)
     if not engine.capabilities.requests:
         return LanguageWorkload(environment, engine, policy.tokenizer, **sampling)
     return RequestWorkload(environment, engine, policy.tokenizer, reply_threads=rollout.reply_threads, **sampling)

@@ -1,0 +1,114 @@
+"""Agents: the environment's own code asks for completions, over the endpoint; what it asked for is the sample."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.errors import Aborted, ConfigError
+from penstock.records.ids import Version
+from penstock.records.prompt import PromptLease
+from penstock.rollout.episode import Episode
+from penstock.rollout.hooks import Failed, Finished, Outcome
+from penstock.rollout.io.endpoint import Call, Endpoint
+from penstock.rollout.io.language_workload import LanguageHooks, PreparedPrompt
+from penstock.runtime.offload import Offload
+
+
+class Played(msgspec.Struct):
+    """One episode of an agent."""
+
+    episode: Episode
+    reward: float
+
+    @property
+    def size_bytes(self) -> int:
+        return self.episode.size_bytes
+
+
+class AgentWorkload(LanguageHooks[Any]):
+    """The hooks for an environment with a method `play`, in front of a request engine."""
+
+    def __init__(self, environment: Any, engine: Any, tokenizer: Any, *, threads: int = 64, **options: Any) -> None:
+        """At most `threads` agents run at once. Other options as for `LanguageHooks`."""
+        super().__init__(environment, engine, tokenizer, **options)
+        self._threads = Offload(threads, "agent")
+        self._endpoint: Endpoint | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def preflight(self) -> None:
+        if not self.engine.capabilities.requests:
+            raise ConfigError("agents need an engine of requests: set engine.batching = 'continuous', or use vllm")
+
+    def prepare(self, lease: PromptLease) -> PreparedPrompt:
+        return PreparedPrompt(lease, self.environment.prompt(lease.prompt), [])
+
+    async def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Played | Failed]]:
+        """Raises Aborted when the engine was interrupted: the agents are then begun again."""
+        if self._endpoint is None:
+            self._endpoint = Endpoint(self.engine, self.tokenizer, self.sampling, self.chat)
+            self._serving = asyncio.get_running_loop().create_task(self._endpoint.run(), name="endpoint for agents")
+        played = await asyncio.gather(
+            *[self._play(self._endpoint, one.lease.prompt) for one in batch for _ in one.lease.members]
+        )
+        if None in played:
+            raise Aborted("generation was interrupted; the agents are begun again")
+        done = iter(played)
+        return [[made for _ in one.lease.members if (made := next(done)) is not None] for one in batch]
+
+    async def _play(self, endpoint: Endpoint, position: int) -> Played | Failed | None:
+        environment: Any = self.environment
+        count = environment.count
+        key, recorded = endpoint.open()
+        try:
+            play = self._threads.run(environment.play, endpoint.base_url, key, position % count if count else position)
+            async with asyncio.timeout(environment.timeout_s + 5.0):
+                reward = await play
+            return Played(episode_of(recorded.calls), reward)
+        except Exception:  # noqa: BLE001 - costs this episode, recorded with its traceback
+            return None if recorded.interrupted else Failed(traceback.format_exc())
+        finally:
+            endpoint.finish(key)
+
+    def postprocess(self, prepared: PreparedPrompt, generated: Sequence[Any]) -> list[Outcome]:
+        return [self._finished(made) if isinstance(made, Played) else made for made in generated]
+
+    def _finished(self, played: Played) -> Finished:
+        episode = played.episode
+        assert episode.version is not None
+        return Finished(
+            arrays=episode.arrays(),
+            reward=played.reward,
+            version=Version(episode.version),
+            weights_digest=episode.digest,
+            length=episode.generated_tokens,
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+
+def episode_of(calls: Sequence[Call]) -> Episode:
+    """The calls of one agent as one sample: a branch for every conversation that went another way."""
+    if not calls:
+        raise ConfigError("the agent asked for no completion, so there is nothing to train")
+    shared = 0
+    shortest = min(len(call.context) for call in calls)
+    first = calls[0].context
+    while shared < shortest and all(call.context[shared] == first[shared] for call in calls):
+        shared += 1
+    if not shared:
+        raise ConfigError("the agent's calls have no token in common at their beginning: one sample cannot hold them")
+    episode = Episode.start(first[:shared])
+    for call in calls:
+        episode.asked(call.context)
+        drawn = call.drawn
+        episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
+        episode.finish_turn("", drawn.ending)
+    return episode
