@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -34,49 +35,46 @@ class Bucket:
     """None for the plain causal mask."""
 
 
-@dataclass(frozen=True, slots=True)
 class Forest:
-    """Who attends to whom in a row."""
+    """Who attends to whom in a row, made of segments [first token, token after the last, parent or -1].
 
-    keys: Tensor | None
-    """The keys of all segments, one segment after the other; None if no segment has ancestors."""
-    query_bounds: Tensor
-    key_bounds: Tensor
-    longest_query: int
-    longest_keys: int
-    buckets: tuple[Bucket, ...]
-    order_T: Tensor
-    """Where each token is in the buckets, one after the other."""
+    They cover the row in order, parents first.
+    """
 
+    def __init__(self, segments_K3: np.ndarray, device: torch.device) -> None:
+        self._device = device
+        self._chains: list[np.ndarray] = []
+        """Of each segment, the tokens it attends to: those of its ancestors and its own."""
+        for start, end, parent in segments_K3.tolist():
+            own = np.arange(start, end)
+            self._chains.append(own if parent < 0 else np.concatenate([self._chains[parent], own]))
+        self._lengths = segments_K3[:, 1] - segments_K3[:, 0]
+        keys = np.array([len(chain) for chain in self._chains])
+        shared = bool((segments_K3[:, 2] >= 0).any())
+        self.keys = torch.from_numpy(np.concatenate(self._chains)).to(device) if shared else None
+        """The keys of all segments, one segment after the other; None if no segment has ancestors."""
+        self.query_bounds = _bounds(self._lengths, device)
+        self.key_bounds = _bounds(keys, device)
+        self.longest_query = int(self._lengths.max())
+        self.longest_keys = int(keys.max())
 
-def forest(segments_K3: np.ndarray, device: torch.device) -> Forest:
-    """Of segments [first token, token after the last, parent or -1], which cover the row in order, parents first."""
-    chains: list[np.ndarray] = []
-    for start, end, parent in segments_K3.tolist():
-        own = np.arange(start, end)
-        chains.append(own if parent < 0 else np.concatenate([chains[parent], own]))
-    lengths = segments_K3[:, 1] - segments_K3[:, 0]
-    shapes: dict[tuple[int, int], list[int]] = {}
-    for number, chain in enumerate(chains):
-        shapes.setdefault((int(lengths[number]), len(chain)), []).append(number)
-    buckets: list[Bucket] = []
-    visited: list[np.ndarray] = []
-    for (queries, keys), members in shapes.items():
-        mask = None if queries == keys else torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).to(device)
-        own = np.stack([chains[number][keys - queries :] for number in members])
-        visited.append(own.ravel())
-        all_keys = np.stack([chains[number] for number in members])
-        buckets.append(Bucket(torch.from_numpy(own).to(device), torch.from_numpy(all_keys).to(device), mask))
-    shared = bool((segments_K3[:, 2] >= 0).any())
-    return Forest(
-        keys=torch.from_numpy(np.concatenate(chains)).to(device) if shared else None,
-        query_bounds=_bounds(lengths, device),
-        key_bounds=_bounds(np.array([len(chain) for chain in chains]), device),
-        longest_query=int(lengths.max()),
-        longest_keys=max(len(chain) for chain in chains),
-        buckets=tuple(buckets),
-        order_T=torch.from_numpy(np.argsort(np.concatenate(visited))).to(device),
-    )
+    @cached_property
+    def buckets(self) -> tuple[list[Bucket], Tensor]:
+        """All segments by their shape, and where each token of the row is in them."""
+        shapes: dict[tuple[int, int], list[np.ndarray]] = {}
+        for queries, chain in zip(self._lengths.tolist(), self._chains, strict=True):
+            shapes.setdefault((queries, len(chain)), []).append(chain)
+        found: list[Bucket] = []
+        visited: list[np.ndarray] = []
+        for (queries, keys), chains in shapes.items():
+            mask = None
+            if queries != keys:
+                mask = torch.ones(queries, keys, dtype=torch.bool, device=self._device).tril(keys - queries)
+            all_keys = np.stack(chains)
+            own = all_keys[:, keys - queries :]
+            visited.append(own.ravel())
+            found.append(Bucket(*(torch.from_numpy(index).to(self._device) for index in (own, all_keys)), mask))
+        return found, torch.from_numpy(np.argsort(np.concatenate(visited))).to(self._device)
 
 
 def attend_in_forests(module: nn.Module) -> bool:
@@ -115,7 +113,8 @@ def _attend(
     if _flash_takes(query):
         return _flash(query, key, value, layout, scaling)[None], None
     parts: list[Tensor] = []
-    for bucket in layout.buckets:
+    buckets, order_T = layout.buckets
+    for bucket in buckets:
         q, k, v = (
             states[0][:, index].transpose(0, 1)
             for states, index in ((query, bucket.queries_KQ), (key, bucket.keys_KC), (value, bucket.keys_KC))
@@ -125,7 +124,7 @@ def _attend(
             q, k, v, attn_mask=bucket.mask_QC, is_causal=causal, scale=scaling, enable_gqa=grouped
         )
         parts.append(part.transpose(1, 2).flatten(0, 1))
-    return torch.cat(parts)[layout.order_T][None], None
+    return torch.cat(parts)[order_T][None], None
 
 
 def _flash_takes(query: Tensor) -> bool:
@@ -136,12 +135,9 @@ def _flash_takes(query: Tensor) -> bool:
 def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Forest, scaling: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    taken = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in taken else {"is_causal": True}
-    if "enable_gqa" in taken:
-        causal["enable_gqa"] = True
-    if "scale" in taken:
-        causal["scale"] = scaling
+    causal = _causal_options()
+    if "scale" in causal:
+        causal |= {"scale": scaling}
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     if layout.keys is not None:
         k, v = k[layout.keys], v[layout.keys]
@@ -149,6 +145,20 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Forest, scaling: f
     out = varlen_attn(q, k, v, *bounds, layout.longest_query, layout.longest_keys, **causal)
     assert isinstance(out, Tensor)
     return out
+
+
+@cache
+def _taken_by_flash() -> tuple[str, ...]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return tuple(inspect.signature(varlen_attn).parameters)
+
+
+def _causal_options() -> dict[str, Any]:
+    """How this torch is asked for a causal mask that is aligned to the end of the keys."""
+    taken = _taken_by_flash()
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in taken else {"is_causal": True}
+    return options | {name: value for name, value in (("enable_gqa", True), ("scale", None)) if name in taken}
 
 
 def _bounds(lengths: np.ndarray, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.train.attention import forest
+from penstock.train.attention import Forest
 
 CHUNK_BYTES = 256 << 20
 """Of float32 logits at a time; the backward pass has up to three such arrays."""
@@ -79,7 +79,7 @@ class TokenTensors:
         # Padding stands after each row's tokens, so the causal mask alone keeps it out.
         self.options: dict[str, Any] = {}
         if batch.segments_K3 is not None:
-            self.options["layout"] = forest(batch.segments_K3, device)
+            self.options["layout"] = Forest(batch.segments_K3, device)
             self.options["position_ids"] = torch.from_numpy(batch.position_ids_RT.astype(np.int64)).to(device)
 
     def scores(self, module: nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
