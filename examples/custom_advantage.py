@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.batch.advantage import compute, dr_grpo
+from penstock import advantages
 
 
 def best_of_group(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
@@ -30,7 +30,7 @@ def best_of_group(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
     """
     starts = np.cumsum(group_sizes) - group_sizes
     best = np.repeat(np.maximum.reduceat(rewards, starts), group_sizes)
-    return np.where(rewards == best, dr_grpo(rewards, group_sizes), 0.0)
+    return np.where(rewards == best, advantages.dr_grpo(rewards, group_sizes), 0.0)
 
 
 def hopeless(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
@@ -40,6 +40,7 @@ def hopeless(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
 
 if __name__ == "__main__":
     groups = [[0.0, 0.5, 1.0, 0.5], [0.0, 0.0, 0.0, 0.0]]
-    advantages = compute(best_of_group, [reward for group in groups for reward in group], [len(g) for g in groups])
-    for group, row in zip(groups, advantages.reshape(2, 4).tolist(), strict=True):
+    rewards = [reward for group in groups for reward in group]
+    computed = advantages.compute(best_of_group, rewards, [len(group) for group in groups])
+    for group, row in zip(groups, computed.reshape(2, 4).tolist(), strict=True):
         print(f"rewards {group}  advantages {row}  filter: {hopeless(group, [4] * 4) or 'keep'}")

@@ -2,12 +2,11 @@
 In a configuration: `env.name = "custom_workload:Bandit"`, `rollout.workload = "custom_workload:BanditWorkload"`.
 """
 
+from typing import Any
+
 import numpy as np
 
-from penstock.engines.policy import PolicyEngine
-from penstock.envs.io.gymnasium import Spaces
-from penstock.records.prompt import PromptLease
-from penstock.rollout.hooks import Finished, Outcome
+from penstock import Finished, Outcome, PromptLease, Spaces
 
 
 class Bandit:
@@ -26,7 +25,7 @@ class Bandit:
 
 
 class BanditWorkload:
-    def __init__(self, environment: Bandit, engine: PolicyEngine, policy: object = None) -> None:
+    def __init__(self, environment: Bandit, engine: Any, policy: object = None) -> None:
         self.environment, self.engine = environment, engine
 
     def preflight(self) -> None:

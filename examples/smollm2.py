@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from penstock.envs.cursor import digits
-from penstock.envs.protocol import Message, Prompt
+import numpy as np
+
+from penstock import Message, Prompt
 
 WEIGHTS = Path("models/smollm2-135m-instruct")
 
@@ -28,7 +29,7 @@ class Sums:
         self.seed = seed
 
     def prompt(self, position: int) -> Prompt:
-        left, right = (1 + digit for digit in digits(self.seed, position, 10, 2))
+        left, right = np.random.default_rng([self.seed, position]).integers(1, 11, 2)
         question = Message("user", f"What is {left} + {right}? Answer with the number only.")
         return Prompt(messages=(question,), columns={"answer": str(left + right)})
 

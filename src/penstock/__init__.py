@@ -30,10 +30,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.envs.protocol import ConversingEnvironment, Message, Prompt, TextEnvironment
+    from penstock.batch import advantage as advantages
+    from penstock.envs.io.gymnasium import Spaces
+    from penstock.envs.mixture import Mixture
+    from penstock.envs.protocol import ConversingEnvironment, GoBack, Message, Prompt, TextEnvironment
+    from penstock.envs.tools import WithTools
     from penstock.errors import ConfigError, PenstockError, RunFailed
     from penstock.launch.python import Run, train
-    from penstock.rollout.hooks import Failed, Finished, Unusable, Workload
+    from penstock.records.prompt import PromptLease
+    from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable, Workload
+    from penstock.train.losses import tokens as losses
 
 __version__ = "0.1.0"
 
@@ -42,28 +48,44 @@ __all__ = [
     "ConversingEnvironment",
     "Failed",
     "Finished",
+    "GoBack",
     "Message",
+    "Mixture",
+    "Outcome",
     "PenstockError",
     "Prompt",
+    "PromptLease",
     "Run",
     "RunFailed",
+    "Spaces",
     "TextEnvironment",
     "Unusable",
+    "WithTools",
     "Workload",
     "__version__",
+    "advantages",
+    "losses",
     "train",
 ]
 
 _HOMES = {
-    "penstock.envs.protocol": ("ConversingEnvironment", "Message", "Prompt", "TextEnvironment"),
+    "penstock.envs.io.gymnasium": ("Spaces",),
+    "penstock.envs.mixture": ("Mixture",),
+    "penstock.envs.protocol": ("ConversingEnvironment", "GoBack", "Message", "Prompt", "TextEnvironment"),
+    "penstock.envs.tools": ("WithTools",),
     "penstock.errors": ("ConfigError", "PenstockError", "RunFailed"),
     "penstock.launch.python": ("Run", "train"),
-    "penstock.rollout.hooks": ("Failed", "Finished", "Unusable", "Workload"),
+    "penstock.records.prompt": ("PromptLease",),
+    "penstock.rollout.hooks": ("Failed", "Finished", "Outcome", "Unusable", "Workload"),
 }
+
+_MODULES = {"advantages": "penstock.batch.advantage", "losses": "penstock.train.losses.tokens"}
 
 
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used: every small process imports this package, few need numpy."""
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(home), name)
