@@ -1,4 +1,4 @@
-"""What is done about each fault of a weight update: the table, and nothing else.
+"""What the controller does about each fault of a weight update: the table, and nothing else.
 
 A row says what follows for a replica in a given state, how often, and what then. `CHOOSE` stands where safety leaves
 a choice; the policy makes it. Actions for a QUIESCED or LOADED replica are carried out by the replica itself, which
@@ -13,24 +13,18 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import LocalProtocolError
-from penstock.weights.replica import RESUME_TRIES, ReplicaState
+from penstock.weights.replica import ReplicaState
 
 Policy = Literal["restore", "evict", "fail"]
 
 
 class Fault(StrEnum):
-    TRAINER_DIED = "trainer died"
-    REPLICA_DIED = "replica died"
     LOAD_FAILED = "load failed"
     """One replica could not bring, stage or write a version, or the proof of it failed."""
     UPDATE_OVERDUE = "update overdue"
     """One replica was offered a version and did not report by the deadline."""
     ALL_FAILED = "all replicas failed"
     FLEET_FAILED_AGAIN = "all replicas failed again after a restart of all"
-    GROUP_HUNG = "group build hung"
-    FINALIZE_FAILED = "finalize failed"
-    RESUME_FAILED = "resume failed"
-    CONTROLLER_DIED = "controller died"
 
 
 class Action(StrEnum):
@@ -41,10 +35,6 @@ class Action(StrEnum):
     REFIT = "load one complete version, durable if need be"
     RETRY = "offer the newest version again"
     EVICT = "replace the process; it returns as stale"
-    ABORT_GROUP = "abort the group; the next attempt has a new name"
-    FALL_BACK = "fall back from broadcast to pull"
-    RETRY_RESUME = "resume again"
-    RESTART_TRAINER = "restart the trainer from its checkpoint, with a new lineage"
     STOP_ADMISSION = "stop admission"
     CHECKPOINT = "emergency checkpoint of the trainer"
     RESTART_FLEET = "restart all replicas from the durable version"
@@ -70,12 +60,6 @@ _A, _F, _S = Action, Fault, ReplicaState
 _SYSTEMIC = (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)
 
 TABLE: tuple[Row, ...] = (
-    Row(_F.TRAINER_DIED, _S.SERVING, (_A.RESTART_TRAINER, _A.KEEP_SERVING)),
-    Row(_F.TRAINER_DIED, _S.QUIESCED, (_A.RESTART_TRAINER, _A.RESUME_OLD)),
-    Row(_F.TRAINER_DIED, _S.LOADED, (_A.RESTART_TRAINER, _A.COMMIT)),
-    Row(_F.TRAINER_DIED, _S.TORN, (_A.RESTART_TRAINER, _A.FENCE, _A.CHOOSE)),
-    Row(_F.TRAINER_DIED, _S.STALE, (_A.RESTART_TRAINER, _A.FENCE, _A.REFIT)),
-    Row(_F.REPLICA_DIED, _S.DEAD, (_A.EVICT,)),
     Row(_F.LOAD_FAILED, _S.SERVING, (_A.KEEP_SERVING, _A.RETRY), 2, (_A.EVICT,)),
     Row(_F.LOAD_FAILED, _S.QUIESCED, (_A.RESUME_OLD, _A.RETRY), 2, (_A.EVICT,)),
     Row(_F.LOAD_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE), 2, (_A.FENCE, _A.EVICT)),
@@ -92,18 +76,6 @@ TABLE: tuple[Row, ...] = (
     Row(_F.ALL_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE), 1, (_A.FENCE, *_SYSTEMIC)),
     Row(_F.ALL_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.FENCE, *_SYSTEMIC)),
     Row(_F.FLEET_FAILED_AGAIN, _S.DEAD, (_A.FAIL,)),
-    Row(_F.GROUP_HUNG, _S.SERVING, (_A.ABORT_GROUP, _A.KEEP_SERVING, _A.RETRY), 2, (_A.ABORT_GROUP, _A.FALL_BACK)),
-    Row(_F.GROUP_HUNG, _S.QUIESCED, (_A.ABORT_GROUP, _A.RESUME_OLD, _A.RETRY), 2, (_A.ABORT_GROUP, _A.FALL_BACK)),
-    Row(_F.GROUP_HUNG, _S.TORN, (_A.ABORT_GROUP, _A.FENCE, _A.CHOOSE)),
-    Row(_F.FINALIZE_FAILED, _S.LOADED, (_A.COMMIT,)),
-    Row(_F.FINALIZE_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE)),
-    Row(_F.RESUME_FAILED, _S.QUIESCED, (_A.RETRY_RESUME,), RESUME_TRIES - 1, (_A.EVICT,)),
-    Row(_F.RESUME_FAILED, _S.LOADED, (_A.RETRY_RESUME,), RESUME_TRIES - 1, (_A.EVICT,)),
-    Row(_F.CONTROLLER_DIED, _S.SERVING, (_A.KEEP_SERVING,)),
-    Row(_F.CONTROLLER_DIED, _S.QUIESCED, (_A.RESUME_OLD,)),
-    Row(_F.CONTROLLER_DIED, _S.LOADED, (_A.COMMIT,)),
-    Row(_F.CONTROLLER_DIED, _S.TORN, (_A.FENCE, _A.REFIT)),
-    Row(_F.CONTROLLER_DIED, _S.STALE, (_A.FENCE, _A.REFIT)),
 )
 
 _ROWS = {(row.fault, row.state): row for row in TABLE}

@@ -410,7 +410,7 @@ def test_the_table_has_one_row_per_fault_and_state() -> None:
     assert len({(row.fault, row.state) for row in TABLE}) == len(TABLE)
     assert {row.fault for row in TABLE} == set(Fault)
     with pytest.raises(LocalProtocolError, match="no row"):
-        decide(Fault.REPLICA_DIED, S.SERVING, "restore")
+        decide(Fault.FLEET_FAILED_AGAIN, S.SERVING, "restore")
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.fault}-{row.state}".replace(" ", "_"))
