@@ -18,7 +18,7 @@ from penstock.payload.io.shm import Ring
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, SampleId, StepIndex, Version
 from penstock.runtime.offload import Offload
-from penstock.train.data import Feed, PreparedBatch
+from penstock.train.data import Feed, Loader, PreparedBatch
 from penstock.wire.messages import NotYet
 
 TOKENS = 300
@@ -41,9 +41,8 @@ class Bench:
         self.ring = Ring.create("run", capacity_bytes=1 << 20, slots=16, directory=str(folder))
         self.fetcher = BatchFetcher(host_id="here", directory=str(folder))
         self.offload = Offload(3, "feed")
-        nobody: Any = None
         settings = PackSettings(micro_batch_tokens=2 * TOKENS)
-        self.feed = Feed(nobody, nobody, self.fetcher, self.offload, dr_grpo, settings)
+        self.feed = Loader(self.fetcher, self.offload, dr_grpo, settings)
 
     def prepare(self, step: int) -> PreparedBatch:
         """Two groups of four samples."""
@@ -55,9 +54,7 @@ class Bench:
             rewards, versions = (0.0, 0.0, 1.0, 1.0), (Version(0),) * 4
             groups.append(BatchGroup(PromptIndex(prompt), 0, ids, rewards, versions, (TOKENS,) * 4, refs))
         rings = (self.ring.address(host_id="here"),)
-        return self.offload.submit(self.feed._fetch_and_pack, Batch(StepIndex(step), tuple(groups)), rings, 0.0).result(
-            60
-        )
+        return self.offload.submit(self.feed.fetch_and_pack, Batch(StepIndex(step), tuple(groups)), rings).result(60)
 
     def close(self) -> None:
         self.fetcher.close()
@@ -145,7 +142,7 @@ async def test_waiting_for_the_next_batch_is_progress_only_while_nothing_else_is
     stop = SimpleNamespace(requested=False)
     process: Any = SimpleNamespace(stop=stop, member="t", progress=SimpleNamespace(moved=told.append))
     controller, nobody = Controller(), None
-    feed = Feed(process, controller, nobody, nobody, dr_grpo, PackSettings())  # type: ignore[arg-type]
+    feed = Feed(process, controller, nobody, nobody)  # type: ignore[arg-type]
     assert await feed.prepare(StepIndex(7)) is None
     assert controller.asks == 3
     assert told == ["waiting for the batch of step 7: groups"]

@@ -20,7 +20,7 @@ def devices_of(config: Config) -> Devices:
     if config.pool.devices == 0:
         return _one_each(config)
     everything = tuple(range(config.pool.devices))
-    train = {one.name: tuple(one.train_devices) or everything[:1] for one in config.pipeline}
+    train = {one.name: tuple(one.train_devices) or everything[: one.train_ranks] for one in config.pipeline}
     rollout = {one.name: tuple(one.rollout_devices) or everything for one in config.pipeline}
     placements = {}
     for one in config.pipeline:
@@ -35,12 +35,14 @@ def _one_each(config: Config) -> Devices:
     count = 0
     for one in config.pipeline:
         workers = one.rollout.workers * one.rollout.devices_per_worker
-        train, rollout = (count,), tuple(range(count + 1, count + 1 + workers))
+        ranks = one.train_ranks
+        train, rollout = tuple(range(count, count + ranks)), tuple(range(count + ranks, count + ranks + workers))
         placements[one.name] = Placement(train, rollout, train_is_shared=False)
-        count += 1 + workers
+        count += ranks + workers
     return Devices(count, placements)
 
 
 def weights_stay_on_device(config: Config, pipeline: PipelineSection) -> bool:
-    """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty."""
-    return pipeline.weights.transport == "auto" and not config.pool.devices
+    """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty, and with
+    several ranks no device holds a whole version."""
+    return pipeline.weights.transport == "auto" and not config.pool.devices and pipeline.train_ranks == 1

@@ -77,6 +77,10 @@ class PipelineSection(Section):
         return min(MOST_RING_SLOTS, max(self.rollout.ring_slots, 2 * (self.train.max_staleness + 2) * step))
 
     @property
+    def train_ranks(self) -> int:
+        return self.train.ranks or len(self.train_devices) or 1
+
+    @property
     def kind(self) -> Literal["language", "gymnasium"]:
         return "gymnasium" if self.env.name == "gymnasium" else "language"
 
@@ -94,6 +98,7 @@ class PipelineSection(Section):
             raise ValueError(f"a step of {step} samples does not fit into a ring of {MOST_RING_SLOTS} slots")
         self._check_truncation()
         self._check_ranks()
+        self._check_train_ranks()
         self._check_evaluation()
         if self.rollout.preparation_processes and self.kind == "gymnasium":
             raise ValueError("rollout.preparation_processes reads prompts, which gymnasium environments do not have")
@@ -131,6 +136,19 @@ class PipelineSection(Section):
             raise ValueError(f"evaluation.env {section.env.name!r} is of another kind than env {self.env.name!r}")
         if self.kind == "gymnasium" and section.temperature not in (0.0, 1.0):
             raise ValueError(f"evaluation.temperature of a gymnasium policy is 0 or 1, found {section.temperature}")
+
+    def _check_train_ranks(self) -> None:
+        ranks = self.train_ranks
+        if len(set(self.train_devices)) < len(self.train_devices):
+            raise ValueError(f"train_devices = {self.train_devices} names a device twice")
+        if self.train_devices and ranks != len(self.train_devices):
+            raise ValueError(
+                f"train.ranks = {ranks}, but train_devices names {len(self.train_devices)} devices: each rank has one"
+            )
+        if ranks > 1 and isinstance(self.model, MlpModel):
+            raise ValueError(f"{ranks} ranks train language models only; a gymnasium policy trains on one device")
+        if ranks > 1 and self.lora is not None:
+            raise ValueError(f"{ranks} ranks train all weights of a model; lora trains on one: set train.ranks = 1")
 
     def _check_ranks(self) -> None:
         rollout = self.rollout

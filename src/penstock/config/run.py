@@ -68,6 +68,11 @@ class Config(Section):
                     f"a worker of pipeline {pipeline.name!r} with {ranks} ranks occupies {ranks} devices of the pool, "
                     f"but rollout.devices_per_worker is {occupied}"
                 )
+            if self.pool.devices and pipeline.train_ranks > self.pool.devices:
+                raise ValueError(
+                    f"pipeline {pipeline.name!r} trains on {pipeline.train_ranks} ranks, one device each, but "
+                    f"pool.devices is {self.pool.devices}"
+                )
             used = {*pipeline.train_devices, *pipeline.rollout_devices}
             if used and (beyond := sorted(device for device in used if not 0 <= device < self.pool.devices)):
                 raise ValueError(

@@ -80,8 +80,9 @@ def needs_of(spec: ProcessSpec, config: Config, *, with_gpus: bool) -> Needs:
     if pipeline is None:
         return Needs(SINK_CPUS if spec.role == "metrics_sink" else spec.threads, directory=True)
     if spec.role == "trainer":
-        gpus = int(_wants_gpu(pipeline.train.device, with_gpus, f"pipeline.{pipeline.name}.train.device"))
-        return Needs(spec.threads, gpus, directory=True)
+        ranks = pipeline.train_ranks  # on one node, below rank 0
+        gpus = ranks * _wants_gpu(pipeline.train.device, with_gpus, f"pipeline.{pipeline.name}.train.device")
+        return Needs(spec.threads * ranks, gpus, directory=True)
     rollout = pipeline.rollout
     device = _wants_gpu(rollout.device, with_gpus, f"pipeline.{pipeline.name}.rollout.device")
     gpus = max(rollout.ranks, rollout.devices_per_worker) if device else 0

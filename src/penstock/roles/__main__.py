@@ -18,7 +18,9 @@ from penstock.runtime.process import die_with_parent
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m penstock.roles")
-    parser.add_argument("role", choices=("controller", "rollout_worker", "rollout_rank", "trainer", "metrics_sink"))
+    parser.add_argument(
+        "role", choices=("controller", "rollout_worker", "rollout_rank", "trainer", "trainer_rank", "metrics_sink")
+    )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--name", required=True, help="names the log file and the last words")
     parser.add_argument("--member", required=True, help="names this incarnation of the process")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from penstock.config.pipeline import PipelineSection
@@ -61,8 +62,13 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
             )
 
 
-def objective_of(config: Config, pipeline: PipelineSection, environment: Any) -> Objective:
-    """The initial policy and what it is trained by."""
+def objective_of(
+    config: Config,
+    pipeline: PipelineSection,
+    environment: Any,
+    sharded: Callable[[LanguagePolicy, bool], LanguagePolicy] | None = None,
+) -> Objective:
+    """The initial policy and what it is trained by. `sharded` makes a policy, trained or not, one of several ranks."""
     policy = policy_of(config, pipeline, environment)
     if isinstance(pipeline.model, MlpModel):
         return EpisodeObjective(policy, pipeline.ppo_loss)
@@ -72,6 +78,10 @@ def objective_of(config: Config, pipeline: PipelineSection, environment: Any) ->
     if pipeline.token_loss.kl_coefficient:
         adapted = isinstance(policy, AdaptedPolicy)
         reference = policy.base() if adapted else policy_of(config, pipeline, environment)
+    if sharded is not None:
+        assert isinstance(policy, LanguagePolicy)
+        policy = sharded(policy, True)
+        reference = None if reference is None else sharded(reference, False)
     return TokenObjective(
         policy,
         pipeline.token_loss,

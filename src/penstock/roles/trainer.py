@@ -6,28 +6,24 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from penstock.batch.advantage import resolve
-from penstock.batch.pack import PackSettings
 from penstock.config.devices import devices_of, weights_stay_on_device
-from penstock.payload.io.fetch import BatchFetcher
 from penstock.records.ids import StepIndex
-from penstock.roles.environments import environment_of
-from penstock.roles.models import objective_of
+from penstock.roles.learning import device_of_rank, fetcher_of, join, learner_of, loader_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.runtime.offload import Offload, background
-from penstock.runtime.process import host_id
 from penstock.runtime.tasks import Tasks
-from penstock.runtime.tensors import device_at
 from penstock.train import checkpoint
-from penstock.train.data import Feed
+from penstock.train.data import Feed, Loader
 from penstock.train.emergencies import heed_checkpoints
 from penstock.train.loop import TrainingLoop
 from penstock.train.offering import Offering, offering
 from penstock.train.publish import Publishing
+from penstock.train.ranks import TrainerRanks
 from penstock.train.rollout_log import RolloutLog
 from penstock.train.step import Learner
 from penstock.train.turns import LearnerOnTurns, Turns
@@ -41,26 +37,29 @@ async def main(process: RoleProcess, make: Callable[[RoleProcess], Learner] | No
     torch.set_num_threads(pipeline.train.threads)
     training, writing = background(1, "train"), background(1, "write")
     fetching = background(1 + len(os.sched_getaffinity(0)), "fetch")
-    process.progress.moved("building the model")
-    learner = await process.started(training.submit(make or _build, process))
-    step = StepIndex(learner.steps)
-    lineage = process.random.randbytes(6).hex()
-    log.info("training %s from step %d, lineage %s", pipeline.name, step, lineage)
-    rollouts = _rollout_log(process, learner)
-    fetcher = BatchFetcher(
-        host_id=host_id(),
-        token=process.run.token(),
-        label=process.name,
-        directory=process.ring_directory,
-        transport=process.config.payload.transport,
-    )
+    ranks = TrainerRanks(process, training, pipeline.train_ranks)
+    process.progress.moved("looking for a checkpoint")
+    found = await process.started(training.submit(checkpoint.latest, process.run.checkpoints(pipeline.name)))
     try:
-        placement = {"workers": pipeline.rollout.workers, "on_device": weights_stay_on_device(process.config, pipeline)}
-        with offering(process, lineage, pipeline.weights, process.config.payload, **placement) as offered:
-            await _train(process, learner, lineage, offered, (training, fetching, writing), fetcher, rollouts)
+        async with ranks.started("" if found is None else str(found.directory)):
+            process.progress.moved("building the model")
+            build = partial(make, process) if make is not None else partial(_build, process, ranks, found)
+            learner = await process.started(training.submit(build))
+            step = StepIndex(learner.steps)
+            lineage = process.random.randbytes(6).hex()
+            log.info("training %s from step %d, lineage %s, ranks %d", pipeline.name, step, lineage, ranks.count)
+            rollouts = _rollout_log(process, learner)
+            fetcher = fetcher_of(process)
+            try:
+                on_device = weights_stay_on_device(process.config, pipeline)
+                placement = {"workers": pipeline.rollout.workers, "on_device": on_device}
+                with offering(process, lineage, pipeline.weights, process.config.payload, **placement) as offered:
+                    loader = loader_of(process, learner, fetcher, fetching)
+                    await _train(process, learner, lineage, offered, ranks, writing, loader, rollouts)
+            finally:
+                fetcher.close()
+                rollouts.close(timeout_s=2.0)
     finally:
-        fetcher.close()
-        rollouts.close(timeout_s=2.0)
         for offload in (training, fetching, writing):
             offload.close(timeout_s=2.0)
 
@@ -70,34 +69,19 @@ async def _train(
     learner: Learner,
     lineage: str,
     offered: Offering,
-    offloads: tuple[Offload, Offload, Offload],
-    fetcher: BatchFetcher,
+    ranks: TrainerRanks,
+    writing: Offload,
+    loader: Loader,
     rollouts: RolloutLog,
 ) -> None:
     pipeline, step = process.pipeline, StepIndex(learner.steps)
-    training, fetching, writing = offloads
     lag = process.lag_monitor()
     placement = devices_of(process.config).placements[pipeline.name]
-    device = device_at(pipeline.train.device, placement.train, in_pool=bool(process.config.pool.devices))
-    resident = LearnerOnTurns(learner, device, training, shared=placement.train_is_shared)
+    resident = LearnerOnTurns(learner, device_of_rank(process, 0), ranks, shared=placement.train_is_shared)
     connection = connected(process, "trainer", resident.move_out, step=step, lineage=lineage)
     async with connection as client, Tasks() as tasks:
-        publishing = Publishing(process, client, offered, writing)
-        settings = PackSettings(
-            micro_batch_tokens=pipeline.train.tokens_per_micro_batch,
-            micro_batches=pipeline.optimizer.minibatches,
-            layout=learner.objective.packing,
-        )
-        feed = Feed(
-            process,
-            client,
-            fetcher,
-            fetching,
-            resolve(pipeline.train.advantage),
-            settings,
-            pipeline.train,
-            max_new_tokens=pipeline.rollout.max_new_tokens,
-        )
+        publishing = Publishing(process, client, offered, writing, ranks)
+        feed = Feed(process, client, loader, ranks)
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("publish weights", publishing.run())
         tasks.spawn("heed the stop", heed_stop(process, client))
@@ -110,7 +94,7 @@ async def _train(
             feed,
             publishing,
             turns,
-            training,
+            ranks,
             rollouts,
             pipeline.checkpoint,
             publish_timeout_s=pipeline.weights.deadline_s,
@@ -122,20 +106,11 @@ async def _train(
         tasks.cancel()
 
 
-def _build(process: RoleProcess) -> Learner:
-    """The learner in host memory, restored from the latest good checkpoint if there is one."""
-    config, pipeline = process.config, process.pipeline
-    learner = Learner(
-        objective_of(config, pipeline, environment_of(config, pipeline)),
-        pipeline.optimizer,
-        steps=pipeline.steps,
-        seed=config.run.seed,
-        progressed=process.progress.moved,
-    )
-    found = checkpoint.latest(process.run.checkpoints(pipeline.name))
-    if found is not None:
-        checkpoint.load(found, learner)
-    return learner
+def _build(process: RoleProcess, ranks: TrainerRanks, found: checkpoint.Checkpoint | None) -> Learner:
+    """Rank 0's part of the learner."""
+    world = join(process, 0, ranks.count, ranks.store)
+    ranks.joined()
+    return learner_of(process, world, found)
 
 
 def _rollout_log(process: RoleProcess, learner: Learner) -> RolloutLog:

@@ -21,6 +21,7 @@ from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
 from penstock.sim.truth import Truth
+from penstock.train.world import ALONE
 
 CHUNKS = 4
 """Decode boundaries at which a simulated generation looks at its engine."""
@@ -223,6 +224,7 @@ class SimLearner:
         return self
 
     packing = "padded"
+    world = ALONE
 
     @property
     def scored_by(self) -> tuple[()]:

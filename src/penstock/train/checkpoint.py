@@ -182,6 +182,11 @@ def verify(candidate: Path) -> Checkpoint:
     return Checkpoint(candidate, record)
 
 
+def read(directory: Path) -> Checkpoint:
+    """A checkpoint whose files another rank of this trainer has verified."""
+    return Checkpoint(directory, msgspec.json.decode((directory / RECORD_FILE).read_bytes(), type=CheckpointRecord))
+
+
 def load(checkpoint: Checkpoint, learner: Learner) -> None:
     """Put the learner and its policy back exactly where they were saved, on any number of ranks; each calls it."""
     path = checkpoint.directory / MODEL_FILE

@@ -23,6 +23,8 @@ from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train.batch_metrics import figures_of
+from penstock.train.rank_calls import Prepared
+from penstock.train.ranks import TrainerRanks
 from penstock.train.rollout_log import TrainedRollout
 from penstock.train.settings import TrainSection
 from penstock.wire.messages import AskBatch, BatchReady, Complete, NotYet
@@ -73,17 +75,11 @@ class PreparedBatch:
         ]
 
 
-class Feed:
-    """Gets the batch of exactly the step that was asked for.
-
-    Consumes: step numbers. Produces: prepared batches. Waits for: the controller to have a full batch.
-    Unblocked by: deliveries, completion, shutdown.
-    """
+class Loader:
+    """Fetches a batch and packs it. Each rank of a trainer has one, for its share."""
 
     def __init__(
         self,
-        process: RunMember,
-        client: ControlClient,
         fetcher: BatchFetcher,
         offload: Offload,
         advantage: Advantage,
@@ -95,51 +91,17 @@ class Feed:
         """`offload` has one thread that fetches and waits, and others that copy: at least two."""
         self._train = train
         self._max_new_tokens = max_new_tokens
-        self._process = process
-        self._client = client
         self._fetcher = fetcher
         self._offload = offload
         self._advantage = advantage
         self._settings = settings
         self._buffers = Buffers()
-        self.awaited = False
-        """Whether nothing but this is done: only then is waiting all that could be expected, and so progress."""
 
-    async def prepare(self, step: StepIndex) -> PreparedBatch | None:
-        """None when training is complete, or when this process was asked to stop."""
-        began = monotonic()
-        ready = await self._ask(step)
-        if ready is None:
-            return None
-        waited_s = monotonic() - began
-        return await self._offload.run(self._fetch_and_pack, ready.batch, ready.rings, waited_s)
+    async def load(self, batch: Batch, rings: tuple[RingAddress, ...]) -> PreparedBatch:
+        """In the background."""
+        return await self._offload.run(self.fetch_and_pack, batch, rings)
 
-    async def _ask(self, step: StepIndex) -> BatchReady | None:
-        process = self._process
-        while not process.stop.requested:
-            try:
-                reply = await self._client.call(
-                    AskBatch(pipeline=self._client.pipeline, member=process.member, step=step, wait_s=ASK_FOR_S)
-                )
-            except PeerLost:
-                if process.stop.requested:  # the call was cut short by the shutdown
-                    return None
-                raise
-            match reply:
-                case BatchReady():
-                    return reply
-                case Complete():
-                    return None
-                case NotYet(waiting_for=waiting_for, phase=phase):
-                    if self.awaited:
-                        process.progress.moved(f"waiting for the batch of step {step}: {waiting_for}")
-                    if phase == "stopped":
-                        return None
-                case _:
-                    raise RemoteProtocolError(f"the controller answered a request for a batch with {reply!r}")
-        return None
-
-    def _fetch_and_pack(self, batch: Batch, rings: tuple[RingAddress, ...], waited_s: float) -> PreparedBatch:
+    def fetch_and_pack(self, batch: Batch, rings: tuple[RingAddress, ...]) -> PreparedBatch:
         began = monotonic()
         report = self._fetcher.fetch((ref for group in batch.groups for ref in group.payloads), rings)
         kept = [group for group in batch.groups if report.missing.keys().isdisjoint(group.payloads)]
@@ -180,13 +142,73 @@ class Feed:
             missing,
             reason,
             report,
-            waited_s,
+            0.0,
             monotonic() - began,
             batch.final,
             memory,
             self._buffers,
             figures_of(kept, samples),
         )
+
+
+class Feed:
+    """Gets the batch of exactly the step that was asked for.
+
+    Consumes: step numbers. Produces: prepared batches. Waits for: the controller to have a full batch.
+    Unblocked by: deliveries, completion, shutdown.
+    """
+
+    def __init__(self, process: RunMember, client: ControlClient, loader: Loader, ranks: TrainerRanks) -> None:
+        self._process = process
+        self._client = client
+        self._loader = loader
+        self._ranks = ranks
+        self.awaited = False
+        """Whether nothing but this is done: only then is waiting all that could be expected, and so progress."""
+
+    async def prepare(self, step: StepIndex) -> PreparedBatch | None:
+        """None when training is complete, or when this process was asked to stop. Every rank prepares its share."""
+        began = monotonic()
+        ready = await self._ask(step)
+        if ready is None:
+            return None
+        waited_s = monotonic() - began
+        share, answers = self._ranks.prepare(ready.batch, ready.rings)
+        own = await self._loader.load(share, ready.rings)
+        own.waited_s = waited_s
+        for answer in answers:
+            other = await answer
+            assert isinstance(other, Prepared)
+            own.missing_prompts += other.missing_prompts
+            own.missing_reason = own.missing_reason or other.missing_reason
+        if answers:
+            own.figures["tokens"] = float(sum(sum(group.lengths) for group in ready.batch.groups))
+        return own
+
+    async def _ask(self, step: StepIndex) -> BatchReady | None:
+        process = self._process
+        while not process.stop.requested:
+            try:
+                reply = await self._client.call(
+                    AskBatch(pipeline=self._client.pipeline, member=process.member, step=step, wait_s=ASK_FOR_S)
+                )
+            except PeerLost:
+                if process.stop.requested:  # the call was cut short by the shutdown
+                    return None
+                raise
+            match reply:
+                case BatchReady():
+                    return reply
+                case Complete():
+                    return None
+                case NotYet(waiting_for=waiting_for, phase=phase):
+                    if self.awaited:
+                        process.progress.moved(f"waiting for the batch of step {step}: {waiting_for}")
+                    if phase == "stopped":
+                        return None
+                case _:
+                    raise RemoteProtocolError(f"the controller answered a request for a batch with {reply!r}")
+        return None
 
 
 def advantages_of_scored(

@@ -11,13 +11,14 @@ from penstock.records.ids import StepIndex, Version
 from penstock.records.pool import Priority
 from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
-from penstock.runtime.offload import Offload
 from penstock.runtime.tensors import device_figures
 from penstock.train import checkpoint
 from penstock.train.best import keep_best
 from penstock.train.data import Feed, PreparedBatch
 from penstock.train.objectives import PriorLogprobs
 from penstock.train.publish import Publishing
+from penstock.train.rank_calls import Consume, Save, Score, Train
+from penstock.train.ranks import TrainerRanks
 from penstock.train.rollout_log import RolloutLog
 from penstock.train.settings import CheckpointSection
 from penstock.train.step import Learner
@@ -42,7 +43,7 @@ class TrainingLoop:
         feed: Feed,
         publishing: Publishing,
         turns: Turns,
-        training: Offload,
+        ranks: TrainerRanks,
         rollouts: RolloutLog,
         checkpoints: CheckpointSection,
         publish_timeout_s: float,
@@ -53,7 +54,7 @@ class TrainingLoop:
         self._feed = feed
         self._publishing = publishing
         self._turns = turns
-        self._training = training
+        self._ranks = ranks
         self._rollouts = rollouts
         self._checkpoints = checkpoints
         self._publish_timeout_s = publish_timeout_s
@@ -122,13 +123,14 @@ class TrainingLoop:
             if not await self._turns.take(Priority.SCORING):
                 return False
             self._process.progress.moved(f"scoring step {batch.step}")
-            scores = await self._training.run(self._learner.score, batch.micro_batches)
+            scores, _ = await self._ranks.together(Score(batch.step), self._learner.score, batch.micro_batches)
         if not await self._turns.take(Priority.TRAINING):
             return False
         turn_s = self._turns.waited_s - waited_before_s
         async with self._between_steps:
             self._process.progress.moved(f"training step {batch.step}")
-            metrics = await self._training.run(self._learner.step, batch.micro_batches, scores)
+            work = (self._learner.step, batch.micro_batches, scores)
+            metrics, _ = await self._ranks.together(Train(batch.step), *work)
             step_s = monotonic() - began - turn_s
             await self._turns.give_back()  # before the weights are published: what is published then is in host memory
             metrics |= {"step_s": step_s, "wait_s": batch.waited_s, "fetch_s": batch.prepared_s, "turn_s": turn_s}
@@ -154,11 +156,12 @@ class TrainingLoop:
         if self._rollouts.wants(batch.step):
             self._rollouts.offer(batch.step, batch.trained())
         batch.done()
+        self._ranks.tell(Consume(batch.step))
         self._process.progress.moved(f"trained step {batch.step}")
 
     async def _save(self, step: StepIndex) -> None:
         self._process.progress.moved(f"saving the checkpoint of step {step}")
-        await self._training.run(self._write_checkpoint)
+        await self._ranks.together(Save(str(self._directory)), self._write_checkpoint)
         self._saved_step = step
         async with asyncio.timeout(self._publish_timeout_s):
             await self._publishing.make_durable(Version(step))
@@ -178,4 +181,4 @@ class TrainingLoop:
     def _write_checkpoint(self) -> None:
         if self._checkpoints.keep_best:  # before older ones are removed
             keep_best(self._directory, self._process.run.metrics_path, self._process.pipeline_name)
-        checkpoint.save(self._directory, self._learner, keep=self._checkpoints.keep)
+        checkpoint.save(self._directory, self._learner, keep=self._checkpoints.keep, world=self._learner.world)

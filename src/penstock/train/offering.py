@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -38,9 +39,16 @@ class Offering:
         self._servers = servers
         self._device = device
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor], *, durable: bool = False) -> Manifest:
+    def publish(
+        self,
+        version: Version,
+        tensors: Mapping[str, Tensor],
+        *,
+        durable: bool = False,
+        others: Callable[[Path], None] = lambda directory: None,
+    ) -> Manifest:
         """See `Publisher.publish`."""
-        manifest = self._publisher.publish(version, tensors, durable=durable)
+        manifest = self._publisher.publish(version, tensors, durable=durable, others=others)
         for server in self._servers:
             server.offer(manifest)
         if self._device is not None:

@@ -17,6 +17,7 @@ from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
 from penstock.train.offering import Offering
+from penstock.train.ranks import TrainerRanks
 from penstock.wire.messages import PublishWeights
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,11 @@ class Publishing:
     Unblocked by: `offer`.
     """
 
-    def __init__(self, process: RunMember, client: ControlClient, publisher: Offering, offload: Offload) -> None:
+    def __init__(
+        self, process: RunMember, client: ControlClient, publisher: Offering, offload: Offload, ranks: TrainerRanks
+    ) -> None:
+        self._ranks = ranks
+        self._writing: Version | None = None
         self._process = process
         self._client = client
         self._publisher = publisher
@@ -47,6 +52,7 @@ class Publishing:
         """Takes a snapshot at once; the caller may go on changing the tensors."""
         if self._waiting is not None:
             self.skipped += 1
+        self._ranks.snapshot(version, self._writing)
         self._waiting = (version, {name: tensor.detach().clone() for name, tensor in tensors.items()})
         self._idle.clear()
         self._offered.set()
@@ -57,15 +63,22 @@ class Publishing:
             self._offered.clear()
             waiting, self._waiting = self._waiting, None
             if waiting is not None:
-                await self.publish(*waiting)
+                await self._publish(*waiting)
             if self._waiting is None:
                 self._idle.set()
 
     async def publish(self, version: Version, tensors: Mapping[str, Tensor], *, durable: bool = False) -> Manifest:
         """Publishing a version again writes its files afresh, which heals damaged ones."""
-        write = partial(self._publisher.publish, durable=durable)
+        self._ranks.snapshot(version, self._writing)
+        return await self._publish(version, tensors, durable=durable)
+
+    async def _publish(self, version: Version, tensors: Mapping[str, Tensor], *, durable: bool = False) -> Manifest:
+        """Of sharded weights the other ranks write their parts, from the snapshots they have."""
+        self._writing = version
+        write = partial(self._publisher.publish, durable=durable, others=partial(self._ranks.write_parts, version))
         began = monotonic()
         manifest = await self._offload.run(write, version, tensors)
+        self._writing = None
         self.last_s = monotonic() - began
         await self._client.call(
             PublishWeights(

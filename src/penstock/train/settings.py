@@ -50,7 +50,10 @@ class TrainSection(Section):
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
     threads: Positive = 1
-    """Torch threads of the trainer."""
+    """Torch threads of the trainer, of each rank."""
+    ranks: Positive | None = None
+    """Processes that train one language model together, each with its part of the weights (FSDP2) and of the batch.
+    By default one for each of `train_devices`, or one. They share a machine."""
 
 
 class TokenLossSection(Section):

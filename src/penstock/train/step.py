@@ -44,7 +44,7 @@ class Learner:
         `progressed` is told of every micro-batch: a long step is no standstill. The ranks of a `world` score and step
         together, each over its own micro-batches.
         """
-        self._world = world
+        self.world = world
         self.objective = objective
         self.policy: Policy = objective.policy
         self.steps = 0
@@ -95,10 +95,10 @@ class Learner:
 
     def _levelled(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
         """As many micro-batches as the rank with the most has: every pass of a sharded model takes all ranks."""
-        return [*micro_batches, *[None] * (self._world.largest(len(micro_batches)) - len(micro_batches))]
+        return [*micro_batches, *[None] * (self.world.largest(len(micro_batches)) - len(micro_batches))]
 
     def _over_ranks(self, totals: Totals) -> Totals:
-        return Totals(*self._world.total(totals.tokens, totals.samples))
+        return Totals(*self.world.total(totals.tokens, totals.samples))
 
     def learning_rate(self, step: int) -> float:
         """Of that step."""
@@ -157,7 +157,7 @@ class Learner:
                 norms.append(norm)
                 seen += totals.tokens
                 add_metrics(sums, metrics)
-        sums = self._world.merged(sums)
+        sums = self.world.merged(sums)
         whole = self._over_ranks(work.totals)
         means = {name: value if name.endswith("_max") else value / seen for name, value in sums.items()}
         if norms:
@@ -171,9 +171,9 @@ class Learner:
             try:
                 return self._propagate(work, chosen, totals)
             except torch.OutOfMemoryError as error:
-                if not self._world.alone:  # the other ranks are in the middle of a pass that this one cannot repeat
+                if not self.world.alone:  # the other ranks are in the middle of a pass that this one cannot repeat
                     raise RunFailed(
-                        f"rank {self._world.rank} is out of device memory: {error}. Lower "
+                        f"rank {self.world.rank} is out of device memory: {error}. Lower "
                         "train.tokens_per_micro_batch, or set train.activation_checkpointing = true"
                     ) from error
             self._optimizer.zero_grad()  # what was summed so far may be part of a pass
@@ -191,7 +191,7 @@ class Learner:
         found: dict[str, float] = {}
         for metrics in sums:
             add_metrics(found, {name: float(value) for name, value in metrics.items()})
-        return self._world.total(float(torch.stack(losses).sum()))[0], found
+        return self.world.total(float(torch.stack(losses).sum()))[0], found
 
     def _order(self, size: int, epoch: int) -> np.ndarray:
         """A fresh permutation, the same again after a resume; a single update needs none."""

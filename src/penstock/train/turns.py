@@ -19,9 +19,10 @@ from penstock.errors import PeerLost, RemoteProtocolError, RunFailed, Stale, Tra
 from penstock.records.pool import DeviceId, Placement, Priority
 from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
-from penstock.runtime.offload import Offload
 from penstock.runtime.tensors import RESIDUE_BYTES, device_bytes
 from penstock.train.objectives import PARTS
+from penstock.train.rank_calls import MovedOut, MoveIn, MoveOut
+from penstock.train.ranks import TrainerRanks
 from penstock.train.step import Learner
 from penstock.wire.messages import AskDevices, CancelDevices, DevicesGranted, NotYet, ReleaseDevices
 
@@ -47,22 +48,22 @@ class Resident(Protocol):
 class LearnerOnTurns:
     """A learner that moves between the host and its device in the thread that trains it."""
 
-    def __init__(self, learner: Learner, device: torch.device, training: Offload, *, shared: bool) -> None:
+    def __init__(self, learner: Learner, device: torch.device, ranks: TrainerRanks, *, shared: bool) -> None:
         """On a device of its own it has everything there at once."""
         self._learner = learner
         self._device = device
-        self._training = training
+        self._ranks = ranks
         self._shared = shared
 
     async def move_in(self, work: Priority) -> None:
         parts = PARTS
         if self._shared:
             parts = self._learner.scored_by if work is Priority.SCORING else ("policy", "optimizer")
-        await self._training.run(self._learner.onload, self._device, parts)
+        await self._ranks.together(MoveIn(parts), self._learner.onload, self._device, parts)
 
     async def move_out(self) -> int:
-        await self._training.run(self._learner.offload)
-        return device_bytes()
+        _, answers = await self._ranks.together(MoveOut(), self._learner.offload)
+        return max(device_bytes(), *(answer.left_bytes for answer in answers if isinstance(answer, MovedOut)), 0)
 
 
 @dataclass(frozen=True, slots=True)

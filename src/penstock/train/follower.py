@@ -1,0 +1,122 @@
+"""What a rank of a trainer, other than rank 0, does with its orders."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from penstock.records.ids import StepIndex, Version
+from penstock.runtime.offload import Offload
+from penstock.runtime.tasks import Tasks
+from penstock.runtime.tensors import device_bytes
+from penstock.train import checkpoint
+from penstock.train.data import Loader, PreparedBatch
+from penstock.train.objectives import PriorLogprobs
+from penstock.train.rank_calls import (
+    Answer,
+    Consume,
+    Done,
+    End,
+    Frames,
+    MovedOut,
+    MoveIn,
+    MoveOut,
+    NumberedAnswer,
+    NumberedOrder,
+    Order,
+    Prepare,
+    Prepared,
+    Save,
+    Score,
+    Snapshot,
+    Train,
+    WriteParts,
+)
+from penstock.train.step import Learner
+from penstock.weights.io.files import write_version_parts
+
+
+class Follower:
+    """Takes orders in turn and answers each when it is done.
+
+    Consumes: orders. Produces: its part of steps, versions and checkpoints. Waits for: rank 0. Unblocked by: an order,
+    the end of the stream.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        device: torch.device,
+        loader: Loader,
+        training: Offload,
+        writing: Offload,
+        frames: Frames,
+    ) -> None:
+        self._learner = learner
+        self._device = device
+        self._loader = loader
+        self._training = training
+        self._writing = writing
+        self._frames = frames
+        self._batches: dict[StepIndex, PreparedBatch] = {}
+        self._scores: dict[StepIndex, list[PriorLogprobs]] = {}
+        self._snapshots: dict[Version, Future[dict[str, Tensor]]] = {}
+
+    async def run(self) -> None:
+        """Until rank 0 ends it."""
+        async with Tasks() as tasks:
+            while True:
+                numbered = cast("NumberedOrder", await self._frames.receive(NumberedOrder))
+                if isinstance(numbered.order, End):
+                    break
+                tasks.spawn(type(numbered.order).__name__, self._answer(numbered.number, numbered.order))
+
+    async def _answer(self, number: int, order: Order) -> None:
+        # Tasks begin in the order in which they were made, and each queues its work before it waits for anything.
+        self._frames.send(NumberedAnswer(number, await self._done(order)))
+
+    async def _done(self, order: Order) -> Answer:
+        learner, training = self._learner, self._training
+        match order:
+            case Prepare(batch=batch, rings=rings):
+                prepared = await self._loader.load(batch, rings)
+                self._batches[batch.step] = prepared
+                return Prepared(prepared.missing_prompts, prepared.missing_reason)
+            case Score(step=step):
+                self._scores[step] = await training.run(learner.score, self._batches[step].micro_batches)
+            case Train(step=step):
+                await training.run(self._step, step)
+            case Consume(step=step):
+                self._batches.pop(step).done()
+            case Snapshot(version=version, writing=writing):
+                taken = training.submit(self._copied)
+                kept = {one: tensors for one, tensors in self._snapshots.items() if one == writing}
+                self._snapshots = kept | {version: taken}
+            case WriteParts(version=version, directory=directory):
+                tensors = await asyncio.wrap_future(self._snapshots[version])
+                await self._writing.run(self._write, Path(directory), tensors)
+            case Save(directory=directory):
+                await training.run(checkpoint.save_part, Path(directory), learner, learner.world)
+            case MoveIn(parts=parts):
+                await training.run(learner.onload, self._device, parts)
+            case MoveOut():
+                await training.run(learner.offload)
+                return MovedOut(device_bytes())
+            case End():
+                pass
+        return Done()
+
+    def _step(self, step: StepIndex) -> None:
+        batches = self._batches[step].micro_batches
+        self._learner.step(batches, self._scores.pop(step, [PriorLogprobs()] * len(batches)))
+
+    def _copied(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self._learner.policy.named_tensors().items()}
+
+    def _write(self, directory: Path, tensors: dict[str, Tensor]) -> None:
+        write_version_parts(directory, tensors, rank=self._learner.world.rank)
