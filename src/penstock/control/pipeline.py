@@ -64,6 +64,11 @@ Outcome = tuple[list[Effect], bool]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PipelineState)
 
+# Tuples, made once: this is asked at every event.
+_NO_PROGRESS = (Heartbeat, TimePassed)
+_OF_NO_MEMBER = (RunResumed, SettingsTaken, Stop)
+_OF_WORKERS = (AskLease, Deliver)
+
 
 class PipelineControl:
     def __init__(self, settings: PipelineSettings, group_filter: GroupFilter | None = None) -> None:
@@ -186,9 +191,9 @@ class PipelineControl:
             return effects
         state.revision += 1
         state.last_event_at = now
-        if not isinstance(event, Heartbeat | TimePassed):
+        if not isinstance(event, _NO_PROGRESS):
             state.progressed_at = now
-            if not isinstance(event, RunResumed | SettingsTaken | Stop):
+            if not isinstance(event, _OF_NO_MEMBER):
                 self.members.hear(event.member, now)
         self._watch(effects, now)
         opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
@@ -217,7 +222,7 @@ class PipelineControl:
                 return self._on_settings(event.settings, now)
             case Stop():
                 return self._on_stop(event)
-        workers_call = isinstance(event, AskLease | Deliver)
+        workers_call = isinstance(event, _OF_WORKERS)
         caller = self.members.caller(event.member, "rollout" if workers_call else "trainer")
         if isinstance(caller, Refused):
             return [caller], False
