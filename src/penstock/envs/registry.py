@@ -18,6 +18,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "arithmetic": "penstock.envs.tasks:Arithmetic",
     "jsonl": "penstock.envs.io.datasets:JsonLinesDataset",
     "gymnasium": "penstock.envs.io.gymnasium:GymnasiumEnvironment",
+    "dataset": "penstock.envs.io.tables:TableDataset",
     "agent": "penstock.envs.io.agents:Agent",
 }
 """Built-in environments. Paths, not objects, so that naming one loads nothing."""
@@ -26,6 +27,7 @@ REWARDS: Mapping[str, str] = {
     "exact_answer": "penstock.envs.rewards:exact_answer",
     "contains_answer": "penstock.envs.rewards:contains_answer",
     "matching_positions": "penstock.envs.rewards:matching_positions",
+    "math_verify": "penstock.envs.rewards:math_verify",
 }
 
 

@@ -235,3 +235,23 @@ def position_match(completion: str, wanted: str) -> float:
     if longest == 0:
         return 1.0
     return sum(given == due for given, due in zip(completion, wanted, strict=False)) / longest
+
+
+def math_verify(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """1 when the completion's last formula is equal to the `answer` column as mathematics. Needs the extra `data`."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise RunFailed("reward 'math_verify' needs the extra `data`: pip install 'penstock[data]'") from error
+
+    # Its own deadlines use signals, which only work in a main thread; `env.reward_timeout_s` is the deadline here.
+    def equal(completion: str, wanted: Any) -> bool:
+        gold, given = parse(f"${wanted}$", parsing_timeout=None), parse(completion, parsing_timeout=None)
+        return verify(gold, given, timeout_seconds=None)
+
+    return [
+        None if wanted is None else float(equal(completion, wanted))
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]

@@ -85,19 +85,7 @@ class JsonLinesDataset:
             columns = msgspec.json.decode(line, type=dict[str, Any])
         except DAMAGED as error:
             raise RunFailed(f"{where}: expected a JSON object in UTF-8, found something else: {error}") from error
-        shown = columns.pop(self.prompt_column, None)
-        if isinstance(shown, str) and shown:
-            return Prompt(text=shown, columns=columns)
-        try:
-            messages = msgspec.convert(shown, tuple[Message, ...])
-        except msgspec.ValidationError:
-            messages = ()
-        if not messages:
-            raise RunFailed(
-                f"{where}: the column {self.prompt_column!r} must be a text or a list of messages with 'role' and "
-                f"'content', found {type(shown).__name__}; the row's columns are {', '.join(columns) or 'none'}"
-            )
-        return Prompt(messages=messages, columns=columns)
+        return prompt_of_row(columns, self.prompt_column, where)
 
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         return self.rubric(prompts, completions, **columns)
@@ -108,6 +96,23 @@ class JsonLinesDataset:
 
     def __repr__(self) -> str:
         return f"JsonLinesDataset({str(self.path)!r}, {self.cursor}, {self.rubric})"
+
+
+def prompt_of_row(columns: dict[str, Any], prompt_column: str, where: str) -> Prompt:
+    """The prompt of one row, which stands in one of its columns; the others are for rewards."""
+    shown = columns.pop(prompt_column, None)
+    if isinstance(shown, str) and shown:
+        return Prompt(text=shown, columns=columns)
+    try:
+        messages = msgspec.convert(shown, tuple[Message, ...])
+    except msgspec.ValidationError:
+        messages = ()
+    if not messages:
+        raise RunFailed(
+            f"{where}: the column {prompt_column!r} must be a text or a list of messages with 'role' and "
+            f"'content', found {type(shown).__name__}; the row's columns are {', '.join(columns) or 'none'}"
+        )
+    return Prompt(messages=messages, columns=columns)
 
 
 def _row_starts(path: Path) -> np.ndarray:
