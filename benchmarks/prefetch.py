@@ -237,7 +237,7 @@ def entry(name: str, ours: float, peer: float, peer_name: str, ratio: float) -> 
 
 def language() -> tuple[Any, int, int]:
     from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
-    from penstock.engines.torch.static import TorchEngine
+    from penstock.engines.torch.engine import TorchEngine
     from penstock.envs.tasks import Copy
     from penstock.rollout.io.language_workload import LanguageWorkload
 

@@ -12,8 +12,7 @@ import torch
 
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.requests import Completion, Sampling
-from penstock.engines.torch.continuous import ContinuousEngine
-from penstock.engines.torch.static import TorchEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
 from penstock.records.weights import Held, Manifest
@@ -77,8 +76,8 @@ class Standing:
         return {}
 
 
-async def completed(engine: TorchEngine | ContinuousEngine) -> Completion:
-    if isinstance(engine, ContinuousEngine):
+async def completed(engine: TorchEngine | TorchEngine) -> Completion:
+    if isinstance(engine, TorchEngine):
         return await engine.complete(PROMPT, GREEDY)
     return (await asyncio.to_thread(engine.generate, [PROMPT], GREEDY))[0]
 
@@ -91,15 +90,14 @@ def expected(source: LanguagePolicy) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("kind", [TorchEngine, ContinuousEngine])
 @pytest.mark.parametrize("way", ["staged", "in_place"])
-async def test_on_the_device_only_between_a_wake_and_a_sleep(kind: Any, way: Any, tmp_path: Path) -> None:
+async def test_on_the_device_only_between_a_wake_and_a_sleep(way: Any, tmp_path: Path) -> None:
     old, new = policy(1), policy(2)
     wanted = {0: expected(old), 1: expected(new)}
     assert wanted[0] != wanted[1]
     gc.collect()
     free_device_caches()
-    engine = kind(policy(3).module, pad_id=0)
+    engine = TorchEngine(policy(3).module, pad_id=0)
     desk: Any = Desk(tmp_path)
     desk.publish(0, old)
     assert device_bytes() <= RESIDUE_BYTES

@@ -13,7 +13,7 @@ import torch
 from penstock.batch.assemble import sequences_of
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.requests import Sampling
-from penstock.engines.torch.continuous import ContinuousEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.envs.io.agents import Agent
 from penstock.rollout.io.agent_workload import episode_of
 from penstock.rollout.io.endpoint import Endpoint
@@ -24,7 +24,7 @@ async def served() -> AsyncIterator[tuple[Endpoint, LanguagePolicy]]:
     torch.set_num_threads(1)
     policy = build(TinyLanguageModel(alphabet="abcd>?", hidden_size=16, layers=1, heads=2, max_positions=48))
     assert isinstance(policy, LanguagePolicy)
-    engine = ContinuousEngine(policy.module, pad_id=0, version=3, digest="three")
+    engine = TorchEngine(policy.module, pad_id=0, version=3, digest="three")
     sampling = Sampling(max_new_tokens=4, stop_ids=policy.tokenizer.stop_ids)
     endpoint = Endpoint(engine, policy.tokenizer, sampling, None)
     async with asyncio.TaskGroup() as group:

@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engines.requests import Completion, Sampling
-from penstock.engines.torch.continuous import ContinuousEngine
-from penstock.engines.torch.static import TorchEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import ConfigError, PeerLost
 
 T = TypeVar("T")
@@ -55,8 +54,8 @@ class Steps:
         self.then.get(self.taken, lambda: None)()
 
 
-def engine_with(steps: Callable[[], None] = lambda: None, **options: Any) -> ContinuousEngine:
-    return ContinuousEngine(tiny_model(), pad_id=0, progressed=steps, **{"cache_tokens": 40_000, **options})
+def engine_with(steps: Callable[[], None] = lambda: None, **options: Any) -> TorchEngine:
+    return TorchEngine(tiny_model(), pad_id=0, progressed=steps, **{"cache_tokens": 40_000, **options})
 
 
 async def within(work: Coroutine[Any, Any, T]) -> T:
@@ -74,7 +73,7 @@ async def _all(calls: Sequence[Coroutine[Any, Any, Completion]]) -> list[Complet
     return list(await asyncio.gather(*calls))
 
 
-async def at_once(engine: ContinuousEngine, calls: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+async def at_once(engine: TorchEngine, calls: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion]:
     """All of them are there before the first step is taken."""
     await asyncio.to_thread(engine.sleep)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:

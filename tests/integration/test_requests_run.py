@@ -36,7 +36,6 @@ hidden = 32
 layers = 1
 heads = 2
 [pipeline.engine]
-batching = "continuous"
 rows = 8
 reread = {reread}
 [pipeline.rollout]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ import torch
 
 from penstock.config.load import dump, validate
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
-from penstock.engines.torch.static import TorchEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.envs.protocol import Message, Prompt
 from penstock.envs.tasks import Copy
 from penstock.errors import Aborted, ConfigError
@@ -64,7 +65,7 @@ def lease(position: int, samples: int = 3, min_version: int = 0) -> PromptLease:
 def play(workload: LanguageWorkload, leases: Sequence[PromptLease]) -> list[list[Any]]:
     prepared = [workload.prepare(one) for one in leases]
     assert all(isinstance(one, PreparedPrompt) for one in prepared)
-    generated = workload.generate(workload.collate(prepared))  # type: ignore[arg-type]
+    generated = asyncio.run(workload.generate(workload.collate(prepared)))  # type: ignore[arg-type]
     return [list(workload.postprocess(one, made)) for one, made in zip(prepared, generated, strict=True)]  # type: ignore[arg-type]
 
 
@@ -81,7 +82,7 @@ def test_rewards_are_told_how_completions_ended_and_payloads_carry_it() -> None:
     environment = Told()
     workload = workload_for(environment)
     [outcomes] = play(workload, [lease(0, samples=32)])
-    ended = ["stop" if made.arrays["token_ids"][-1] == workload.tokenizer.eos_id else "length" for made in outcomes]
+    ended = ["stop" if made.arrays["token_ids"][-1] in workload.sampling.stop_ids else "length" for made in outcomes]
     assert set(ended) == {"stop", "length"}
     assert environment.ended == ended
     assert environment.token_counts == [made.length for made in outcomes]
@@ -140,7 +141,7 @@ def test_an_interrupted_batch_goes_on_from_its_kept_tokens_in_another_worker(tmp
     first.engine._progressed = lambda: first.engine.interrupt() if next(steps) == 6 else None  # type: ignore[attr-defined]
     batch = [first.prepare(lease(2))]
     with pytest.raises(Aborted, match="kept tokens"):
-        first.generate(batch)  # type: ignore[arg-type]
+        asyncio.run(first.generate(batch))  # type: ignore[arg-type]
     files = sorted(tmp_path.iterdir())
     assert len(files) == 3
     kept = [KeptEpisodes(tmp_path).take(2, 0, member) for member in range(3)]
@@ -160,7 +161,7 @@ def test_an_interrupted_batch_goes_on_from_its_kept_tokens_in_another_worker(tmp
 
 def test_kept_episodes_that_are_too_old_or_damaged_are_not_used(tmp_path: Path) -> None:
     workload = workload_for(Copy())
-    [[episode]] = workload.generate([workload.prepare(lease(0, 1))])  # type: ignore[list-item]
+    [[episode]] = asyncio.run(workload.generate([workload.prepare(lease(0, 1))]))  # type: ignore[list-item]
     assert not isinstance(episode, Failed)
     kept = KeptEpisodes(tmp_path)
     kept.keep(0, 0, 0, episode)

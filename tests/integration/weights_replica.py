@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engines.policy import PolicyEngine
 from penstock.engines.requests import Sampling
-from penstock.engines.torch.static import TorchEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import PeerLost, Transient
 from penstock.records.ids import Version
 from penstock.records.weights import Held, Manifest

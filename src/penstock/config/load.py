@@ -14,11 +14,12 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from penstock.config.run import Config
+from penstock.engines.registry import SECTIONS
 from penstock.errors import ConfigError
 
 Location = tuple[str | int, ...]
 
-TAGS = ("tiny", "path", "hub", "mlp", "torch", "vllm")
+TAGS = ("tiny", "path", "hub", "mlp", *SECTIONS)
 """Values of `kind` that choose a table; pydantic puts them into the location of a mistake."""
 
 
@@ -28,6 +29,10 @@ RENAMED = {
     "pipeline.control_loss": "pipeline.ppo_loss",
 }
 """Keys of earlier versions, by what they are called now."""
+GONE = {
+    "pipeline.engine.torch.batching": "completions always join and leave at any decode step",
+}
+"""Keys of earlier versions that nothing replaces, and why."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -142,7 +147,10 @@ def _explain(
     if problem["type"] == "extra_forbidden":
         valid = sorted(_fields_at(location[:-1]))
         near = difflib.get_close_matches(str(location[-1]), valid, n=1)
-        renamed = RENAMED.get(".".join(part for part in location if isinstance(part, str)))
+        named = ".".join(part for part in location if isinstance(part, str))
+        if named in GONE:
+            return f"{where}: {key!r} is gone, remove it: {GONE[named]}"
+        renamed = RENAMED.get(named)
         if renamed is not None:
             return f"{where}: {key!r} is now called {renamed!r}"
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"

@@ -154,8 +154,8 @@ class PipelineSection(Section):
         rollout = self.rollout
         if rollout.ranks == 1:
             return
-        if self.engine.capabilities.requests:
-            raise ValueError("rollout.ranks above 1 needs an engine of kind 'torch' with batching = 'static'")
+        if not self.engine.capabilities.ranks:
+            raise ValueError(f"rollout.ranks above 1 cannot have an engine of kind {self.engine.kind!r}: use 'torch'")
         if self.weights.transport == "broadcast":
             raise ValueError("rollout.ranks above 1 cannot be broadcast to: weights.transport must be another")
         if rollout.concurrency > 1:

@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.engines.registry import SECTIONS
+from penstock.rollout.settings import RolloutSection
+
+MOST_ROWS = 1024
+"""More are decoded together only if the configuration says so."""
 PRETRAINED: dict[str, dict[str, Any]] = {"optimizer": {"learning_rate": 1e-6, "beta2": 0.99, "warmup_steps": 10}}
 
 RECOMMENDED: dict[str, dict[str, dict[str, Any]]] = {
@@ -39,15 +44,26 @@ def fill_in(pipeline: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_requests_coming(pipeline: dict[str, Any]) -> dict[str, Any]:
-    """A request engine should always have requests waiting: one call for each group, twice as many as it decodes."""
-    engine, rollout = pipeline.get("engine", {}), pipeline.get("rollout", {})
-    if not isinstance(engine, dict) or not isinstance(rollout, dict):
+    """An engine should always have requests waiting: one call for each group, twice as many samples as it decodes.
+
+    With calls of another size, which the user chose, it decodes as many as they bring.
+    """
+    engine, rollout, model = (pipeline.get(table, {}) for table in ("engine", "rollout", "model"))
+    if not all(isinstance(table, dict) for table in (engine, rollout, model)):
         return pipeline
-    continuous = engine.get("batching") == "continuous"
-    if {"batch_samples", "concurrency"} & rollout.keys() or not (continuous or engine.get("kind") == "vllm"):
+    section = SECTIONS.get(engine.get("kind", "torch"))
+    if section is None or model.get("kind") == "mlp":
         return pipeline
-    rows, group_size = engine.get("rows" if continuous else "max_requests", 64), rollout.get("group_size", 8)
-    if not isinstance(rows, int) or not isinstance(group_size, int) or group_size < 1:
+    key, group_size = section.REQUESTS_KEY, rollout.get("group_size", RolloutSection.model_fields["group_size"].default)
+    rows = engine.get(key, section.model_fields[key].default)
+    if not all(isinstance(number, int) and number > 0 for number in (rows, group_size)):
         return pipeline  # validation will say so
-    concurrency = max(1, -(-2 * rows // group_size))
-    return pipeline | {"rollout": rollout | {"batch_samples": group_size, "concurrency": concurrency}}
+    chosen = {"batch_samples", "concurrency"} & rollout.keys()
+    if not chosen and "workload" not in rollout and rollout.get("ranks", 1) == 1:
+        calls = {"batch_samples": group_size, "concurrency": max(1, -(-2 * rows // group_size))}
+        return pipeline | {"rollout": rollout | calls}
+    fields = RolloutSection.model_fields
+    brought = [rollout.get(name, fields[name].default) for name in ("batch_samples", "concurrency")]
+    if key not in engine and all(isinstance(number, int) for number in brought):
+        return pipeline | {"engine": engine | {key: max(rows, min(brought[0] * brought[1], MOST_ROWS))}}
+    return pipeline

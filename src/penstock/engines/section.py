@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -12,8 +12,10 @@ from penstock.records.section import Section
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine can do. The rest of the system asks this, and never which engine it is."""
 
-    requests: bool = False
+    requests: bool = True
     """Has many completions in flight at once, each of which starts and ends at any time."""
+    ranks: bool = False
+    """Works in several ranks of one worker, each with its share of every batch."""
     gymnasium: bool = False
     """Also acts for gymnasium policies."""
     weights: Literal["memory", "files", "none"] = "memory"
@@ -31,6 +33,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSection(Section):
     """A table `[pipeline.engine]`. A new engine is a folder with `settings` and `build`, and a line in `registry`."""
 
+    REQUESTS_KEY: ClassVar[str]
+    """The key that says how many completions are decoded together."""
     kind: Any
     """Chooses the table."""
 
@@ -41,7 +45,7 @@ class EngineSection(Section):
     @property
     def requests_at_once(self) -> int:
         """Completions that it decodes together."""
-        raise NotImplementedError
+        return getattr(self, self.REQUESTS_KEY)
 
     @property
     def starting_s(self) -> float:

@@ -120,11 +120,16 @@ class Serving:
             parameters |= dict(self.module.named_buffers())
             retired = {name: parameters[name].data for name in staged}
             self._torn = True  # until the last one is exchanged
-            for name, tensor in staged.items():
-                # Staged and live tensors can be apart if the engine went to sleep or woke in between.
-                parameters[name].data = tensor.to(parameters[name].device)
+            in_place = self.device.type != "cpu"
+            with torch.no_grad():
+                for name, tensor in staged.items():
+                    # Staged and live tensors can be apart if the engine went to sleep or woke in between.
+                    if in_place:
+                        parameters[name].data.copy_(tensor)  # captured graphs know the weights by their place
+                    else:
+                        parameters[name].data = tensor.to(parameters[name].device)
             # Host memory is slow to get afresh (each page is zeroed); device memory comes from a pool.
-            self._spare = retired if self.device.type == "cpu" else {}
+            self._spare = {} if in_place else retired
             self._staged = None
             self._torn = False
             self.version, self.digest = version, digest
@@ -167,6 +172,10 @@ class Serving:
             self.device = next(self.module.parameters()).device
             self._asleep = False
 
+    def _await_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _may_step(self) -> bool:
         return not (self._changing or self._changes_waiting or self._asleep or self._torn)
 
@@ -182,12 +191,14 @@ class Serving:
                 if not free:
                     raise PeerLost(f"a generation step did not end within {timeout_s:.0f} s; the engine is stuck")
                 self._changing = True
+                self._await_device()  # steps may have ended for the host only
             finally:
                 self._changes_waiting -= 1
                 self._gate.notify_all()
         try:
             yield monotonic()
         finally:
+            self._await_device()
             with self._gate:
                 self._changing = False
                 self._gate.notify_all()

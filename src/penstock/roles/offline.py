@@ -19,14 +19,14 @@ from penstock.config.run import Config
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.policy import PolicyEngine
 from penstock.engines.requests import Sampling
-from penstock.engines.torch.static import TorchEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import ConfigError, RunFailed
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.roles.environments import environment_of, evaluation_environment_of
 from penstock.roles.models import policy_of
 from penstock.rollout.hooks import Failed, Unusable
-from penstock.rollout.io.workloads import workload_of
+from penstock.rollout.io.workloads import generate_blocking, workload_of
 from penstock.rollout.settings import RolloutSection
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.tensors import device_of
@@ -186,7 +186,7 @@ def evaluate(one: Saved, *, prompts: int | None, samples: int, temperature: floa
         prepared = [workload.prepare(lease) for lease in leases]
         usable = [one for one in prepared if not isinstance(one, Unusable)]
         failed += (len(prepared) - len(usable)) * samples
-        for given, made in zip(usable, workload.generate(workload.collate(usable)), strict=True):
+        for given, made in zip(usable, generate_blocking(workload, workload.collate(usable)), strict=True):
             outcomes = workload.postprocess(given, made)
             kept = [outcome.reward for outcome in outcomes if not isinstance(outcome, Failed)]
             failed += len(outcomes) - len(kept)

@@ -179,7 +179,7 @@ def _settings(process: RoleProcess) -> RunnerSettings:
     rollout = process.pipeline.rollout
     bounds = Bounds(
         batch_samples=rollout.batch_samples,
-        queue_samples=rollout.queue_samples,
+        queue_samples=rollout.waiting_samples,
         queue_bytes=rollout.queue_mb << 20,
         scoring_samples=process.pipeline.env.reward_concurrency * rollout.group_size,
         concurrency=rollout.concurrency,

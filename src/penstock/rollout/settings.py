@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.records.section import Fraction, ImportPath, NonNegative, Positive, PositiveFloat, Section
 
@@ -21,7 +21,7 @@ class RolloutSection(Section):
     group_size: Positive = 8
     """Samples per prompt."""
     batch_samples: Positive = 64
-    """Samples generated at once."""
+    """Samples of one generate call, unless a call is one group (see `concurrency`)."""
     max_new_tokens: Positive = 16
     """Language models: the longest completion."""
     temperature: PositiveFloat = 1.0
@@ -43,16 +43,17 @@ class RolloutSection(Section):
     max_turns: Positive = 1
     """Language models: how many completions one episode may have."""
     reply_threads: Positive = 8
-    """Request engines: how many environments may think about their reply at once."""
+    """Language models: how many environments may compute their reply at once."""
     prefetch: bool = True
     """Overlap leasing, preparation and post-processing with generation. Read live."""
-    queue_samples: Positive = 128
-    """Bound on samples waiting between two stages."""
+    queue_samples: Positive | None = None
+    """Bound on samples waiting between two stages; two calls' worth by default, and at least 128."""
     queue_mb: Positive = 1024
     """Bound on prepared and generated data waiting between two stages."""
     concurrency: Positive = 1
-    """Generate calls in flight, each of up to `batch_samples`: 1 for a batch engine, many for a request engine. For a
-    request engine, and neither of the two given, a call is one group and there are enough to fill its rows twice."""
+    """Generate calls in flight, each of up to `batch_samples`. For language models, and neither of the two given, a
+    call is one group and there are enough to fill the engine's rows twice; with either given, the engine has rows for
+    all of them."""
     preparations: Positive = 1
     """Prompts prepared at once."""
     preparation_processes: NonNegative = 0
@@ -70,3 +71,17 @@ class RolloutSection(Section):
     """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
     threads: Positive = 1
     """Torch threads of a worker."""
+
+    @property
+    def waiting_samples(self) -> int:
+        """`queue_samples`, or what follows from the size of a call."""
+        return self.queue_samples or max(128, 2 * self.batch_samples)
+
+    @model_validator(mode="after")
+    def _queue_holds_a_batch(self) -> RolloutSection:
+        if self.waiting_samples < self.batch_samples:
+            raise ValueError(
+                f"queue_samples = {self.queue_samples} holds no call of batch_samples = {self.batch_samples}, so every "
+                f"call would be cut to {self.queue_samples}; leave it out, or make it at least {self.batch_samples}"
+            )
+        return self

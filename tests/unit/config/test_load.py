@@ -108,8 +108,7 @@ RANKS = {"ranks": 2, "group_size": 8, "batch_samples": 16}
         (RANKS | {"batch_samples": 15}, {}, "holds no group of 8 for each of 2 ranks; make it at least 16"),
         (RANKS | {"concurrency": 2}, {}, "rollout.concurrency must be 1"),
         (RANKS, {"weights": {"transport": "broadcast"}}, "cannot be broadcast to"),
-        (RANKS, {"engine": {"batching": "continuous"}}, "needs an engine of kind 'torch' with batching = 'static'"),
-        (RANKS, {"engine": {"kind": "vllm"}}, "needs an engine of kind 'torch' with batching = 'static'"),
+        (RANKS, {"engine": {"kind": "vllm"}}, "cannot have an engine of kind 'vllm': use 'torch'"),
     ],
 )
 def test_ranks_that_cannot_work(rollout: dict[str, Any], more: dict[str, Any], said: str):

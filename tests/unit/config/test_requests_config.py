@@ -24,31 +24,40 @@ def config(engine: dict[str, Any] | None = None, rollout: dict[str, Any] | None 
     return validate({"pipeline": [pipeline]})
 
 
-def test_a_request_engine_is_kept_busy_unless_the_user_says_otherwise() -> None:
-    busy = config({"batching": "continuous", "rows": 30}, {"group_size": 4}).pipeline[0].rollout
-    assert (busy.batch_samples, busy.concurrency) == (4, 15)
-    assert (busy.batch_samples * busy.concurrency) >= 2 * 30
-    own = config({"batching": "continuous"}, {"concurrency": 3}).pipeline[0].rollout
-    assert (own.batch_samples, own.concurrency) == (64, 3)
-    for engine in (None, {}, {"batching": "static"}):
-        plain = config(engine).pipeline[0].rollout
-        assert (plain.batch_samples, plain.concurrency) == (64, 1)
+def test_an_engine_is_kept_busy_unless_the_user_says_otherwise() -> None:
+    for engine in ({"rows": 30}, {"kind": "vllm", "max_requests": 30}):
+        busy = config(engine, {"group_size": 4}).pipeline[0].rollout
+        assert (busy.batch_samples, busy.concurrency) == (4, 15)
+        assert (busy.batch_samples * busy.concurrency) >= 2 * 30
+    own = config({}, {"concurrency": 3}).pipeline[0]
+    assert (own.rollout.batch_samples, own.rollout.concurrency) == (64, 3)
+    assert own.engine.requests_at_once == 3 * 64, "the engine decodes all that the calls bring"
+    assert config({"rows": 9}, {"concurrency": 3}).pipeline[0].engine.requests_at_once == 9
+    ranks = config({}, {"ranks": 2}).pipeline[0].rollout
+    assert (ranks.batch_samples, ranks.concurrency) == (64, 1)
+
+
+def test_the_queue_holds_at_least_one_call() -> None:
+    assert config({}, {"batch_samples": 256}).pipeline[0].rollout.waiting_samples == 512
+    assert config({}, {"batch_samples": 32}).pipeline[0].rollout.waiting_samples == 128
+    with pytest.raises(ConfigError, match="would be cut to 128"):
+        config({}, {"batch_samples": 256, "queue_samples": 128})
 
 
 def test_what_was_filled_in_survives_a_round_trip() -> None:
     import tomllib
 
-    filled = config({"batching": "continuous"}, {"top_k": 5, "top_p": 0.9})
+    filled = config({"rows": 8}, {"top_k": 5, "top_p": 0.9})
     assert validate(tomllib.loads(dump(filled))) == filled
 
 
 @pytest.mark.parametrize(
     ("engine", "rollout", "message"),
     [
-        ({"batching": "often"}, {}, "engine.batching"),
-        ({"batching": "continuous", "rows": 0}, {}, "engine.rows"),
-        ({"batching": "continuous", "rowz": 3}, {}, "did you mean 'rows'"),
-        ({"batching": "continuous"}, {"group_size": 0}, "rollout.group_size"),
+        ({"batching": "continuous"}, {}, "engine.batching' is gone"),
+        ({"rows": 0}, {}, "engine.rows"),
+        ({"rowz": 3}, {}, "did you mean 'rows'"),
+        ({}, {"group_size": 0}, "rollout.group_size"),
         ({}, {"top_p": 0.0}, "rollout.top_p"),
         ({}, {"top_k": 0}, "rollout.top_k"),
         ({}, {"min_p": 1.5}, "rollout.min_p"),
@@ -59,9 +68,9 @@ def test_mistakes_are_named(engine: dict[str, Any], rollout: dict[str, Any], mes
         config(engine, rollout)
 
 
-def test_continuous_batching_is_for_language_models() -> None:
+def test_only_some_engines_act_for_gymnasium() -> None:
     with pytest.raises(ConfigError, match="no gymnasium policies"):
-        config({"batching": "continuous"}, env={"name": "gymnasium"}, model={"kind": "mlp"})
+        config({"kind": "vllm"}, env={"name": "gymnasium"}, model={"kind": "mlp"})
 
 
 @pytest.mark.parametrize("rollout", [{"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.4}])

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch import rows as request_rows
+from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.rows import Row, Rows, SavedCache
-from penstock.engines.torch.static import TorchEngine
 from penstock.errors import ConfigError
 
 VOCABULARY = 12
@@ -227,16 +227,34 @@ def test_the_cache_never_holds_more_than_its_tokens() -> None:
     assert cache.shape == (0, 0)
 
 
-def test_a_model_that_looks_back_only_so_far_is_refused() -> None:
+@pytest.mark.parametrize("window", [4, None])
+def test_a_model_that_looks_back_only_so_far_draws_what_it_draws_by_itself(window: int | None) -> None:
+    torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         num_key_value_heads=1,
-        sliding_window=4,
+        sliding_window=window,
     )
-    engine = TorchEngine(MistralForCausalLM(config), pad_id=0)
-    with pytest.raises(ConfigError, match='batching = "static"'):
-        Rows(engine, 4, 100, reread=False)
+    model: Any = MistralForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)
+    bench = Bench(TorchEngine(model, pad_id=0))
+    contexts = [[1, 2, 3, 4, 5, 6, 7, 8], [9], [3, 3, 3]]
+    for request, context in enumerate(contexts):
+        bench.seat(request, context)
+    done = bench.run()
+    for request, context in enumerate(contexts):
+        np.testing.assert_allclose(
+            done[request].logprobs, fresh_logprobs(bench.engine, context, done[request]), atol=1e-3
+        )
+
+
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    config = MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ConfigError, match="serve it with vLLM"):
+        TorchEngine(MambaForCausalLM(config), pad_id=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,15 +47,17 @@ class Script:
         self._lines = list(lines)
         self.read: list[str] = []
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, repeats: Sequence[int] | None = None
-    ) -> list[Completion]:
-        if not prompts:
-            return []
-        self.read.append(Characters().decode(prompts[0]))
+    async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
+        self.read.append(Characters().decode(context))
         line = np.array(Characters().encode(self._lines.pop(0)), np.int32)
         spans = np.array([[0, 4]], np.int32)
-        return [Completion(line, np.full(len(line), -0.5, np.float32), spans, "stop", 4, "four")]
+        return Completion(line, np.full(len(line), -0.5, np.float32), spans, "stop", 4, "four")
+
+    def forget(self, cache_key: object) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 def test_a_mistaken_call_is_forgotten_by_the_context_but_trained() -> None:
@@ -62,7 +65,7 @@ def test_a_mistaken_call_is_forgotten_by_the_context_but_trained() -> None:
     environment = WithTools(Arithmetic(), [add], introduce=False, forget_mistakes=True)
     workload = LanguageWorkload(environment, engine, Characters(), max_turns=5)
     prepared = workload.prepare(PromptLease(PromptIndex(0), 0, (SampleId(0),), (0,), Version(4)))
-    ((episode,),) = workload.generate(workload.collate([prepared]))  # type: ignore[list-item]
+    ((episode,),) = asyncio.run(workload.generate(workload.collate([prepared])))  # type: ignore[list-item]
     (outcome,) = workload.postprocess(prepared, [episode])  # type: ignore[arg-type]
     assert isinstance(outcome, Finished)
     assert outcome.length == len(RIGHT + WRONG + "so: 3")

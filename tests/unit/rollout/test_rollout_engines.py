@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from penstock.engines.policy import PolicyEngine
 from penstock.engines.requests import Sampling
 from penstock.engines.serving import Serving
-from penstock.engines.torch.static import TorchEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
 
 
@@ -97,6 +97,13 @@ def test_recorded_logprobs_are_those_of_the_truncated_distribution(
     torch.testing.assert_close(logprobs.exp(), expected[tokens], atol=1e-5, rtol=0)
     drawn = torch.bincount(tokens[:, 0], minlength=4) / 4000
     torch.testing.assert_close(drawn, expected, atol=0.04, rtol=0)
+
+
+def test_greedy_rows_use_no_random_numbers() -> None:
+    engine = engine_with()
+    before = engine.generator.get_state()
+    engine.generate([[1, 2], [3]], Sampling(max_new_tokens=5, greedy=True), repeats=[2, 3])
+    assert torch.equal(engine.generator.get_state(), before)
 
 
 def test_rows_that_ended_leave_the_batch_and_the_rest_is_not_disturbed() -> None:

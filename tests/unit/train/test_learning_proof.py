@@ -24,7 +24,7 @@ from penstock.engines.models import (
 )
 from penstock.engines.policy import PolicyEngine
 from penstock.engines.requests import Sampling
-from penstock.engines.torch.static import TorchEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.envs.tasks import Copy
 from penstock.train.objectives import EpisodeObjective, TokenObjective
 from penstock.train.settings import OptimizerSection, PpoLossSection, TokenLossSection

@@ -11,7 +11,7 @@ import torch
 from penstock.batch.pack import PackSettings, pack_tokens
 from penstock.engines.models import AdaptedPolicy, LanguagePolicy, TinyLanguageModel, adapt, build
 from penstock.engines.requests import Sampling
-from penstock.engines.torch.static import TorchEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import ConfigError
 from penstock.train import checkpoint
 from penstock.train.objectives import TokenObjective

@@ -6,9 +6,8 @@ from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.policy import PolicyEngine
 from penstock.engines.protocol import Site
 from penstock.engines.serving import ServingEngine
-from penstock.engines.torch.continuous import ContinuousEngine
+from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.settings import TorchEngineSection
-from penstock.engines.torch.static import TorchEngine
 
 
 def build(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> ServingEngine:
@@ -21,8 +20,7 @@ def build(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolic
 def _engine(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> ServingEngine:
     if not isinstance(policy, LanguagePolicy):
         return PolicyEngine(policy.module, seed=site.seed, progressed=site.progressed)
-    pad_id = policy.tokenizer.pad_id
-    if section.batching == "static":
-        return TorchEngine(policy.module, pad_id=pad_id, seed=site.seed, progressed=site.progressed)
-    bounds = section.model_dump(include={"rows", "cache_tokens", "kept_tokens", "reread"})
-    return ContinuousEngine(policy.module, pad_id=pad_id, seed=site.seed, progressed=site.progressed, **bounds)
+    bounds = section.model_dump(include={"rows", "cache_tokens", "kept_tokens", "reread", "graphs"})
+    return TorchEngine(
+        policy.module, pad_id=policy.tokenizer.pad_id, seed=site.seed, progressed=site.progressed, **bounds
+    )

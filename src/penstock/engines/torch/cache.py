@@ -1,4 +1,4 @@
-"""Keys and values of the rows that are decoded together, in one tensor.
+"""Keys and values of the rows that are decoded together, in one tensor that is allocated once.
 
 Every row begins at column 0, whatever its length; a mask hides the columns it has not reached. So a row joins by being
 written into a free place and leaves by being forgotten: nothing else moves, and no step copies the cache.
@@ -23,7 +23,7 @@ class RowCache:
     """At most `rows` rows, and rows times columns at most `tokens`. ConfigError for a model it cannot serve.
 
     It promises the model only what the model's attention layers ask for: `update`. Masks and positions are given to the
-    model by whoever calls it.
+    model by the caller.
     """
 
     is_compileable = False
@@ -44,21 +44,22 @@ class RowCache:
         """Rows and columns there is room for now."""
         return (0, 0) if self._held is None else (self._held.shape[2], self._held.shape[3])
 
-    def make_room(self, rows: int, columns: int, used_rows: int) -> None:
-        """Room for so many rows of so many columns; the first `used_rows` keep what they hold."""
+    def make_room(self, rows: int, columns: int, used_rows: int) -> bool:
+        """Room for so many rows of so many columns; the first `used_rows` keep what they hold. True if it moved."""
         if rows <= self.shape[0] and columns <= self.shape[1]:
-            return
+            return False
         columns = min(-(-columns // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE, self._tokens // rows)
         rows = max(rows, min(self._rows, self._tokens // columns))
         old, self._held = self._held, None
         if old is None or not used_rows:
             del old  # before the new one is there: at no time two of them
             self._held = self._empty(rows, columns)
-            return
+            return True
         held = self._empty(rows, columns)
         common = min(columns, old.shape[3])
         held[:, :, :used_rows, :common] = old[:, :, :used_rows, :common]
         self._held = held
+        return True
 
     def drop(self) -> None:
         """Frees the memory; what the rows held is lost."""
@@ -67,35 +68,34 @@ class RowCache:
 
     def save(self, row: int, columns: int) -> Tensor:
         """A copy of the first columns of a row."""
-        return self._rooms()[:, :, row, :columns].clone()
+        return self._room()[:, :, row, :columns].clone()
 
     def load(self, row: int, saved: Tensor) -> None:
         """What `save` gave, in any row."""
-        self._rooms()[:, :, row, : saved.shape[2]] = saved
+        self._room()[:, :, row, : saved.shape[2]] = saved
 
     def copy(self, source: int, targets: list[int], columns: int) -> None:
         """The first columns of one row, also in others."""
-        held = self._rooms()
+        held = self._room()
         for target in targets:
             held[:, :, target, :columns] = held[:, :, source, :columns]
 
-    def aim(self, rows: list[int], positions_BQ: Tensor, columns: int) -> None:
-        """The next forward reads `rows` up to `columns` and writes its tokens at these positions.
+    def aim(self, rows: Tensor | int, positions_BQ: Tensor, columns: int) -> None:
+        """The next forward reads these rows (or the first so many) up to `columns`, and writes at these positions.
 
         Negative positions are padding: they land in the last column there is, which no row sees before it has written
         it itself.
         """
         last = self.shape[1] - 1
-        contiguous = rows[-1] - rows[0] == len(rows) - 1 and rows == sorted(rows)
-        index_B = torch.tensor(rows, device=positions_BQ.device)
+        index_B = torch.arange(rows, device=positions_BQ.device) if isinstance(rows, int) else rows
         self._write = (index_B[:, None], torch.where(positions_BQ < 0, last, positions_BQ))
-        self._read = slice(rows[0], rows[-1] + 1) if contiguous else index_B
+        self._read = slice(rows) if isinstance(rows, int) else rows
         self._columns = columns
 
     def update(self, keys_BHQD: Tensor, values_BHQD: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by the model in every layer: takes in the new tokens, gives back all of the rows'."""
         assert self._write is not None
-        keys, values = self._rooms()[layer]
+        keys, values = self._room()[layer]
         keys[self._write] = keys_BHQD.transpose(1, 2)
         values[self._write] = values_BHQD.transpose(1, 2)
         return (
@@ -107,7 +107,7 @@ class RowCache:
         """Asked by models that were given no positions; ours are."""
         return 0
 
-    def _rooms(self) -> Tensor:
+    def _room(self) -> Tensor:
         assert self._held is not None
         return self._held
 
@@ -118,23 +118,33 @@ class RowCache:
         return torch.zeros((layers, 2, rows, columns, heads, width), dtype=dtype, device=device)
 
 
+def window_of(model: nn.Module) -> tuple[int | None, tuple[str, ...]]:
+    """How far the layers that look back only so far do, and the kinds of layers there are."""
+    config: Any = model.config
+    window = getattr(config, "sliding_window", None)
+    kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+    if not kinds:
+        kinds = ("sliding_attention",) if window else ("full_attention",)
+    return window, kinds
+
+
 def _kind_of(model: nn.Module) -> tuple[int, int, int, torch.dtype]:
     """Layers, heads, width and type of the model's keys and values, as a forward of one token makes them."""
-    from transformers import DynamicCache, DynamicLayer
+    from transformers import DynamicCache
 
-    config: Any = model.config
-    cache = DynamicCache(config=config)
+    cache: Any = DynamicCache()
     device = next(model.parameters()).device
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device), past_key_values=cache, use_cache=True)
-    plain = [layer for layer in cache.layers if type(layer) is DynamicLayer]
-    tensors = [tensor for layer in plain for tensor in (layer.keys, layer.values) if tensor is not None]
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
     shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(tensors) != 2 * len(cache.layers) or len(shapes) != 1:
+    _, kinds = window_of(model)
+    layers: Any = model.config.num_hidden_layers  # type: ignore[union-attr]
+    if len(tensors) != 2 * layers or len(shapes) != 1 or {*kinds} - {"full_attention", "sliding_attention"}:
         raise ConfigError(
-            "continuous batching serves models whose layers all attend to everything, with keys and values of one "
-            f"shape; this {type(model).__name__} has {len(plain)} such layers of {len(cache.layers)} and the shapes "
-            f'{sorted(shapes)}; set batching = "static" for it'
+            "the torch engine serves models whose layers all attend to tokens, with keys and values of one shape; "
+            f"this {type(model).__name__} has {len(tensors) // 2} such layers of {layers}, of the kinds {kinds}, with "
+            f"the shapes {sorted(shapes)}; serve it with vLLM"
         )
     _, heads, _, width = tensors[0].shape
-    return len(plain), heads, width, tensors[0].dtype
+    return layers, heads, width, tensors[0].dtype

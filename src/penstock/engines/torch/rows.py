@@ -1,29 +1,52 @@
 """Decodes many requests together, one token each per step; each may join before any step and leave after any.
 
-A row knows all its tokens and how many of them are in the cache. A step first *reads*: rows with more than one token
-outside the cache (new ones, all of them after the cache was dropped) bring theirs in, those with the same context
-together. Then it *decodes*: every other row feeds its last token. Whoever has all its tokens in then draws the next.
-
-Shape suffixes: B rows of a forward, Q tokens it reads, C columns of the cache, V vocabulary.
+A row holds all its tokens and how many of them are in the cache. A step *decodes*: each row whose context is read feeds
+its last token. Then it *reads*: the other rows (new ones, all of them after the cache was dropped) bring their tokens
+in, those with the same context together, and draw their first. On a GPU a step is launched before the one before it
+was looked at: what a row drew in it, if it had ended, is dropped.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engines.requests import Completion, Ending, Sampling
 from penstock.engines.torch.cache import RowCache
-from penstock.engines.torch.static import SamplingEngine
+from penstock.engines.torch.decoding import Decoding, Output
+from penstock.engines.torch.sampling import Kind, kind_of
 
 READ_TOKENS = 8192
 """Read by one forward at most, padding included, so that a long context does not hold up the rows that decode."""
-COLUMNS_TOGETHER = 16
-"""The cache is read in widths of this, which attention kernels like."""
+READ_COSTS_STEPS = 3
+"""Reading on a GPU takes as long as so many decode steps, however little is read: it waits until it is worth that."""
+
+
+class Owner(Protocol):
+    """The engine, as far as its rows need it."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def generator(self) -> torch.Generator: ...
+
+    @property
+    def version(self) -> int: ...
+
+    def completion(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, spans: Sequence[tuple[int, int, str]], ending: Ending
+    ) -> Completion: ...
 
 
 class Row(msgspec.Struct, eq=False):
@@ -36,8 +59,14 @@ class Row(msgspec.Struct, eq=False):
     sampling: Sampling
     key: Hashable | None = None
     """The conversation, if its cache is worth keeping."""
+    place: int = -1
+    """Where it sits in the cache."""
     cached: int = 0
     """Tokens in the cache, from the first on."""
+    entered: bool = False
+    """Whether its context is read and its last token lies on the device: it decodes."""
+    launched: int = 0
+    """Tokens that are being drawn: on the device, not yet looked at."""
     logprobs: list[float] = []
     spans: list[tuple[int, int, str]] = []
     """From which generated token on, which version and digest."""
@@ -45,7 +74,12 @@ class Row(msgspec.Struct, eq=False):
 
     @property
     def unread(self) -> int:
-        return len(self.tokens) - self.cached
+        return len(self.tokens) + self.launched - self.cached
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another token is to be drawn, as far as is known."""
+        return self.ending is None and len(self.logprobs) + self.launched < self.sampling.max_new_tokens
 
     def drew(self, token: int, logprob: float, version: int, digest: str) -> None:
         if not self.spans or self.spans[-1][1:] != (version, digest):
@@ -66,104 +100,176 @@ class SavedCache(msgspec.Struct, eq=False):
     version: int
 
 
+class _Launch(msgspec.Struct, eq=False):
+    """Draws that are under way."""
+
+    rows: list[Row]
+    places: list[int] | None
+    """Where each row sat; None: in this order."""
+    output: Output
+    version: int
+    digest: str
+
+
 class Rows:
     """The rows of one engine. Everything that touches the cache happens inside a step of `engine.serving`."""
 
-    def __init__(self, engine: SamplingEngine, rows: int, cache_tokens: int, *, reread: bool) -> None:
+    def __init__(self, engine: Owner, rows: int, cache_tokens: int, *, reread: bool, graphs: bool = True) -> None:
         self._engine = engine
         self._cache = RowCache(engine.model, rows, cache_tokens)
+        self._decoding = Decoding(engine.model, self._cache, graphs=graphs)
         self._reread = reread
         self._version: int | None = None
-        self._mask_dtype = next(engine.model.parameters()).dtype
+        self._launches: deque[_Launch] = deque()
+        self._free: list[int] = []
+        """Places below `_used` without a row."""
+        self._used = 0
+        self._unread_steps = 0
+        self._kind = Kind(drawn=True, greedy=False, cut=False)
         self.rows: list[Row] = []
-        """By their place in the cache."""
         self.read_tokens = 0
         """Read into the cache so far, beside those that were drawn."""
 
     def make_room(self, rows: int, longest_tokens: int) -> None:
         """For so many rows, none of which will become longer than this."""
-        self._cache.make_room(rows, longest_tokens, used_rows=len(self.rows))
+        if self._cache.make_room(max(rows, self._used), longest_tokens, used_rows=self._used):
+            self._decoding.allocate()
 
     def seat(self, row: Row, saved: SavedCache | None) -> None:
         """A place for a new row, with what is left of its conversation's cache."""
+        row.place = heapq.heappop(self._free) if self._free else self._used
+        self._used = max(self._used, row.place + 1)
+        self._decoding.park(row.place)
         if saved is not None and not (self._reread and saved.version != self._engine.version):
             row.cached = _common(saved.tokens, row.tokens[:-1])
-            self._cache.load(len(self.rows), saved.columns[:, :, : row.cached])
+            self._cache.load(row.place, saved.columns[:, :, : row.cached])
         self.rows.append(row)
+        self._kind = kind_of([row.sampling for row in self.rows])
 
     def save(self, row: Row) -> SavedCache:
         """A copy of a row's cache, to be given to the conversation's next turn."""
-        columns = self._cache.save(self.rows.index(row), row.cached)
-        return SavedCache(row.tokens[: row.cached], columns, self._engine.version)
+        tokens = row.tokens[: row.cached]
+        return SavedCache(tokens, self._cache.save(row.place, len(tokens)), self._engine.version)
 
     def leave(self, row: Row) -> None:
-        """Frees the row's place; the last row moves there."""
-        place = self.rows.index(row)
-        last = self.rows.pop()
-        if last is not row:
-            self._cache.copy(len(self.rows), [place], last.cached)
-            self.rows[place] = last
+        """Frees the row's place."""
+        self.rows.remove(row)
+        row.ending = row.ending or "interrupted"
+        heapq.heappush(self._free, row.place)
+        if not self.rows:
+            self._launches.clear()
+            self._free, self._used = [], 0
+        elif self._worth_moving(self._used, len(self.rows)):
+            self._close_up()
+
+    def clear(self) -> None:
+        """All rows leave."""
+        self.rows.clear()
+        self._launches.clear()
+        self._free, self._used = [], 0
 
     def drop_cache(self) -> None:
         """Frees the device memory; rows keep their tokens and, once there is room again, read them again."""
         self._cache.drop()
+        self._decoding.drop()
         for row in self.rows:
-            row.cached = 0
+            row.cached, row.entered = 0, False
 
     def step(self, version: int, digest: str) -> list[Row]:
         """One token for every row that has read its context; returns the rows that ended."""
         if self._reread and version != self._version:
+            self._decoding.park_all()
             for row in self.rows:
-                row.cached = 0
+                row.cached, row.entered = 0, False
         self._version = version
-        # Taken now: a row that is about to read its context does not decode in the same step.
-        decoding = [place for place, row in enumerate(self.rows) if row.unread == 1]
-        drawing, logits = self._read()
+        ended: list[Row] = []
+        if any(row.launched and not row.entered for row in self.rows):
+            ended += self._look(0)  # what they drew last must be known before it can be read again
+        before = len(self._launches)
+        decoding = [row for row in self.rows if row.entered and row.wants_more]
         if decoding:
-            drawing += decoding
-            logits.append(self._forward(decoding, [1] * len(decoding)))
-        if not drawing:
-            return []  # a long context is being read in parts
-        tokens, logprobs = self._draw(drawing, torch.cat(logits) if len(logits) > 1 else logits[0])
-        for place, token, logprob in zip(drawing, tokens, logprobs, strict=True):
-            self.rows[place].drew(token, logprob, version, digest)
-        return [row for row in self.rows if row.ending is not None]
+            self._decode(decoding, version, digest)
+        # Afterwards: what has read its context decodes from the next step on.
+        self._read(bool(decoding), version, digest)
+        ahead = len(self._launches) - before if self._engine.device.type == "cuda" else 0
+        return ended + self._look(ahead)
 
-    def _read(self) -> tuple[list[int], list[Tensor]]:
-        """Reads contexts, some of them if they are many; the rows that may draw now, and their logits."""
-        shared: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for place, row in enumerate(self.rows):
-            if row.unread > 1:
-                shared.setdefault((row.cached, tuple(row.tokens)), []).append(place)
-        chosen: list[list[int]] = []
+    def _decode(self, decoding: list[Row], version: int, digest: str) -> None:
+        batch = self._batch(self._used)
+        columns = max(row.cached for row in decoding) + 1
+        output = self._decoding.step(batch, columns, self._kind, self._engine.generator)
+        for row in decoding:
+            row.cached += 1
+            row.launched += 1
+        self._launches.append(_Launch(decoding, [row.place for row in decoding], output, version, digest))
+
+    def _look(self, left: int) -> list[Row]:
+        """Takes in what was drawn, but for the newest launches; the rows that ended with it."""
+        ended: list[Row] = []
+        while len(self._launches) > left:
+            launch = self._launches.popleft()
+            tokens, logprobs = launch.output.read()
+            for index, row in enumerate(launch.rows):
+                row.launched -= 1
+                if row.ending is not None:
+                    continue
+                place = index if launch.places is None else launch.places[index]
+                row.drew(tokens[place], logprobs[place], launch.version, launch.digest)
+                if row.ending is not None:
+                    ended.append(row)
+        return ended
+
+    def _read(self, decoding: bool, version: int, digest: str) -> None:
+        """Reads contexts, some of them if they are many, and draws the first token of each that is read."""
+        unread = [row for row in self.rows if not row.entered and row.wants_more]
+        if not unread:
+            return
+        self._unread_steps += len(unread)
+        cheap = self._engine.device.type != "cuda" or not decoding
+        if not cheap and self._unread_steps < READ_COSTS_STEPS * len(self.rows):
+            return
+        self._unread_steps = 0
+        shared: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
+        for row in unread:
+            shared.setdefault((row.cached, tuple(row.tokens)), []).append(row)
+        chosen: list[list[Row]] = []
         counts: list[int] = []
-        for places in shared.values():
-            count = min(self.rows[places[0]].unread, READ_TOKENS)
+        for alike in shared.values():
+            count = min(alike[0].unread, READ_TOKENS)
             if chosen and (len(chosen) + 1) * max(count, *counts) > READ_TOKENS:
                 break
-            chosen.append(places)
+            chosen.append(alike)
             counts.append(count)
-        if not chosen:
-            return [], []
-        logits_BV = self._forward([places[0] for places in chosen], counts)
+        logits_BV = self._forward([alike[0] for alike in chosen], counts)
         self.read_tokens += sum(counts)
-        drawing: list[int] = []
+        drawing: list[Row] = []
         sources: list[int] = []
         for source, (first, *others) in enumerate(chosen):
-            read = self.rows[first].cached
-            self._cache.copy(first, others, read)
-            for place in others:
-                self.rows[place].cached = read
-            if self.rows[first].unread == 0:
+            self._cache.copy(first.place, [row.place for row in others], first.cached)
+            for row in others:
+                row.cached = first.cached
+            if first.unread == 0:
                 drawing += [first, *others]
                 sources += [source] * (1 + len(others))
-        if len(sources) == len(logits_BV):
-            return drawing, [logits_BV]
-        return drawing, [logits_BV[torch.tensor(sources, device=logits_BV.device)]] if sources else []
+        if not drawing:
+            return  # a long context is being read in parts
+        if len(sources) != len(logits_BV):
+            logits_BV = logits_BV[torch.tensor(sources).to(logits_BV.device)]
+        output = self._decoding.enter(
+            [row.place for row in drawing],
+            [row.cached for row in drawing],
+            [row.sampling for row in drawing],
+            kind_of([row.sampling for row in drawing]),
+            logits_BV,
+            self._engine.generator,
+        )
+        for row in drawing:
+            row.launched += 1
+            row.entered = True
+        self._launches.append(_Launch(drawing, None, output, version, digest))
 
-    def _forward(self, places: list[int], counts: Sequence[int]) -> Tensor:
+    def _forward(self, rows: list[Row], counts: Sequence[int]) -> Tensor:
         """The next `counts` tokens of these rows through the model; the logits after the last of each."""
-        rows = [self.rows[place] for place in places]
         width = max(counts)
         ids_BQ = np.zeros((len(rows), width), dtype=np.int64)
         positions_BQ = np.full((len(rows), width), -1, dtype=np.int64)
@@ -171,41 +277,30 @@ class Rows:
             ids_BQ[index, width - count :] = row.tokens[row.cached : row.cached + count]
             positions_BQ[index, width - count :] = np.arange(row.cached, row.cached + count)
             row.cached += count
-        columns = -(-max(row.cached for row in rows) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER
-        columns = min(columns, self._cache.shape[1])
-        device = self._engine.device
-        positions = torch.from_numpy(positions_BQ).to(device)
-        self._cache.aim(places, positions, columns)
-        position_ids = positions.clamp(min=0)
-        # Padding sees column 0, since a softmax over nothing is not a number.
-        seen = torch.arange(columns, device=device) <= position_ids[:, None, :, None]
-        mask_B1QC = torch.zeros(seen.shape, dtype=self._mask_dtype, device=device)
-        mask_B1QC.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)
-        output = self._engine.model(
-            input_ids=torch.from_numpy(ids_BQ).to(device),
-            attention_mask=mask_B1QC,
-            position_ids=position_ids,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
+        return self._decoding.read([row.place for row in rows], ids_BQ, positions_BQ, max(row.cached for row in rows))
 
-    def _draw(self, places: list[int], logits_BV: Tensor) -> tuple[list[int], list[float]]:
-        """Rows that are sampled alike are sampled together; nearly always that is all of them."""
-        alike: dict[Sampling, list[int]] = {}
-        for index, place in enumerate(places):
-            sampling = msgspec.structs.replace(self.rows[place].sampling, max_new_tokens=0, stop_ids=())
-            alike.setdefault(sampling, []).append(index)
-        if len(alike) == 1:
-            tokens_B1, logprobs_B1 = self._engine.sample(logits_BV, next(iter(alike)))
-        else:
-            tokens_B1 = torch.empty((len(places), 1), dtype=torch.long, device=logits_BV.device)
-            logprobs_B1 = torch.empty((len(places), 1), device=logits_BV.device)
-            for sampling, members in alike.items():
-                index = torch.tensor(members, device=logits_BV.device)
-                tokens_B1[index], logprobs_B1[index] = self._engine.sample(logits_BV[index], sampling)
-        return tokens_B1[:, 0].tolist(), logprobs_B1[:, 0].tolist()
+    def _batch(self, rows: int) -> int:
+        """How many places a step decodes: few different numbers on a GPU, since each is captured."""
+        if self._engine.device.type != "cuda":
+            return rows
+        return min(1 << (rows - 1).bit_length(), self._cache.shape[0])
+
+    def _worth_moving(self, used: int, rows: int) -> bool:
+        if self._engine.device.type == "cuda":
+            return self._batch(rows) < self._batch(used)
+        return 4 * (used - rows) >= used
+
+    def _close_up(self) -> None:
+        """The last rows move into free places, so that a step decodes fewer."""
+        for row in sorted(self.rows, key=lambda row: -row.place):
+            if self._free[0] > row.place:
+                break
+            source, row.place = row.place, heapq.heappop(self._free)
+            self._cache.copy(source, [row.place], row.cached)
+            self._decoding.move(source, row.place)
+            heapq.heappush(self._free, source)
+        self._used = len(self.rows)
+        self._free = []
 
     def completion(self, row: Row) -> Completion:
         """A row as it is given out, also one that has not ended."""

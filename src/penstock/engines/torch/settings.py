@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from penstock.engines.section import Capabilities, EngineSection
 from penstock.records.section import NonNegative, Positive
@@ -11,28 +11,20 @@ from penstock.records.section import NonNegative, Positive
 class TorchEngineSection(EngineSection):
     """Samples from the model with torch, in the worker's own process."""
 
+    REQUESTS_KEY: ClassVar[str] = "rows"
     kind: Literal["torch"] = "torch"
     """Chooses this table."""
-    batching: Literal["static", "continuous"] = "static"
-    """`static` decodes a batch to its end; in `continuous` completions join and leave at any decode step."""
     rows: Positive = 64
-    """Continuous: completions decoded together; the others wait in the order they came."""
-    cache_tokens: Positive = 65536
-    """Continuous: bound on rows times the longest of them, in tokens with their keys and values on the device."""
+    """Completions decoded together; the others wait in the order they came."""
+    cache_tokens: Positive = 131072
+    """Bound on rows times the longest of them, in tokens with their keys and values on the device."""
     kept_tokens: NonNegative = 65536
-    """Continuous: bound on tokens kept of conversations that wait for their environment; beyond it they are re-read."""
+    """Bound on tokens kept of conversations that wait for their environment; beyond it they are read again."""
     reread: bool = False
-    """Continuous: read contexts again after the weights changed, instead of going on from older keys and values."""
+    """Read contexts again after the weights changed, instead of going on from older keys and values."""
+    graphs: bool = True
+    """On a GPU: capture decode steps as CUDA graphs. Without, the engine needs less memory and decodes slower."""
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            requests=self.batching == "continuous",
-            gymnasium=self.batching == "static",
-            device_weights=True,
-            adapters=True,
-        )
-
-    @property
-    def requests_at_once(self) -> int:
-        return self.rows
+        return Capabilities(gymnasium=True, ranks=True, device_weights=True, adapters=True)

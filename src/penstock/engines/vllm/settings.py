@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from penstock.engines.section import Capabilities, EngineSection
 from penstock.records.section import Positive, Seconds
@@ -11,6 +11,7 @@ from penstock.records.section import Positive, Seconds
 class VllmEngineSection(EngineSection):
     """A vLLM server that the worker starts and owns. Its weights are always updated in place."""
 
+    REQUESTS_KEY: ClassVar[str] = "max_requests"
     kind: Literal["vllm"] = "vllm"
     """Chooses this table."""
     python: str = ""
@@ -34,11 +35,7 @@ class VllmEngineSection(EngineSection):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(requests=True, weights="files")
-
-    @property
-    def requests_at_once(self) -> int:
-        return self.max_requests
+        return Capabilities(weights="files")
 
     @property
     def starting_s(self) -> float:

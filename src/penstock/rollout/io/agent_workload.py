@@ -30,7 +30,7 @@ class Played(msgspec.Struct):
         return self.episode.size_bytes
 
 
-class AgentWorkload(LanguageHooks[Any]):
+class AgentWorkload(LanguageHooks):
     """The hooks for an environment with a method `play`, in front of a request engine."""
 
     def __init__(self, environment: Any, engine: Any, tokenizer: Any, *, threads: int = 64, **options: Any) -> None:

@@ -1,35 +1,36 @@
 """Language models: tokenise the prompt, sample completions, let the environment answer, score.
 
-A single completion is the special case of an environment that never replies. `LanguageHooks` is what does not depend on
-the engine; `LanguageWorkload` generates with a batch engine: the episodes of a batch take their turns together, those
-that ended leave the batch. `request_workload` is its sibling for request engines.
+A single completion is the special case of an environment that never replies. `LanguageHooks` is what needs no waiting;
+`LanguageWorkload` generates: every episode runs by itself, as fast as its own turns allow.
 """
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import itertools
 import json
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from penstock.batch.columns import UNSCORED, reward_part_arrays
-from penstock.engines.requests import Completion, Sampling
+from penstock.engines.requests import Completion, RequestEngine, Sampling
 from penstock.envs.chat import Chat, ChatMessage
 from penstock.envs.protocol import Message
 from penstock.envs.rewards import Rubric, Scored
-from penstock.errors import Aborted, ConfigError, PenstockError
+from penstock.errors import Aborted, ConfigError, PeerLost, RunFailed
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
 from penstock.rollout.io.scoring import Scoring
 from penstock.runtime.named import takes
+from penstock.runtime.offload import Offload
 
 
 class PromptLike(Protocol):
@@ -73,20 +74,6 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class Engine(Protocol):
-    """What is needed of any engine."""
-
-    max_positions: int | None
-
-
-class BatchEngine(Engine, Protocol):
-    """What is needed of an engine that generates one batch at a time."""
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, repeats: Sequence[int] | None = None
-    ) -> list[Completion]: ...
-
-
 class Kept(Protocol):
     """Where episodes wait that a worker could not finish."""
 
@@ -107,16 +94,13 @@ class PreparedPrompt(msgspec.Struct):
         return 8 * len(self.token_ids)
 
 
-AnyEngine = TypeVar("AnyEngine", bound=Engine)
-
-
-class LanguageHooks(Generic[AnyEngine]):
+class LanguageHooks:
     """One episode per sample: a completion, or up to `max_turns` of them with the environment's replies between."""
 
     def __init__(
         self,
         environment: Environment,
-        engine: AnyEngine,
+        engine: RequestEngine,
         tokenizer: Tokenizer,
         *,
         max_new_tokens: int = 16,
@@ -397,52 +381,79 @@ def outcomes_of(generated: Sequence[Episode | Failed], scored: Sequence[Scored])
     return outcomes
 
 
-class LanguageWorkload(LanguageHooks[BatchEngine]):
-    """The hooks with a batch engine."""
+class LanguageWorkload(LanguageHooks):
+    """The hooks.
 
-    def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Episode | Failed]]:
+    `generate` has one conversation per sample in flight: none waits for the others of its batch before its next turn.
+    Replies of the environment are made by `reply_threads` threads. An episode that raises, in the engine or in the
+    environment, costs itself alone.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        engine: RequestEngine,
+        tokenizer: Tokenizer,
+        *,
+        reply_threads: int = 8,
+        **options: Any,
+    ) -> None:
+        """`options` as for `LanguageHooks`."""
+        super().__init__(environment, engine, tokenizer, **options)
+        self._replies = Offload(reply_threads if self.max_turns > 1 else 0, "reply")
+
+    async def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Episode | Failed]]:
         """Raises Aborted when the engine was interrupted; unfinished episodes are then kept, if there is a place."""
         owners = [(prepared, member) for prepared in batch for member in prepared.lease.members]
-        rows = [self.begin(prepared, member) for prepared, member in owners]
-        results: list[Episode | Failed] = list(rows)
-
-        def goes_on(row: int) -> bool:
-            try:
-                return self.goes_on(owners[row][0], rows[row])
-            except PenstockError:
-                raise
-            except Exception:  # noqa: BLE001 - costs this episode, recorded with its traceback
-                results[row] = Failed(traceback.format_exc())
-                return False
-
-        # A kept episode may have been interrupted on either side of the environment's reply.
-        going = [row for row, episode in enumerate(rows) if episode.wants_completion or goes_on(row)]
-        while going:
-            if not self._take_turn([rows[row] for row in going]):
-                for (prepared, member), episode in zip(owners, rows, strict=True):
-                    self.keep(prepared, member, episode)
-                raise Aborted("generation was interrupted; unfinished episodes go on from their kept tokens")
-            going = [row for row in going if goes_on(row)]
+        episodes = await asyncio.to_thread(self._begin_all, owners)
+        try:
+            async with asyncio.TaskGroup() as group:
+                talks = [
+                    group.create_task(self._converse(prepared, member, episode))
+                    for (prepared, member), episode in zip(owners, episodes, strict=True)
+                ]
+        except BaseExceptionGroup as errors:  # the engine is lost: that is one error, not one for each episode
+            raise errors.exceptions[0] from errors
+        results = [talk.result() for talk in talks]
+        if None in results:
+            await asyncio.to_thread(self._keep_finished, owners, results)
+            raise Aborted("generation was interrupted; unfinished episodes go on from their kept tokens")
         done = iter(results)
-        return [[next(done) for _ in prepared.lease.members] for prepared in batch]
+        return [[made for _ in prepared.lease.members if (made := next(done)) is not None] for prepared in batch]
 
-    def _take_turn(self, episodes: Sequence[Episode]) -> bool:
-        """Draws one completion for every episode; several of the same context share its reading.
+    async def _converse(self, prepared: PreparedPrompt, member: int, episode: Episode) -> Episode | Failed | None:
+        """One episode to its end. None when it was interrupted: it is then kept already."""
+        key = object() if self.max_turns > 1 else None
+        try:
+            # A kept episode may have been interrupted on either side of the environment's reply.
+            going = episode.wants_completion or await self._goes_on(prepared, episode)
+            while going:
+                drawn = await self.engine.complete(episode.context(), self.missing(episode), cache_key=key)
+                if not self.took(episode, drawn):
+                    await asyncio.to_thread(self.keep, prepared, member, episode)
+                    return None
+                going = await self._goes_on(prepared, episode)
+        except (PeerLost, RunFailed):
+            raise
+        except Exception:  # noqa: BLE001 - costs this episode, recorded with its traceback
+            return Failed(traceback.format_exc())
+        finally:
+            if key is not None:
+                self.engine.forget(key)
+        return episode
 
-        False when the engine was interrupted.
-        """
-        shared: dict[tuple[int, ...], list[Episode]] = {}
-        opened: list[Episode] = []
-        for episode in episodes:
-            if episode.turn_tokens:
-                opened.append(episode)
-            else:
-                shared.setdefault(tuple(episode.context()), []).append(episode)
-        repeats = [len(members) for members in shared.values()]
-        completions = self.engine.generate(list(shared), self.sampling, repeats=repeats)
-        order = [episode for members in shared.values() for episode in members]
-        finished = [self.took(episode, drawn) for episode, drawn in zip(order, completions, strict=True)]
-        for episode in opened:
-            [drawn] = self.engine.generate([episode.context()], self.missing(episode))
-            finished.append(self.took(episode, drawn))
-        return all(finished)
+    async def _goes_on(self, prepared: PreparedPrompt, episode: Episode) -> bool:
+        if len(episode.completions) >= self.max_turns:
+            return False
+        return await self._replies.run(self.goes_on, prepared, episode)
+
+    def _begin_all(self, owners: Sequence[tuple[PreparedPrompt, int]]) -> list[Episode]:
+        return [self.begin(prepared, member) for prepared, member in owners]
+
+    def _keep_finished(
+        self, owners: Sequence[tuple[PreparedPrompt, int]], results: Sequence[Episode | Failed | None]
+    ) -> None:
+        """Their lease is given back with the unfinished ones of it, so they would be generated again."""
+        for (prepared, member), result in zip(owners, results, strict=True):
+            if isinstance(result, Episode):
+                self.keep(prepared, member, result)

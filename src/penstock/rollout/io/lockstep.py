@@ -15,6 +15,7 @@ each lease belongs to one rank.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import queue
 import time
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.errors import ConfigError, PeerLost, PenstockError, RunFailed
+from penstock.errors import PeerLost, PenstockError, RunFailed
 from penstock.records.ids import Version
 from penstock.records.payload import PayloadRef
 from penstock.records.weights import Manifest
@@ -94,6 +95,8 @@ class Lockstep:
         self._preparations = preparations
         self._counts_due = False
         self._devices: tuple[int, ...] = ()
+        self._loop = asyncio.Runner()
+        """For a workload that awaits: batch by batch, on this thread."""
         self._works: dict[flow.Ticket, Work] = {}
         self._inbox: queue.SimpleQueue[flow.Event | BaseException] = queue.SimpleQueue()
         self._hooks = HookCalls(
@@ -125,6 +128,7 @@ class Lockstep:
             self.fetch.fail(cause)
             raise cause from error
         finally:
+            self._loop.close()
             preparation.close(CLOSE_S)
             postprocessing.close(CLOSE_S)
 
@@ -134,11 +138,6 @@ class Lockstep:
         return {**self.tracing.counts(), **depths, **branch_counts(self.cadence.branches)}
 
     def _preflight(self) -> None:
-        if inspect.iscoroutinefunction(self.workload.generate):
-            raise ConfigError(
-                f"{type(self.workload).__name__} generates many requests at once, which cannot run in several ranks; "
-                "set rollout.ranks to 1, and use more workers instead"
-            )
         self._around.progressed("preflight")
         self.workload.preflight()
 
@@ -201,7 +200,10 @@ class Lockstep:
                 floor = max(self._works[ticket].lease.min_version for ticket in tickets)
                 if not self._around.wait_for_weights(floor):  # then the leases were given back
                     return self._decide(flow.GenerateEnded(batch, failed=True))
-                self._hooks.generate(batch, tickets)
+                if inspect.iscoroutinefunction(self.workload.generate):
+                    self._loop.run(self._hooks.generate_awaiting(batch, tickets))
+                else:
+                    self._hooks.generate(batch, tickets)
                 return self._read_inbox()
             case flow.Postprocess(tickets):
                 postprocessing.submit(self._hooks.postprocess, tickets)

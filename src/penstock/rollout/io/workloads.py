@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from penstock.rollout.io.agent_workload import AgentWorkload
 from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload
-from penstock.rollout.io.request_workload import RequestWorkload
 from penstock.rollout.io.scoring import Scoring, ScoringSettings
 from penstock.rollout.settings import RolloutSection
 from penstock.runtime.named import load_callable
@@ -35,7 +36,7 @@ def workload_of(
 ) -> Workload[Any, Any, Any]:
     """The five hooks: the user's own class if one is named, else the built-in one that fits environment and engine.
 
-    `engine` is a `protocol.Engine`, of requests or of batches as its capabilities say. `kept` is where unfinished
+    `engine` is a `protocol.Engine` that fits the policy. `kept` is where unfinished
     episodes of a worker that leaves wait for the next one. `greedy` draws nothing and takes what is likeliest; a
     workload of the user's own draws as it always does. `rubric_elsewhere` makes the environment's rubric in another
     process, see `Scoring`.
@@ -56,11 +57,19 @@ def workload_of(
     sampling |= {"greedy": greedy, "scoring": scoring, "kept": KeptEpisodes(kept) if kept is not None else None}
     if hasattr(environment, "play"):
         return AgentWorkload(environment, engine, policy.tokenizer, threads=env.reward_concurrency, **sampling)
-    if not engine.capabilities.requests:
-        return LanguageWorkload(environment, engine, policy.tokenizer, **sampling)
-    return RequestWorkload(environment, engine, policy.tokenizer, reply_threads=rollout.reply_threads, **sampling)
+    return LanguageWorkload(environment, engine, policy.tokenizer, reply_threads=rollout.reply_threads, **sampling)
 
 
 def close_workload(workload: Any) -> None:
     """Ends what a workload started, if it has a method for that."""
     getattr(workload, "close", lambda: None)()
+
+
+def generate_blocking(workload: Workload[Any, Any, Any], batch: Any) -> Any:
+    """What `generate` makes, whether it awaits or blocks. For any thread but an event loop's."""
+    made = workload.generate(batch)
+    return asyncio.run(_awaited(made)) if inspect.isawaitable(made) else made
+
+
+async def _awaited(made: Awaitable[Any]) -> Any:
+    return await made
