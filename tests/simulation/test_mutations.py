@@ -15,7 +15,7 @@ from penstock.launch.simulated import simulate
 from penstock.records.ids import PromptIndex, StepIndex
 from penstock.rollout.io.worker_desk import WorkerDesk
 from penstock.sim.plan import Plan, Report
-from penstock.sim.storms import Fault, storm
+from penstock.sim.storms import Fault
 from penstock.train.data import Feed
 from penstock.weights.io.updater import ReplicaUpdater
 from penstock.wire.messages import Delivered
@@ -27,7 +27,10 @@ SETTINGS = {
     "pipeline.checkpoint.every_steps": 1,
 }
 
-STORM = tuple(storm(2, [W0, W1], [TRAINER], span_s=90.0, every_s=5.0))
+STORM = (
+    Fault(at_s=5.570102589636921, what="hooks_fail", target="p0.rollout.1", for_s=6.5, amount=0.2),
+    Fault(at_s=9.11, what="repeat", for_s=39.9, amount=0.04),
+)
 """In it a group becomes outdated."""
 DAMAGED = (Fault(4.0, "damage_weights", for_s=5.0),)
 TRAINER_DIES = tuple(Fault(at_s, "kill", TRAINER) for at_s in (5.0, 12.0, 19.0, 26.0))
