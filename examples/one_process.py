@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from penstock import Prompt, advantages, losses
 
 LETTERS, LENGTH, MARK = "abcdefgh", 4, ">"
-STEPS, GROUPS, GROUP_SIZE = 300, 16, 8
+STEPS, GROUPS, GROUP_SIZE = 200, 16, 8
 LEARNING_RATE, WARMUP_STEPS, ENTROPY, MAX_GRAD_NORM = 2e-3, 5, 0.12, 1.0
 PAD, EOS = 0, 2
 VOCABULARY = ["<pad>", "<bos>", "<eos>", *LETTERS, MARK]
@@ -70,27 +70,31 @@ def build_model() -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def generate(model: LlamaForCausalLM, prompts_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sampled continuations and the log-probability of each token: those of the behaviour policy."""
-    tokens_BT, logprobs = prompts_BT, []
+def generate(model: LlamaForCausalLM, prompts_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sampled continuations, the log-probability of each token under the behaviour policy, and which were drawn."""
+    tokens_BT, logprobs, drawn = prompts_BT, [], []
     ended_B = torch.zeros(len(prompts_BT), dtype=torch.bool)
     for _ in range(LENGTH):
         log_p_BV = model(input_ids=tokens_BT).logits[:, -1].log_softmax(-1)
         drawn_B1 = torch.multinomial(log_p_BV.exp(), 1)
         drawn_B1[ended_B] = PAD
+        drawn.append(~ended_B)
         logprobs.append(log_p_BV.gather(-1, drawn_B1))
         tokens_BT = torch.cat([tokens_BT, drawn_B1], dim=1)
         ended_B |= drawn_B1[:, 0] == EOS
-    return tokens_BT, torch.cat(logprobs, dim=1)
+    return tokens_BT, torch.cat(logprobs, dim=1), torch.stack(drawn, dim=1)
 
 
 # train: from a batch to a gradient.
 def loss_of(
-    model: LlamaForCausalLM, tokens_BT: torch.Tensor, behaviour_BT: torch.Tensor, advantage_B: torch.Tensor
+    model: LlamaForCausalLM,
+    tokens_BT: torch.Tensor,
+    behaviour_BT: torch.Tensor,
+    trained_BT: torch.Tensor,
+    advantage_B: torch.Tensor,
 ) -> torch.Tensor:
     start = tokens_BT.shape[1] - LENGTH
     completion_BT = tokens_BT[:, start:]
-    trained_BT = completion_BT != PAD
     log_p_BTV = model(input_ids=tokens_BT).logits[:, start - 1 : -1].log_softmax(-1)
     current_BT = log_p_BTV.gather(-1, completion_BT[..., None]).squeeze(-1)
     rows_M = trained_BT.nonzero()[:, 0]
@@ -119,7 +123,8 @@ def main() -> float:
         repeated = [prompt for prompt in prompts for _ in range(GROUP_SIZE)]
 
         # rollout: completions and their rewards.
-        tokens_BT, behaviour_BT = generate(model, torch.tensor([encode(prompt.text) for prompt in repeated]))
+        prompts_BT = torch.tensor([encode(prompt.text) for prompt in repeated])
+        tokens_BT, behaviour_BT, drawn_BT = generate(model, prompts_BT)
         completions = [decode(row) for row in tokens_BT[:, -LENGTH:].tolist()]
         rewards = score(completions, [prompt.columns["answer"] for prompt in repeated])
 
@@ -127,7 +132,7 @@ def main() -> float:
         advantage = advantages.grpo(np.asarray(rewards), np.full(GROUPS, GROUP_SIZE))
 
         # train: one update.
-        loss = loss_of(model, tokens_BT, behaviour_BT, torch.from_numpy(advantage).float())
+        loss = loss_of(model, tokens_BT, behaviour_BT, drawn_BT, torch.from_numpy(advantage).float())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         rate = LEARNING_RATE * min(1.0, (step + 1) / (WARMUP_STEPS + 1)) * (1 - 0.9 * step / STEPS)
