@@ -40,9 +40,7 @@ class AgentWorkload(LanguageHooks):
         self._endpoint: Endpoint | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    def preflight(self) -> None:
-        if not self.engine.capabilities.requests:
-            raise ConfigError("agents need an engine of requests: set engine.batching = 'continuous', or use vllm")
+    def preflight(self) -> None: ...
 
     def prepare(self, lease: PromptLease) -> PreparedPrompt:
         return PreparedPrompt(lease, self.environment.prompt(lease.prompt), [])
