@@ -6,7 +6,7 @@ from penstock.config.devices import devices_of, weights_stay_on_device
 from penstock.config.run import Config
 from penstock.launch.placing import groups_of
 
-TINY = {"kind": "tiny"}
+TINY: dict[str, object] = {"kind": "tiny"}
 
 
 def config(pool: int = 0, model: dict[str, object] = TINY, env: str = "copy", **pipeline: object) -> Config:
