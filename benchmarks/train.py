@@ -56,7 +56,7 @@ def model_of(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) ->
     )
     torch.manual_seed(0)
     with device:
-        return Qwen2ForCausalLM(config).to(dtype)
+        return Qwen2ForCausalLM(config).to(dtype)  # type: ignore[arg-type]
 
 
 def samples_of(arguments: argparse.Namespace, vocabulary: int) -> list[dict[str, np.ndarray]]:

@@ -30,7 +30,8 @@ def policy(dtype: torch.dtype, hidden: int = 256, vocabulary: int = 1000) -> Lan
         num_key_value_heads=2, max_position_embeddings=4096,
     )  # fmt: skip
     torch.manual_seed(0)
-    return LanguagePolicy(Qwen2ForCausalLM(config).to(CUDA, dtype), CharacterTokenizer("ab"))
+    model: Any = Qwen2ForCausalLM(config)
+    return LanguagePolicy(model.to(CUDA, dtype), CharacterTokenizer("ab"))
 
 
 def samples(seed: int, groups: int = 3, size: int = 4, prompt: int = 300, longest: int = 200) -> list[dict]:

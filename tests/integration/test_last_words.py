@@ -103,8 +103,8 @@ def test_a_process_that_fails_does_not_say_that_it_has_finished(
 ):
     """A trainer that is believed to have finished is believed to have saved its last step."""
     controller, sidecar = Controller(), SimpleNamespace(stop=lambda timeout_s: None)
-    monkeypatch.setattr("penstock.roles.reporting.ControlClient", lambda *_, **__: controller)
-    monkeypatch.setattr("penstock.roles.reporting.Sidecar.start", lambda *_, **__: sidecar)
+    monkeypatch.setattr("penstock.roles.process.ControlClient", lambda *_, **__: controller)
+    monkeypatch.setattr("penstock.roles.process.Sidecar.start", lambda *_, **__: sidecar)
 
     async def main(process: RoleProcess) -> None:
         async with connected(process, "trainer", lambda: asyncio.sleep(0)):

@@ -27,7 +27,7 @@ import pytest
 import torch
 from running import letters, outside_address, start, trained_steps, wait_for
 from test_dashboard_http import Watched
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.control.io.heartbeat import Line
 from penstock.payload.io.received import Buffers, Cancellation, Received

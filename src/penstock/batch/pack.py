@@ -128,6 +128,7 @@ def pack_tokens(
     limit = settings.micro_batch_tokens
     if settings.micro_batches > 1:
         limit = min(limit, -(-total // settings.micro_batches))
+    forests: list[Any] = []
     if settings.layout == "padded":
         plan = plan_micro_batches([sequence.tokens for sequence in sequences], limit)
     else:

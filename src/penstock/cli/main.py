@@ -69,9 +69,9 @@ def slurm(
         list[str] | None, typer.Option(metavar="OPTION", help="Further options of sbatch, e.g. --gpus-per-node=8")
     ] = None,
 ) -> None:
-    """Print a batch script for Slurm; submit it with `penstock slurm CONFIG | sbatch`.
+    """Print a batch script for Slurm that resumes its run.
 
-    A requeued job goes on with its run.
+    Submit it with `penstock slurm CONFIG | sbatch`. A requeued job goes on with its run.
     """
     from penstock.cli.run import slurm_command
 
@@ -180,7 +180,7 @@ def export(
     ] = None,
     pipeline: Pipeline = None,
 ) -> None:
-    """Write a checkpoint as a directory that transformers and vLLM open."""
+    """Write a checkpoint as a directory that transformers opens."""
     from penstock.cli.after import export_command
 
     raise typer.Exit(export_command(run_dir, pipeline=pipeline, step=step, to=to))
@@ -198,7 +198,7 @@ def evaluate(
     temperature: Temperature = 0.0,
     max_new_tokens: NewTokens = None,
 ) -> None:
-    """Measure a checkpoint or a model on prompts that were not trained.
+    """Measure a checkpoint or a model on held-out prompts.
 
     Prints the mean reward and its 95 % confidence interval.
     """
@@ -248,7 +248,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     to: Annotated[Path | None, typer.Option(metavar="FILE.html", help="RUN/report.html by default.")] = None,
 ) -> None:
-    """Write a run as one HTML file: curves, samples, accounting, faults."""
+    """Write a run as one HTML file to send to a colleague."""
     from penstock.cli.after import report_command
 
     raise typer.Exit(report_command(run_dir, to))
@@ -289,7 +289,7 @@ def simulate(
     capacity: Annotated[bool, typer.Option("--capacity", help="What CONFIG would reach.")] = False,
     from_: Annotated[Path | None, typer.Option("--from", help="With --capacity: a run to take durations from.")] = None,
 ) -> None:
-    """Run the real controller, workers, trainers and supervisor on virtual time, with faults.
+    """Run the real loops on virtual time, with faults.
 
     A seed that fails is made smaller and printed as a test to paste.
     """
@@ -320,7 +320,7 @@ def replay(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     until: Annotated[float | None, typer.Option(help="Seconds after the first event: the state then.")] = None,
 ) -> None:
-    """Run the journal of a run through the controller's machines again; every decision must be equal."""
+    """Replay a run's journal and compare every decision."""
     from penstock.cli.simulate import replay_command
 
     raise typer.Exit(replay_command(run_dir, until))

@@ -158,8 +158,12 @@ def adapt(
     except ImportError as error:
         raise ConfigError("[pipeline.lora] needs peft: pip install 'penstock[lora]'") from error
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=list(targets) or "all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
-    )  # type: ignore[arg-type]
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        target_modules=list(targets) or "all-linear",
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
     # The library draws from the global generator only.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

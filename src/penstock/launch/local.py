@@ -82,7 +82,7 @@ class ProcessWithDescendants:
     async def wait(self) -> Ended:
         ended = await self._head.wait()
         if self._clearing is None:
-            self._clearing = asyncio.ensure_future(asyncio.to_thread(self._clear))
+            self._clearing = asyncio.get_running_loop().run_in_executor(None, self._clear)
         await asyncio.shield(self._clearing)
         return ended
 

@@ -80,7 +80,7 @@ class _Run:
         system, plan = self.system, self.plan
         for one in plan.faults:
             system.loop.call_later(one.at_s, self._strike, one)
-        watching = asyncio.create_task(self._watch())
+        watching = system.loop.create_task(self._watch())
         lives = itertools.count()
         while True:
             home = Process(system.loop, "supervisor")

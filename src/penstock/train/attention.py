@@ -73,7 +73,8 @@ class Forest:
             all_keys = np.stack(chains)
             own = all_keys[:, keys - queries :]
             visited.append(own.ravel())
-            found.append(Bucket(*(torch.from_numpy(index).to(self._device) for index in (own, all_keys)), mask))
+            own_index, key_index = (torch.from_numpy(index).to(self._device) for index in (own, all_keys))
+            found.append(Bucket(own_index, key_index, mask))
         return found, torch.from_numpy(np.argsort(np.concatenate(visited))).to(self._device)
 
 

@@ -30,7 +30,7 @@ def test_every_key_of_a_resolved_configuration_is_there():
 def test_a_table_or_a_key_is_found_by_what_people_call_it():
     assert keys("pipeline.rollout") == keys("rollout")
     assert {key.table for key in keys("model")} == {
-        f'[pipeline.model]  kind = "{kind}"' for kind in ("tiny", "path", "mlp")
+        f'[pipeline.model]  kind = "{kind}"' for kind in ("tiny", "path", "hub", "mlp")
     }
     assert keys("pipeline.letters.rollout") == keys("rollout")
     [key] = keys("train.max_staleness")
@@ -41,4 +41,4 @@ def test_a_table_or_a_key_is_found_by_what_people_call_it():
 
 def test_defaults_that_depend_on_the_model_say_so():
     [rate] = keys("learning_rate")
-    assert rate.default == "0.001, tiny: 0.002, path: 1e-06, mlp: 0.002"
+    assert rate.default == "0.001, tiny: 0.002, path: 1e-06, hub: 1e-06, mlp: 0.002"

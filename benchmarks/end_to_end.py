@@ -1,0 +1,193 @@
+"""Samples per second of a whole run on one device, beside a plain synchronous loop with the same model and batch.
+
+The plain loop is what one writes first: `generate` for a batch, then forward and backward over it, then AdamW; the
+model in bfloat16 on a GPU and float32 on a CPU. Penstock runs as a user would run it: a worker, a trainer and a
+controller on the same device, with samples up to two versions old. Weights are random, so completions almost never
+end early and both sides generate the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "inner": 128, "vocabulary": 512},
+    "0.5b": {"hidden_size": 896, "layers": 24, "heads": 14, "kv_heads": 2, "inner": 4864, "vocabulary": 151936},
+}
+LETTERS = "abcdefghijklmnopqrstuvwxyz>"
+
+
+def by_parity(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+    """A reward that differs within every group and costs nothing."""
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def save_model(shape: dict[str, int], directory: Path) -> None:
+    """A random Qwen2 of this shape with a tokenizer of single letters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=shape["vocabulary"],
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["inner"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {letter: 3 + at for at, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(directory)
+
+
+def plain_loop(directory: Path, options: argparse.Namespace, device: torch.device) -> float:
+    """Samples a second, the median over its steps."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    prompts = torch.randint(3, 3 + len(LETTERS), (options.samples, 8), device=device)
+    rows = max(1, options.micro_batch // (8 + options.tokens))
+    rates = []
+    for _ in range(options.plain_steps):
+        began = time.monotonic()
+        with torch.inference_mode():
+            whole = model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=options.tokens
+            )
+        for chunk in whole.clone().split(rows):
+            logprobs = torch.log_softmax(model(chunk).logits[:, 7:-1].float(), -1)
+            taken = logprobs.gather(-1, chunk[:, 8:, None])
+            (-(taken * torch.randn(len(chunk), 1, 1, device=device)).sum() / whole.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        rates.append(options.samples / (time.monotonic() - began))
+    return statistics.median(rates[1:] or rates)
+
+
+def configuration(directory: Path, options: argparse.Namespace, runs: Path) -> str:
+    here = json.dumps(str(Path(__file__).parent))
+    return f"""
+[run]
+name = "end-to-end"
+dir = {json.dumps(str(runs))}
+extra_path = [{here}]
+[[pipeline]]
+name = "p"
+steps = {options.steps}
+[pipeline.env]
+name = "copy"
+options = {{ length = 7 }}
+rewards = ["end_to_end:by_parity"]
+[pipeline.model]
+kind = "path"
+path = {json.dumps(str(directory))}
+[pipeline.engine]
+rows = {options.rows or options.samples}
+cache_tokens = {(options.rows or options.samples) * (options.tokens + 64)}
+[pipeline.rollout]
+group_size = 8
+max_new_tokens = {options.tokens}
+[pipeline.train]
+groups_per_step = {options.samples // 8}
+tokens_per_micro_batch = {options.micro_batch}
+max_staleness = 2
+[pipeline.checkpoint]
+every_steps = 1000
+"""
+
+
+def busy_share(stop: threading.Event, found: list[float]) -> None:
+    """The GPU's own figure, sampled twice a second."""
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    while not stop.wait(0.5):
+        said = subprocess.run(query, capture_output=True, text=True, check=False)
+        if said.returncode == 0:
+            found.append(float(said.stdout.split()[0]) / 100)
+
+
+def penstock_run(directory: Path, options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Samples a second between the first third of the steps and the last one, and how busy the GPU was meanwhile."""
+    path = folder / "run.toml"
+    path.write_text(configuration(directory, options, folder / "runs"))
+    stop, shares = threading.Event(), [0.0][:0]
+    watching = threading.Thread(target=busy_share, args=(stop, shares))
+    watching.start()
+    try:
+        subprocess.run([sys.executable, "-m", "penstock.cli.main", "run", str(path)], check=True)
+    finally:
+        stop.set()
+        watching.join()
+    [lines] = (folder / "runs").glob("*/metrics.jsonl")
+    steps = [json.loads(line) for line in lines.read_text().splitlines()]
+    at = [line["at"] for line in steps if line["kind"] == "step"]
+    first = len(at) // 3
+    last = max(1, round((len(at) - first) / len(at) * len(shares)))
+    rate = options.samples * (len(at) - 1 - first) / (at[-1] - at[first])
+    return {"rate": rate, "busy": statistics.mean(shares[-last:]) if shares else 0.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=SHAPES, default="0.5b" if cuda else "tiny")
+    parser.add_argument("--samples", type=int, default=256 if cuda else 64, help="of a step")
+    parser.add_argument("--tokens", type=int, default=256 if cuda else 32, help="of a completion")
+    parser.add_argument("--rows", type=int, default=0, help="of the engine; as many as samples by default")
+    parser.add_argument("--micro-batch", type=int, default=16384, help="tokens of a forward pass")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--plain-steps", type=int, default=4)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if cuda else "cpu")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_model(SHAPES[options.model], folder / "model")
+        found = penstock_run(folder / "model", options, folder)
+        plain = plain_loop(folder / "model", options, device)
+    figures = [
+        {
+            "name": f"samples/s, {options.model}, {options.samples} x {options.tokens} tokens, on {device.type}",
+            "unit": "samples/s",
+            "ours": found["rate"],
+            "peer": plain,
+            "ratio": found["rate"] / plain,
+            "gpu_busy": found["busy"],
+        }
+    ]
+    for figure in figures:
+        print(
+            f"{figure['name']}: penstock {found['rate']:.1f}, plain loop {plain:.1f}, ratio {figure['ratio']:.2f}, "
+            f"GPU busy {found['busy']:.0%}"
+        )
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
