@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from running import letters, no_leftovers, start
 
-from penstock.roles.offline import _measured
+from penstock.errors import ConfigError
+from penstock.roles.offline import _measured, saved, served_by
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +46,8 @@ def test_from_a_run_to_a_model_and_a_report(tmp_path: Path):
     assert ours.strip("\n") == said
     of_run = penstock(tmp_path, "eval", run, "--prompts", "16").splitlines()[-1]
     assert re.match(r"reward \S+, 95 % interval \S+ to \S+, 16 prompts, 16 samples", of_run)
-    assert "4 prompts, 8 samples" in penstock(
-        tmp_path, "eval", "model", "--env", "copy", "--prompts", "4", "--samples", "2", "--temperature", "1"
-    )
+    drawn = ["--prompts", "4", "--samples", "2", "--temperature", "1", "--engine", "kind=torch", "--engine", "rows=2"]
+    assert "4 prompts, 8 samples" in penstock(tmp_path, "eval", "model", "--env", "copy", *drawn)
     penstock(tmp_path, "report", run, "--to", "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "complete" in page
@@ -61,6 +61,20 @@ def test_mistakes_say_what_there_is(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "name one with --env" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"kind": "abacus"}, "there is torch, vllm"),
+        ({"kind": "torch", "rowz": 2}, "rowz"),
+        ({"kind": "vllm"}, "reads the versions that a run publishes"),
+    ],
+)
+def test_engines_that_cannot_be_asked_are_refused(table: dict[str, object], said: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=said):
+        served_by(saved(tmp_path, env={"name": "copy"}), table)
 
 
 def test_intervals():

@@ -34,15 +34,18 @@ def eval_command(
     samples: int,
     temperature: float,
     max_new_tokens: int | None,
+    engine: list[str],
 ) -> int:
     if samples > 1 and not temperature:
         raise ConfigError("--samples above 1 would all be alike at temperature 0; set --temperature")
     table: dict[str, Any] | None = None
     if env is not None:
-        table = {"name": env, "options": dict(_option(text) for text in options)}
+        table = {"name": env, "options": dict(_option("--option", text) for text in options)}
     elif not (path / "run.json").exists():
         raise ConfigError(f"{path} is a model, which has no environment of its own: name one with --env")
     one = _offline().saved(path, pipeline=pipeline, step=step, env=table)
+    if engine:
+        one = _offline().served_by(one, dict(_option("--engine", text) for text in engine))
     if max_new_tokens is not None:
         rollout = one.pipeline.rollout.model_copy(update={"max_new_tokens": max_new_tokens})
         one = _offline().replaced(one, rollout)
@@ -80,10 +83,10 @@ def report_command(path: Path, to: Path | None) -> int:
     return 0
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _option(flag: str, text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign:
-        raise ConfigError(f"--option {text!r}: expected key=value")
+        raise ConfigError(f"{flag} {text!r}: expected key=value")
     return key.strip(), parse_value(value)
 
 

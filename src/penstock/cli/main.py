@@ -197,6 +197,9 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="Per prompt.")] = 1,
     temperature: Temperature = 0.0,
     max_new_tokens: NewTokens = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A key of another engine, kind=... among them.")
+    ] = None,
 ) -> None:
     """Measure a checkpoint or a model on held-out prompts.
 
@@ -214,6 +217,7 @@ def evaluate(
         samples=samples,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
+        engine=engine or [],
     )
     raise typer.Exit(code)
 

@@ -89,6 +89,11 @@ class PipelineSection(Section):
         if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
             wanted = "mlp" if self.kind == "gymnasium" else "tiny, path or hub"
             raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
+        if self.engine.capabilities.weights == "none":
+            raise ValueError(
+                f"an engine of kind {self.engine.kind!r} serves weights that training cannot change, so no sample "
+                "would be of the policy that is trained; measure it with: penstock eval MODEL --engine kind=..."
+            )
         if isinstance(self.model, MlpModel) and not self.engine.capabilities.gymnasium:
             raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
         if self.lora is not None and (isinstance(self.model, MlpModel) or not self.engine.capabilities.adapters):

@@ -43,6 +43,11 @@ class EngineSection(Section):
         raise NotImplementedError
 
     @property
+    def serves(self) -> str:
+        """The model it serves, where that is not the pipeline's."""
+        return ""
+
+    @property
     def requests_at_once(self) -> int:
         """Completions that it decodes together."""
         return getattr(self, self.REQUESTS_KEY)

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from pydantic import ValidationError
+from torch import nn
 
 from penstock.config.load import load, validate
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
+from penstock.engines.build import build_engine
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
-from penstock.engines.policy import PolicyEngine
-from penstock.engines.requests import Sampling
-from penstock.engines.torch.engine import TorchEngine
+from penstock.engines.protocol import Site
+from penstock.engines.registry import SECTIONS
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.section import EngineSection
+from penstock.engines.tokenizer import load_tokenizer
 from penstock.errors import ConfigError, RunFailed
-from penstock.records.ids import PromptIndex, SampleId, Version
+from penstock.records.ids import MemberId, PipelineName, PromptIndex, RunId, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.roles.environments import environment_of, evaluation_environment_of
 from penstock.roles.models import policy_of
 from penstock.rollout.hooks import Failed, Unusable
-from penstock.rollout.io.workloads import generate_blocking, workload_of
+from penstock.rollout.io.workloads import close_workload, workload_of
 from penstock.rollout.settings import RolloutSection
+from penstock.runtime.member import RunMember
 from penstock.runtime.rundir import RunDir
-from penstock.runtime.tensors import device_of
+from penstock.runtime.tasks import Tasks
+from penstock.runtime.tensors import device_at
 from penstock.train import checkpoint
 from penstock.train.best import BEST
 
 NOT_OF_THE_MODEL = (".distcp", ".metadata", checkpoint.RECORD_FILE)
 Z_95 = 1.96
+OCCUPY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,8 @@ class Saved:
 
     @property
     def title(self) -> str:
+        if served := self.pipeline.engine.serves:
+            return f"{served}, with the tokenizer of {self.directory}"
         return str(self.directory) if self.step is None else f"{self.directory} (step {self.step})"
 
 
@@ -78,6 +93,23 @@ def saved(path: Path, *, pipeline: str | None = None, step: str = "", env: dict[
 def replaced(one: Saved, rollout: RolloutSection) -> Saved:
     """The same with other settings of the rollout."""
     return replace(one, pipeline=one.pipeline.model_copy(update={"rollout": rollout}))
+
+
+def served_by(one: Saved, table: Mapping[str, Any]) -> Saved:
+    """The same with another engine, also one that no pipeline can train with."""
+    kind = table.get("kind", "")
+    if kind not in SECTIONS:
+        raise ConfigError(f"--engine kind={kind}: there is {', '.join(SECTIONS)}")
+    try:
+        section = SECTIONS[kind].model_validate(table)
+    except ValidationError as error:
+        found = [f"{'.'.join(map(str, bad['loc']))}: {bad['msg']}" for bad in error.errors(include_url=False)]
+        raise ConfigError(f"--engine of kind {kind!r}: {'; '.join(found)}") from None
+    if section.capabilities.weights == "files":
+        raise ConfigError(
+            f"an engine of kind {kind!r} reads the versions that a run publishes: it evaluates only there"
+        )
+    return replace(one, pipeline=one.pipeline.model_copy(update={"engine": section}))
 
 
 def _pipeline(config: Config, name: str | None) -> PipelineSection:
@@ -119,15 +151,47 @@ def export(one: Saved, to: Path) -> Path:
 
 
 def policy_at(one: Saved, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
-    """With the weights of the checkpoint."""
+    """With the weights of the checkpoint, in host memory; only the tokenizer where the engine takes no weights."""
+    if one.pipeline.engine.capabilities.weights == "none":
+        return LanguagePolicy(nn.Identity(), load_tokenizer(one.directory))
     policy = policy_of(one.config, one.pipeline, environment)
     if one.step is not None:
         policy.load_tensors(safetensors.torch.load_file(one.directory / checkpoint.MODEL_FILE))
-    policy.module.to(device_of(one.pipeline.rollout.device))
     return policy
 
 
-def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_tokens: int | None) -> Iterator[str]:
+@asynccontextmanager
+async def _serving(one: Saved, policy: LanguagePolicy | ActorCriticPolicy, seed: int) -> AsyncIterator[Any]:
+    """The pipeline's engine with the weights of the policy, ready to be asked."""
+    section, device = _engine_section(one.pipeline), one.pipeline.rollout.device
+    name = PipelineName(one.pipeline.name)
+    site = Site(
+        process=RunMember(RunDir(one.directory, RunId("")), "eval", MemberId("eval"), "", name, 0),
+        seed=seed,
+        device=device,
+        threads=torch.get_num_threads(),
+        in_pool=False,
+        device_at=partial(device_at, device, in_pool=False),
+    )
+    engine = build_engine(section, policy, site)
+    async with Tasks() as tasks:
+        try:
+            engine.start(tasks)
+            await engine.occupy((), OCCUPY_S)
+            yield engine
+        finally:
+            tasks.cancel()
+            await engine.close()
+
+
+def _engine_section(pipeline: PipelineSection) -> EngineSection:
+    """The pipeline's own, or the default one where that needs versions that a run publishes."""
+    if pipeline.engine.capabilities.weights == "files":
+        return PipelineSection.model_fields["engine"].default
+    return pipeline.engine
+
+
+def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_tokens: int | None) -> list[str]:
     """Completions of a prompt; a model with a chat template is asked as a user would."""
     policy = policy_at(one, environment_of(one.config, one.pipeline) if one.step is not None else None)
     if not isinstance(policy, LanguagePolicy):
@@ -144,9 +208,12 @@ def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_t
         greedy=not temperature,
         stop_ids=policy.tokenizer.stop_ids,
     )
-    engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, digest="saved", seed=torch.seed() & 0x7FFF_FFFF)
-    for completion in engine.generate([ids], sampling, repeats=[count]):
-        yield policy.tokenizer.decode(completion.token_ids.tolist())
+
+    async def drawn() -> list[Completion]:
+        async with _serving(one, policy, torch.seed() & 0x7FFF_FFFF) as engine:
+            return await asyncio.gather(*(engine.complete(ids, sampling) for _ in range(count)))
+
+    return [policy.tokenizer.decode(completion.token_ids.tolist()) for completion in asyncio.run(drawn())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +230,10 @@ class Measured:
 
 def evaluate(one: Saved, *, prompts: int | None, samples: int, temperature: float, seed: int = 0) -> Measured:
     """Rewards on prompts that were not trained."""
+    return asyncio.run(_evaluate(one, prompts, samples, temperature, seed))
+
+
+async def _evaluate(one: Saved, prompts: int | None, samples: int, temperature: float, seed: int) -> Measured:
     section = one.pipeline.evaluation.model_copy(
         update={"prompts": prompts or one.pipeline.evaluation.prompts, "every_steps": 1}
     )
@@ -171,30 +242,40 @@ def evaluate(one: Saved, *, prompts: int | None, samples: int, temperature: floa
     environment = evaluation_environment_of(one.config, pipeline)
     drawn = {"temperature": temperature or 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
     rollout = pipeline.rollout.model_copy(update=drawn)
-    if isinstance(policy, LanguagePolicy):
-        engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, digest="saved", seed=seed)
-    else:
-        engine = PolicyEngine(policy.network, digest="saved", seed=seed)
     env = section.env or pipeline.env
-    workload: Any = workload_of(env, rollout, environment, policy, engine, None, greedy=not temperature)
-    workload.preflight()
     rewards: list[list[float]] = []
-    failed = 0
-    size = max(1, rollout.batch_samples // samples)
-    for start in range(0, section.prompts, size):
-        leases = [_lease(position, samples) for position in range(start, min(start + size, section.prompts))]
-        prepared = [workload.prepare(lease) for lease in leases]
-        usable = [one for one in prepared if not isinstance(one, Unusable)]
-        failed += (len(prepared) - len(usable)) * samples
-        for given, made in zip(usable, generate_blocking(workload, workload.collate(usable)), strict=True):
-            outcomes = workload.postprocess(given, made)
-            kept = [outcome.reward for outcome in outcomes if not isinstance(outcome, Failed)]
-            failed += len(outcomes) - len(kept)
-            if kept:
-                rewards.append(kept)
+    failed, reason = 0, ""
+    size = max(1, rollout.batch_samples // samples, _engine_section(pipeline).requests_at_once // samples)
+    async with _serving(one, policy, seed) as engine:
+        workload: Any = workload_of(env, rollout, environment, policy, engine, None, greedy=not temperature)
+        try:
+            await asyncio.to_thread(workload.preflight)
+            for start in range(0, section.prompts, size):
+                leases = [_lease(position, samples) for position in range(start, min(start + size, section.prompts))]
+                prepared = [await asyncio.to_thread(workload.prepare, lease) for lease in leases]
+                usable = [one for one in prepared if not isinstance(one, Unusable)]
+                failed += (len(prepared) - len(usable)) * samples
+                for given, made in zip(usable, await _generate(workload, workload.collate(usable)), strict=True):
+                    outcomes = await asyncio.to_thread(workload.postprocess, given, made)
+                    if isinstance(outcomes, Future):
+                        outcomes = await asyncio.wrap_future(outcomes)
+                    kept = [outcome.reward for outcome in outcomes if not isinstance(outcome, Failed)]
+                    failed += len(outcomes) - len(kept)
+                    reason = reason or next((outcome.error for outcome in outcomes if isinstance(outcome, Failed)), "")
+                    if kept:
+                        rewards.append(kept)
+        finally:
+            close_workload(workload)
     if not rewards:
-        raise RunFailed(f"no sample of {section.prompts} prompts could be scored")
+        why = f": {reason.strip().splitlines()[-1]}" if reason else ""
+        raise RunFailed(f"no sample of {section.prompts} prompts could be scored{why}")
     return _measured(rewards, failed)
+
+
+async def _generate(workload: Any, batch: Any) -> Any:
+    """What `generate` makes, whether it awaits or blocks."""
+    made = await asyncio.to_thread(workload.generate, batch)
+    return await made if inspect.isawaitable(made) else made
 
 
 def _lease(position: int, samples: int) -> PromptLease:

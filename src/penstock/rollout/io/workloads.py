@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +61,3 @@ def workload_of(
 def close_workload(workload: Any) -> None:
     """Ends what a workload started, if it has a method for that."""
     getattr(workload, "close", lambda: None)()
-
-
-def generate_blocking(workload: Workload[Any, Any, Any], batch: Any) -> Any:
-    """What `generate` makes, whether it awaits or blocks. For any thread but an event loop's."""
-    made = workload.generate(batch)
-    return asyncio.run(_awaited(made)) if inspect.isawaitable(made) else made
-
-
-async def _awaited(made: Awaitable[Any]) -> Any:
-    return await made
