@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from penstock.roles.environments import environment_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -68,12 +71,28 @@ def test_configurations_of_the_docs_have_keys_that_exist():
     assert set(found) <= known
 
 
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_configurations_of_the_guides_are_accepted(page: Path):
+    for block in blocks(page, "toml"):
+        validate(tomllib.loads(block))
+
+
+def test_the_site_is_built_without_warnings(tmp_path: Path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert built.returncode == 0, built.stderr
+    reference = (tmp_path / "reference" / "index.html").read_text()
+    assert all(f"<code>{key.path.rpartition('.')[2]}</code>" in reference for key in keys())
+
+
 @pytest.mark.parametrize(
     ("page", "block", "name", "rollout"),
     [
         ("README.md", 0, "Shout", {}),
         ("docs/environments.md", 0, "Guess", {"max_turns": 3}),
         ("docs/environments.md", 1, "with_a_calculator", {"max_turns": 2}),
+        ("docs/guides/own-environment.md", 0, "Double", {}),
     ],
 )
 def test_code_of_the_docs_is_accepted(tmp_path: Path, page: str, block: int, name: str, rollout: dict[str, Any]):
