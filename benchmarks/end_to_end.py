@@ -67,7 +67,8 @@ def plain_loop(directory: Path, options: argparse.Namespace, device: torch.devic
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     prompts = torch.randint(3, 3 + len(LETTERS), (options.samples, 8), device=device)
     rows = max(1, options.micro_batch // (8 + options.tokens))

@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
+from mkdocs.exceptions import PluginError  # pyright: ignore[reportMissingImports]
+from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingImports]
 
 from penstock.config.reference import keys
 

@@ -3,7 +3,7 @@
 Nothing in it knows that it is being trained. `penstock run examples/agent.toml` trains it.
 """
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # pyright: ignore[reportMissingImports]
 
 LETTERS = "abcdefgh"
 connections = DefaultAsyncHttpxClient()

@@ -25,7 +25,9 @@ from penstock.runtime.tasks import Tasks
 PIPELINE = PipelineName("a")
 RUN = RunId("run")
 TOKEN = "a-secret"
-SETTINGS = PipelineSettings(name=PIPELINE, groups_per_step=4, group_size=2, max_staleness=2, steps=60)
+SETTINGS = PipelineSettings(
+    name=PIPELINE, groups_per_step=4, group_size=2, max_staleness=2, steps=60, reap_after_s=60.0
+)
 
 
 async def serve(folder: Path) -> None:

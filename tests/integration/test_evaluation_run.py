@@ -29,7 +29,7 @@ class Slow(Copy):
         super().__init__(seed=seed)
 
     def score(self, prompts, completions, **columns):
-        time.sleep(0.2 if self.seed else 0.02)
+        time.sleep(1.5 if self.seed else 0.02)  # groups are scored at the same time
         return super().score(prompts, completions, **columns)
 """
 

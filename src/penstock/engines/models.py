@@ -154,7 +154,7 @@ def adapt(
 ) -> AdaptedPolicy:
     """Freezes the model and gives it an adapter, which changes nothing yet. The given policy is used up."""
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError("[pipeline.lora] needs peft: pip install 'penstock[lora]'") from error
     config = LoraConfig(

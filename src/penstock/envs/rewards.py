@@ -242,13 +242,15 @@ def math_verify(
 ) -> list[float | None]:
     """1 when the completion's last formula is equal to the `answer` column as mathematics. Needs the extra `data`."""
     try:
-        from math_verify import parse, verify
+        from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RunFailed("reward 'math_verify' needs the extra `data`: pip install 'penstock[data]'") from error
 
+    options: Any = {"parsing_timeout": None}
+
     # Its own deadlines use signals, which only work in a main thread; `env.reward_timeout_s` is the deadline here.
     def equal(completion: str, wanted: Any) -> bool:
-        gold, given = parse(f"${wanted}$", parsing_timeout=None), parse(completion, parsing_timeout=None)
+        gold, given = parse(f"${wanted}$", **options), parse(completion, **options)
         return verify(gold, given, timeout_seconds=None)
 
     return [

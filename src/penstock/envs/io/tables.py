@@ -99,7 +99,7 @@ class TableDataset:
 
 def _table(path: str, split: str, subset: str | None) -> Any:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError("env.name = 'dataset' needs the extra `data`: pip install 'penstock[data]'") from error
     place = Path(path)
