@@ -8,6 +8,7 @@ from penstock.launch.simulated import simulate
 from penstock.sim.parts import Work
 from penstock.sim.plan import Plan
 from penstock.sim.storms import Fault, storm
+from penstock.sim.system import TIMED, System
 
 WORKERS = ["p0.rollout.0", "p0.rollout.1"]
 
@@ -22,6 +23,19 @@ def test_an_undisturbed_run_trains_every_step_and_ends_well() -> None:
     assert report.complete
     assert len(report.steps["p0"]) == 8
     assert report.samples == 8 * 4 * 2
+
+
+def test_all_work_that_has_a_duration_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Durations go by the names of functions: one that is renamed or wrapped would take no time, unnoticed."""
+    duration, seen = System.duration, set[str]()
+
+    def recorded(self: System, offload: str, function: str) -> float:
+        seen.add(function.rpartition(".")[2])
+        return duration(self, offload, function)
+
+    monkeypatch.setattr(System, "duration", recorded)
+    assert simulate(Plan(seed=3, steps=8)).trained_s > 8 * 0.5 * 0.7
+    assert seen >= TIMED.keys()
 
 
 @pytest.mark.parametrize("role", ["p0.rollout.0", "p0.trainer", "controller"])
@@ -50,8 +64,18 @@ def test_many_storms(seed: int) -> None:
     assert simulate(stormy(seed)).complete
 
 
-@pytest.mark.xfail(strict=True, reason="a worker that cannot load the newest version is restarted until the run fails")
-def test_a_damaged_version_costs_a_worker_some_time_and_not_the_run() -> None:
+@pytest.mark.parametrize(
+    "seed",
+    [
+        1,
+        5066,
+        pytest.param(
+            0, marks=pytest.mark.xfail(strict=False, reason="the worker can use up its restarts: a known gap")
+        ),
+    ],
+)
+def test_a_damaged_version_costs_a_worker_some_time_and_not_the_run(seed: int) -> None:
+    """It does not hold for every seed: while versions are damaged, a worker that cannot load one is restarted."""
     faults = (
         Fault(10.2239, "lose", for_s=6.9, amount=0.09),
         Fault(10.33, "kill", WORKERS[0]),
@@ -59,4 +83,4 @@ def test_a_damaged_version_costs_a_worker_some_time_and_not_the_run() -> None:
         Fault(16.31, "kill", WORKERS[0]),
     )
     work = Work(equal_rewards=0.2, poison=0.02)
-    assert simulate(Plan(seed=5066, steps=30, faults=faults, work=work)).complete
+    assert simulate(Plan(seed=seed, steps=30, faults=faults, work=work)).complete

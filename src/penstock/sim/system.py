@@ -60,6 +60,17 @@ PROMISING = (
 """Calls whose answers a peer relies on."""
 KILLED = -9
 NEVER_S = 1e7
+TIMED = {
+    "step": "step_s",
+    "bring": "bring_s",
+    "publish": "publish_s",
+    "fetch_and_pack": "fetch_s",
+    "postprocess": "postprocess_s",
+    "_write_checkpoint": "save_s",
+    "_learner": "build_s",
+    "_parts": "build_s",
+}
+"""By the name of the offloaded function: which duration of `Work` it takes."""
 KEPT_LINES = 400
 
 
@@ -344,25 +355,9 @@ class System:
         """How long offloaded work takes."""
         work = self.work
         name = function.rpartition(".")[2]
-        match name:
-            case "step" if self.loop.time() < self.stuck_until:
-                return NEVER_S
-            case "step":
-                base_s = work.step_s
-            case "bring":
-                base_s = work.bring_s
-            case "publish":
-                base_s = work.publish_s
-            case "_fetch_and_pack":
-                base_s = work.fetch_s
-            case "postprocess":
-                base_s = work.postprocess_s
-            case "_write_checkpoint":
-                base_s = work.save_s
-            case "_learner" | "_parts":
-                base_s = work.build_s
-            case _:
-                base_s = work.other_s
+        if name == "step" and self.loop.time() < self.stuck_until:
+            return NEVER_S
+        base_s = getattr(work, TIMED.get(name, "other_s"))
         took_s = base_s * (1 + work.spread * (2 * self._durations.random() - 1))
         self.truth.trained_s += took_s if name == "step" else 0.0
         return took_s

@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -133,18 +134,23 @@ class TrainerRanks:
     async def together(self, order: Order, work: Callable[..., T], *arguments: Any) -> tuple[T, list[Answer]]:
         """Every other rank does what the order says while this one does `work`, in the thread that trains."""
         answers = self.tell(order)
-        own = await self._training.run(self._explained, work, *arguments)
+        own = await self._training.run(self._explained(work), *arguments)
         return own, [await answer for answer in answers]
 
-    def _explained(self, work: Callable[..., T], *arguments: Any) -> T:
-        """A collective that broke says nothing of the rank that broke it."""
-        try:
-            return work(*arguments)
-        except RuntimeError as error:
-            blamed = self._notes.blame() if self._notes is not None else None
-            if blamed is None:
-                raise
-            raise blamed from error
+    def _explained(self, work: Callable[..., T]) -> Callable[..., T]:
+        """A collective that broke says nothing of the rank that broke it. The name stays: a simulation goes by it."""
+
+        @wraps(work)
+        def explained(*arguments: Any) -> T:
+            try:
+                return work(*arguments)
+            except RuntimeError as error:
+                blamed = self._notes.blame() if self._notes is not None else None
+                if blamed is None:
+                    raise
+                raise blamed from error
+
+        return explained
 
     # -- beside the training thread ---------------------------------------------------------------------------------
 
