@@ -40,6 +40,7 @@ from penstock.runtime.lag import LagMonitor
 from penstock.runtime.rundir import Ending, RunDir, write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.tasks import Tasks
+from penstock.train.best import keep_best
 from penstock.wire.messages import Unregister
 
 log = logging.getLogger(__name__)
@@ -366,9 +367,21 @@ async def supervise(run: RunDir, config: Config, placer: Placer, view: View, sto
     except BaseException as error:
         _write_ending(run, "failed", f"the supervisor was ended by {type(error).__name__}")
         raise
+    _keep_best(run, config)
     how = "interrupted" if outcome.interrupted else "complete"
     _write_ending(run, how, status=outcome.status, wall_s=outcome.wall_s)
     return outcome
+
+
+def _keep_best(run: RunDir, config: Config) -> None:
+    """The last checkpoint was written before its version was evaluated."""
+    for pipeline in config.pipeline:
+        if not pipeline.checkpoint.keep_best:
+            continue
+        try:
+            keep_best(run.checkpoints(pipeline.name), run.metrics_path, pipeline.name)
+        except OSError as error:
+            log.warning("the best checkpoint of %s could not be kept: %s", pipeline.name, error)
 
 
 def _gone(run: RunDir) -> str:
