@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from penstock.batch.advantage import NAMED as ADVANTAGES
 from penstock.config.check import check_environment
-from penstock.config.load import load
+from penstock.config.load import dump, load
+from penstock.config.pipeline import PipelineSection
 from penstock.envs.tasks import Copy
 from penstock.envs.tools import WithTools
 from penstock.errors import ConfigError
 from penstock.roles.environments import environment_of
+from penstock.train.optim import learning_rate
 
 BASE = """\
 [run]
@@ -120,3 +123,33 @@ def test_arguments_of_a_gymnasium_environment_reach_it(tmp_path: Path):
     environment = environment_of(config, config.pipeline[0])
     assert environment._idle[0].unwrapped.g == 3.5
     environment.close()
+
+
+@pytest.mark.parametrize("advantage", sorted(ADVANTAGES))
+def test_a_group_of_one_teaches_a_language_model_nothing(tmp_path: Path, advantage: str):
+    one = ["pipeline.p.rollout.group_size=1", f"pipeline.p.train.advantage={advantage}"]
+    with pytest.raises(ConfigError, match="every advantage would be 0"):
+        load(written(tmp_path), one)
+    assert load(written(tmp_path), [*one[1:], "pipeline.p.rollout.group_size=2"])
+
+
+def test_a_group_of_one_is_right_where_a_critic_or_the_user_compares(tmp_path: Path):
+    one = ["pipeline.p.rollout.group_size=1"]
+    gymnasium = written(tmp_path, 'name = "gymnasium"\n[pipeline.env.options]\nid = "CartPole-v1"', 'kind = "mlp"')
+    assert load(gymnasium, one).pipeline[0].rollout.group_size == 1
+    assert load(written(tmp_path), [*one, "pipeline.p.train.advantage=mine:rewards"])
+
+
+def test_a_run_that_is_resumed_for_longer_decays_over_its_whole_length(tmp_path: Path):
+    path = written(tmp_path)
+    path.write_text(dump(load(path, ["pipeline.p.steps=240"])))  # as the run directory keeps it
+    shorter, longer = load(path).pipeline[0], load(path, ["pipeline.p.steps=480"]).pipeline[0]
+    assert shorter.optimizer.schedule == "linear"
+
+    def share(section: PipelineSection, step: int) -> float:
+        return learning_rate(section.optimizer, step, section.steps) / section.optimizer.learning_rate
+
+    final = shorter.optimizer.final_fraction
+    assert share(shorter, 240) == pytest.approx(final)
+    assert share(longer, 240) == pytest.approx((1 + final) / 2)
+    assert share(longer, 480) == pytest.approx(final)
