@@ -14,12 +14,15 @@ from penstock.launch.report import report
 from penstock.runtime.rundir import RunDir
 
 
-def export_command(path: Path, *, pipeline: str | None, step: str, to: Path | None) -> int:
+def export_command(path: Path, *, pipeline: str | None, step: str, to: Path | None, merged: bool) -> int:
     one = _offline().saved(path, pipeline=pipeline, step=step)
     target = to if to is not None else Path("exports") / f"{path.resolve().name}-{one.pipeline.name}-{one.step}"
-    written = _offline().export(one, target)
+    written = _offline().export(one, target, merged=merged)
     typer.echo(f"{written}: step {one.step} of {one.pipeline.name}")
-    typer.echo(f"open it with transformers.AutoModelForCausalLM.from_pretrained({str(written)!r})", err=True)
+    opened = f"transformers.AutoModelForCausalLM.from_pretrained({str(written)!r})"
+    if one.pipeline.lora is not None and not merged:
+        opened = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(written)!r}); its base is needed too"
+    typer.echo(f"open it with {opened}", err=True)
     return 0
 
 

@@ -179,11 +179,12 @@ def export(
         Path | None, typer.Option(metavar="DIR", help="Where to; exports/RUN-PIPELINE-STEP by default.")
     ] = None,
     pipeline: Pipeline = None,
+    merged: Annotated[bool, typer.Option("--merged", help="Of a LoRA run: the base with the adapter added.")] = False,
 ) -> None:
-    """Write a checkpoint as a directory that transformers opens."""
+    """Write a checkpoint as a directory that transformers opens; of a LoRA run, the adapter."""
     from penstock.cli.after import export_command
 
-    raise typer.Exit(export_command(run_dir, pipeline=pipeline, step=step, to=to))
+    raise typer.Exit(export_command(run_dir, pipeline=pipeline, step=step, to=to, merged=merged))
 
 
 @app.command("eval")

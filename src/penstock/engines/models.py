@@ -6,6 +6,7 @@ policy.named_tensors()      # what is published and checkpointed
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from penstock.engines.tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
 from penstock.runtime.tensors import module_tensors
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""Where peft looks for it."""
 
 
 class TinyLanguageModel(msgspec.Struct, frozen=True, tag="tiny"):
@@ -139,6 +144,26 @@ class AdaptedPolicy(LanguagePolicy):
         super().save_config(directory)
         model: Any = self.module
         model.peft_config["default"].save_pretrained(directory)
+
+    def save_adapter(self, directory: Path, base: str) -> None:
+        """Write the adapter as peft opens it, with the directory or hub name of its base, and the tokenizer."""
+        from peft import get_peft_model_state_dict
+
+        model: Any = self.module
+        # Nothing but the adapter is trained, so no embedding is saved beside it; "auto" would ask the hub.
+        tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        safetensors.torch.save_file(tensors, directory / ADAPTER_FILE, metadata={"format": "pt"})
+        config = copy.copy(model.peft_config["default"])
+        config.base_model_name_or_path, config.inference_mode = base, True
+        config.save_pretrained(directory)
+        self.tokenizer.save(directory)
+
+    def save_merged(self, directory: Path) -> None:
+        """Write the model with the adapter added to its weights, as transformers opens it. This policy is used up."""
+        model: Any = self.module
+        model.merge_and_unload(safe_merge=True).save_pretrained(directory)
+        self.tokenizer.save(directory)
 
 
 class _BasePolicy(LanguagePolicy):

@@ -24,11 +24,12 @@ from penstock.config.load import load, validate
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.engines.build import build_engine
-from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
+from penstock.engines.models import ActorCriticPolicy, AdaptedPolicy, LanguagePolicy
 from penstock.engines.protocol import Site
 from penstock.engines.registry import SECTIONS
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.section import EngineSection
+from penstock.engines.settings import HubModel, PathModel, TinyModel
 from penstock.engines.tokenizer import load_tokenizer
 from penstock.errors import ConfigError, RunFailed
 from penstock.records.ids import MemberId, PipelineName, PromptIndex, RunId, SampleId, Version
@@ -137,16 +138,36 @@ def _directory(checkpoints: Path, step: str) -> Path:
     return checkpoint.verify(checkpoints / wanted).directory
 
 
-def export(one: Saved, to: Path) -> Path:
-    """A directory that transformers opens: configuration, tokenizer and weights, without what only training needs."""
+def export(one: Saved, to: Path, *, merged: bool = False) -> Path:
+    """A directory that transformers opens: configuration, tokenizer and weights, without what only training needs.
+
+    Of a run with an adapter it is the adapter, which peft opens, unless the two are to be merged.
+    """
     if one.pipeline.kind != "language":
         raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy, which transformers does not open")
     if to.exists() and any(to.iterdir()):
         raise ConfigError(f"{to} exists and is not empty: choose another directory with --to")
+    if one.pipeline.lora is not None:
+        return _export_adapted(one, to, merged=merged)
     to.mkdir(parents=True, exist_ok=True)
     for path in sorted(one.directory.iterdir()):
         if not path.name.startswith("optimizer") and not path.name.endswith(NOT_OF_THE_MODEL):
             shutil.copy2(path, to / path.name)
+    return to
+
+
+def _export_adapted(one: Saved, to: Path, *, merged: bool) -> Path:
+    model = one.pipeline.model
+    if isinstance(model, TinyModel) and not merged:
+        raise ConfigError("the base of this adapter is a tiny model, which is in no directory: export with --merged")
+    policy = policy_at(one, environment_of(one.config, one.pipeline))
+    assert isinstance(policy, AdaptedPolicy)
+    to.mkdir(parents=True, exist_ok=True)
+    if merged:
+        policy.save_merged(to)
+    else:
+        assert isinstance(model, HubModel | PathModel)
+        policy.save_adapter(to, model.name if isinstance(model, HubModel) else str(model.path.absolute()))
     return to
 
 

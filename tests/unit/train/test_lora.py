@@ -97,3 +97,30 @@ def test_unknown_targets_are_named() -> None:
     assert isinstance(made, LanguagePolicy)
     with pytest.raises(ConfigError, match="nowhere"):
         adapt(made, targets=["nowhere"])
+
+
+def test_it_is_saved_as_peft_and_transformers_open_it(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    plain = build(SPEC)
+    assert isinstance(plain, LanguagePolicy)
+    plain.module.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    made = policy()
+    owner = learner(made)
+    for step in range(3):
+        owner.step(batches(step))
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        wanted = made.module(input_ids=ids).logits
+        assert not torch.allclose(plain.module(input_ids=ids).logits, wanted, atol=1e-3)
+    for name in ("adapter", "merged"):
+        (tmp_path / name).mkdir()
+    made.save_adapter(tmp_path / "adapter", str(tmp_path / "base"))
+    made.save_merged(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        for opened in (adapted, merged):
+            assert torch.allclose(opened(input_ids=ids).logits, wanted, atol=1e-5)
