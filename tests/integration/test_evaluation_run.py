@@ -19,6 +19,7 @@ from penstock.records.ids import PipelineName
 PROMPTS = 12
 
 SLOW = """
+import random
 import time
 from penstock.envs.tasks import Copy
 
@@ -29,7 +30,7 @@ class Slow(Copy):
         super().__init__(seed=seed)
 
     def score(self, prompts, completions, **columns):
-        time.sleep(1.5 if self.seed else 0.02)  # groups are scored at the same time
+        time.sleep(random.uniform(0.2, 4.0) if self.seed else 0.02)  # groups are scored at the same time
         return super().score(prompts, completions, **columns)
 """
 

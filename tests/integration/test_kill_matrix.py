@@ -76,7 +76,14 @@ def kill_child(run: Running, victim: str) -> bool:
         child.send_signal(signal.SIGKILL)
     except psutil.NoSuchProcess:
         return False
-    wait_for(lambda: run.process.poll() is not None or run.child(victim).pid != child.pid, 60, f"a new {victim}")
+
+    def replaced() -> bool:
+        if run.process.poll() is not None:
+            return True
+        found = run.children().get(victim)
+        return found is not None and found.pid != child.pid
+
+    wait_for(replaced, 60, f"a new {victim}")
     return True
 
 

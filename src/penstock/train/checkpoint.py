@@ -249,13 +249,13 @@ def _partial(directory: Path, learner: Learner) -> Path:
     return directory / f"{_PARTIAL_PREFIX}{learner.steps:08d}"
 
 
-def _cause(error: BaseException) -> BaseException:
+def _cause(error: BaseException) -> str:
     """What one rank met, out of the report of all of them."""
-    return (
-        next((failure[0] for failure in error.failures.values()), error)
-        if isinstance(error, CheckpointException)
-        else error
-    )
+    if isinstance(error, CheckpointException):
+        error = next((failure[0] for failure in error.failures.values()), error)
+    if "inline_container" in str(error):  # torch's writer checks its position, not what the write returned
+        return "a file was cut short, which means that there is no space left on the device"
+    return str(error)
 
 
 @contextmanager
