@@ -141,14 +141,15 @@ class Books:
         self._held.clear()
 
 
-def assert_exact(directory: Path, *, last: int, every: int) -> Books:
+def assert_exact(directory: Path, *, last: int, every: int, first: int = 0) -> Books:
     """Every point that was due ended once, complete or with a reason, and the metrics say what the journal says."""
     books = Books(directory)
     assert not books.running
     lines = points(directory)
     due = {line["due"] for line in lines}
     evaluated = {line["version"] for line in lines if "skipped" not in line}
-    assert {0, last} <= evaluated, lines
+    assert last in evaluated, lines
+    assert min(evaluated) <= first, lines
     assert all(version in due | evaluated for version in range(0, last + 1, every)), lines
     for line in lines:
         assert ("skipped" in line) != ("eval/reward" in line)
@@ -210,7 +211,8 @@ def test_processes_are_killed_in_the_middle_of_an_evaluation(folder: Path):
     in_the_middle(run, 1)
     run.child("controller").send_signal(signal.SIGKILL)
     directory, output = ended_well(run)
-    assert_exact(directory, last=12, every=4)
+    # Training goes on while rewards are scored, so the evaluation that lost its worker is made of a later version.
+    assert_exact(directory, last=12, every=4, first=4)
     assert output.count("SIGKILL") >= 2, output
     assert set(trained_prompts(directory).values()) == {1}
 

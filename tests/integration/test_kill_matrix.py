@@ -25,9 +25,9 @@ class Mine(Copy):
     def __init__(self, seed=0):
         super().__init__(seed=seed)
 
-    def score(self, prompts, completions, **columns):
-        time.sleep(0.02)  # so that there is a run to kill things in
-        return super().score(prompts, completions, **columns)
+    def prompt(self, position):
+        time.sleep(0.03)  # prompts are prepared one after the other, so that there is a run to kill things in
+        return super().prompt(position)
 """
 
 
