@@ -149,7 +149,7 @@ PORTS: dict[str, Callable[[Path], AbstractContextManager[tuple[Address, Ask]]]] 
 
 TOO_MUCH = {
     ("broadcast", attack): "torch's TCPStore stops accepting for ever; replicas then take files or pull"
-    for attack in ("endless_line", "garbage")
+    for attack in ("endless_line", "garbage", "half_open")
 }
 
 

@@ -29,8 +29,8 @@ class Mine(Copy):
 
 publish = files.Publisher.publish
 
-def damaging(self, version, tensors, *, durable=False):
-    manifest = publish(self, version, tensors, durable=durable)
+def damaging(self, version, tensors, *, durable=False, **options):
+    manifest = publish(self, version, tensors, durable=durable, **options)
     witness = Path(__file__).with_name("witness")
     if version < {DAMAGED_FROM} or (witness.with_name("healed")).exists():
         return manifest
