@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 @pytest.fixture
 def parquet(tmp_path: Path) -> Path:
     arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports]
 
     path = tmp_path / "sums.parquet"
     parquet.write_table(arrow.table({"question": ["1+1", "2+2", "3+3"], "solution": ["2", "4", "6"]}), path)
