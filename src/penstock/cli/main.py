@@ -181,7 +181,10 @@ def export(
     pipeline: Pipeline = None,
     merged: Annotated[bool, typer.Option("--merged", help="Of a LoRA run: the base with the adapter added.")] = False,
 ) -> None:
-    """Write a checkpoint as a directory that transformers opens; of a LoRA run, the adapter."""
+    """Write a checkpoint as a directory that transformers opens.
+
+    Of a LoRA run it is the adapter, unless --merged is given.
+    """
     from penstock.cli.after import export_command
 
     raise typer.Exit(export_command(run_dir, pipeline=pipeline, step=step, to=to, merged=merged))

@@ -100,7 +100,7 @@ def explained(path: Path) -> Iterator[None]:
     """Turns the database's own errors into sentences that say what happened and what to do."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite may quote damaged bytes in its message
         raise explain(path, error) from error
 
 
