@@ -113,7 +113,7 @@ def explain(path: Path, error: Exception) -> PenstockError:
             f"journal {path}: the disk is full; everything acknowledged so far is safe. Free some space, then resume "
             "the run"
         )
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or isinstance(error, UnicodeDecodeError):
         return RunFailed(f"journal {path} is damaged ({error}). {WHAT_TO_DO.format(path.parent)}")
     if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return RunFailed(f"journal {path} cannot be read or written ({error}): check the disk and the permissions")
