@@ -1,8 +1,8 @@
 """The controller: one machine over all pipelines, the replicas of each, and the device pool they share.
 
 `handle(event, now)` takes a request of a member, or the passing of time, and returns what to do, the reply first. It
-has no clock, no socket and no randomness. The one member table is each pipeline's: a replica or a worker of the pool
-exists exactly as long as the member does, and is told of joining and leaving in the same turn.
+has no clock, no socket and no randomness. The member table is each pipeline's: replicas and pool workers are added and
+removed in the turn in which a member joins or leaves. The pool also expires members by a lease of its own.
 
 Two kinds of state. Pipelines and pool are *journalled*: every event that changed one of them comes out as a `Record`,
 and replaying the records gives the same state bit for bit. What is known of the replicas is *soft*: after a restart it
