@@ -57,6 +57,7 @@ train_devices = [0]
 rollout_devices = {rollout_devices}
 [pipeline.env]
 name = "finite:Finite"
+reward_concurrency = 1
 """
     + TINY
     + """
