@@ -74,6 +74,15 @@ def test_interrupted_while_torch_is_imported(tmp_path: Path):
     assert running.end(30)[0] == 130
 
 
+def test_a_mistaken_configuration_leaves_no_fork_server(tmp_path: Path):
+    running = start(tmp_path, letters(tmp_path, steps=0))
+    code, output = running.end(30)
+    assert code == 2, output
+    parent = str(running.process.pid)
+    servers = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
+    assert not [one for one in servers if "penstock.roles.forkserver" in one and parent in one]
+
+
 def test_processes_can_be_started_from_nothing(tmp_path: Path):
     running = start(tmp_path, letters(tmp_path, steps=3, extra="[launch]\npreload = false\n"))
     code, output = running.end()

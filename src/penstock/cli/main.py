@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,11 +53,15 @@ def run(
     parent: Annotated[int | None, typer.Option(hidden=True, help="Stop when this process, our parent, ends.")] = None,
 ) -> None:
     """Train: start a run, watch it, and end with a summary."""
-    from penstock.cli.run import run_command
+    from penstock.launch import preload
 
-    chosen = [f"launch.kind={launcher}"] if launcher else []
-    changes = [*(overrides or []), *chosen]
-    raise typer.Exit(run_command(config, changes, resume=resume, dry_run=dry_run, parent=parent))
+    early = preload.start() if preload.possible() and not dry_run and launcher != "ray" else None
+    with early or contextlib.nullcontext():
+        from penstock.cli.run import run_command
+
+        chosen = [f"launch.kind={launcher}"] if launcher else []
+        changes = [*(overrides or []), *chosen]
+        raise typer.Exit(run_command(config, changes, resume=resume, dry_run=dry_run, parent=parent, preloading=early))
 
 
 @app.command()

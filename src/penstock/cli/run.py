@@ -22,6 +22,7 @@ from penstock.engines.hub import cached, directory_of
 from penstock.engines.settings import HubModel
 from penstock.errors import ConfigError, PenstockError
 from penstock.launch.local import LocalPlacer
+from penstock.launch.preload import Preloading
 from penstock.launch.slurm import batch_script
 from penstock.launch.summary import plot, print_summary
 from penstock.launch.supervisor import Outcome, View, configured, exclusive, supervise
@@ -61,7 +62,13 @@ def keys_command(prefix: str) -> int:
 
 
 def run_command(
-    config: Path | None, overrides: list[str], *, resume: Path | None, dry_run: bool, parent: int | None = None
+    config: Path | None,
+    overrides: list[str],
+    *,
+    resume: Path | None,
+    dry_run: bool,
+    parent: int | None = None,
+    preloading: Preloading | None = None,
 ) -> int:
     if parent is not None:
         stop_with_parent(parent)
@@ -79,7 +86,7 @@ def run_command(
     for model in _hub_models(resolved):  # once, and before anything waits for it
         _say(console, f"model {model.name}: {directory_of(model)}")
     try:
-        outcome = _run(run, resolved, console)
+        outcome = _run(run, resolved, console, preloading)
     except PenstockError as error:
         ending = run.read_ending() if run.in_place else None
         if ending is None or ending["how"] != "failed":  # it did not come to run, or there is nothing to go on with
@@ -91,13 +98,13 @@ def run_command(
     return _conclude(console, run, outcome)
 
 
-def _run(run: RunDir, config: Config, console: Console) -> Outcome:
+def _run(run: RunDir, config: Config, console: Console, preloading: Preloading | None) -> Outcome:
     if config.launch.kind == "ray":
         return uvloop.run(ray_launcher().run_on_ray(run, config, _view(run, config, console)))
     with exclusive(run), configured(run, dump(config)):
         run.renew_token()
         configure("supervisor", run.log_path("supervisor"), logging.INFO, warnings_shown=False)  # the view has notes
-        return uvloop.run(_supervise(run, config, console))
+        return uvloop.run(_supervise(run, config, console, preloading))
 
 
 def attach_command(run_dir: Path, *, stop: bool) -> int:
@@ -174,10 +181,10 @@ def _view(run: RunDir, config: Config, console: Console) -> View:
     return PlainView(console, shares_devices=shares_devices)
 
 
-async def _supervise(run: RunDir, config: Config, console: Console) -> Outcome:
+async def _supervise(run: RunDir, config: Config, console: Console, preloading: Preloading | None) -> Outcome:
     stop = ShutdownSignal()
     stop.install()
-    return await supervise(run, config, LocalPlacer(run, config), _view(run, config, console), stop)
+    return await supervise(run, config, LocalPlacer(run, config, preloading), _view(run, config, console), stop)
 
 
 def _say(console: Console, line: str) -> None:

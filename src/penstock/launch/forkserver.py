@@ -13,14 +13,13 @@ import logging
 import os
 import signal
 import socket
-import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.config.run import Config
 from penstock.engines.settings import MlpModel, TinyModel
+from penstock.launch import preload
 from penstock.launch.processes import ProcessSpec
 from penstock.launch.restarts import Ended
 from penstock.runtime.process import kill_tree
@@ -33,20 +32,12 @@ FORK_S = 20.0
 MOST_BYTES = 1 << 20
 ROLES = ("trainer", "rollout_worker")
 """Those that import torch."""
-PADDING = "penstock".ljust(2048)
-"""Room for the arguments of forked processes, as `ps` shows them."""
-
-
-def usable(config: Config) -> bool:
-    """A GPU that an import has looked at cannot be used after a fork."""
-    linux = sys.platform == "linux" and hasattr(os, "pidfd_open")
-    return config.launch.preload and linux and not any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def modules_of(config: Config) -> list[str]:
-    """What every process of the run would import."""
+    """What every process of the run would import, beside torch."""
     models = [pipeline.model for pipeline in config.pipeline]
-    modules = ["torch", "penstock.roles.trainer", "penstock.roles.rollout_worker"]
+    modules = ["penstock.roles.trainer", "penstock.roles.rollout_worker"]
     if any(isinstance(model, TinyModel) for model in models):
         modules.append("transformers.models.llama.modeling_llama")
     elif not all(isinstance(model, MlpModel) for model in models):
@@ -98,38 +89,28 @@ class ForkedProcess:
 class ForkServer:
     """Started with the run; None from `fork` means: start the process from nothing."""
 
-    def __init__(self, config: Config, output: Path) -> None:
+    def __init__(self, config: Config, output: Path, preloading: preload.Preloading | None = None) -> None:
         self._config = config
         self._output = output
-        self._process: Process | None = None
+        self._preloading = preloading
         self._socket: socket.socket | None = None
         self._one_at_a_time = asyncio.Lock()
         self._ready = False
 
     async def start(self) -> None:
         """Returns at once: the imports take seconds."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",  # a library that starts threads at its import could not be forked
-            "MKL_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONUNBUFFERED": "1",
-        }
-        with theirs, self._output.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "penstock.roles.forkserver", str(theirs.fileno()), str(os.getpid())),
-                *modules_of(self._config),
-                PADDING,
-                stdin=DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        self._socket = ours
+        if not self._config.launch.preload or not preload.possible():
+            self._give_up()
+            return
+        if self._preloading is None:
+            self._preloading = preload.start()
+        order = {"modules": modules_of(self._config), "log": str(self._output)}
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._preloading.requests, json.dumps(order).encode())
+        except OSError as error:
+            self._go_on_without(error)
+            return
+        self._socket = self._preloading.requests
 
     async def fork(
         self, spec: ProcessSpec, arguments: Sequence[str], environment: Mapping[str, str], output: Path
@@ -156,8 +137,7 @@ class ForkServer:
                 finally:
                     _adopt_orphans(False)
             except (OSError, TimeoutError, ValueError, KeyError) as error:
-                log.warning("processes are started without preloaded imports from now on: %r", error)
-                await self._give_up()
+                self._go_on_without(error)
                 return None
 
     async def _wait_until_ready(self, requests: socket.socket) -> None:
@@ -174,19 +154,19 @@ class ForkServer:
             await loop.sock_sendall(requests, json.dumps(request).encode())
             return json.loads(await loop.sock_recv(requests, MOST_BYTES))
 
-    async def _give_up(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._process is not None:
-            if self._process.returncode is None:
-                self._process.kill()
-            await self._process.wait()
-            self._process = None
+    def _go_on_without(self, error: Exception) -> None:
+        log.warning("processes are started without preloaded imports from now on: %r", error)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._socket = None
+        if self._preloading is not None:
+            self._preloading.close()
+            self._preloading = None
 
     async def close(self) -> None:
         async with self._one_at_a_time:
-            await self._give_up()
+            self._give_up()
 
 
 def _adopt_orphans(wanted: bool) -> None:

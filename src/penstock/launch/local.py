@@ -13,7 +13,8 @@ import os
 from asyncio.subprocess import DEVNULL, Process
 
 from penstock.config.run import Config
-from penstock.launch.forkserver import ForkedProcess, ForkServer, usable
+from penstock.launch.forkserver import ForkedProcess, ForkServer
+from penstock.launch.preload import Preloading
 from penstock.launch.processes import MEMBER_VARIABLE, ProcessSpec, command, environment
 from penstock.launch.restarts import Ended
 from penstock.payload.io.leftovers import sweep_dead, sweep_own
@@ -95,14 +96,13 @@ class ProcessWithDescendants:
 class LocalPlacer:
     """Starts every process as a child; there is always a place."""
 
-    def __init__(self, run: RunDir, config: Config) -> None:
+    def __init__(self, run: RunDir, config: Config, preloading: Preloading | None = None) -> None:
         self._run = run
         self._config = config
-        self._forkserver = ForkServer(config, run.log_path("forkserver"))
+        self._forkserver = ForkServer(config, run.log_path("forkserver"), preloading)
 
     async def open(self) -> None:
-        if usable(self._config):
-            await self._forkserver.start()
+        await self._forkserver.start()
         removed = [*sweep_own(self._run.run_id, os.getpid()), *sweep_dead()]
         if removed:
             log.info("removed %d shared-memory rings that dead runs had left", len(removed))

@@ -1,11 +1,11 @@
 """Imports torch and the rest once, then forks the processes of a run on request.
 
-A request is one JSON message on a socket: the arguments, the environment and the log of the process. The answer is its
-pid. Every process is forked twice, so that it becomes a child of the supervisor, which is a subreaper meanwhile: it
-dies with the supervisor and is reaped by it, like one that was started from nothing. This process has one thread and
-never touches a GPU: neither survives a fork.
+The first JSON message on its socket says what to import beside torch, and where to log. Every later one asks for a
+process: its arguments, its environment and its log; the answer is the pid. Every process is forked twice, so that it
+becomes a child of the supervisor, which is a subreaper meanwhile: it dies with the supervisor and is reaped by it, like
+one that was started from nothing. This process has one thread and never touches a GPU: neither survives a fork.
 
-    python -m penstock.roles.forkserver SOCKET_FD PARENT_PID MODULE...
+    python -m penstock.roles.forkserver SOCKET_FD PARENT_PID PADDING
 """
 
 from __future__ import annotations
@@ -31,19 +31,36 @@ ADOPTED_WITHIN_S = 10.0
 
 def main() -> int:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    modules = sys.argv[3:-1]
     die_with_parent(parent)
-    for name in modules:
-        with contextlib.suppress(ImportError):  # a process that needs it says what is missing
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # else the first collection of every child would copy all pages
+    gc.disable()  # collections take a fifth of the imports' time and find nothing worth having
+    _import("torch")
     with socket.socket(fileno=descriptor) as requests:
+        order = requests.recv(MOST_BYTES)
+        if not order:
+            return 0
+        told = json.loads(order)
+        _send_output_to(told["log"])
+        for name in told["modules"]:
+            _import(name)
+        gc.freeze()  # else the first collection of every child would copy all pages
+        gc.enable()
         requests.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
         while body := requests.recv(MOST_BYTES):
             pid = _fork_twice(json.loads(body), parent, requests)
             requests.send(json.dumps({"pid": pid}).encode())
     return 0
+
+
+def _import(name: str) -> None:
+    with contextlib.suppress(ImportError):  # a process that needs it says what is missing
+        importlib.import_module(name)
+
+
+def _send_output_to(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for target in (1, 2):
+        os.dup2(log, target)
+    os.close(log)
 
 
 def _fork_twice(request: Mapping[str, Any], parent: int, requests: socket.socket) -> int:
@@ -75,12 +92,7 @@ def _run(request: Mapping[str, Any], parent: int) -> int:
         time.sleep(0.001)
     die_with_parent(parent)
     os.setsid()
-    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(log)
-    os.close(null)
+    _send_output_to(request["log"])
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:0] = request["path"]

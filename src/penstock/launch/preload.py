@@ -1,0 +1,65 @@
+"""Starts the fork server before the rest of the command is imported: torch is what a run waits for longest.
+
+Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+PADDING = "penstock".ljust(2048)
+"""Room for the arguments of forked processes, as `ps` shows them."""
+
+
+def possible() -> bool:
+    """A GPU that an import has looked at cannot be used after a fork."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and not any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+@dataclass(frozen=True, slots=True)
+class Preloading:
+    """A fork server that imports torch and waits to be told what else. It ends with this process."""
+
+    process: subprocess.Popen[bytes]
+    requests: socket.socket
+
+    def close(self) -> None:
+        self.requests.close()
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Preloading:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+
+def start() -> Preloading:
+    """Returns at once: the imports take seconds."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",  # a library that starts threads at its import could not be forked
+        "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.roles.forkserver", str(theirs.fileno()), str(os.getpid()), PADDING],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # until it is told where its log is
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+    return Preloading(process, ours)
