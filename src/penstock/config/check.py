@@ -73,7 +73,7 @@ def _check_environment(section: EnvSection, *, shows_text: bool) -> None:
         _check_gymnasium(str(section.options.get("id", "")))
     for reward in section.rewards:
         find_reward(reward)
-    if section.name == "jsonl":  # it only opens a file, and finds what is wrong with its first row
+    if factory is find_environment("dataset"):  # it only opens files, and finds what is wrong with the first row
         with contextlib.closing(factory(**environment_options(section, seed=0))) as dataset:
             check_text_environment(owner, dataset, scoring_of(owner, section, dataset), converses=False)
 

@@ -16,9 +16,9 @@ ENVIRONMENTS: Mapping[str, str] = {
     "reverse": "penstock.envs.tasks:Reverse",
     "sort": "penstock.envs.tasks:Sort",
     "arithmetic": "penstock.envs.tasks:Arithmetic",
-    "jsonl": "penstock.envs.io.datasets:JsonLinesDataset",
     "gymnasium": "penstock.envs.io.gymnasium:GymnasiumEnvironment",
-    "dataset": "penstock.envs.io.tables:TableDataset",
+    "dataset": "penstock.envs.io.datasets:Dataset",
+    "jsonl": "penstock.envs.io.datasets:Dataset",
     "agent": "penstock.envs.io.agents:Agent",
 }
 """Built-in environments. Paths, not objects, so that naming one loads nothing."""

@@ -9,7 +9,7 @@ Option = str | int | float | bool
 
 class EnvSection(Section):
     name: str
-    """A built-in task (`copy`, `reverse`, `sort`, `arithmetic`), `gymnasium` (with `options.id`), `jsonl` (with
+    """A built-in task (`copy`, `reverse`, `sort`, `arithmetic`), `gymnasium` (with `options.id`), `dataset` (with
     `options.path`), `agent` (with `options.function` or `options.command`), or your own as `package.module:Name`."""
     options: dict[str, Option | list[str] | list[int] | list[float] | dict[str, Option]] = {}
     """Passed to the environment as keyword arguments."""

@@ -88,7 +88,7 @@ def test_a_dataset_without_the_column_that_is_scored(tmp_path: Path):
     env = 'name = "jsonl"\noptions = { path = "rows.jsonl" }'
     with pytest.raises(ConfigError, match=r"reward 'exact_answer' is called with .*answer"):
         check_environment(load(written(tmp_path, env=env)))
-    options = 'options = { path = "rows.jsonl", prompt_column = "question" }'
+    options = 'options = { path = "rows.jsonl", columns = { prompt = "question" } }'
     with pytest.raises(ConfigError, match="column 'question'"):
         check_environment(load(written(tmp_path, env=f'name = "jsonl"\n{options}')))
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.envs.io.datasets import JsonLinesDataset
+from penstock.envs.io.datasets import Dataset
 from penstock.envs.registry import ENVIRONMENTS, REWARDS, find_environment, find_reward, make_environment
 from penstock.envs.rewards import Rubric, contains_answer, exact_answer, position_match
 from penstock.envs.tasks import Copy
@@ -126,10 +126,10 @@ def test_wrong_options_get_the_nearest_option(name: str, options: dict[str, Any]
         make_environment(name, options)
 
 
-def dataset(tmp_path: Path, text: str, **options: Any) -> JsonLinesDataset:
+def dataset(tmp_path: Path, text: str, **options: Any) -> Dataset:
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    return JsonLinesDataset(path=str(path), **options)
+    return Dataset(path=str(path), **options)
 
 
 def test_a_file_of_json_lines_is_an_environment(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_a_bad_row_further_down_fails_by_name_when_it_is_met(tmp_path: Path) -> 
 def test_a_row_in_another_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"prompt": "a"}\n{"prompt": "caf\xe9"}\n'.encode("latin-1"))
-    environment = JsonLinesDataset(path=str(path))
-    with pytest.raises(RunFailed, match="row 2: expected a JSON object in UTF-8"):
+    environment = Dataset(path=str(path))
+    with pytest.raises(RunFailed, match="row 2: expected a line with one JSON object in UTF-8"):
         environment.row(1)
     environment.close()
 
@@ -168,7 +168,7 @@ def test_a_row_in_another_encoding_is_named(tmp_path: Path) -> None:
     ("text", "error", "message"),
     [
         ("", ConfigError, "has no rows"),
-        ("nonsense\n", ConfigError, "row 1: expected a JSON object"),
+        ("nonsense\n", ConfigError, "row 1: expected a line with one JSON object"),
         (
             '{"question": "a"}\n',
             ConfigError,
@@ -184,4 +184,4 @@ def test_bad_files_name_the_row(tmp_path: Path, text: str, error: type[Exception
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'/no/such/file.jsonl' cannot be read: No such file"):
-        JsonLinesDataset(path="/no/such/file.jsonl")
+        Dataset(path="/no/such/file.jsonl")

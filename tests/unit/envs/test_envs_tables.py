@@ -36,9 +36,9 @@ def test_rows_are_prompts_by_position_and_some_are_held_out(
     assert [environment.prompt(position).text for position in range(4)] == ["1+1", "2+2"] * 2
     chat = make_environment("dataset", options | {"system": "Be brief."})
     assert [message.role for message in chat.prompt(0).messages] == ["system", "user"]
-    with pytest.raises(ConfigError, match="has no column 'nothing'"):
+    with pytest.raises(ConfigError, match="there is no column 'nothing'"):
         make_environment("dataset", options | {"columns": {"prompt": "nothing"}})
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         make_environment("dataset", {"path": str(tmp_path / "none.parquet")})
 
 

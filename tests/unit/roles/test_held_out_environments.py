@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config.load import validate
 from penstock.config.run import Config
-from penstock.envs.io.datasets import JsonLinesDataset
+from penstock.envs.io.datasets import Dataset
 from penstock.envs.tasks import Copy
 from penstock.errors import ConfigError
 from penstock.roles.environments import environment_of, evaluation_environment_of
@@ -67,7 +67,7 @@ def test_rows_are_kept_out_only_where_something_is_evaluated_on_them(both, rows:
 
 
 def test_a_dataset_must_have_rows_left_to_train_on(rows: str):
-    whole = JsonLinesDataset(path=rows)
+    whole = Dataset(path=rows)
     with pytest.raises(ConfigError, match="has 10 rows; 10 of them cannot be kept for evaluation"):
         whole.hold_out(10)
     whole.close()

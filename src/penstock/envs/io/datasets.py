@@ -1,10 +1,10 @@
-"""Prompts from a file of JSON lines: one object per line, with a `prompt` (text or chat messages) and other columns."""
+"""Prompts from the rows of a dataset: JSON lines, or what `datasets` reads: tables, directories, names on the hub."""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +18,41 @@ from penstock.envs.rewards import Rubric
 from penstock.errors import ConfigError, RunFailed
 from penstock.wire.codec import DAMAGED
 
+TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
+"""Files that `datasets` reads, by suffix. Every other file has JSON lines."""
 
-class JsonLinesDataset:
-    """A text environment over the rows of a file, each epoch in an order of its own. Rows are read when asked for."""
+
+class Dataset:
+    """A text environment over rows, each epoch in an order of its own. A prompt is a row's position."""
 
     def __init__(
         self,
         *,
         path: str,
+        split: str = "train",
+        subset: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        system: str = "",
         rewards: Sequence[str] = ("exact_answer",),
         reward_weights: Sequence[float] | None = None,
-        prompt_column: str = "prompt",
         epochs: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        self.path = Path(path)
-        self.prompt_column = prompt_column
+        """`path` is a file, a directory saved by `datasets`, or a name on the hub (with `split` and `subset`).
+        `columns` maps `prompt`, `answer` and the like to the names of its columns. `system` begins each prompt."""
+        self.path, self.system = path, system
+        self.columns = dict(columns or {})
         self.rubric = Rubric([find_reward(name) for name in rewards], reward_weights or None)
-        self._starts = _row_starts(self.path)
-        if len(self._starts) < 2:
-            raise ConfigError(f"dataset {path!r} has no rows")
-        self.cursor = Cursor(len(self._starts) - 1, seed, epochs=epochs, shuffle=shuffle)
+        self.table = _table(path, split, subset)
         self.first_row = 0
-        self._lock = threading.Lock()
-        self._file = self.path.open("rb")
         try:
+            if not len(self.table):
+                raise ConfigError(f"dataset {path!r} has no rows")
+            self.cursor = Cursor(len(self.table), seed, epochs=epochs, shuffle=shuffle)
             self.row(0)
-        except RunFailed as error:
-            self._file.close()
+        except (ConfigError, RunFailed) as error:
+            self.close()
             raise ConfigError(error.message) from error
 
     @property
@@ -58,15 +64,14 @@ class JsonLinesDataset:
         """Of one pass; the stream goes on after it."""
         return self.cursor.rows
 
-    def hold_out(self, count: int) -> JsonLinesDataset:
-        """The last `count` rows of the file, in their order; this dataset goes on without them."""
-        cursor = self.cursor
-        left = cursor.rows - count
+    def hold_out(self, count: int) -> Dataset:
+        """The last `count` rows, in their order; this dataset goes on without them."""
+        cursor, left = self.cursor, self.cursor.rows - count
         if left < 1:
             raise ConfigError(
-                f"dataset {str(self.path)!r} has {cursor.rows} rows; {count} of them cannot be kept for evaluation"
+                f"dataset {self.path!r} has {cursor.rows} rows; {count} of them cannot be kept for evaluation"
             )
-        held_out = copy.copy(self)  # the file is read under one lock
+        held_out = copy.copy(self)  # of the same table
         held_out.first_row, held_out.cursor = self.first_row + left, Cursor(count, cursor.seed, shuffle=False)
         self.cursor = Cursor(left, cursor.seed, epochs=cursor.epochs, shuffle=cursor.shuffle)
         return held_out
@@ -75,52 +80,81 @@ class JsonLinesDataset:
         return self.row(self.first_row + self.cursor.row(position))
 
     def row(self, number: int) -> Prompt:
-        """The prompt of one line of the file; the error for a bad one names the file and the line."""
-        start, end = int(self._starts[number]), int(self._starts[number + 1])
-        with self._lock:
-            self._file.seek(start)
-            line = self._file.read(end - start)
+        """The prompt of one row; the error for a bad one names the dataset and the row."""
         where = f"{self.path}, row {number + 1}"
         try:
-            columns = msgspec.json.decode(line, type=dict[str, Any])
+            found = dict(self.table[number])
         except DAMAGED as error:
-            raise RunFailed(f"{where}: expected a JSON object in UTF-8, found something else: {error}") from error
-        return prompt_of_row(columns, self.prompt_column, where)
+            raise RunFailed(
+                f"{where}: expected a line with one JSON object in UTF-8, found something else: {error}"
+            ) from error
+        columns = dict(found)
+        for name, own in self.columns.items():
+            if own not in found:
+                raise RunFailed(f"{where}: there is no column {own!r}; the row's columns are {', '.join(found)}")
+            columns[name] = found[own]
+        return _prompt_of(columns, self.system, where)
 
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         return self.rubric(prompts, completions, **columns)
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file, if one is open."""
+        if isinstance(self.table, JsonLines):
+            self.table.close()
 
     def __repr__(self) -> str:
-        return f"JsonLinesDataset({str(self.path)!r}, {self.cursor}, {self.rubric})"
+        return f"Dataset({self.path!r}, {self.cursor}, {self.rubric})"
 
 
-def prompt_of_row(columns: dict[str, Any], prompt_column: str, where: str) -> Prompt:
-    """The prompt of one row, which stands in one of its columns; the others are for rewards."""
-    shown = columns.pop(prompt_column, None)
+class JsonLines:
+    """The objects of a file, one per line; a row is read when it is needed."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._starts = _row_starts(path)
+            self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise ConfigError(f"dataset {path!r} cannot be read: {error.strerror or error}") from error
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        start, end = int(self._starts[number]), int(self._starts[number + 1])
+        with self._lock:
+            self._file.seek(start)
+            line = self._file.read(end - start)
+        return msgspec.json.decode(line, type=dict[str, Any])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _prompt_of(columns: dict[str, Any], system: str, where: str) -> Prompt:
+    """The prompt stands in the column of that name; the others are for rewards."""
+    shown = columns.pop("prompt", None)
+    begins = (Message("system", system),) if system else ()
     if isinstance(shown, str) and shown:
-        return Prompt(text=shown, columns=columns)
+        messages = (*begins, Message("user", shown)) if begins else ()
+        return Prompt(text="" if messages else shown, messages=messages, columns=columns)
     try:
         messages = msgspec.convert(shown, tuple[Message, ...])
     except msgspec.ValidationError:
         messages = ()
     if not messages:
         raise RunFailed(
-            f"{where}: the column {prompt_column!r} must be a text or a list of messages with 'role' and "
-            f"'content', found {type(shown).__name__}; the row's columns are {', '.join(columns) or 'none'}"
+            f"{where}: the column 'prompt' must be a text or a list of messages with 'role' and 'content', found "
+            f"{type(shown).__name__}; the row's columns are {', '.join(columns) or 'none'}. If the prompt stands in "
+            "another column, name it: columns = { prompt = '...' }"
         )
-    return Prompt(messages=messages, columns=columns)
+    return Prompt(messages=(*begins, *messages), columns=columns)
 
 
-def _row_starts(path: Path) -> np.ndarray:
+def _row_starts(path: str) -> np.ndarray:
     """Where each non-empty line begins, and where the last one ends."""
-    try:
-        data = np.fromfile(path, dtype=np.uint8)
-    except OSError as error:
-        raise ConfigError(f"dataset {str(path)!r} cannot be read: {error.strerror or error}") from error
+    data = np.fromfile(path, dtype=np.uint8)
     ends = np.flatnonzero(data == ord("\n")) + 1
     if len(data) and (not len(ends) or ends[-1] != len(data)):
         ends = np.append(ends, len(data))
@@ -129,3 +163,26 @@ def _row_starts(path: Path) -> np.ndarray:
     lengths = np.diff(starts)
     keep = np.concatenate([lengths > 1, [True]])
     return starts[keep]
+
+
+def _table(path: str, split: str, subset: str | None) -> Any:
+    """Something with a length whose items are the rows."""
+    place = Path(path)
+    if place.suffix in TABLES and not place.exists():
+        raise ConfigError(f"dataset {path!r} cannot be read: No such file or directory")
+    if place.suffix in (".jsonl", ".json") or (place.is_file() and place.suffix not in TABLES):
+        return JsonLines(path)
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            f"dataset {path!r} is no file of JSON lines, and others need the extra `data`: pip install 'penstock[data]'"
+        ) from error
+    try:
+        if place.is_dir() and (place / "dataset_info.json").exists():
+            return datasets.load_from_disk(path)
+        if place.suffix in TABLES:
+            return datasets.load_dataset(TABLES[place.suffix], data_files=path, split="train")
+        return datasets.load_dataset(path, subset, split=split)
+    except Exception as error:
+        raise ConfigError(f"dataset {path!r} cannot be read: {type(error).__name__}: {error}") from error
