@@ -53,6 +53,8 @@ def _check(pipeline: PipelineSection) -> None:
             f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model. A model of the "
             "Hugging Face hub is written kind = 'hub' with its name"
         )
+    if pipeline.train.teacher is not None and not pipeline.train.teacher.is_dir():
+        raise ConfigError(f"train.teacher {str(pipeline.train.teacher)!r} is not a directory; expected a saved model")
 
 
 def _check_workload(name: str) -> None:

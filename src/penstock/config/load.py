@@ -80,6 +80,9 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
             for one in (table, options):
                 if isinstance(one, dict) and isinstance(one.get("path"), str):
                     one["path"] = _beside(folder, one["path"])
+        train = pipeline.get("train") if isinstance(pipeline, dict) else None
+        if isinstance(train, dict) and "teacher" in train:
+            train["teacher"] = _beside(folder, train["teacher"])
 
 
 def _beside(folder: Path, path: Any) -> Any:

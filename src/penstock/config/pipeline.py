@@ -20,6 +20,7 @@ from penstock.records.section import (
 )
 from penstock.rollout.settings import RolloutSection
 from penstock.train.settings import (
+    LOSSES,
     CheckpointSection,
     OptimizerSection,
     PpoLossSection,
@@ -99,6 +100,7 @@ class PipelineSection(Section):
         if self.lora is not None and (isinstance(self.model, MlpModel) or not self.engine.capabilities.adapters):
             raise ValueError("lora needs a language model and an engine that loads adapters: engine.kind = 'torch'")
         self._check_group_size()
+        self._check_teacher()
         if (step := self.train.groups_per_step * self.rollout.group_size) > MOST_RING_SLOTS:
             raise ValueError(f"a step of {step} samples does not fit into a ring of {MOST_RING_SLOTS} slots")
         self._check_truncation()
@@ -115,11 +117,20 @@ class PipelineSection(Section):
 
     def _check_group_size(self) -> None:
         language = not isinstance(self.model, MlpModel)  # an actor-critic policy takes its advantages from its critic
-        if language and self.rollout.group_size == 1 and self.train.advantage in ADVANTAGES:
+        compared = self.train.loss != "distill" and self.train.advantage in ADVANTAGES
+        if language and self.rollout.group_size == 1 and compared:
             raise ValueError(
                 f"rollout.group_size = 1 with advantage {self.train.advantage!r}: a sample is compared with the others "
                 "of its group, so every advantage would be 0. Use at least 2"
             )
+
+    def _check_teacher(self) -> None:
+        train = self.train
+        if train.loss == "distill" and train.teacher is None:
+            raise ValueError("train.loss = 'distill' needs train.teacher, the directory of a language model")
+        unused = isinstance(self.model, MlpModel) or (train.loss in LOSSES and train.loss != "distill")
+        if train.teacher is not None and unused:
+            raise ValueError(f"train.teacher is not used by train.loss = {train.loss!r}: set loss = 'distill'")
 
     def _check_truncation(self) -> None:
         """The importance weight of an up-to-date token is the share that truncation left of the distribution."""

@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
     """What stands before a plain text, if the model is used to it."""
     vocabulary_size: int
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Without special tokens, except those written in the text."""
         ...
@@ -56,6 +60,9 @@ class CharacterTokenizer:
         self.alphabet = alphabet
         self.vocabulary_size = len(alphabet) + 3
         self._ids = {character: index + 3 for index, character in enumerate(alphabet)}
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(zip(SPECIAL, range(3), strict=True)) | self._ids
 
     def encode(self, text: str) -> list[int]:
         """Without special tokens. ConfigError names a character that is not in the alphabet."""
@@ -109,6 +116,9 @@ class PretrainedTokenizer:
         self.bos_ids = (int(before[0]),) if before and before[0] == inner.bos_token_id else ()
         self.pad_id = int(inner.pad_token_id) if inner.pad_token_id is not None else self.eos_id
         self.vocabulary_size = len(inner)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self.inner.get_vocab()
 
     def encode(self, text: str) -> list[int]:
         """Without special tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
@@ -48,7 +48,7 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
             )
         case HubModel(dtype=dtype) | PathModel(dtype=dtype) as model:
             if dtype == "auto":
-                dtype = "bfloat16" if device_of(pipeline.train.device).type == "cuda" else "float32"
+                dtype = _usual_dtype(pipeline)
             path = directory_of(model) if isinstance(model, HubModel) else model.path
             gguf_file = "" if isinstance(model, HubModel) else model.gguf_file
             return PretrainedLanguageModel(path=str(path), gguf_file=gguf_file or None, dtype=dtype)
@@ -60,6 +60,18 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
                 hidden_size=hidden,
                 seed=config.run.seed,
             )
+
+
+def _usual_dtype(pipeline: PipelineSection) -> Literal["float32", "bfloat16"]:
+    return "bfloat16" if device_of(pipeline.train.device).type == "cuda" else "float32"
+
+
+def _teacher_of(pipeline: PipelineSection) -> LanguagePolicy | None:
+    if pipeline.train.teacher is None:
+        return None
+    teacher = build(PretrainedLanguageModel(path=str(pipeline.train.teacher), dtype=_usual_dtype(pipeline)))
+    assert isinstance(teacher, LanguagePolicy)
+    return teacher
 
 
 def objective_of(
@@ -78,10 +90,12 @@ def objective_of(
     if pipeline.token_loss.kl_coefficient:
         adapted = isinstance(policy, AdaptedPolicy)
         reference = policy.base() if adapted else policy_of(config, pipeline, environment)
+    teacher = _teacher_of(pipeline)
     if sharded is not None:
         assert isinstance(policy, LanguagePolicy)
         policy = sharded(policy, True)
         reference = None if reference is None else sharded(reference, False)
+        teacher = None if teacher is None else sharded(teacher, False)
     return TokenObjective(
         policy,
         pipeline.token_loss,
@@ -90,4 +104,5 @@ def objective_of(
         longest=pipeline.rollout.max_new_tokens,
         packing=pipeline.train.packing,
         reference=reference,
+        teacher=teacher,
     )

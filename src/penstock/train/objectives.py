@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
@@ -29,7 +29,7 @@ from penstock.train.sharding import ShardedPolicy, idle_pass
 log = logging.getLogger(__name__)
 
 Part = Literal["policy", "optimizer", "reference"]
-"""What of a learner can be on a device or on the host by itself."""
+"""What of a learner can be on a device or on the host by itself. A teacher goes with the reference."""
 PARTS: tuple[Part, ...] = get_args(Part)
 HOST = torch.device("cpu")
 
@@ -42,6 +42,7 @@ class PriorLogprobs(msgspec.Struct, frozen=True):
 
     reference_M: Tensor | None = None
     old_M: Tensor | None = None
+    teacher_M: Tensor | None = None
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -78,6 +79,7 @@ class Objective(Protocol):
 
     policy: Any
     reference: LanguagePolicy | None
+    teacher: LanguagePolicy | None
     packing: Packing
     """How its micro-batches are laid out."""
 
@@ -101,14 +103,20 @@ class TokenObjective:
         longest: int = 1,
         packing: Packing = "padded",
         reference: LanguagePolicy | None = None,
+        teacher: LanguagePolicy | None = None,
     ) -> None:
         """`temperature` is that of the sampling: samples carry the log-probabilities of the tempered policy."""
         if not isinstance(policy, LanguagePolicy):
             raise ConfigError(f"a {type(policy).__name__} cannot be trained with a loss over tokens")
         if settings.kl_coefficient and reference is None:
             raise ConfigError("kl_coefficient is set, but the learner was given no reference policy")
+        if loss == "distill" and teacher is None:
+            raise ConfigError("loss 'distill' needs a teacher: set train.teacher to the directory of a model")
+        if teacher is not None and teacher.tokenizer.vocabulary() != policy.tokenizer.vocabulary():
+            raise ConfigError(_other_vocabulary(policy.tokenizer.vocabulary(), teacher.tokenizer.vocabulary()))
         self.policy = policy
         self.reference = reference
+        self.teacher = teacher
         self.settings = settings
         self.temperature = temperature
         self.loss: TokenLoss
@@ -117,7 +125,7 @@ class TokenObjective:
         self.average = settings.average or own_average
         self.constant_length = settings.constant_length or longest
         self.packing: Packing = packing
-        models = [one.module for one in (policy, reference) if one is not None]
+        models = [one.module for one in (policy, reference, teacher) if one is not None]
         if packing != "padded" and not all(attend_in_forests(module) for module in models):
             log.info("this model cannot read several sequences in a row: it is trained with padding")
             self.packing = "padded"
@@ -126,12 +134,13 @@ class TokenObjective:
 
     def scored_by(self, several_updates: bool) -> tuple[Part, ...]:
         policy: tuple[Part, ...] = ("policy",) if several_updates else ()
-        return (*policy, "reference") if self.settings.kl_coefficient else policy
+        return (*policy, "reference") if self.settings.kl_coefficient or self.teacher is not None else policy
 
     def score(self, batches: Sequence[TokenBatch], several_updates: bool) -> Iterator[PriorLogprobs]:
         for batch in batches:
             reference_M = self._logprobs(batch, self.reference) if self.settings.kl_coefficient else None
-            yield PriorLogprobs(reference_M, self._logprobs(batch, self.policy) if several_updates else None)
+            old_M = self._logprobs(batch, self.policy) if several_updates else None
+            yield PriorLogprobs(reference_M, old_M, self._logprobs(batch, self.teacher))
 
     def prepare(
         self, batches: Sequence[TokenBatch], scores: Sequence[PriorLogprobs], device: torch.device
@@ -166,7 +175,15 @@ class TokenObjective:
         settings = self.settings
         current_M, entropy_M = batch.scores(self.policy.module, self.temperature)
         old_M = current_M.detach() if score.old_M is None else score.old_M.to(current_M.device)
-        tokens = Tokens(current_M, old_M, batch.behaviour_M, batch.advantage_M, batch.sequence_M, batch.sequences)
+        tokens = Tokens(
+            current_M,
+            old_M,
+            batch.behaviour_M,
+            batch.advantage_M,
+            batch.sequence_M,
+            batch.sequences,
+            None if score.teacher_M is None else score.teacher_M.to(current_M.device),
+        )
         loss_M, metrics = self.loss(tokens, settings)
         if settings.entropy_coefficient:
             loss_M = loss_M - settings.entropy_coefficient * entropy_M
@@ -252,7 +269,8 @@ def _pieces(batch: TokenBatch, score: PriorLogprobs, limit: int) -> list[tuple[T
     found: list[tuple[TokenBatch, PriorLogprobs]] = []
     for part, chosen in parts:
         if len(chosen):
-            known = (None if known is None else known[chosen] for known in (score.reference_M, score.old_M))
+            priors = score.reference_M, score.old_M, score.teacher_M
+            known = (None if one is None else one[chosen] for one in priors)
             found += _pieces(part, PriorLogprobs(*known), limit)
     return found
 
@@ -262,10 +280,20 @@ def _trains(batch: TokenBatch | None) -> bool:
     return batch is not None and bool(batch.loss_mask_RT.any())
 
 
+def _other_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int]) -> str:
+    differing = sorted(student.items() ^ teacher.items())
+    return (
+        f"the teacher's vocabulary of {len(teacher)} tokens is not the student's of {len(student)}: {len(differing)} "
+        f"entries differ, the first is {differing[0][0]!r}. A token must mean the same to both: use a teacher of the "
+        "same family"
+    )
+
+
 class EpisodeObjective:
     """A gymnasium policy trained by PPO."""
 
     reference: LanguagePolicy | None = None
+    teacher: LanguagePolicy | None = None
     packing: Packing = "padded"
 
     def __init__(self, policy: Policy, settings: PpoLossSection = PpoLossSection()) -> None:

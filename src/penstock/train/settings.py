@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -16,7 +17,7 @@ from penstock.records.section import (
     Section,
 )
 
-LOSSES = ("grpo", "dr_grpo", "gspo", "cispo", "dppo")
+LOSSES = ("grpo", "dr_grpo", "gspo", "cispo", "dppo", "distill")
 """The names of `losses.tokens.NAMED`, which need no torch."""
 
 
@@ -28,7 +29,11 @@ class TrainSection(Section):
     straggler_wait_s: NonNegativeFloat = 0.0
     """How long a batch may wait for groups that would be outdated afterwards. 0 never waits: they are made again."""
     loss: str = "grpo"
-    """Language models: `grpo`, `dr_grpo`, `gspo`, `cispo`, `dppo`, or your own as `package.module:function`."""
+    """Language models: `grpo`, `dr_grpo`, `gspo`, `cispo`, `dppo`, `distill`, or your own as
+    `package.module:function`."""
+    teacher: Path | None = None
+    """For `distill`: the directory of a language model with the same vocabulary; it may be larger. The student learns
+    to give its own samples the probabilities that the teacher gives them; rewards are reported and not trained on."""
     advantage: str = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `max_rl`, or your own as `package.module:function`."""
     truncated: Literal["train", "mask"] = "train"
@@ -68,7 +73,7 @@ class TokenLossSection(Section):
     importance: Literal["truncate", "mask", "none"] = "truncate"
     """Stale samples: cap their weight, drop tokens whose weight is outside [mask_low, mask_high], or neither."""
     importance_cap: PositiveFloat = 2.0
-    """With `truncate`, and for `cispo` and `dppo`: the largest weight of a token."""
+    """With `truncate`, and for `cispo`, `dppo` and `distill`: the largest weight of a token."""
     mask_low: NonNegativeFloat = 0.5
     """With `mask`: the smallest weight that is kept."""
     mask_high: PositiveFloat = 5.0

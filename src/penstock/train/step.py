@@ -129,8 +129,10 @@ class Learner:
     def _move(self, part: Part, device: torch.device) -> None:
         if part == "policy":
             self.policy.module.to(device)  # the parameters stay the same objects: the optimiser knows them by identity
-        elif part == "reference" and self.objective.reference is not None:
-            self.objective.reference.module.to(device)
+        elif part == "reference":
+            for scorer in (self.objective.reference, self.objective.teacher):
+                if scorer is not None:
+                    scorer.module.to(device)
         elif part == "optimizer":
             self._optimizer.to(device)
 

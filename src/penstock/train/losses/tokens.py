@@ -41,6 +41,8 @@ class Tokens:
     sequence_M: Tensor
     """Which of the N sequences a token belongs to; all tokens of a sequence are here."""
     sequences: int
+    teacher_M: Tensor | None = None
+    """Log-probabilities that the model of `train.teacher` gives the same tokens; None without one."""
 
     def sequence_mean(self, values_M: Tensor) -> Tensor:
         """The mean over each token's sequence, one for every token."""
@@ -130,12 +132,29 @@ def dppo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, 
     return loss_M * (1 - masked_M), metrics | {"clip_fraction": masked_M.sum()}
 
 
+def distill(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """On-policy distillation: the reverse divergence from the teacher T, KL(π ‖ T), token by token. Its gradient is
+    E[(log π − log T) · ∇ log π] over the student's own samples, so what the teacher finds improbable is an advantage
+    below zero:
+
+        loss_t = −sg(min(π / μ, importance_cap) · (log T − log π)) · log π
+    """
+    assert tokens.teacher_M is not None
+    current_M = tokens.current_M.detach()
+    weight_M = (current_M - tokens.behaviour_M).exp()
+    capped_M = (weight_M > settings.importance_cap).float()
+    advantage_M = weight_M.clamp(max=settings.importance_cap) * (tokens.teacher_M - current_M)
+    metrics = {"capped_fraction": capped_M.sum(), "kl_teacher": (current_M - tokens.teacher_M).sum()}
+    return -advantage_M * tokens.current_M, metrics
+
+
 NAMED: dict[str, tuple[TokenLoss, Average]] = {
     "grpo": (grpo, "token"),
     "dr_grpo": (grpo, "constant"),
     "gspo": (gspo, "sequence"),
     "cispo": (cispo, "token"),
     "dppo": (dppo, "token"),
+    "distill": (distill, "token"),
 }
 """With the average each is defined with, which `token_loss.average` overrides. Dr. GRPO is GRPO summed over tokens and
 divided by a constant, so that long answers are neither favoured nor spared."""
