@@ -99,7 +99,7 @@ def test_storms_in_which_every_fault_strikes_lose_nothing_and_come_to_rest() -> 
     fired: dict[str, int] = {}
     for seed in range(8):
         report = run(storm(seed))
-        assert report.faults.get("worker killed", 0) > 0, f"seed {seed}: no fault fired, nothing was shown"
+        assert report.faults, f"seed {seed}: no fault fired, nothing was shown"
         assert report.samples_trained > 0
         assert report.decode_looks > 0
         for name, count in report.faults.items():
@@ -124,7 +124,7 @@ def test_equal_seeds_give_equal_runs() -> None:
 
 @pytest.mark.parametrize("in_place", [0.0, 1.0])
 def test_mismatches_failed_writes_and_hung_engines_never_let_a_mixture_generate(in_place: float) -> None:
-    rates = faults(damage_memory=0.15, write_fails=0.1, resume_fails=0.1, engine_hangs=0.02, bring_fails=0.1)
+    rates = faults(damage_memory=0.15, write_fails=0.1, resume_fails=0.2, engine_hangs=0.02, bring_fails=0.1)
     report = run(calm(in_place=in_place, faults=rates))
     expected = {"digest mismatch", "engine hung", "weights transfer broke off", "resume failed"}
     expected |= {"write failed"} if in_place else set()

@@ -27,13 +27,16 @@ class Admission:
 
     def capacity(self) -> int:
         """Samples that may be issued beyond those in flight, without regard to whether prompts are left."""
+        return max(0, self.bound() - self.ledger.in_flight - self.ledger.state.awaiting_count)
+
+    def bound(self) -> int:
+        """Samples that may be in flight at once."""
         ledger = self.ledger
-        held = ledger.in_flight + ledger.state.awaiting_count
         batch = ledger.groups_per_step * ledger.group_size
         bound = (ledger.max_staleness + 1) * batch
         if self.steps is not None:
             bound = min(bound, (self.steps - ledger.state.version) * batch)
-        return max(0, bound - held)
+        return bound
 
     def still_needed(self) -> bool:
         """Whether, with nothing more dropped, some further group would have to be issued before the run can end."""
@@ -77,10 +80,19 @@ class Admission:
         ledger = self.ledger
         return ledger.state.awaiting_count > 0 or (ledger.prompts_left and self.capacity() >= ledger.group_size)
 
-    def share(self, asked: int, waiting: int) -> int:
-        """What one of `waiting + 1` askers may take: an equal part, but at least one group, and never over `asked`."""
-        available = self.capacity() + self.ledger.state.awaiting_count
-        return min(asked, max(self.ledger.group_size, -(-available // (waiting + 1))))
+    def share(self, asked: int, *, held: int, workers: int, waiting: int) -> int:
+        """What a worker that holds `held` samples may take.
+
+        Each of `workers` may hold an equal part of the bound, in whole groups and at least one, so one that hangs or is
+        slow leaves work for the others. Of what is free now, the asker gets one of `waiting + 1` equal parts.
+        """
+        group_size, awaiting = self.ledger.group_size, self.ledger.state.awaiting_count
+        groups = max(1, -(-self.bound() // (workers * group_size)))
+        room = groups * group_size - held
+        if room < min(asked, group_size):  # only single members of begun groups still fit
+            return max(0, min(room, awaiting))
+        available = self.capacity() + awaiting
+        return min(asked, room, max(group_size, -(-available // (waiting + 1))))
 
     def min_version_awaiting(self) -> Version:
         """The oldest weights that can still serve a group that is already begun."""

@@ -181,7 +181,8 @@ class Controller:
                 if verdict is not None:  # a replica that may not serve, or a fleet without weights
                     return messages.Leased((), verdict, machine.phase)
                 steady = weights.is_steady(member, request.version)
-                return self._feed(name, request if steady else msgspec.structs.replace(request, steady=False))
+                awake = self.pool.serving(name) if self.pool is not None else 0
+                return self._feed(name, msgspec.structs.replace(request, steady=steady, workers=awake))
             case messages.Deliver() | messages.AskBatch() | messages.AckStep():
                 return self._feed(name, request)
             case messages.Heartbeat():

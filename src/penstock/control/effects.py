@@ -66,6 +66,8 @@ class Announce(msgspec.Struct, frozen=True):
     """Wake those who wait for this: asking again may now succeed."""
 
     topic: Topic
+    member: MemberId | None = None
+    """Only this one's call."""
 
 
 class FailRun(msgspec.Struct, frozen=True):

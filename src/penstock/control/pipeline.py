@@ -182,6 +182,7 @@ class PipelineControl:
         if first:
             state.started_at = state.last_event_at = state.progressed_at = now
         could_lease, awaited, newest = self.admission.can_lease(), state.ledger.awaiting_count, state.newest
+        workers = self._workers()
         could_batch = self._can_give_batch(state.last_event_at)
         lacked, pinned = self.evaluation.lacks_evaluator, self.evaluation.evaluators
         excused = self._excuse_absence(now)
@@ -197,9 +198,12 @@ class PipelineControl:
                 self.members.hear(event.member, now)
         self._watch(effects, now)
         opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
+        opened |= self._workers() < workers  # the part of each has grown
         lacks = self.evaluation.lacks_evaluator and (not lacked or state.newest != newest)
         if (opened and self.admission.can_lease()) or lacks:
             effects.append(Announce("leases"))
+        elif isinstance(event, Deliver) and self.admission.can_lease():
+            effects.append(Announce("leases", event.member))  # it holds less than its part again
         if pinned - self.evaluation.evaluators or (lacked and not self.evaluation.lacks_evaluator):
             effects.append(Announce("weights"))
         if not could_batch and self._can_give_batch(now):
@@ -459,9 +463,11 @@ class PipelineControl:
             return [Leased((), "exhausted", state.phase)], False
         moves = state.evaluation.moves
         usable = self.admission.min_version_awaiting() <= event.version <= state.newest
-        leases = self._grant_evaluation(event, now) or (self._grant(event) if usable else ())
+        held, workers = self.ledger.held_by(event.member), event.workers or self._workers()
+        budget = self.admission.share(event.samples, held=held, workers=workers, waiting=event.waiting)
+        leases = self._grant_evaluation(event, now) or (self._grant(event, budget) if usable else ())
         if not leases:
-            wanted = self.admission.can_lease() or self.evaluation.lacks_evaluator
+            wanted = (budget > 0 and self.admission.can_lease()) or self.evaluation.lacks_evaluator
             behind = event.version != state.newest and wanted
             verdict = Leased((), "version_too_old" if behind else "throttled", state.phase)
             return [verdict], state.evaluation.moves > moves
@@ -475,15 +481,19 @@ class PipelineControl:
         digest = self.state.digests.get(event.version, "")
         return tuple(self.evaluation.grant(event.member, event.version, digest, event.samples, now))
 
-    def _grant(self, event: AskLease) -> tuple[PromptLease, ...]:
+    def _workers(self) -> int:
+        """Among how many workers leases are divided: those registered, and those the run should have."""
+        return max(1, self.settings.workers, len(self.members.having("rollout")))
+
+    def _grant(self, event: AskLease, budget: int) -> tuple[PromptLease, ...]:
         """Single members of begun groups first, then whole groups; a small ask gets part of one group."""
         ledger, admission = self.ledger, self.admission
-        budget = admission.share(event.samples, event.waiting)
         leases = ledger.lease_awaiting(event.member, budget, admission.min_version_awaiting())
         budget -= sum(len(lease.samples) for lease in leases)
+        whole = min(event.samples, ledger.group_size)
         while budget > 0 and ledger.prompts_left and admission.capacity() >= ledger.group_size:
             min_version = admission.min_version_fresh()
-            if event.version < min_version or (leases and budget < ledger.group_size):
+            if event.version < min_version or budget < (ledger.group_size if leases else whole):
                 break
             leases.append(ledger.lease_group(event.member, budget, event.version, min_version))
             budget -= ledger.group_size

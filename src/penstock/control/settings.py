@@ -103,6 +103,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the run; None: until the prompts run out."""
     groups_per_step: int
     group_size: int
+    workers: int = 1
+    """That the run should have. Leases are divided among so many from the start, and among more if more register."""
     max_staleness: int = 1
     prompt_limit: int | None = None
     """Prompts in the whole run; None: endless, or `epochs` times what the first worker reports."""

@@ -130,6 +130,10 @@ class Pool:
         known = self._state.members.get(member)
         return None if known is None else known.pipeline
 
+    def serving(self, pipeline: PipelineName) -> int:
+        """Workers of the pipeline that serve now."""
+        return self._table.serving(pipeline)
+
     def is_open(self, pipeline: PipelineName) -> bool:
         return pipeline in self._state.pipelines
 

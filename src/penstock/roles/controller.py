@@ -129,6 +129,7 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
         steps=pipeline.steps,
         groups_per_step=pipeline.train.groups_per_step,
         group_size=pipeline.rollout.group_size,
+        workers=pipeline.rollout.workers,
         max_staleness=pipeline.train.max_staleness,
         epochs=pipeline.epochs,
         max_failures=pipeline.rollout.max_failures,

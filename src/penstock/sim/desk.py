@@ -136,7 +136,8 @@ class SimDesk:
             return fresh, "weights" if fresh is None else ""
         if isinstance(request, messages.AskLease):
             others = sum(held.process is not pending.process for held in self._held["leases"])
-            request = msgspec.structs.replace(request, waiting=others, steady=self.is_steady(request))
+            steady = self.is_steady(request)
+            request = msgspec.structs.replace(request, waiting=others, workers=self.awake(), steady=steady)
         answer = self.happen(request)
         if isinstance(answer, messages.Leased) and answer.verdict == "throttled":
             return answer, "leases"
@@ -145,6 +146,10 @@ class SimDesk:
     def is_steady(self, request: messages.AskLease) -> bool:
         """Whether the asker's weights will stay what they are; here nobody knows."""
         return True
+
+    def awake(self) -> int:
+        """Workers on devices of the pool; 0 without a pool."""
+        return 0
 
     def _hold(self, pending: Pending, topic: str, deadline: float) -> bool:
         if self.engine.now >= deadline:
@@ -175,14 +180,15 @@ class SimDesk:
             self._on_answer(event, decided[0])
         for effect in decided[1:] if answered else decided:
             if isinstance(effect, effects.Announce) and effect.topic in self._held:
-                self.engine.after(0.0, self._wake, effect.topic)
+                self.engine.after(0.0, self._wake, effect.topic, effect.member)
             else:
                 self._on_effect(effect)
         return decided[0] if answered else None
 
-    def _wake(self, topic: str) -> None:
-        waiting, self._held[topic] = self._held[topic], []
-        for pending in waiting:
+    def _wake(self, topic: str, only: MemberId | None = None) -> None:
+        woken = [held for held in self._held[topic] if only is None or held.call.request.member == only]
+        self._held[topic] = [held for held in self._held[topic] if held not in woken]
+        for pending in woken:
             if pending.process.owner.alive:
                 self._answer(pending, self.engine.now + pending.call.wait_s)
 

@@ -131,6 +131,9 @@ class FrontDesk(SimDesk):
     def is_steady(self, request: messages.AskLease) -> bool:
         return self.fleet.is_steady(request.member, request.version)
 
+    def awake(self) -> int:
+        return self.pool.pool.serving(self.settings.name)
+
     def _tell(self, event: weights.TransactionEvent) -> None:
         self.fleet.tell(event, self.engine.now)
         self.fleet.check()

@@ -186,6 +186,7 @@ def control_settings(settings: SimSettings, name: PipelineName) -> PipelineSetti
         prompt_limit=settings.prompt_limit,
         groups_per_step=settings.groups_per_step,
         group_size=settings.group_size,
+        workers=settings.workers,
         max_staleness=settings.max_staleness,
         straggler_wait_s=settings.straggler_wait_s,
         wedged_after_s=60.0,

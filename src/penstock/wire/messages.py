@@ -76,6 +76,8 @@ class AskLease(Call, tag="ask_lease", frozen=True):
     wait_s: float = 0.0
     waiting: int = 0
     """Set by the controller: how many other workers' asks it holds right now. What there is gets shared with them."""
+    workers: int = 0
+    """Set by the controller: how many workers are awake in the pool, to divide leases among; 0 without a pool."""
     steady: bool = True
     """Set by the controller: the weights of this worker are not being changed right now."""
 

@@ -83,12 +83,12 @@ class Driver:
             answer = self.send(messages.Register(P, MemberId(trainer), "trainer", step=at))
             assert isinstance(answer, messages.Registered)
 
-    def ask(self, samples: int = 2, member: str = "w", version: int | None = None, waiting: int = 0) -> Any:
+    def ask(self, samples: int = 2, member: str = "w", version: int | None = None, **seen: int) -> Any:
         """Asks with a fresh request number, which a refusal does not use up."""
         name = MemberId(member)
         serves = self.control.newest if version is None else Version(version)
         request = self.requests.get(name, 0)
-        answer = self.send(messages.AskLease(P, name, request, samples, serves, waiting=waiting))
+        answer = self.send(messages.AskLease(P, name, request, samples, serves, **seen))
         if getattr(answer, "verdict", "") == "granted":
             self.requests[name] = request + 1
         return answer

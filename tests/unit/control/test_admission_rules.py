@@ -67,6 +67,61 @@ def test_what_there_is_is_shared_with_those_who_wait(drive):
     assert len(d.lease(2, member="slow")) == 1
 
 
+def test_a_worker_that_hangs_leaves_leases_for_the_others(drive):
+    """The first worker to ask took all there was; when it hung, nothing was generated until it was given up."""
+    d = drive(groups_per_step=4, max_staleness=1)
+    d.join("hangs", "works")
+    assert sum(len(lease.samples) for lease in d.ask(1000, "hangs").leases) == 8
+    assert d.ask(1000, "hangs") == messages.Leased((), "throttled", "running")
+    for step in range(3):
+        d.deliver(d.lease(1000, member="works", version=d.control.newest), member="works")
+        d.train(step)
+    assert d.counts == {"leased": 8, "trained": 24}
+
+
+def test_leases_are_kept_for_workers_that_are_still_to_come(drive):
+    d = drive(groups_per_step=4, max_staleness=0, workers=4)
+    d.join("first")
+    assert len(d.ask(1000, "first").leases) == 1
+
+
+def test_a_worker_at_its_part_is_called_again_when_it_has_delivered(drive):
+    d = drive(groups_per_step=4, max_staleness=1, workers=2)
+    d.join("w", "other")
+    leases = d.lease(1000)
+    assert d.ask(1000).verdict == "throttled"
+    d.deliver(leases[:1])
+    assert d.instructed(effects.Announce) == [effects.Announce("leases", "w")]
+    assert len(d.lease(1000)) == 1
+
+
+def test_a_worker_at_its_part_is_not_told_that_its_weights_are_old(drive):
+    """It would ask again and again instead of waiting."""
+    d = drive(groups_per_step=4, max_staleness=1, workers=2)
+    d.join("w", "other")
+    d.publish(0)
+    d.lease(1000)
+    d.publish(1)
+    assert d.ask(1000, version=0).verdict == "throttled"
+
+
+def test_a_part_below_a_group_takes_only_members_of_begun_groups(drive):
+    d = drive(groups_per_step=2, group_size=4, max_staleness=0, workers=2)
+    d.join("w", "other")
+    first = d.lease(1000)[0].samples[0]
+    d.send(messages.Deliver(P, "w", (d.rollout(first),)))
+    assert d.ask(1000).verdict == "throttled"
+    other = d.lease(1000, member="other")
+    d.fail(other[0].samples[0], member="other")
+    assert [len(lease.samples) for lease in d.lease(1000)] == [1]
+
+
+def test_sleeping_workers_of_a_pool_leave_their_part_to_those_awake(drive):
+    d = drive(groups_per_step=4, max_staleness=0, workers=4)
+    d.join("awake", "asleep")
+    assert len(d.ask(1000, "awake", workers=1).leases) == 4
+
+
 def test_even_the_smallest_share_is_a_whole_group(drive):
     d = drive(groups_per_step=2, max_staleness=0)
     d.join("w")

@@ -216,7 +216,7 @@ class ControlService:
             return reply
         until = deadline(request.wait_s)
         with waiting.holding(name, kind):
-            while _may_improve(reply) and await waiting.hold(name, topics, until):
+            while _may_improve(reply) and await waiting.hold(name, topics, request.member, until):
                 reply = self._decide(request, waiting.held(name, kind) - 1)
         return reply
 
@@ -243,7 +243,7 @@ class ControlService:
             if kind is effects.Record:
                 journal.append(name, now, _encode(effect.event), noteworthy(effect.decided))  # type: ignore[union-attr]
             elif kind is effects.Announce:
-                self.waiting.wake(name, effect.topic)  # type: ignore[union-attr]
+                self.waiting.wake(name, effect.topic, effect.member)  # type: ignore[union-attr]
             elif kind in _LATER:
                 self._instructions.put_nowait((journal.last_seq, name, effect))
         return decided[0][1] if decided else None

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.records.ids import PipelineName
+from penstock.records.ids import MemberId, PipelineName
 
 MAX_WAIT_S = 30.0
 """However long a call asks to be held."""
@@ -17,7 +17,7 @@ class HeldCalls:
     """By pipeline and topic. A call that finds nothing waits here, and asks again when it is woken."""
 
     def __init__(self) -> None:
-        self._waiters: dict[tuple[PipelineName, str], list[asyncio.Future[None]]] = {}
+        self._waiters: dict[tuple[PipelineName, str], dict[asyncio.Future[None], MemberId]] = {}
         self._closed = False
         self._held: Counter[tuple[PipelineName, str]] = Counter()
 
@@ -33,7 +33,7 @@ class HeldCalls:
     def held(self, name: PipelineName, kind: str) -> int:
         return self._held[name, kind]
 
-    async def hold(self, name: PipelineName, topics: tuple[str, ...], until: float) -> bool:
+    async def hold(self, name: PipelineName, topics: tuple[str, ...], member: MemberId, until: float) -> bool:
         """Waits for one of the topics; False once the time is up or they are closed.
 
         Nothing announced since the caller last looked is missed, as long as it has not awaited anything since.
@@ -44,21 +44,21 @@ class HeldCalls:
             return False
         waiter: asyncio.Future[None] = loop.create_future()
         for topic in topics:
-            self._waiters.setdefault((name, topic), []).append(waiter)
+            self._waiters.setdefault((name, topic), {})[waiter] = member
         timer = loop.call_later(left_s, _resolve, waiter)
         try:
             await waiter
         finally:
             timer.cancel()
             for topic in topics:
-                waiting = self._waiters.get((name, topic), [])
-                if waiter in waiting:
-                    waiting.remove(waiter)
+                self._waiters.get((name, topic), {}).pop(waiter, None)
         return not self._closed
 
-    def wake(self, name: PipelineName, topic: str) -> None:
-        for waiter in self._waiters.pop((name, topic), ()):
-            _resolve(waiter)
+    def wake(self, name: PipelineName, topic: str, only: MemberId | None = None) -> None:
+        """Wakes every call that waits for the topic, or only those of one member."""
+        for waiter, member in self._waiters.get((name, topic), {}).items():
+            if only is None or member == only:
+                _resolve(waiter)
 
     def close(self) -> None:
         """Ends every wait, now and from now on."""

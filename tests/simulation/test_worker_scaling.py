@@ -1,0 +1,41 @@
+"""More workers make more samples, and one that hangs does not hold up the others: the actual loops in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.launch.simulated import simulate
+from penstock.sim.parts import Work
+from penstock.sim.plan import Plan, Report
+from penstock.sim.storms import Fault
+
+SLOW_GENERATION = Work(sample_s=2.0, step_s=0.1, bring_s=0.05, publish_s=0.02)
+
+
+def run(workers: int, **plan: Any) -> Report:
+    chosen: dict[str, Any] = {"steps": 9, "groups_per_step": 16, "group_size": 4, "seed": 3} | plan
+    report = simulate(Plan(workers=workers, work=SLOW_GENERATION, **chosen))
+    assert report.complete, report.ended
+    return report
+
+
+def steps_per_second(report: Report) -> float:
+    times = report.steps["p0"][3:]
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_with_slow_generation_four_workers_make_three_and_a_half_times_as_much_as_one(max_staleness: int) -> None:
+    settings = {"pipeline.rollout.batch_samples": 8}
+    one, four = (run(workers, max_staleness=max_staleness, settings=settings) for workers in (1, 4))
+    assert steps_per_second(four) > 3.5 * steps_per_second(one)
+
+
+def test_a_worker_that_hangs_does_not_hold_up_the_others() -> None:
+    """It held every lease, and no step was made until it was given up. Its part is still needed for the last step."""
+    hangs = Fault(4.0, "hang", "p0.rollout.0")
+    report = run(2, max_staleness=1, faults=(hangs,), settings={"control.wedged_after_s": 120.0}, steps=6)
+    *others, last = report.steps["p0"]
+    assert max(others) < 110.0 < last
