@@ -5,6 +5,7 @@
     ├── ProtocolError            a bug in one of the two peers
     │   ├── LocalProtocolError       ours: we were about to break the protocol
     │   ├── RemoteProtocolError      theirs: the peer broke it
+    │   │   └── Damaged                  the bytes are not those that were published: they must be published again
     │   └── InvalidTransition        a machine was told something impossible in its state
     ├── Transient                try again, with backoff
     ├── Stale                    the thing is gone for good: drop it, never retry
@@ -49,6 +50,10 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """The peer sent something the protocol does not allow."""
+
+
+class Damaged(RemoteProtocolError):
+    """The bytes are not those that were published; only publishing them again mends that."""
 
 
 class InvalidTransition(ProtocolError):

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import letters, start, step_lines, wait_for
+from running import letters, start, step_lines, trained_steps, wait_for
 
 from penstock.payload.io.mapping import DIRECTORY
+from penstock.payload.ring import NAME_PREFIX
 from penstock.runtime.rundir import RunDir
 
 pytestmark = pytest.mark.timeout(180)
@@ -90,3 +91,18 @@ def test_too_few_open_files_are_a_sentence(folder: Path):
     assert ended.returncode != 0
     assert "Traceback" not in output
     assert "open files" in output
+
+
+def test_a_worker_whose_ring_is_deleted_is_replaced(folder: Path):
+    run = start(folder, letters(folder, steps=60, rollout="workers = 2"))
+    run.wait_for_step(2)
+    worker = run.child("letters.rollout.0")
+    rings = [Path(one.path) for one in worker.memory_maps() if one.path.startswith(f"{DIRECTORY}/{NAME_PREFIX}")]
+    assert rings
+    for ring in rings:
+        ring.unlink()
+    wait_for(lambda: not worker.is_running(), 30, "the worker to be replaced")
+    code, output = run.end()
+    assert code == 0, output + run.logs()
+    assert "was deleted or moved; this worker must be replaced" in output
+    assert trained_steps(run.directory) == 60

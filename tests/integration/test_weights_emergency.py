@@ -50,27 +50,45 @@ def damaging(self, version, tensors, *, durable=False, **options):
 files.Publisher.publish = damaging
 """
 
+FAILING = (
+    DAMAGING.replace("last[0] ^ 1", "last[0]")
+    + f"""
+bring = files.FileTransport.bring
+
+def failing(self, manifest, timeout_s, **options):
+    if manifest.version >= {DAMAGED_FROM} and not Path(__file__).with_name("healed").exists():
+        raise RuntimeError("it cannot be loaded")
+    return bring(self, manifest, timeout_s, **options)
+
+files.FileTransport.bring = failing
+"""
+)
+
 
 def log_of(run: Running, name: str) -> str:
     path = run.directory / "logs" / f"{name}.log"
     return path.read_text() if path.exists() else ""
 
 
-def test_a_fleet_that_cannot_load_is_restarted_from_the_durable_version_and_the_trainer_publishes_afresh(folder: Path):
-    (folder / "mine.py").write_text(DAMAGING)
+@pytest.mark.parametrize("code", [DAMAGING, FAILING], ids=["damaged", "failing"])
+def test_a_version_that_no_worker_can_load_is_published_afresh(folder: Path, code: str):
+    """Workers wait for a damaged one; where loading fails for no known reason, they are restarted all together."""
+    restarts = code is FAILING
+    (folder / "mine.py").write_text(code)
     config = letters(
         folder, steps=12, run=f'extra_path = ["{folder}"]', rollout="workers = 2", checkpoint_every=DAMAGED_FROM - 1
     )
     config.write_text(config.read_text().replace('name = "copy"', 'name = "mine:Mine"'))
     run = start(folder, config)
-    code, output = run.end(240)
+    status, output = run.end(240)
     assert (folder / "witness").exists(), "no version was damaged"
-    assert code == 0, output + run.logs()
+    assert status == 0, output + run.logs()
     assert trained_steps(run.directory) == 12
     controller, saved = log_of(run, "controller"), log_of(run, "letters.trainer")
-    assert "no new prompts are issued" in controller
-    assert f"all replicas are restarted, from version {DAMAGED_FROM - 1}" in controller
-    assert "a replica serves again" in controller
+    assert ("no new prompts are issued" in controller) is restarts
+    assert (f"all replicas are restarted, from version {DAMAGED_FROM - 1}" in controller) is restarts
+    assert ("a replica serves again" in controller) is restarts
+    assert restarts or "is asked for a checkpoint: bring: weights file bucket-00000.safetensors is not" in controller
     assert "saving out of turn" in saved
     assert saved.count("training letters from step") == 1, "the trainer went on"
     healed = int((folder / "healed").read_text())
@@ -78,7 +96,7 @@ def test_a_fleet_that_cannot_load_is_restarted_from_the_durable_version_and_the_
     assert any(event["type"] == "ack_checkpoint" and event["step"] == healed for event in events)
     for name in ("letters.rollout.0", "letters.rollout.1"):
         log = log_of(run, name)
-        assert len(re.findall("registered as", log)) == 2, f"{name} was not restarted once:\n{log}"
+        assert len(re.findall("registered as", log)) == 1 + restarts, log
 
 
 def test_a_trainer_that_hangs_is_killed_and_restarted_from_its_checkpoint(folder: Path):

@@ -64,23 +64,28 @@ def test_many_storms(seed: int) -> None:
     assert simulate(stormy(seed)).complete
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        1,
-        5066,
-        pytest.param(
-            0, marks=pytest.mark.xfail(strict=False, reason="the worker can use up its restarts: a known gap")
-        ),
-    ],
-)
-def test_a_damaged_version_costs_a_worker_some_time_and_not_the_run(seed: int) -> None:
-    """It does not hold for every seed: while versions are damaged, a worker that cannot load one is restarted."""
+@pytest.mark.parametrize(("seed", "for_s"), [(0, 2.4), (1, 2.4), (5066, 2.4), (2, 30.0)])
+def test_a_damaged_version_costs_a_worker_some_time_and_not_the_run(seed: int, for_s: float) -> None:
+    """A worker that starts while the newest version is damaged waits for it to be written afresh."""
     faults = (
         Fault(10.2239, "lose", for_s=6.9, amount=0.09),
         Fault(10.33, "kill", WORKERS[0]),
-        Fault(16.22, "damage_weights", for_s=2.4),
+        Fault(16.22, "damage_weights", for_s=for_s),
         Fault(16.31, "kill", WORKERS[0]),
     )
     work = Work(equal_rewards=0.2, poison=0.02)
-    assert simulate(Plan(seed=seed, steps=30, faults=faults, work=work)).complete
+    report = simulate(Plan(seed=seed, steps=30, faults=faults, work=work))
+    assert report.complete
+    assert report.restarts == 4 + 2, "only those that were killed were started again"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_worker_whose_ring_was_deleted_is_replaced(seed: int) -> None:
+    """A trainer that starts after that could read none of its samples."""
+    faults = (Fault(8.0, "unlink_ring", WORKERS[0]), Fault(8.5, "kill", "p0.trainer"))
+    report = simulate(Plan(seed=seed, steps=30, faults=faults))
+    assert report.complete
+    assert report.restarts == 4 + 2
+    said = report.first_said("was deleted or moved")
+    assert said is not None
+    assert said < 8.0 + 5.0

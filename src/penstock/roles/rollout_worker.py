@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from penstock.rollout.io.generation import Generation, GenerationLoop
 from penstock.rollout.io.hook_calls import Evaluating
 from penstock.rollout.io.ranks import RankGroup
 from penstock.rollout.io.runner import Runner, RunnerSettings
-from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
+from penstock.rollout.io.worker_desk import RingStore, WorkerDesk, watch_ring
 from penstock.rollout.io.workloads import close_workload, workload_of
 from penstock.rollout.prefetch import Bounds
 from penstock.runtime.offload import background
@@ -42,9 +43,10 @@ log = logging.getLogger(__name__)
 Parts = tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]
 """Environment, engine, hooks and policy."""
 Make = Callable[[RoleProcess], Parts]
+Evaluate = Callable[[RoleProcess, Any, Any], AbstractContextManager[Evaluating | None]]
 
 
-async def main(process: RoleProcess, make: Make | None = None) -> None:
+async def main(process: RoleProcess, make: Make | None = None, evaluate: Evaluate = evaluating) -> None:
     """Generates until the prompts are exhausted or training is complete, or until asked to stop."""
     pipeline = process.pipeline
     rollout = pipeline.rollout
@@ -65,7 +67,7 @@ async def main(process: RoleProcess, make: Make | None = None) -> None:
     try:
         with (
             served(ring, process.config.payload, process.run.token()) as address,
-            evaluating(process, engine, policy) as evaluation,
+            evaluate(process, engine, policy) as evaluation,
         ):
             try:
                 async with ranks.joined():
@@ -137,6 +139,7 @@ async def _generate(
         generation.updating = lambda: updater.updating
         executor = OrderExecutor(generation, client.call, client.pipeline, client.member)
         tasks.spawn("watch the loop", lag.run())
+        tasks.spawn("watch the ring", watch_ring(ring))
         tasks.spawn("update weights", updater.run())
         tasks.spawn("obey the pool", executor.run())
         tasks.spawn("report gauges", report_gauges(process, client, lag, figures))

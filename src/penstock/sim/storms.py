@@ -191,10 +191,7 @@ def _written(path: Path) -> tuple[int, str]:
 
 
 def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, every_s: float) -> list[Fault]:
-    """A mixed storm over the first `span_s` seconds, a fault about every `every_s`.
-
-    Damaged weights are left to scenarios: while no newer version comes, they may cost the run.
-    """
+    """A mixed storm over the first `span_s` seconds, a fault about every `every_s`."""
     random = Random(f"{seed} storm")
     faults: list[Fault] = []
     at_s = 5.0 + random.expovariate(1 / every_s)
@@ -219,7 +216,9 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
             (2, Fault(at_s, "hooks_fail", worker, for_s=round(random.uniform(1, 30), 1), amount=0.2)),
             (1, Fault(at_s, "slow", worker, for_s=round(random.uniform(1, 30), 1), amount=8.0)),
             (1, Fault(at_s, "damage_checkpoint")),
+            (2, Fault(at_s, "damage_weights", for_s=round(random.uniform(0, 10), 1))),
             (1, Fault(at_s, "lose_host", worker)),
+            (1, Fault(at_s, "unlink_ring", worker)),
             (1, Fault(at_s, "power_off", for_s=5.0)),
         ]
         weights = [weight for weight, _ in kinds]

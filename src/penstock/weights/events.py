@@ -72,6 +72,8 @@ class ReplicaReported(msgspec.Struct, frozen=True):
     pause_s: float = 0.0
     skipped_versions: int = 0
     error: str = ""
+    damaged: Held | None = None
+    """The version that it found damaged."""
 
 
 def reported(report: ReportReplica) -> ReplicaReported:
@@ -83,6 +85,7 @@ def reported(report: ReportReplica) -> ReplicaReported:
         pause_s=report.pause_s,
         skipped_versions=report.skipped_versions,
         error=report.error,
+        damaged=report.damaged,
     )
 
 

@@ -23,6 +23,8 @@ class Fault(StrEnum):
     """One replica could not bring, stage or write a version, or the proof of it failed."""
     UPDATE_OVERDUE = "update overdue"
     """One replica was offered a version and did not report by the deadline."""
+    VERSION_DAMAGED = "version damaged"
+    """The published bytes are not what the manifest states, as one replica found; a new process would find the same."""
     ALL_FAILED = "all replicas failed"
     FLEET_FAILED_AGAIN = "all replicas failed again after a restart of all"
 
@@ -65,6 +67,11 @@ TABLE: tuple[Row, ...] = (
     Row(_F.LOAD_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE), 2, (_A.FENCE, _A.EVICT)),
     Row(_F.LOAD_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 2, (_A.FENCE, _A.EVICT)),
     Row(_F.LOAD_FAILED, _S.LOADED, (_A.COMMIT,)),
+    Row(_F.VERSION_DAMAGED, _S.SERVING, (_A.KEEP_SERVING, _A.CHECKPOINT)),
+    Row(_F.VERSION_DAMAGED, _S.QUIESCED, (_A.RESUME_OLD, _A.CHECKPOINT)),
+    Row(_F.VERSION_DAMAGED, _S.LOADED, (_A.COMMIT, _A.CHECKPOINT)),
+    Row(_F.VERSION_DAMAGED, _S.TORN, (_A.FENCE, _A.CHECKPOINT)),
+    Row(_F.VERSION_DAMAGED, _S.STALE, (_A.FENCE, _A.CHECKPOINT)),
     Row(_F.UPDATE_OVERDUE, _S.SERVING, (_A.KEEP_SERVING, _A.RETRY), 1, (_A.EVICT,)),
     Row(_F.UPDATE_OVERDUE, _S.QUIESCED, (_A.FENCE, _A.EVICT)),
     Row(_F.UPDATE_OVERDUE, _S.LOADED, (_A.FENCE, _A.EVICT)),

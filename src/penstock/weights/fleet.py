@@ -49,6 +49,10 @@ class ReplicaRecord(msgspec.Struct):
     """When the offer was made, or else when the state was entered."""
     failures: int = 0
     overdue: int = 0
+    damaged: Held | None = None
+    """The version it found damaged: not offered to it again until it is published afresh, or a newer one is."""
+    damages: int = 0
+    """Publications it found damaged, since it last loaded one."""
     evicting: bool = False
     first_error: str = ""
     later_errors: list[str] = []
@@ -90,6 +94,7 @@ class TransactionStatistics(msgspec.Struct):
     updates: int = 0
     skipped_versions: int = 0
     failures: int = 0
+    damaged: int = 0
     evictions: int = 0
     fleet_restarts: int = 0
     mismatches: int = 0
@@ -104,6 +109,7 @@ def metrics_of(
         "weights_published_total": statistics.published,
         "weights_updates_total": statistics.updates,
         "weights_update_failures_total": statistics.failures,
+        "weights_versions_damaged_total": statistics.damaged,
         "weights_skipped_versions_total": statistics.skipped_versions,
         "weights_evictions_total": statistics.evictions,
         "weights_fleet_restarts_total": statistics.fleet_restarts,

@@ -83,6 +83,8 @@ class UpdateFailed(msgspec.Struct, frozen=True):
     error: str
     transient: bool = False
     """The same may succeed the next time."""
+    damaged: Held | None = None
+    """The version whose bytes are not what its manifest states: no fault of this replica."""
 
 
 class Died(msgspec.Struct, frozen=True):
@@ -109,6 +111,7 @@ class ReportReplicaState(msgspec.Struct, frozen=True):
     version: Version
     digest: str
     error: str = ""
+    damaged: Held | None = None
 
 
 class AbandonReplica(msgspec.Struct, frozen=True):
@@ -162,6 +165,8 @@ class Replica:
         """Updates failed in a row."""
         self.resume_failures = 0
         self.interruptions = 0
+        self.damaged: Held | None = None
+        """The version that the last update found damaged."""
         self.first_error = ""
         self.later_errors: list[str] = []
         self._max_failures = max_failures
@@ -188,10 +193,10 @@ class Replica:
             self.since = now
         match event:
             case Verified() | Swapped():
-                self.version, self.digest = event.version, event.digest
+                self.version, self.digest, self.damaged = event.version, event.digest, None
                 self.failures, self.interruptions, self.first_error, self.later_errors = 0, 0, "", []
             case Relabelled():
-                self.version = event.version
+                self.version, self.damaged = event.version, None
                 self.failures, self.interruptions, self.first_error, self.later_errors = 0, 0, "", []
             case Mismatched():
                 self._note(f"digest {event.found}, expected {event.expected}")
@@ -216,12 +221,13 @@ class Replica:
             self.interruptions += 1
             return []
         self._note(f"{event.step}: {event.error}")
+        self.damaged = event.damaged
         if event.step == "resume":
             self.resume_failures += 1
             if self.resume_failures < RESUME_TRIES:
                 return [ResumeEngine()]
             return [self._report(), AbandonReplica(f"the engine could not be resumed: {self.first_error}")]
-        self.failures += 1
+        self.failures += event.damaged is None  # a new process would find the same damage
         if self.state in (ReplicaState.QUIESCED, ReplicaState.LOADED):
             return [ResumeEngine()]  # the report follows, with the error, when it serves again
         effects: list[ReplicaEffect] = [self._report()]
@@ -238,7 +244,7 @@ class Replica:
             del self.later_errors[:-8]
 
     def _report(self) -> ReportReplicaState:
-        return ReportReplicaState(self.state, self.version, self.digest, self.first_error)
+        return ReportReplicaState(self.state, self.version, self.digest, self.first_error, self.damaged)
 
     def check(self) -> None:
         if self.may_serve and not self.digest:

@@ -49,6 +49,9 @@ from penstock.weights.faults import Action, Fault, decide
 from penstock.weights.fleet import ReplicaRecord, TransactionSettings, TransactionStatistics, metrics_of
 from penstock.weights.replica import ReplicaState
 
+OWN_DAMAGE = 3
+"""Publications in a row that one replica may find damaged although others serve them, before the fault is its own."""
+
 
 class WeightTransaction:
     """Decides; the controller acts. Feed every event with its time, carry out every effect in order."""
@@ -158,7 +161,8 @@ class WeightTransaction:
         self.newest = manifest
         self.trainer_lost = self._source_lost = False
         effects: list[TransactionEffect] = []
-        for member in self.replicas:
+        for member, replica in self.replicas.items():
+            replica.damaged = None
             effects.extend(self._offer(member, now))
         return effects
 
@@ -188,6 +192,8 @@ class WeightTransaction:
         usable = self.newest is not None and not self.failed and not replica.evicting
         if self.newest is None or not usable or not replica.waiting or held == self.newest.held:
             return []
+        if replica.damaged == self.newest.held:
+            return []  # it waits until this version is published afresh, or a newer one is
         replica.waiting, replica.offered, replica.since = False, self.newest.digest, now
         self.statistics.offers += 1
         return [OfferVersion(member, self.newest)]
@@ -209,12 +215,13 @@ class WeightTransaction:
         replica.offered = ""
         effects = self._admission(event.member)
         if event.error:
-            return effects + self._load_failed(event.member, event.error, now)
+            return effects + self._load_failed(event, now)
         if moved:
             self.statistics.updates += 1
             self.statistics.skipped_versions += event.skipped_versions
             replica.pause_s = event.pause_s
             replica.failures, replica.overdue, replica.first_error, replica.later_errors = 0, 0, "", []
+            replica.damages = 0
             if event.digest != self._stand_in:
                 self.fleet_failures = self.fleet_restarts = self._restarted = 0
             if self.admission_stopped:
@@ -233,12 +240,14 @@ class WeightTransaction:
             return [AdmitReplica(member, replica.version, replica.digest)]
         return [FenceReplica(member, replica.first_error or f"is {replica.state}")]
 
-    def _load_failed(self, member: MemberId, error: str, now: float) -> list[TransactionEffect]:
-        replica = self.replicas[member]
-        replica.note(error)
+    def _load_failed(self, event: ReplicaReported, now: float) -> list[TransactionEffect]:
+        member, replica = event.member, self.replicas[event.member]
+        replica.note(event.error)
         self.statistics.failures += 1
         if self._source_lost:
             return []  # it keeps what it has, or stays fenced, until the trainer's successor publishes
+        if event.damaged is not None and not self._is_own_damage(replica, event.damaged):
+            return self._damaged(event, event.damaged, now)
         replica.failures += 1
         fault, times = Fault.LOAD_FAILED, replica.failures
         awake = [r.failures for r in self.replicas.values() if r.asked] or [replica.failures]
@@ -248,6 +257,21 @@ class WeightTransaction:
             self.fleet_failures = everyone
             fault, times = Fault.ALL_FAILED, everyone
         return self._act(member, decide(fault, replica.state, self.settings.policy, times), now)
+
+    def _is_own_damage(self, replica: ReplicaRecord, damaged: Held) -> bool:
+        """Whether a replica that finds damage again and again is itself at fault: others serve what it cannot load."""
+        others = (one for one in self.replicas.values() if one is not replica)
+        return replica.damages >= OWN_DAMAGE and any(one.held == damaged for one in others)
+
+    def _damaged(self, event: ReplicaReported, damaged: Held, now: float) -> list[TransactionEffect]:
+        """The trainer writes the version afresh. The replica keeps what it has, or stays fenced, until then."""
+        replica = self.replicas[event.member]
+        if self.newest is None or damaged != self.newest.held or replica.damaged == damaged:
+            return []  # there is a newer one, or it is known
+        replica.damaged = damaged
+        replica.damages += 1
+        self.statistics.damaged += 1
+        return self._act(event.member, decide(Fault.VERSION_DAMAGED, replica.state, self.settings.policy), now)
 
     def _restart_fleet(self, cause: str, now: float) -> list[TransactionEffect]:
         """Starts all replicas again, from the durable version if there is one; the second time the run fails.
@@ -357,7 +381,7 @@ class WeightTransaction:
                 case Action.STOP_ADMISSION:
                     self.admission_stopped = True
                     effects.append(StopAdmission(replica.first_error))
-                case Action.CHECKPOINT:
+                case Action.CHECKPOINT if not self.checkpoint_wanted:
                     self.checkpoint_wanted = replica.first_error
                     effects.append(CheckpointTrainer(replica.first_error))
                 case Action.RESTART_FLEET:

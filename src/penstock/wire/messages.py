@@ -147,6 +147,8 @@ class ReportReplica(Call, tag="report_replica", frozen=True):
     pause_s: float = 0.0
     skipped_versions: int = 0
     error: str = ""
+    damaged: Held | None = None
+    """The version whose published bytes are not what its manifest states."""
 
 
 class ReportMetrics(Call, tag="report_metrics", frozen=True):

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.errors import InvalidTransition
 from penstock.records.ids import Version
+from penstock.records.weights import Held
 from penstock.weights.replica import (
     MAX_INTERRUPTIONS,
     RESUME_TRIES,
@@ -142,6 +143,18 @@ def test_a_replica_that_cannot_be_refitted_is_given_up_with_its_first_error() ->
     assert isinstance(abandon, AbandonReplica)
     assert "error 0" in abandon.reason
     assert replica.later_errors == ["write: error 1", "write: error 2"]
+
+
+@pytest.mark.parametrize("state", [S.STALE, S.TORN, S.SERVING])
+def test_a_damaged_version_is_reported_and_never_costs_the_process(state: ReplicaState) -> None:
+    replica, damaged = replica_in(state), Held(Version(2), NEW)
+    for _ in range(20):
+        (report,) = replica.handle(UpdateFailed("bring", "damaged", damaged=damaged), 1.0)
+        assert isinstance(report, ReportReplicaState)
+        assert report.damaged == damaged
+    (report,) = replica.handle(UpdateFailed("stage", "x"), 2.0)
+    assert isinstance(report, ReportReplicaState)
+    assert report.damaged is None
 
 
 def test_a_serving_replica_is_never_given_up_for_failed_updates() -> None:

@@ -259,6 +259,53 @@ def test_a_version_that_no_fresh_fleet_can_load_either_ends_the_run() -> None:
     assert "no replica can load weights version 2" in str(failure)
 
 
+def damaged(fleet: Fleet, member: MemberId, manifest: Manifest, state: ReplicaState = S.STALE) -> list:
+    record = fleet.transaction.replicas[member]
+    digest = record.digest if state is S.SERVING else ""
+    report = ReplicaReported(member, state, record.version, digest, error="damaged", damaged=manifest.held)
+    return fleet(report)
+
+
+def test_a_damaged_version_is_written_afresh_and_costs_no_replica(fleet: Fleet) -> None:
+    fleet.started(A)
+    fleet(VersionPublished(version(1)))
+    fleet.serve(A, version(1))
+    fleet(ReplicaJoined(B))
+    assert fleet.ask(B) == [OfferVersion(B, version(1))]
+    assert damaged(fleet, B, version(1)) == [CheckpointTrainer("damaged")]
+    for _ in range(20):
+        assert fleet.ask(B) == [], "it is not offered again as it is"
+        assert damaged(fleet, B, version(1)) == []
+    assert fleet(VersionPublished(version(1), durable=True)) == [OfferVersion(B, version(1))]
+    assert fleet.transaction.checkpoint_wanted == ""
+    assert fleet.serve(B, version(1)) == [AdmitReplica(B, Version(1), version(1).digest)]
+    assert fleet.transaction.metrics()["weights_versions_damaged_total"] == 1
+
+
+def test_a_damaged_version_is_overtaken_by_a_newer_one(fleet: Fleet) -> None:
+    fleet.started(A)
+    fleet.ask(A, version(0).held)
+    fleet(VersionPublished(version(1)))
+    assert damaged(fleet, A, version(1), S.SERVING) == [CheckpointTrainer("damaged")]
+    assert fleet.ask(A, version(0).held) == []
+    assert fleet(VersionPublished(version(2))) == [OfferVersion(A, version(2))]
+    assert damaged(fleet, A, version(1), S.SERVING) == [], "of an older version"
+    assert fleet.transaction.replicas[A].failures == 0
+
+
+def test_a_replica_that_finds_damage_where_others_serve_is_replaced_in_the_end(fleet: Fleet) -> None:
+    fleet.started(A)
+    fleet(ReplicaJoined(B))
+    effects: list[TransactionEffect] = []
+    for number in range(1, 9):
+        fleet(VersionPublished(version(number), durable=True))
+        fleet.serve(A, version(number))
+        fleet.ask(B)
+        effects += damaged(fleet, B, version(number))
+    assert len(of(effects, EvictReplica)) == 1
+    assert fleet.transaction.replicas[A].admitted
+
+
 def test_a_lost_trainer_is_restarted_once_and_the_replicas_go_on(fleet: Fleet) -> None:
     fleet.started(A)
     assert fleet(TrainerLost("killed", B)) == [RestartTrainer("killed", B)]

@@ -218,6 +218,13 @@ class Mapping:
         finally:
             self.unlock(slot)
 
+    def in_place(self) -> bool:
+        """Whether others can still find this file under its name."""
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
+        except FileNotFoundError:
+            return False
+
     def close(self) -> None:
         """Let go of all locks. The memory stays mapped for as long as a view of it is alive."""
         with self._transition:

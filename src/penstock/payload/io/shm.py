@@ -204,6 +204,11 @@ class Ring:
         """Make payloads held by dead readers ready again; how many there were."""
         return sum(self._mapping.reclaim(slot) for slot in self._mapping.held_by())
 
+    def in_place(self) -> bool:
+        """Whether readers can still attach: the file may be deleted by a person, or by a job that cleans up."""
+        with self._lock:
+            return self._mapping.closed or self._mapping.in_place()
+
     def statistics(self) -> RingStatistics:
         with self._lock:
             self._harvest()

@@ -38,6 +38,7 @@ WRITE_S = 120.0
 
 
 TELL_EVERY_S = 2.0
+LOOK_AT_RING_S = 2.0
 
 
 class Versioned(Protocol):
@@ -147,8 +148,21 @@ class WorkerDesk:
                 pause_s=report.pause_s,
                 skipped_versions=report.skipped_versions,
                 error=report.error,
+                damaged=report.damaged,
             )
         )
+
+
+async def watch_ring(ring: Ring) -> None:
+    """Raises `PeerLost` once the ring's file is gone: a trainer that starts could read nothing that is delivered.
+
+    Waits for: nothing. Unblocked by: cancellation.
+    """
+    while True:
+        await asyncio.sleep(LOOK_AT_RING_S)
+        if not ring.in_place():
+            break
+    raise PeerLost(f"the file of payload ring {ring.name} was deleted or moved; this worker must be replaced")
 
 
 class RingStore:

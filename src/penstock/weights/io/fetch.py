@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.errors import RemoteProtocolError
+from penstock.errors import Damaged, RemoteProtocolError
 from penstock.records.weights import Manifest, TensorSpec
 from penstock.weights.buckets import DTYPES, Span, TensorHash, compose, layout, size_of
 from penstock.weights.io.digest import host_view, spec_of, torch_dtype
@@ -93,13 +93,13 @@ def check_digests(manifest: Manifest, digests: Sequence[bytes]) -> None:
         found = compose(digests[first : first + len(bucket.tensors)])
         first += len(bucket.tensors)
         if found != bucket.digest:
-            raise RemoteProtocolError(
+            raise Damaged(
                 f"weights file {bucket.file} is not what was published: digest {found}, expected {bucket.digest}; "
                 "the file was damaged or exchanged and must be published again"
             )
     found = compose(digests)
     if found != manifest.digest:
-        raise RemoteProtocolError(
+        raise Damaged(
             f"{describe(manifest)} is inconsistent: its files have digest {found}, its manifest states "
             f"{manifest.digest}; it must be published again"
         )

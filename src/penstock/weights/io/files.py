@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale, Transient
+from penstock.errors import Damaged, LocalProtocolError, RemoteProtocolError, RunFailed, Stale, Transient
 from penstock.records.ids import Version
 from penstock.records.weights import BucketSpec, Manifest
 from penstock.runtime.disk import flush
@@ -295,13 +295,13 @@ def _open_bucket(directory: Path, bucket: BucketSpec) -> int:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size != bucket.size_bytes:
-            raise RemoteProtocolError(
+            raise Damaged(
                 f"weights file {path} has {found.st_size} bytes, its manifest states {bucket.size_bytes}; "
                 "it was damaged and must be published again"
             )
         header = layout(bucket.tensors).header
         if os.pread(descriptor, len(header), 0) != header:
-            raise RemoteProtocolError(f"weights file {path} does not hold the tensors that its manifest names")
+            raise Damaged(f"weights file {path} does not hold the tensors that its manifest names")
     except BaseException:
         os.close(descriptor)
         raise

@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import torch
 
-from penstock.errors import PeerLost, PenstockError, RemoteProtocolError, Stale, Transient
+from penstock.errors import Damaged, PeerLost, PenstockError, RemoteProtocolError, Stale, Transient
 from penstock.records.ids import Version
-from penstock.records.weights import Manifest
+from penstock.records.weights import Held, Manifest
 from penstock.runtime.backoff import Backoff
 from penstock.runtime.clock import Clock, SystemClock
 from penstock.runtime.offload import Offload, background
@@ -63,6 +63,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     pause_s: float = 0.0
     skipped_versions: int = 0
     error: str = ""
+    damaged: Held | None = None
+    """The version whose published bytes are not what its manifest states."""
 
 
 class UpdaterStatistics(msgspec.Struct):
@@ -205,7 +207,7 @@ class ReplicaUpdater:
         except (PenstockError, OSError, RuntimeError, ValueError, KeyError) as error:
             if self._given_up:
                 raise
-            await self._failed(error, offload)
+            await self._failed(error, offload, manifest)
         else:
             self._backoff.reset()
             self.statistics.updates += 1
@@ -326,12 +328,13 @@ class ReplicaUpdater:
     def _tell(self, event: ReplicaEvent) -> list[ReplicaEffect]:
         return self.replica.handle(event, self._clock.now())
 
-    async def _failed(self, error: Exception, offload: Offload) -> None:
+    async def _failed(self, error: Exception, offload: Offload, manifest: Manifest) -> None:
         step, text = self._step, str(error) or type(error).__name__
         logger.warning("update failed at step %r: %s; %r", step, text, self.replica)
         if self.replica.may_serve and step != "bring" and not self._wedged:
             await self._recheck(offload)
-        effects = self._tell(UpdateFailed(step, text, isinstance(error, Transient)))
+        damaged = manifest.held if isinstance(error, Damaged) else None
+        effects = self._tell(UpdateFailed(step, text, isinstance(error, Transient), damaged))
         if effects:
             self.statistics.failures += 1
         else:  # a transfer broke off, and is simply begun again
@@ -353,8 +356,8 @@ class ReplicaUpdater:
                         pending = [*self._tell(UpdateFailed("resume", str(error))), *pending]
                     else:
                         pending = [*self._tell(Resumed()), *pending]
-                case ReportReplicaState(state, version, digest, error):
-                    report = ReplicaReport(state, version, digest, self._pause_s, self._skipped, error)
+                case ReportReplicaState(state, version, digest, error, damaged):
+                    report = ReplicaReport(state, version, digest, self._pause_s, self._skipped, error, damaged)
                     await self._send(report)
                 case AbandonReplica(reason):
                     self._given_up = True
