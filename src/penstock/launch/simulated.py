@@ -59,6 +59,7 @@ def simulate(plan: Plan) -> Report:
             said=system.said,
             lines=list(system.history.lines),
             broken=truth.broken,
+            points=list(truth.points.values()),
             fired=dict(run.fired),
             status=run.status,
         )
@@ -152,6 +153,7 @@ class _Run:
         for pipeline in system.config.pipeline:
             learner = system.learners[pipeline.name]
             system.truth.check_end(pipeline.name, self.status["pipelines"][pipeline.name], learner.trained)
+            system.truth.check_points(pipeline.name, learner.steps)
             batch = pipeline.train.groups_per_step * pipeline.rollout.group_size
             bound = (pipeline.train.max_staleness + 3) * batch + 4 * pipeline.rollout.batch_samples
             for placed in system.placed.values():

@@ -20,7 +20,7 @@ from penstock.errors import Aborted
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
-from penstock.sim.truth import Truth
+from penstock.sim.truth import Truth, worth
 from penstock.train.world import ALONE
 
 CHUNKS = 4
@@ -82,10 +82,20 @@ class SimEnvironment:
 class SimEngine(ServingEngine):
     """Serves real weights; draws nothing."""
 
-    def __init__(self, policy: Policy, moods: Moods) -> None:
+    def __init__(self, policy: Policy, moods: Moods, truth: Truth, name: str) -> None:
         super().__init__(Serving(policy.module), seed=0)
         self.interrupted = False
         self._moods = moods
+        self._truth = truth
+        self._name = name
+
+    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
+        self._truth.occupies(self._name, devices)
+        await super().occupy(devices, timeout_s)
+
+    async def vacate(self, timeout_s: float) -> None:
+        await super().vacate(timeout_s)
+        self._truth.vacates(self._name)
 
     def stage(self, tensors: Mapping[str, Any]) -> None:
         if self._moods.crash:
@@ -130,6 +140,7 @@ class Drawn(msgspec.Struct):
 
     version: Version
     digest: str
+    newest: Version = Version(0)
 
 
 class SimWorkload:
@@ -173,6 +184,7 @@ class SimWorkload:
             for one in drawn:
                 if version < one.version:
                     one.version, one.digest = Version(version), digest
+                one.newest = Version(version)
         self._maybe_fail("generate")
         return drawn
 
@@ -186,6 +198,8 @@ class SimWorkload:
     def _outcome(self, lease: PromptLease, member: int, sample: int, drawn: Drawn) -> Outcome:
         if self._random.random() < self._moods.hook_fails:
             return Failed("it failed in simulation")
+        if lease.evaluation is not None:
+            return Finished({}, worth(drawn.newest, lease.prompt, member), drawn.version, drawn.digest, 1)
         alike = Random(self._seed ^ lease.prompt * 104729).random() < self._work.equal_rewards
         reward = Random(f"{self._seed} {lease.prompt} {0 if alike else member}").random()
         tokens = np.array([lease.prompt, sample, member, 0], np.int32)
@@ -205,7 +219,18 @@ class SimWorkload:
 class SimLearner:
     """Counts what it is trained on, in memory that its checkpoints keep."""
 
-    def __init__(self, work: Work, truth: Truth, pipeline: str, seed: int, progressed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        work: Work,
+        truth: Truth,
+        pipeline: str,
+        seed: int,
+        progressed: Callable[[str], None],
+        name: str,
+        devices: Sequence[int],
+    ) -> None:
+        self._name = name
+        self._devices = devices
         self.policy = small_policy()
         self.reference = None
         self.steps = 0
@@ -251,10 +276,10 @@ class SimLearner:
         return {"loss": 0.0}
 
     def onload(self, device: Any, parts: Sequence[str]) -> None:
-        pass
+        self._truth.occupies(self._name, self._devices)
 
     def offload(self) -> None:
-        pass
+        self._truth.vacates(self._name)
 
     def state(self) -> dict[str, Any]:
         numbers = [self.steps, *(number for pair in self.trained for number in pair)]

@@ -56,6 +56,8 @@ class Report(msgspec.Struct, kw_only=True):
     said: list[Any]
     lines: list[str]
     broken: list[str]
+    points: list[dict[str, Any]]
+    """Evaluations, as they were written down."""
     fired: dict[str, int]
     status: dict[str, Any]
 

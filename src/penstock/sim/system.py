@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.devices import devices_of
 from penstock.config.run import Config
 from penstock.control.io.memory import MemoryClient
 from penstock.control.io.service import ControlService
@@ -33,6 +34,7 @@ from penstock.records.ids import MemberId, PipelineName
 from penstock.roles import rollout_worker, trainer
 from penstock.roles.controller import service_of
 from penstock.roles.process import UNEXPECTED, RoleProcess
+from penstock.rollout.io.hook_calls import Evaluating
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.member import StoppedAtStart
@@ -198,8 +200,7 @@ class System:
         self.sky = Sky(latency_s=work.latency_s, commit_s=work.commit_s)
         self.history = History(loop.time)
         self.said: list[Said] = []
-        staleness = {pipeline.name: pipeline.train.max_staleness for pipeline in config.pipeline}
-        self.truth = Truth(staleness, loop.time)
+        self.truth = Truth(config.pipeline, loop.time)
         self.network = Network(loop, Random(f"{seed} network"), self.sky, self._served)
         self.placed: dict[str, Placed] = {}
         self.moods: dict[str, Moods] = {}
@@ -238,11 +239,11 @@ class System:
         ended: asyncio.Future[int] = self.loop.create_future()
         placed = Placed(process, made, ended, role)
         self.placed[name] = placed
-        process.at_death.append(lambda: _settle(ended, KILLED))
+        process.at_death += [lambda: _settle(ended, KILLED), lambda: self.truth.vacates(name)]
         mains: dict[str, Callable[[SimMember], Coroutine[Any, Any, None]]] = {
             "controller": self._controller,
             "trainer": lambda one: trainer.main(one, self._learner),  # type: ignore[arg-type]
-            "rollout_worker": lambda one: rollout_worker.main(one, self._parts),
+            "rollout_worker": lambda one: rollout_worker.main(one, self._parts, self._evaluating),
         }
         self.history.add(f"start {name}")
         process.run(self._live(placed, mains[role]))
@@ -285,7 +286,7 @@ class System:
         """The wiring of `roles.controller`, with a journal and a port in memory."""
         journal = VirtualJournal(self.run.journal_path, self.run.run_id, self._commit_s)
         member.process.at_death.append(journal.kill)
-        lines: Any = Lines()
+        lines: Any = Lines(self.truth)
         service = service_of(self.config, journal, SystemClock(), lines, NoLag("controller"))
         session = self.run.root / "session"
         new_session = not session.exists() or session.read_text() != member.session
@@ -326,7 +327,9 @@ class System:
 
     def _learner(self, member: RoleProcess) -> SimLearner:
         pipeline = member.pipeline
-        learner = SimLearner(self.work, self.truth, pipeline.name, self.seed, member.progress.moved)
+        devices = devices_of(self.config).placements[pipeline.name].train
+        progressed = member.progress.moved
+        learner = SimLearner(self.work, self.truth, pipeline.name, self.seed, progressed, member.name, devices)
         found = checkpoint.latest(self.run.checkpoints(pipeline.name))
         if found is not None:
             checkpoint.load(found, learner)  # type: ignore[arg-type]
@@ -340,9 +343,19 @@ class System:
             raise ValueError("the engine cannot be built, in simulation")
         if not moods.lasting:
             moods = self.moods[member.name] = Moods()
-        engine = SimEngine(policy, moods)
+        engine = SimEngine(policy, moods, self.truth, member.name)
         workload = SimWorkload(engine, self.work, moods, self.truth, member.random, self.seed)
         return SimEnvironment(self.work.prompts), engine, workload, policy
+
+    @contextmanager
+    def _evaluating(self, member: RoleProcess, engine: SimEngine, policy: Any) -> Iterator[Evaluating | None]:
+        """Hooks of their own for evaluations, as a real worker has them."""
+        if not member.pipeline.evaluation.every_steps:
+            yield None
+            return
+        moods = self.moods[member.name]
+        workload = SimWorkload(engine, self.work, moods, self.truth, member.random, self.seed)
+        yield Evaluating(workload, engine, lambda lease, number, made: None)
 
     # -- what takes time --------------------------------------------------------------------------------------------
 
@@ -384,10 +397,14 @@ class System:
 
 
 class Lines:
-    """Where the controller's metric lines go."""
+    """Where the controller's metric lines go: those of evaluations are compared with the truth."""
 
-    def write(self, line: object) -> None:
-        pass
+    def __init__(self, truth: Truth) -> None:
+        self._truth = truth
+
+    def write(self, line: dict[str, Any]) -> None:
+        if line["kind"] == "evaluation":
+            self._truth.evaluated(line)
 
 
 def _settle(future: asyncio.Future[int], code: int) -> None:

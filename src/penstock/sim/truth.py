@@ -6,9 +6,10 @@ Each promise is checked where it would be broken, and raises InvalidTransition t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.config.pipeline import PipelineSection
 from penstock.errors import InvalidTransition
 from penstock.records.batch import Batch
 from penstock.wire import messages
@@ -17,13 +18,21 @@ from penstock.wire.messages import Reply, Request
 MISSING_IS_LOSS = "payloads of a ring that nothing took away are missing"
 
 
+def worth(version: int, prompt: int, member: int) -> float:
+    """What one sample of an evaluation earns: no other version, prompt or member earns just that."""
+    return (7919 * version + 104729 * prompt + 1299709 * member) % 15485863 / 15485863
+
+
 class Truth:
     """Sees every answer of the controller, every decode boundary, every trained batch."""
 
-    def __init__(self, max_staleness: dict[str, int], now: Callable[[], float]) -> None:
-        self._max_staleness = max_staleness
+    def __init__(self, pipelines: Sequence[PipelineSection], now: Callable[[], float]) -> None:
+        self._max_staleness = {one.name: one.train.max_staleness for one in pipelines}
+        self._evaluation = {one.name: one.evaluation for one in pipelines}
         self._now = now
         self.broken: list[str] = []
+        self.points: dict[tuple[str, int], dict[str, Any]] = {}
+        """Evaluations by pipeline and the version at which they were due."""
         self.decodes_seen = 0
         self.samples_trained = 0
         self.trained_s = 0.0
@@ -40,12 +49,28 @@ class Truth:
         self._acked: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self.moved_at: dict[str, float] = {}
         """When a lease was given, a delivery taken or a step acknowledged."""
+        self.on_device: dict[int, str] = {}
+        """Which process really is on each device of the pool."""
+        self.turns = 0
         self.may_miss = False
         """A fault took payloads away."""
 
     def breaks(self, sentence: str) -> None:
         self.broken.append(f"at {self._now():.3f} s: {sentence}")
         raise InvalidTransition(sentence)
+
+    # -- devices ----------------------------------------------------------------------------------------------------
+
+    def occupies(self, process: str, devices: Sequence[int]) -> None:
+        self.turns += 1
+        for device in devices:
+            other = self.on_device.setdefault(device, process)
+            if other != process:
+                self.breaks(f"{process} moves on to device {device} while {other} is there")
+
+    def vacates(self, process: str) -> None:
+        for device in [device for device, other in self.on_device.items() if other == process]:
+            del self.on_device[device]
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -133,6 +158,32 @@ class Truth:
         times = self.steps_at[pipeline]
         if step >= len(times):
             times.append(self._now())
+
+    # -- evaluations ------------------------------------------------------------------------------------------------
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """The controller writes a point down: complete, of one version, and once. Its restart may write it again."""
+        name, version, asked = line["pipeline"], line["version"], self._evaluation[line["pipeline"]]
+        point = {key: value for key, value in line.items() if key != "at"}
+        if self.points.setdefault((name, line["due"]), point) != point:
+            self.breaks(f"{name}: the evaluation due at version {line['due']} ended twice, as {line}")
+        if "skipped" in line:
+            return
+        if line["eval/count"] + line["eval/failed"] != asked.prompts * asked.samples:
+            self.breaks(f"{name}: version {version} was evaluated with {line['eval/count']} samples")
+        values = [worth(version, prompt, one) for prompt in range(asked.prompts) for one in range(asked.samples)]
+        if not line["eval/failed"] and abs(line["eval/reward"] - sum(values) / len(values)) > 1e-9:
+            self.breaks(f"{name}: version {version} was evaluated with samples of other versions")
+
+    def check_points(self, pipeline: str, last: int) -> None:
+        """Every point that was due has a line: its figures, or why there are none."""
+        every = self._evaluation[pipeline].every_steps
+        if not every:
+            return
+        known = {due for name, due in self.points if name == pipeline}
+        known |= {point["version"] for (name, _), point in self.points.items() if name == pipeline}
+        if missing := [version for version in (*range(0, last, every), last) if version not in known]:
+            self.breaks(f"{pipeline}: nothing is said of the evaluations due at versions {missing}")
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
