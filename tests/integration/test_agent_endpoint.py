@@ -91,6 +91,6 @@ def test_an_agent_as_a_program_is_told_where_to_ask_and_prints_its_reward() -> N
         "import os; print(os.environ['OPENAI_BASE_URL'] == 'http://x/v1'); print(len(os.environ['OPENAI_API_KEY']))"
     )
     agent = Agent(command=["python3", "-c", script])
-    assert agent.play("http://x/v1", "key", 0) == 3.0
+    assert agent.play("http://x/v1", "key", 0).reward == 3.0
     with pytest.raises(RuntimeError, match="exit code 3"):
         Agent(command=["python3", "-c", "raise SystemExit(3)"]).play("http://x/v1", "key", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ ENVIRONMENTS: Mapping[str, str] = {
 }
 """Built-in environments. Paths, not objects, so that naming one loads nothing."""
 
+VERIFIERS = "penstock.envs.io.verifiers:Verifiers"
+"""Of every name that begins with `verifiers:`."""
+
 REWARDS: Mapping[str, str] = {
     "exact_answer": "penstock.envs.rewards:exact_answer",
     "contains_answer": "penstock.envs.rewards:contains_answer",
@@ -33,6 +37,9 @@ REWARDS: Mapping[str, str] = {
 
 def find_environment(name: str) -> Callable[..., Any]:
     """The class or factory of that name; ConfigError with the nearest names if there is none."""
+    kind, _, ident = name.partition(":")
+    if kind == "verifiers" and ident:
+        return functools.partial(load_callable("environment", VERIFIERS), id=ident)
     return load_callable("environment", ENVIRONMENTS.get(name, name), ENVIRONMENTS)
 
 

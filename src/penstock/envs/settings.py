@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.records.section import NonNegative, Positive, Seconds, Section
 
 Option = str | int | float | bool
@@ -10,8 +12,9 @@ Option = str | int | float | bool
 class EnvSection(Section):
     name: str
     """A built-in task (`copy`, `reverse`, `sort`, `arithmetic`), `gymnasium` (with `options.id`), `dataset` (with
-    `options.path`), `agent` (with `options.function` or `options.command`), or your own as `package.module:Name`."""
-    options: dict[str, Option | list[str] | list[int] | list[float] | dict[str, Option]] = {}
+    `options.path`), `agent` (with `options.function` or `options.command`), `verifiers:ID` for an environment of the
+    package verifiers, or your own as `package.module:Name`."""
+    options: dict[str, Option | list[str] | list[int] | list[float] | dict[str, Any]] = {}
     """Passed to the environment as keyword arguments."""
     rewards: list[str] = []
     """Reward functions used instead of the task's own: `exact_answer`, `contains_answer`, `matching_positions`, or your

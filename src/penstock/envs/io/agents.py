@@ -16,11 +16,23 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from penstock.envs.protocol import Prompt
 from penstock.errors import ConfigError
 from penstock.runtime.named import load_callable, takes
 
 OUTPUT_CHARACTERS = 1500
+
+
+class AgentResult(msgspec.Struct, frozen=True):
+    """What an episode of an agent came to."""
+
+    reward: float
+    parts: dict[str, float] = {}
+    """Rewards and metrics by name, for the metrics of the run."""
+    session: str = ""
+    """If not empty: only calls with this `X-Session-ID` are the sample, the others were other agents'."""
 
 
 class Agent:
@@ -54,18 +66,18 @@ class Agent:
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         raise ConfigError("an agent returns its own reward: env.rewards cannot be used with it")
 
-    def play(self, base_url: str, api_key: str, position: int) -> float:
+    def play(self, base_url: str, api_key: str, position: int) -> AgentResult:
         """One episode, to its end. Blocks; raises what the agent raises."""
         known = {"base_url": base_url, "api_key": api_key, "position": position, "seed": self.seed}
         if self.function is None:
-            return self._run_command(known)
+            return AgentResult(self._run_command(known))
         told = {name: value for name, value in known.items() if takes(self.function, name)}
         if inspect.iscoroutinefunction(self.function):
             playing = _bounded(self.function(**told), self.timeout_s)
             returned = asyncio.run_coroutine_threadsafe(playing, self._shared_loop()).result()
         else:
             returned = self.function(**told)
-        return _reward(returned)
+        return AgentResult(_reward(returned))
 
     def _shared_loop(self) -> asyncio.AbstractEventLoop:
         """All episodes of an `async def` agent share one loop, so that they may share their connections."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.batch.columns import reward_part_arrays
+from penstock.envs.io.agents import AgentResult
 from penstock.errors import Aborted, ConfigError
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
@@ -23,7 +25,7 @@ class Played(msgspec.Struct):
     """One episode of an agent."""
 
     episode: Episode
-    reward: float
+    result: AgentResult
 
     @property
     def size_bytes(self) -> int:
@@ -65,8 +67,14 @@ class AgentWorkload(LanguageHooks):
         try:
             play = self._threads.run(environment.play, endpoint.base_url, key, position % count if count else position)
             async with asyncio.timeout(environment.timeout_s + 5.0):
-                reward = await play
-            return Played(episode_of(recorded.calls), reward)
+                result = await play
+            # The agent may have gone on without the answer that it was refused.
+            if recorded.interrupted:
+                return None
+            if recorded.failure:
+                return Failed(recorded.failure)
+            calls = [call for call in recorded.calls if not result.session or call.session == result.session]
+            return Played(episode_of(calls), result)
         except Exception:  # noqa: BLE001 - costs this episode, recorded with its traceback
             return None if recorded.interrupted else Failed(traceback.format_exc())
         finally:
@@ -79,8 +87,8 @@ class AgentWorkload(LanguageHooks):
         episode = played.episode
         assert episode.version is not None
         return Finished(
-            arrays=episode.arrays(),
-            reward=played.reward,
+            arrays=episode.arrays() | reward_part_arrays(played.result.parts),
+            reward=played.result.reward,
             version=Version(episode.version),
             weights_digest=episode.digest,
             length=episode.generated_tokens,

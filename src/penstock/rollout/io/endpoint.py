@@ -40,6 +40,8 @@ class Call(msgspec.Struct):
     drawn: Completion
     text: str
     """The context and the completion, as a request that goes on from here would begin."""
+    session: str = ""
+    """The request's `X-Session-ID`: which of several agents asked."""
 
 
 class Recorded(msgspec.Struct):
@@ -48,6 +50,8 @@ class Recorded(msgspec.Struct):
     calls: list[Call] = []
     closed: bool = False
     interrupted: bool = False
+    failure: str = ""
+    """Why a completion could not be drawn: no fault of the agent's."""
 
 
 class _Refused(Exception):
@@ -132,7 +136,7 @@ class Endpoint:
         if not isinstance(messages, list) or not messages:
             raise _Refused(400, "'messages' must be a list of messages")
         text = self._rendered(messages, body.get("tools") or [])
-        call = await self._complete(episode, text, self._ids(episode, text), body)
+        call = await self._complete(request, episode, text, self._ids(episode, text), body)
         said = self._tokenizer.decode(call.drawn.token_ids.tolist())
         message = _outgoing(assistant_message(said)) if self._chat is not None else _assistant(said)
         reason = "tool_calls" if message.get("tool_calls") else _reason(call.drawn)
@@ -155,7 +159,7 @@ class Endpoint:
             text, ids = prompt, self._ids(episode, prompt)
         else:
             raise _Refused(400, "'prompt' must be a text or a list of token ids")
-        call = await self._complete(episode, text, ids, body)
+        call = await self._complete(request, episode, text, ids, body)
         said = self._tokenizer.decode(call.drawn.token_ids.tolist())
         choice = {"index": 0, "text": said, "finish_reason": _reason(call.drawn)}
         whole = {"object": "text_completion", "choices": [choice]} | self._shared(call)
@@ -166,7 +170,8 @@ class Endpoint:
         ids = body.get("token_ids")
         if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
             raise _Refused(400, "'token_ids' must be a list of token ids")
-        call = await self._complete(episode, self._tokenizer.decode(ids), ids, body.get("sampling_params") or {})
+        sampling = body.get("sampling_params") or {}
+        call = await self._complete(request, episode, self._tokenizer.decode(ids), ids, sampling)
         tokens, logprobs = call.drawn.token_ids.tolist(), call.drawn.logprobs.tolist()
         content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
         reason = _reason(call.drawn)
@@ -189,7 +194,9 @@ class Endpoint:
         bos = () if self._chat is not None else self._tokenizer.bos_ids
         return [*bos, *self._tokenizer.encode(text)]
 
-    async def _complete(self, episode: Recorded, text: str, ids: list[int], body: dict[str, Any]) -> Call:
+    async def _complete(
+        self, request: Request, episode: Recorded, text: str, ids: list[int], body: dict[str, Any]
+    ) -> Call:
         if body.get("n") not in (None, 1):
             raise _Refused(400, "one completion per call: 'n' must be 1")
         most = body.get("max_completion_tokens") or body.get("max_tokens") or self._sampling.max_new_tokens
@@ -203,6 +210,7 @@ class Endpoint:
         try:
             drawn = await self._engine.complete(ids, msgspec.structs.replace(self._sampling, max_new_tokens=count))
         except PenstockError as error:
+            episode.failure = str(error)
             raise _Refused(503, str(error)) from error
         if drawn.ending == "interrupted":
             episode.interrupted = True
@@ -212,7 +220,7 @@ class Endpoint:
         inner = getattr(self._tokenizer, "inner", None)
         tokens = drawn.token_ids.tolist()
         said = inner.decode(tokens, skip_special_tokens=False) if inner else self._tokenizer.decode(tokens)
-        call = Call(ids, drawn, text + said)
+        call = Call(ids, drawn, text + said, request.headers.get("x-session-id", ""))
         episode.calls.append(call)
         return call
 

@@ -1,0 +1,174 @@
+"""Runs episodes of a verifiers environment, in the interpreter that has verifiers. Imports nothing of Penstock.
+
+Started by `penstock.envs.io.verifiers` with one argument, a JSON object of `id` and `config`. Lines of JSON go
+through the standard streams:
+
+    out  {"rows": 12, "agents": ["agent"]}                          once, when the environment is loaded
+    in   {"number": 1, "base_url": …, "api_key": …, "row": 3, "agents": ["agent"], "timeout_s": 600}
+    out  {"number": 1, "reward": 0.5, "parts": {…}, "session": …}   or {"number": 1, "error": …}
+
+It ends when its input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+MODEL = "policy"
+KEPT_TASKS = 4096
+"""Tasks of an endless taskset that are kept; an older one is found by reading the taskset from its beginning."""
+
+
+class Bridge:
+    """One environment, with the tasks it has read."""
+
+    def __init__(self, ident: str, config: dict[str, Any]) -> None:
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # type: ignore[import-not-found]
+
+        self.env: Any = load_environment(resolve_env_config(_with_defaults(ident, config)))
+        self.tasks: OrderedDict[int, Any] = OrderedDict()
+        self.coming: Iterator[tuple[int, Any]] = iter(())
+        self.rows: int | None = None
+        if self.env.taskset.bounded:
+            self.tasks.update(enumerate(self.env.taskset))
+            self.rows = len(self.tasks)
+
+    async def agents(self) -> list[str]:
+        """The agents that play with the trained model, less those that the environment does not train."""
+        from verifiers.v1.agent import Agents  # type: ignore[import-not-found]
+        from verifiers.v1.configs.agent import agent_config_fields  # type: ignore[import-not-found]
+
+        standing: Any = Agents(self.env.config, lambda name, config: SimpleNamespace(trainable=True))
+        await self.env.setup(standing)
+        fields = agent_config_fields(self.env.config).items()
+        return [
+            name
+            for name, config in fields
+            if config.model is None and config.client is None and getattr(standing, name).trainable
+        ]
+
+    def task(self, row: int) -> Any:
+        if row in self.tasks or self.rows is not None:
+            return self.tasks[row]
+        found = next(self.coming, None)
+        if found is None or found[0] > row:
+            self.coming = iter(enumerate(self.env.taskset))
+            found = next(self.coming)
+        for number, task in itertools.chain([found], self.coming):
+            self.tasks[number] = task
+            if len(self.tasks) > KEPT_TASKS:
+                self.tasks.popitem(last=False)
+            if number == row:
+                break
+        return self.tasks[row]
+
+    async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """One episode: its reward for the first of the agents that spoke in it, and which calls were that one's."""
+        from verifiers.v1.clients import EvalClientConfig, ModelContext  # type: ignore[import-not-found]
+
+        variable = f"PENSTOCK_EPISODE_{asked['number']}"  # a client reads its key from the environment
+        os.environ[variable] = asked["api_key"]
+        try:
+            client = EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
+            [slot] = self.env.slots(self.task(asked["row"]))
+            async with asyncio.timeout(asked["timeout_s"]):
+                episode = await self.env.run_slot(slot, ModelContext(model=MODEL, client=client))
+        finally:
+            del os.environ[variable]
+        spoke = [trace for trace in episode.traces if trace.num_turns and trace.agent.name in asked["agents"]]
+        if not spoke:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise RuntimeError(_why(errors) or f"none of {', '.join(asked['agents'])} asked for a completion")
+        trace = min(spoke, key=lambda trace: asked["agents"].index(trace.agent.name))
+        rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        if not rewards and not trace.ok:  # an environment may reward an agent that failed; it knows what that means
+            raise RuntimeError(_why([*trace.errors, *episode.errors]) or f"no reward: {trace.stop_condition}")
+        measured = {name: value for name, value in trace.metrics.items() if value is not None}
+        return {"reward": trace.reward, "parts": measured | rewards, "session": trace.id}
+
+
+def _with_defaults(ident: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Agents run as processes of this machine, and only chat and call tools, where the configuration is silent."""
+    from verifiers.v1.configs.agent import AgentConfig  # type: ignore[import-not-found]
+    from verifiers.v1.utils.loaders import default_harness_id, env_config_type  # type: ignore[import-not-found]
+
+    env_id, _, taskset_id = ident.rpartition("+")
+    raw: dict[str, Any] = {}
+    for name, value in config.items():  # dots lead into tables
+        *tables, last = name.split(".")
+        place = raw
+        for table in tables:
+            place = place.setdefault(table, {})
+        place[last] = value
+    raw["taskset"] = {**raw.get("taskset", {}), "id": taskset_id}
+    if env_id:
+        raw["id"] = env_id
+    for name, field in env_config_type(taskset_id, env_id).model_fields.items():
+        if isinstance(field.default, AgentConfig):
+            agent = raw.setdefault(name, {})
+            if "runtime" not in field.default.model_fields_set:
+                agent.setdefault("runtime", {"type": "subprocess"})
+            if field.default.harness is None and default_harness_id(taskset_id) == "bash":
+                agent.setdefault("harness", {"id": "null"})
+    return raw
+
+
+def _why(errors: list[Any]) -> str:
+    return f"{errors[-1].type}: {errors[-1].message}" if errors else ""
+
+
+async def serve(bridge: Bridge, out: Any) -> None:
+    """Answers requests until the input ends; then ends the episodes that still run."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    playing: set[asyncio.Task[None]] = set()
+
+    def tell(**said: Any) -> None:
+        out.write(json.dumps(said) + "\n")
+        out.flush()
+
+    async def answer(asked: dict[str, Any]) -> None:
+        try:
+            tell(number=asked["number"], **await bridge.play(asked))
+        except Exception as error:  # noqa: BLE001 - costs this episode alone
+            cause = "" if isinstance(error, RuntimeError) else traceback.format_exc()
+            tell(number=asked["number"], error=f"{type(error).__name__}: {error}\n{cause}".strip())
+
+    async with bridge.env.serving():
+        tell(rows=bridge.rows, agents=await bridge.agents())
+        async with asyncio.TaskGroup() as group:
+            while line := await reader.readline():
+                task = group.create_task(answer(json.loads(line)))
+                playing.add(task)
+                task.add_done_callback(playing.discard)
+            for task in playing:
+                task.cancel()
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an environment prints is no answer
+    settings = json.loads(sys.argv[1])
+    # verifiers starts its programs with uv, which may be installed beside it.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    try:
+        bridge = Bridge(settings["id"], settings["config"])
+    except Exception as error:  # told to the one who asked for it
+        out.write(json.dumps({"failure": f"{type(error).__name__}: {error}"}) + "\n")
+        out.flush()
+        raise SystemExit(1) from error
+    asyncio.run(serve(bridge, out))
+
+
+if __name__ == "__main__":
+    main()
