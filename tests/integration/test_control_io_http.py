@@ -35,7 +35,7 @@ from penstock.records.weights import Manifest
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.tasks import Tasks
 from penstock.wire import messages
-from penstock.wire.codec import MAX_MESSAGE_BYTES
+from penstock.wire.codec import MAX_MESSAGE_BYTES, decode_section
 from penstock.wire.messages import Refused, Reply, Request
 from profiles import examples
 
@@ -502,7 +502,7 @@ def test_fuzz_whatever_arrives_is_answered_and_the_books_still_balance(bodies: l
             service.check()
         again = PipelineControl(control.settings)
         for at, event in journal.events:
-            again.handle(msgspec.msgpack.decode(event, type=Event), at)
+            again.handle(msgspec.msgpack.decode(event, type=Event, dec_hook=decode_section), at)
         assert again.snapshot() == control.snapshot()
 
     asyncio.run(send_all())

@@ -30,6 +30,7 @@ from penstock.records.payload import PayloadRef
 from penstock.records.rollout import Rollout
 from penstock.runtime.clock import SystemClock
 from penstock.wire import messages
+from penstock.wire.codec import decode_section
 
 T = MemberId("trainer")
 STEPS = SETTINGS.steps or 0
@@ -190,7 +191,7 @@ async def test_nothing_acknowledged_is_lost_and_nothing_happens_twice(controller
             journalled_deliveries.update(rollout["sample"] for rollout in event["rollouts"])
         if event["type"] == "ack_step":
             journalled_steps[event["step"]] += 1
-        machine.handle(msgspec.msgpack.decode(entry.body, type=Event), entry.at)
+        machine.handle(msgspec.msgpack.decode(entry.body, type=Event, dec_hook=decode_section), entry.at)
     told = {sample for leased in peers.leased.values() for lease in leased.leases for sample in lease.samples}
     assert told <= journalled_leases
     assert set(peers.delivered) <= set(journalled_deliveries)

@@ -22,11 +22,11 @@ from penstock.journal.reader import history
 from penstock.pool import events as pool
 from penstock.pool.lease import Hold
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
 from penstock.pool.state import State
 from penstock.records.ids import POOL
 from penstock.records.pool import Priority, Topology
 from penstock.runtime.rundir import RunDir
+from penstock.wire.codec import decode_section
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -212,8 +212,8 @@ def killed_as_it_comes_up(run: Running) -> bool:
 
 def decisions(run: Running) -> list[tuple[pool.Event, dict[int, Hold], dict[int, Hold]]]:
     """The journal, decided again: every event of the pool, with the requests before and after it."""
-    machine = Pool(PoolSettings(Topology((DEVICES,))))
-    decoder = msgspec.msgpack.Decoder(pool.Event)
+    machine = Pool(Topology((DEVICES,)))
+    decoder = msgspec.msgpack.Decoder(pool.Event, dec_hook=decode_section)
     told = []
     before: dict[int, Hold] = {}
     for entry in history(run.directory / "journal.sqlite"):
@@ -222,7 +222,7 @@ def decisions(run: Running) -> list[tuple[pool.Event, dict[int, Hold], dict[int,
         event = decoder.decode(entry.body)
         machine.handle(event, entry.at)
         machine.check()
-        _, state = msgspec.msgpack.decode(machine.snapshot(), type=tuple[int, State])
+        _, state = msgspec.msgpack.decode(machine.snapshot(), type=tuple[int, State], dec_hook=decode_section)
         told.append((event, before, state.holds))
         before = state.holds
     return told

@@ -28,7 +28,7 @@ from penstock.errors import PenstockError
 from penstock.pool import events as ev
 from penstock.pool.io.executor import OrderExecutor
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName, Version
 from penstock.records.pool import DeviceId, Priority, Topology
 from penstock.wire import messages as m
@@ -40,8 +40,8 @@ SAMPLE_TICKS = 6
 requests: Codec[m.Request] = Codec(m.Request)
 replies: Codec[m.Reply] = Codec(m.Reply)
 T = TypeVar("T")
-SETTINGS = PoolSettings(
-    Topology((DEVICES,)), turn_s=0.5, payback=2.0, wake_s=10.0, drain_s=0.5, sleep_s=10.0, report_s=5.0, lease_s=20.0,
+SETTINGS = PoolSection(
+    turn_s=0.5, payback=2.0, wake_s=10.0, drain_s=0.5, sleep_s=10.0, report_s=5.0,
     fence_s=1.0, bench_s=0.2,
 )  # fmt: skip
 
@@ -54,7 +54,7 @@ class Host:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.pool = Pool(SETTINGS)
+        self.pool = Pool(Topology((DEVICES,)), SETTINGS)
         self.changed = asyncio.Condition()
         self.file = (folder / "journal").open("ab+")
         self.longest_wait_s: dict[str, float] = {}
@@ -143,7 +143,6 @@ class Host:
 
     async def answer(self, request: m.Request) -> m.Reply:
         name, member = request.pipeline, request.member
-        self.tell(ev.LeaseRenewed(name, member))
         match request:
             case m.Register(role="rollout"):
                 self.tell(ev.WorkerJoined(name, member))

@@ -11,8 +11,9 @@ import pytest
 
 from penstock.config.load import validate
 from penstock.config.run import Config
+from penstock.control.settings import ControlSection
 from penstock.journal.writer import Journal
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName, RunId
 from penstock.records.payload import RingAddress
 from penstock.records.pool import DeviceId, Priority
@@ -52,6 +53,9 @@ def configured(devices: int = 2, batch_samples: int = 1, payback: float = 13.5) 
     return validate({"pool": pool, "pipeline": [table | {"name": LEFT}, table | {"name": RIGHT}]})
 
 
+CONTROL = ControlSection()
+
+
 class Room:
     """A service for two pipelines on two devices, in time that is set by hand."""
 
@@ -83,7 +87,7 @@ class Room:
             self.service.tick()
 
     @property
-    def settings(self) -> PoolSettings:
+    def settings(self) -> PoolSection:
         pool = self.service.controller.pool
         assert pool is not None
         return pool.settings
@@ -153,10 +157,12 @@ async def test_a_silent_worker_is_fenced_and_its_device_serves_the_other_pipelin
     await room.join(LEFT, "l0", "l1")
     room.service.tick()
     assert [await room.obey(LEFT, member) for member in ("l0", "l1")] == ["wake", "wake"]
-    lease_s = room.settings.lease_s
-    room.pass_time(lease_s - 1)
+    for member in ("l0", "l1"):
+        await room.service.call(Heartbeat(LEFT, MemberId(member), progressed_ago_s=0.0, doing="generating"))
+    room.pass_time(CONTROL.reap_after_s - 1)
+    assert not room.service.status()["evicted"]
     await room.join(RIGHT, "r0", "r1")
-    room.pass_time(2)
+    room.pass_time(3)
     assert set(room.service.status()["evicted"]) == {"l0", "l1"}, "whoever started them must end them"
     assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["", ""], "they may still be there"
     room.pass_time(room.settings.fence_s)
@@ -175,7 +181,7 @@ async def test_nobody_is_fenced_because_the_controller_itself_was_away(enter: Ca
     room.service.tick()
     assert not room.service.status()["evicted"]
     assert room.share(LEFT)["awake"] == 1
-    room.pass_time(room.settings.lease_s + 1)
+    room.pass_time(CONTROL.startup_grace_s + 1)
     assert set(room.service.status()["evicted"]) == {"l0"}, "it is as silent as before, and now that counts"
 
 

@@ -44,10 +44,11 @@ from penstock.weights.events import (
     VersionPublished,
     WeightsAsked,
 )
-from penstock.weights.fleet import TransactionSettings
 from penstock.weights.io.files import Publisher, read_manifest
 from penstock.weights.io.pull import ArtifactServer
+from penstock.weights.published import PublishedVersions
 from penstock.weights.replica import ReplicaState
+from penstock.weights.settings import WeightsSection
 from penstock.weights.transaction import WeightTransaction
 
 SCRIPT = Path(__file__).with_name("weights_replica.py")
@@ -139,8 +140,8 @@ class Stage:
     ) -> None:
         self.run_dir, self.nursery, self.processes = run_dir, nursery, processes
         self.engine, self.way, self.transport = engine, way, transport
-        self.settings = TransactionSettings(
-            min_healthy=1, update_timeout_s=10.0, fenced_timeout_s=15.0, unhealthy_timeout_s=40.0
+        self.settings = WeightsSection(
+            min_healthy=1, deadline_s=10.0, unloaded_timeout_s=15.0, unhealthy_timeout_s=40.0
         )
         self.pulled = ArtifactServer(run_dir, processes.TOKEN) if transport == "pull" else None
         addresses = (self.pulled.address,) if self.pulled is not None else ()
@@ -163,13 +164,16 @@ class Stage:
 
     def new_controller(self) -> None:
         """Knows what a journal would say: what was published, and who was a member."""
-        self.transaction = WeightTransaction(self.settings)
+        self.versions = PublishedVersions()
+        self.transaction = WeightTransaction(self.settings, lambda: self.versions)
         for manifest in self.published:
             self.tell(VersionPublished(manifest))
         self.tell(MembershipReconciled(frozenset(self.alive())))
 
     def tell(self, event: TransactionEvent) -> None:
         now = asyncio.get_running_loop().time()
+        if isinstance(event, VersionPublished):
+            self.versions.add(event.manifest)
         for effect in self.transaction.handle(event, now):
             match effect:
                 case OfferVersion(member, manifest):

@@ -26,6 +26,7 @@ from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
 from penstock.wire import messages
+from penstock.wire.codec import decode_section, encode_section
 from profiles import examples
 
 P = "p"
@@ -210,7 +211,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.control.revision == revision:
             assert self.control.snapshot() == before
         else:
-            self.journal.append((msgspec.msgpack.encode(event), self.now))
+            self.journal.append((msgspec.msgpack.encode(event, enc_hook=encode_section), self.now))
         return sent[0] if sent else None
 
     @property
@@ -261,7 +262,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.send(events.RunResumed())
         steps = self.settings.steps and self.settings.steps + more
         changes = {"groups_per_step": groups, "max_staleness": staleness, "steps": steps}
-        self.settings = msgspec.structs.replace(self.settings, **changes)
+        self.settings = self.settings.model_copy(update=changes)
         assert isinstance(self.send(events.SettingsTaken(self.settings)), messages.Ok)
         self.model.max_staleness = staleness
         for row in self.model.rows.values():
@@ -292,7 +293,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (answer.verdict == "exhausted") == (self.control.phase == "complete")
 
     def rollout(self, sample: int, version: int, reward: float) -> Rollout:
-        digest = self.control.state.digests.get(version, "")
+        digest = self.control.state.published.valid.get(version, "")
         return Rollout(sample, version, digest, reward, 1, PayloadRef("r", 0, sample, 0, 1, 0))
 
     @precondition(lambda self: self.workers)
@@ -405,7 +406,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         replayed = PipelineControl(self.settings, self.judge)
-        decode = msgspec.msgpack.Decoder(events.Event).decode
+        decode = msgspec.msgpack.Decoder(events.Event, dec_hook=decode_section).decode
         for event, at in self.journal:
             replayed.handle(decode(event), at)
         assert replayed.snapshot() == self.control.snapshot()

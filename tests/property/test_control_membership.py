@@ -33,7 +33,7 @@ SETTINGS = PipelineSettings(
     reap_after_s=20.0,
     wedged_after_s=60.0,
     startup_grace_s=40.0,
-    stall_fail_after_s=None,
+    stall_fail_after_s=float("inf"),
 )
 COARSE_S = SETTINGS.resolution_s
 TICK_S = 1.0

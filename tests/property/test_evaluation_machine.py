@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.control.effects import NoteEvaluation
 from penstock.control.evaluation import Evaluation
 from penstock.control.points import EvaluationResult, EvaluationState
-from penstock.control.settings import EvaluationSettings
+from penstock.control.settings import EvaluationSection
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE
 from penstock.records.rollout import FailedRollout, Score
 from profiles import examples
@@ -36,8 +36,8 @@ def worth(version: int, prompt: int, member: int) -> float:
 class EvaluationMachine(RuleBasedStateMachine):
     @initialize(every=st.integers(1, 3), prompts=st.integers(1, 3), samples=st.integers(1, 2), count=st.integers(1, 2))
     def start(self, every, prompts, samples, count):
-        self.settings = EvaluationSettings(
-            every=every, prompts=prompts, samples=samples, workers=count, timeout_s=TIMEOUT_S, max_failures=2
+        self.settings = EvaluationSection(
+            every_steps=every, prompts=prompts, samples=samples, temperature=1.0, workers=count, timeout_s=TIMEOUT_S
         )
         self.machine = Evaluation(self.settings, EvaluationState())
         self.now = 0.0
@@ -75,7 +75,7 @@ class EvaluationMachine(RuleBasedStateMachine):
     def _published(self) -> None:
         first = self.newest is None
         self.newest = self.trained
-        every = self.settings.every
+        every = self.settings.every_steps
         if first or self.newest >= self.next_due:
             self.fall_due(self.newest if first else self.newest // every * every)
             self.next_due = (self.newest // every + 1) * every
@@ -193,7 +193,7 @@ class EvaluationMachine(RuleBasedStateMachine):
             self.due[due] += 1  # measured later than it was due, and so once more
         self.machine.roll_back(self.trained, self.now)
         self.collect()
-        every = self.settings.every
+        every = self.settings.every_steps
         self.next_due = min(self.next_due, (self.trained // every + 1) * every)
         assert all((result.version or 0) <= self.trained for result in self.machine.state.results)
         self._published()
@@ -235,7 +235,7 @@ class EvaluationMachine(RuleBasedStateMachine):
         if result.skipped:
             assert result.samples == 0
             return
-        cells = self.settings.cells
+        cells = self.settings.total_samples
         assert result.version is not None
         assert result.version >= result.due
         assert result.samples + result.failed == cells

@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.pool import events as ev
 from penstock.pool.lease import Hold
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.pool.state import State
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, OrderNumber, Priority, Topology
@@ -23,15 +23,17 @@ DEVICES = 6
 numbers = st.integers(0, 3)
 pipelines = st.sampled_from(NAMES)
 
+TOPOLOGY = Topology((4, 2))
+
 
 class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.settings = PoolSettings(
-            Topology((4, 2)), turn_s=3.0, payback=3.0, wake_s=4.0, drain_s=2.0, sleep_s=2.0, report_s=1.0,
-            lease_s=20.0, fence_s=3.0, demand_lease_s=15.0, bench_s=2.0,
+        self.settings = PoolSection(
+            turn_s=3.0, payback=3.0, wake_s=4.0, drain_s=2.0, sleep_s=2.0, report_s=1.0,
+            fence_s=3.0, demand_lease_s=15.0, bench_s=2.0,
         )  # fmt: skip
-        self.pool = Pool(self.settings)
+        self.pool = Pool(TOPOLOGY, self.settings)
         self.now = 0.0
         self.journal: list[tuple[ev.Event, float]] = []
         self.orders: dict[MemberId, list[OrderNumber]] = {}
@@ -100,16 +102,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.tell(ev.MemberLost(name, MemberId(f"{name}{number}")))
 
     @rule(name=pipelines, number=st.sampled_from([*range(4), "t"]))
-    def give_up(self, name: PipelineName, number: int | str) -> None:
+    def evict(self, name: PipelineName, number: int | str) -> None:
         member = MemberId(f"{name}{number}")
         idle = self.pool.status(self.now).idle
-        self.tell(ev.MemberGivenUp(name, member, "injected"))
+        self.tell(ev.MemberEvicted(name, member, "injected"))
         assert not self.pool.orders(member)
         assert self.pool.status(self.now).idle <= idle, "no device is free before the end is certain"
-
-    @rule(name=pipelines, number=numbers)
-    def renew(self, name: PipelineName, number: int) -> None:
-        self.tell(ev.LeaseRenewed(name, MemberId(f"{name}{number}")))
 
     @rule(name=pipelines, remaining=st.integers(-1, 50), more=st.integers(-1, 20))
     def count(self, name: PipelineName, remaining: int, more: int) -> None:
@@ -193,11 +191,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(away_s=st.sampled_from([1.0, 1000.0]))
     def restart(self, away_s: float) -> None:
         """The controller is killed and comes back from its journal."""
-        fresh = Pool(self.settings)
+        fresh = Pool(TOPOLOGY, self.settings)
         for event, at in self.journal:
             fresh.handle(event, at)
         assert fresh.snapshot() == self.pool.snapshot()
-        restored = Pool(self.settings)
+        restored = Pool(TOPOLOGY, self.settings)
         restored.restore(fresh.snapshot())
         assert restored.snapshot() == fresh.snapshot()
         self.pool = restored
@@ -207,7 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(turn_s=st.sampled_from([1.0, 6.0]))
     def begin_another_life(self, turn_s: float) -> None:
         """The run is resumed, with other settings: nobody is left, and no number is used twice."""
-        self.tell(ev.LifeBegan(msgspec.structs.replace(self.settings, turn_s=turn_s)))
+        self.tell(ev.LifeBegan(TOPOLOGY, self.settings.model_copy(update={"turn_s": turn_s})))
         assert not self.pool.members()
         assert self.pool.status(self.now).idle == DEVICES
         self.orders.clear()
@@ -220,7 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert min(status.idle, status.generating, status.held, status.moving) >= 0
 
     def teardown(self) -> None:
-        fresh = Pool(self.settings)
+        fresh = Pool(TOPOLOGY, self.settings)
         for event, at in self.journal:
             fresh.handle(event, at)
         assert fresh.snapshot() == self.pool.snapshot()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.pool import events as ev
 from penstock.pool.places import places
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Topology
 from profiles import examples
@@ -23,7 +23,6 @@ SETTINGS = {
     "sleep_s": 3.0,
     "report_s": 2.0,
     "fence_s": 4.0,
-    "lease_s": 1e9,
     "demand_lease_s": 30.0,
     "bench_s": 2.0,
 }
@@ -89,7 +88,7 @@ class Crowd:
 def test_every_healthy_pipeline_is_served_within_the_bound(nodes, shapes, faulty, payback, seed):
     topology = Topology(nodes)
     inference = tuple(DeviceId(device) for device in range(topology.device_count))
-    pool = Pool(PoolSettings(topology, payback=payback, **SETTINGS))
+    pool = Pool(topology, PoolSection(payback=payback, **SETTINGS))
     random = Random(seed)
     names = [PipelineName(f"p{number}") for number in range(len(shapes))]
     crowd = Crowd(pool, random, {names[number] for number in faulty if number < len(names)})

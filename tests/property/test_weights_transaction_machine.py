@@ -25,8 +25,9 @@ from penstock.weights.events import (
     WeightsAsked,
 )
 from penstock.weights.faults import Policy
-from penstock.weights.fleet import TransactionSettings
+from penstock.weights.published import PublishedVersions
 from penstock.weights.replica import ReplicaState
+from penstock.weights.settings import WeightsSection
 from penstock.weights.transaction import WeightTransaction
 from profiles import examples
 
@@ -43,15 +44,15 @@ class TransactionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.settings = TransactionSettings(
-            policy=self.policy,
+        self.settings = WeightsSection(
+            on_fault=self.policy,
             min_healthy=self.min_healthy,
-            update_timeout_s=10.0,
-            fenced_timeout_s=20.0,
+            deadline_s=10.0,
+            unloaded_timeout_s=20.0,
             unhealthy_timeout_s=60.0,
-            history=8,
         )
-        self.transaction = WeightTransaction(self.settings)
+        self.versions = PublishedVersions()
+        self.transaction = WeightTransaction(self.settings, lambda: self.versions)
         self.now = 0.0
         self.published: list[Manifest] = []
         self.holds: dict[MemberId, Manifest | None] = {}
@@ -63,6 +64,8 @@ class TransactionMachine(RuleBasedStateMachine):
 
     def tell(self, event: TransactionEvent) -> None:
         healthy = set(self.admitted)
+        if isinstance(event, VersionPublished):
+            self.versions.add(event.manifest)
         for effect in self.transaction.handle(event, self.now):
             match effect:
                 case OfferVersion(member, manifest):

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.control.settings import EvaluationSettings
+from penstock.control.settings import EvaluationSection
 from penstock.errors import InvalidTransition, PenstockError
 from penstock.records.ids import SampleId, Version
 from penstock.sim import scoring
@@ -18,7 +18,7 @@ from penstock.sim.faults import Faults, WholeFaults
 from penstock.sim.whole import WholeSettings, simulate_whole
 from penstock.sim.world import SimReport, SimSettings, simulate
 
-EVALUATION = EvaluationSettings(every=5, prompts=12, samples=2, timeout_s=120.0)
+EVALUATION = EvaluationSection(every_steps=5, prompts=12, samples=2, temperature=1.0, timeout_s=120.0)
 
 
 def run(settings: SimSettings) -> SimReport:
@@ -46,7 +46,9 @@ def test_training_goes_on_beside_evaluation():
 def test_storms(workers: int):
     fired: Counter[str] = Counter()
     evaluated, skipped = 0, Counter[str]()
-    evaluation = EvaluationSettings(every=5, prompts=12, samples=2, timeout_s=120.0, workers=workers)
+    evaluation = EvaluationSection(
+        every_steps=5, prompts=12, samples=2, temperature=1.0, timeout_s=120.0, workers=workers
+    )
     for seed in range(6):
         settings = SimSettings(steps=60, seed=seed, evaluation=evaluation, check_every=40, faults=Faults.everything())
         report = run(settings)

@@ -31,7 +31,7 @@ from penstock.weights.events import (
     VersionPublished,
     WeightsAsked,
 )
-from penstock.weights.fleet import TransactionSettings
+from penstock.weights.published import HISTORY, PublishedVersions
 from penstock.weights.replica import (
     AbandonReplica,
     Died,
@@ -49,6 +49,7 @@ from penstock.weights.replica import (
     Verified,
     WriteBegan,
 )
+from penstock.weights.settings import WeightsSection
 from penstock.weights.transaction import WeightTransaction
 
 BUCKETS = 4
@@ -82,14 +83,15 @@ class World:
         self.fault_rate = fault_rate
         self.faults_until = faults_until
         self.train_until = train_until
-        self.settings = TransactionSettings(
-            policy="restore",
+        self.settings = WeightsSection(
+            on_fault="restore",
             min_healthy=replicas // 4,
-            update_timeout_s=60.0,
-            fenced_timeout_s=60.0,
+            deadline_s=60.0,
+            unloaded_timeout_s=60.0,
             unhealthy_timeout_s=120.0,
         )
-        self.controller = WeightTransaction(self.settings)
+        self.versions = PublishedVersions()
+        self.controller = WeightTransaction(self.settings, lambda: self.versions)
         self.fired: Counter[str] = Counter()
         self.lineage = 0
         self.version = 0
@@ -156,6 +158,8 @@ class World:
     # Controller
 
     def tell(self, event: TransactionEvent) -> None:
+        if isinstance(event, VersionPublished):
+            self.versions.add(event.manifest)
         for effect in self.controller.handle(event, self.now):
             match effect:
                 case OfferVersion(member, manifest):
@@ -186,7 +190,7 @@ class World:
             self.after(self.random.uniform(0.0, 2.0), lambda p=process: self.report_again(p))
 
     def rebuilt(self) -> WeightTransaction:
-        controller = WeightTransaction(self.settings)
+        controller = WeightTransaction(self.settings, lambda: self.versions)
         ordered = sorted(self.ever_published, key=lambda item: (int(item[1].split(".")[0]), item[0]))
         for version, digest in ordered:
             lineage = f"l{digest.split('.')[0]}"
@@ -258,7 +262,7 @@ class World:
             assert self.controller.expects(replica.version, replica.digest) or self.controller_forgot(replica.version)
 
     def controller_forgot(self, version: Version) -> bool:
-        return self.newest is not None and version < self.newest.version - self.settings.history + 8
+        return self.newest is not None and version < self.newest.version - HISTORY + 8
 
     def ask(self, process: Process) -> None:
         if not process.alive:

@@ -28,8 +28,10 @@ from penstock.records.ids import POOL, MemberId, PipelineName, Version
 from penstock.records.weights import Held
 from penstock.weights import events as weights_events
 from penstock.weights.coordination import Coordination, Level
-from penstock.weights.fleet import TransactionSettings
+from penstock.weights.published import PublishedVersions
+from penstock.weights.settings import WeightsSection
 from penstock.wire import messages
+from penstock.wire.codec import decode_section
 from penstock.wire.messages import NotYet, Ok, Refused, Reply, Request
 
 EVENT_CHARACTERS = 200
@@ -39,8 +41,10 @@ Decided = list[tuple[PipelineName, Effect]]
 """What to do, each with the pipeline it concerns; the reply to a request comes first."""
 
 _PIPELINE_EVENTS = frozenset(get_args(events.Event))
-_pipeline_event: Callable[[bytes], events.Event] = msgspec.msgpack.Decoder(events.Event).decode
-_pool_event: Callable[[bytes], pool_events.Event] = msgspec.msgpack.Decoder(pool_events.Event).decode
+_pipeline_event: Callable[[bytes], events.Event] = msgspec.msgpack.Decoder(events.Event, dec_hook=decode_section).decode
+_pool_event: Callable[[bytes], pool_events.Event] = msgspec.msgpack.Decoder(
+    pool_events.Event, dec_hook=decode_section
+).decode
 
 
 class Controller:
@@ -50,14 +54,14 @@ class Controller:
         self,
         pipelines: Mapping[PipelineName, PipelineControl],
         *,
-        weights: Mapping[PipelineName, TransactionSettings] | None = None,
+        weights: Mapping[PipelineName, WeightsSection] | None = None,
         pool: Pool | None = None,
         shapes: Iterable[pool_events.PipelineOpened] = (),
     ) -> None:
         """`shapes` say where the workers of each pipeline may be in the pool; without a pool its calls are refused."""
         self.pipelines = dict(pipelines)
         self.pool = pool
-        self._pool_settings = pool.settings if pool is not None else None
+        self._pool_settings = (pool.topology, pool.settings) if pool is not None else None
         self._shapes = tuple(shapes)
         self._wanted = {name: machine.settings for name, machine in pipelines.items()}
         given = weights or {}
@@ -70,14 +74,17 @@ class Controller:
         self._now = 0.0
         self._out: Decided = []
 
-    def _coordination(self, name: PipelineName, settings: TransactionSettings | None) -> Coordination:
+    def _coordination(self, name: PipelineName, settings: WeightsSection | None) -> Coordination:
         def wake(topic: Topic) -> None:
             self._out.append((name, Announce(topic)))
 
         def say(level: Level, line: str) -> None:
             self._out.append((name, Log(level, f"{name}: {line}")))
 
-        return Coordination(settings or TransactionSettings(), wake, say)
+        def published() -> PublishedVersions:
+            return self.pipelines[name].state.published
+
+        return Coordination(settings or WeightsSection(), published, wake, say)
 
     # -- what is remembered -------------------------------------------------------------------------------------
 
@@ -149,7 +156,7 @@ class Controller:
                 raise ConfigError(f"pipeline {name!r} of this run cannot go on so: {refusal.message}")
         if self.pool is not None and self._pool_settings is not None:
             if new_life:
-                self._tell_pool(pool_events.LifeBegan(self._pool_settings))
+                self._tell_pool(pool_events.LifeBegan(*self._pool_settings))
             for shape in self._shapes:
                 self._tell_pool(shape)
             if not new_life:
@@ -183,13 +190,8 @@ class Controller:
                 steady = weights.is_steady(member, request.version)
                 awake = self.pool.serving(name) if self.pool is not None else 0
                 return self._feed(name, msgspec.structs.replace(request, steady=steady, workers=awake))
-            case messages.Deliver() | messages.AskBatch() | messages.AckStep():
+            case messages.Deliver() | messages.AskBatch() | messages.AckStep() | messages.Heartbeat():
                 return self._feed(name, request)
-            case messages.Heartbeat():
-                reply = self._feed(name, request)
-                if self.pool is not None and isinstance(reply, messages.HeartbeatSeen) and reply.known:
-                    self._tell_pool(pool_events.LeaseRenewed(name, member))
-                return reply
             case messages.Register():
                 reply = self._feed(name, request)
                 if isinstance(reply, messages.Registered):
@@ -210,7 +212,7 @@ class Controller:
         match request:
             case messages.AckCheckpoint():
                 reply = self._feed(name, request)
-                digest = machine.state.digests.get(Version(request.step))
+                digest = machine.state.published.valid.get(Version(request.step))
                 if isinstance(reply, Ok) and digest is not None:
                     held = Held(Version(request.step), digest)
                     self._tell_weights(name, weights_events.VersionMadeDurable(held))
@@ -243,8 +245,12 @@ class Controller:
             self._feed(name, TimePassed())
         if self.pool is not None:
             away_s = self._now - (self._ticked_at if self._ticked_at is not None else self._now)
-            if away_s > self.pool.settings.lease_s / 2:  # it was this process that was away, stopped or suspended
+            if away_s > self.pool.settings.report_s:  # it was this process that was away, stopped or suspended
                 self._tell_pool(pool_events.ControllerRestarted())
+            for member in self.pool.members():  # no other table of members expires
+                machine = self.pipelines[self.pool.pipeline_of(member)]
+                if machine.members.get(member) is None:
+                    self._evict_from_pool(member, machine.members.why_unknown(member))
             for name, machine in self.pipelines.items():
                 demand = machine.demand()
                 if demand is not None:
@@ -278,7 +284,7 @@ class Controller:
         for effect in decided[1:] if is_request else decided:
             out.append((name, effect))
             if isinstance(effect, EvictMember):
-                self._give_up_in_pool(effect.member, effect.reason)  # it may still be on its devices
+                self._evict_from_pool(effect.member, effect.reason)  # it may still be on its devices
                 self._reconcile(name)
         return decided[0] if is_request else None
 
@@ -363,11 +369,11 @@ class Controller:
         for key in [key for key in self._rejected if key[0] == member]:
             del self._rejected[key]
 
-    def _give_up_in_pool(self, member: MemberId, reason: str) -> None:
+    def _evict_from_pool(self, member: MemberId, reason: str) -> None:
         """It is evicted, but may still run."""
         pipeline = self.pool.pipeline_of(member) if self.pool is not None else None
         if pipeline is not None:
-            self._tell_pool(pool_events.MemberGivenUp(pipeline, member, reason))
+            self._tell_pool(pool_events.MemberEvicted(pipeline, member, reason))
 
     def _tell_pool(self, event: pool_events.Event) -> None:
         pool, out = self.pool, self._out

@@ -70,7 +70,7 @@ class Observer:
 
     def _evaluated(self) -> dict[str, float]:
         """The newest point and what became of the others; nothing where evaluation is off."""
-        if self.settings.evaluation is None:
+        if not self.settings.evaluation.every_steps:
             return {}
         results = self.state.evaluation.results
         numbers: dict[str, float] = {

@@ -16,29 +16,32 @@ Promises, checked by `check()`:
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from itertools import groupby
 from math import isfinite, sqrt
 
 from penstock.control.effects import Log, NoteEvaluation
 from penstock.control.points import Cell, EvaluationResult, EvaluationState, HeldCell, Point
 from penstock.control.samples import NOT_LEASED_TO_YOU
-from penstock.control.settings import EvaluationSettings
+from penstock.control.settings import EvaluationSection
 from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId, PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Score
 from penstock.records.weights import Held
+from penstock.weights.published import PublishedVersions
 
 IDLE_SHARE = 0.25
 """Of the deadline: how long an evaluator may hold nothing, though there is more to do, before it counts as gone."""
+MAX_FAILURES = 3
+"""A sample that fails so often is left out of the result, and counted."""
 
 
 class Evaluation:
     """One pipeline's points. Without settings nothing is ever due."""
 
-    def __init__(self, settings: EvaluationSettings | None, state: EvaluationState) -> None:
-        self.settings = settings
+    def __init__(self, settings: EvaluationSection, state: EvaluationState) -> None:
+        self.settings = settings if settings.every_steps else None
         self.state = state
         self._ended: list[EvaluationResult] = []
 
@@ -70,7 +73,7 @@ class Evaluation:
         """Whether the member must go on serving what it serves."""
         return self.state.running is not None and member in self.state.running.evaluators
 
-    def keeps(self, member: MemberId, held: Held, published: Mapping[Version, str]) -> bool:
+    def keeps(self, member: MemberId, held: Held, published: PublishedVersions) -> bool:
         """Whether a member that serves `held` should go on doing so: it is pinned, or could begin the running point
         the next time it asks for work. Where weights change as fast as they can be loaded, nobody would be found that
         serves any for a while.
@@ -78,7 +81,7 @@ class Evaluation:
         point = self.state.running
         if point is None or not self.lacks_evaluator:
             return self.pins(member)
-        return held.version >= point.due and published.get(held.version) == held.digest
+        return held.version >= point.due and published.valid.get(held.version) == held.digest
 
     def take_notes(self, pipeline: str) -> list[NoteEvaluation | Log]:
         """What there is to be said about points that ended since this was last asked."""
@@ -96,8 +99,8 @@ class Evaluation:
         if settings is None or (state.next_due is not None and version < state.next_due):
             return
         first = state.next_due is None
-        state.next_due = _after(version, settings.every)
-        self._fall_due(version if first else Version(version - version % settings.every), now)
+        state.next_due = _after(version, settings.every_steps)
+        self._fall_due(version if first else Version(version - version % settings.every_steps), now)
 
     def training_ended(self, version: Version, now: float) -> None:
         """No further version will come: this one is measured too."""
@@ -123,7 +126,7 @@ class Evaluation:
 
     def _start(self, due: Version, now: float) -> None:
         assert self.settings is not None
-        self.state.running = Point(due, now, now + self.settings.timeout_s, list(range(self.settings.cells)))
+        self.state.running = Point(due, now, now + self.settings.timeout_s, list(range(self.settings.total_samples)))
 
     # -- leases -------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class Evaluation:
         assert self.settings is not None
         self.state.moves += 1
         point.version, point.digest = version, digest
-        point.open = list(range(self.settings.cells))
+        point.open = list(range(self.settings.total_samples))
         point.held, point.scores, point.failures, point.failed, point.evaluators = {}, {}, {}, {}, {}
 
     # -- what comes back ----------------------------------------------------------------------------------------
@@ -215,7 +218,7 @@ class Evaluation:
     def _strike(self, point: Point, cell: Cell, error: str, *, once: bool) -> None:
         assert self.settings is not None
         point.failures[cell] = point.failures.get(cell, 0) + 1
-        if once or point.failures[cell] >= self.settings.max_failures:
+        if once or point.failures[cell] >= MAX_FAILURES:
             point.failed[cell] = error
         else:
             self._reopen(point, cell)
@@ -279,7 +282,9 @@ class Evaluation:
             if point.version is None:
                 came = f"no worker came to serve version {point.due} or a later one"
             else:
-                came = f"only {len(point.scores)} of {settings.cells} samples of version {point.version} came in"
+                came = (
+                    f"only {len(point.scores)} of {settings.total_samples} samples of version {point.version} came in"
+                )
             self._skip(f"{came} within {now - point.since:.0f} s", now)
             return True
         for member, since in list(point.evaluators.items()):
@@ -302,7 +307,7 @@ class Evaluation:
             return
         state.moves += 1
         undone = [result for result in state.results if max(result.due, result.version or 0) > version]
-        state.next_due = min(state.next_due, _after(version, settings.every))
+        state.next_due = min(state.next_due, _after(version, settings.every_steps))
         state.results = [result for result in state.results if result not in undone]
         why = f"training was rolled back to version {version}"
         if state.waiting is not None and state.waiting > version:
@@ -367,8 +372,10 @@ class Evaluation:
         if settings is None:
             raise InvalidTransition("an evaluation runs although there are no settings for it")
         cells = [*point.open, *(held.cell for held in point.held.values()), *point.scores, *point.failed]
-        if sorted(cells) != list(range(settings.cells)):
-            raise InvalidTransition(f"{len(cells)} samples of an evaluation are accounted for, not {settings.cells}")
+        if sorted(cells) != list(range(settings.total_samples)):
+            raise InvalidTransition(
+                f"{len(cells)} samples of an evaluation are accounted for, not {settings.total_samples}"
+            )
         if point.open != sorted(point.open):
             raise InvalidTransition("the open samples of an evaluation are out of order")
         for member in point.evaluators:

@@ -35,6 +35,8 @@ from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId, St
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Held, Manifest
+from penstock.weights.published import PublishedVersions
+from penstock.wire.codec import decode_section, encode_section
 from penstock.wire.messages import (
     AckCheckpoint,
     AckStep,
@@ -61,8 +63,8 @@ from penstock.wire.messages import (
 Outcome = tuple[list[Effect], bool]
 """What handling one event comes to: what to do, and whether the state changed."""
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(PipelineState)
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_section)
+_decoder = msgspec.msgpack.Decoder(PipelineState, dec_hook=decode_section)
 
 # Tuples, made once: this is asked at every event.
 _NO_PROGRESS = (Heartbeat, TimePassed)
@@ -136,7 +138,7 @@ class PipelineControl:
 
     def keeps_weights(self, member: MemberId, held: Held) -> bool:
         """Whether a worker is to go on serving what it serves: it evaluates that, or should, the next time it asks."""
-        return self.evaluation.keeps(member, held, self.state.digests)
+        return self.evaluation.keeps(member, held, self.state.published)
 
     def attendance(self) -> tuple[frozenset[MemberId], MemberId | None, dict[MemberId, str]]:
         """The workers there are, the trainer if there is one, and who was lost and why.
@@ -160,6 +162,7 @@ class PipelineControl:
         """Raises if an invariant of the ledger, the admission or the phase is broken."""
         self.ledger.check()
         self.evaluation.check(self.state.members.live)
+        self.state.published.check()
         bound = (self.settings.max_staleness + 1) * self.settings.groups_per_step
         if self.ledger.live_groups > bound:
             raise InvalidTransition(f"{self.ledger.live_groups} groups are live, the staleness bound allows {bound}")
@@ -412,7 +415,7 @@ class PipelineControl:
         state.members.rings.clear()
         state.members.departed_rings.clear()
         state.weights, state.stop_asked, state.stop_reason, state.failure = None, False, "", ""
-        state.digests.clear()
+        state.published = PublishedVersions()
         state.started_at = state.progressed_at = now
         state.issued_before = state.ledger.next_sample
         state.trainer_lost_at, state.trainer_left_well, state.set_aside_in_a_row = None, False, 0
@@ -429,7 +432,7 @@ class PipelineControl:
             state.ledger.prompt_limit = wanted.prompt_limit
         state.settings = self.settings = wanted
         self._adopt(state)
-        if wanted.evaluation is None:
+        if not wanted.evaluation.every_steps:
             self.evaluation.stop(now, "evaluation was switched off")
         elif wanted.evaluation != former.evaluation:
             self.evaluation.resume(now)
@@ -478,7 +481,7 @@ class PipelineControl:
         """Before all else: a point is small, has a deadline, and keeps its evaluators from newer weights."""
         if not event.steady or event.version > self.state.newest:
             return ()
-        digest = self.state.digests.get(event.version, "")
+        digest = self.state.published.valid.get(event.version, "")
         return tuple(self.evaluation.grant(event.member, event.version, digest, event.samples, now))
 
     def _workers(self) -> int:
@@ -517,7 +520,7 @@ class PipelineControl:
 
     def _take_rollout(self, member: MemberId, rollout: Rollout) -> str:
         """Books a rollout if it was made with published weights; as long as none are published, all are taken."""
-        digests = self.state.digests
+        digests = self.state.published.valid
         expected = digests.get(rollout.version)
         wrong = bool(digests) and rollout.weights_digest != expected
         if wrong and rollout.version <= self.state.newest and self._reject(member, rollout.sample):
@@ -586,8 +589,7 @@ class PipelineControl:
         if not known:
             if state.weights is not None and state.weights.version > step:
                 state.weights = None
-            for version in [version for version in state.digests if version > step]:
-                del state.digests[version]
+            state.published.withdraw_after(step)
             self.evaluation.roll_back(Version(step), now)
         return None
 
@@ -681,9 +683,7 @@ class PipelineControl:
         if manifest == state.weights or (state.weights is not None and version < state.weights.version):
             return [Ok()], False
         state.weights = manifest
-        state.digests[version] = manifest.digest
-        for old in [old for old in state.digests if old < version - self.settings.max_staleness - 1]:
-            del state.digests[old]
+        state.published.add(manifest)
         if state.phase != "complete":
             self.evaluation.published(version, now)
         return [Ok(), Announce("weights")], True

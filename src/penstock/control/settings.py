@@ -1,11 +1,10 @@
-"""What the control machine must be told: `[control]`, `[pipeline.evaluation]`, and what of a pipeline's other tables it
-decides by. Defaults stand in the tables alone."""
+"""`[control]`, `[pipeline.evaluation]`, and the keys of `[pipeline.train]` and `[pipeline.rollout]` that the controller
+decides by. Its machine is given the same fields, as `PipelineSettings`, and journals them."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from pydantic import Field, model_validator
 
 from penstock.envs.settings import EnvSection
@@ -13,17 +12,13 @@ from penstock.records.ids import PipelineName
 from penstock.records.section import NonNegative, NonNegativeFloat, Positive, Seconds, Section
 
 
-class ControlSection(Section):
-    host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback exposes the run to the network; the token still guards it."""
-    port: Annotated[int, Field(ge=0, lt=65536)] = 0
-    """0 lets the system choose a free port."""
-    heartbeat_every_s: Seconds = 1.0
-    """Between two signs of life of a process."""
+class LivenessSection(Section):
+    """When silence and standstill are reported, and when they are the end."""
+
     suspect_after_s: Seconds = 5.0
     """Silence after which a process is suspected."""
     reap_after_s: Seconds = 15.0
-    """Silence after which a process is given up and its leases are issued again."""
+    """Silence after which a process is evicted and its leases are issued again."""
     wedged_after_s: Seconds = 600.0
     """No progress for so long, though heartbeats arrive, counts as silence too."""
     startup_grace_s: Seconds = 120.0
@@ -34,6 +29,15 @@ class ControlSection(Section):
     """And after so long the run fails with that sentence."""
     exit_without_trainer_s: Seconds | None = None
     """Fail when a pipeline has had no trainer for so long. Off by default, since trainers may join later."""
+
+
+class ControlSection(LivenessSection):
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback exposes the run to the network; the token still guards it."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """0 lets the system choose a free port."""
+    heartbeat_every_s: Seconds = 1.0
+    """Between two heartbeats of a process."""
     reconnect_s: Seconds = 60.0
     """How long workers and trainers look for a lost controller before they give up."""
 
@@ -75,63 +79,55 @@ class EvaluationSection(Section):
             raise ValueError("evaluation.samples above 1 would all be alike at temperature 0; set a temperature")
         return self
 
-
-_CONTROL, _EVALUATION = ControlSection(), EvaluationSection()
-
-
-class EvaluationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    every: int
-    """Versions between two points."""
-    prompts: int
-    samples: int = _EVALUATION.samples
-    """Per prompt."""
-    workers: int = _EVALUATION.workers
-    """That evaluate at once; the others go on generating for training."""
-    timeout_s: float = _EVALUATION.timeout_s
-    """What a point may take once it is its turn."""
-    max_failures: int = 3
-    """A sample that fails so often is left out of the result, and counted."""
-
     @property
-    def cells(self) -> int:
+    def total_samples(self) -> int:
+        """Of one evaluation."""
         return self.prompts * self.samples
 
 
-class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSection(Section):
+    """Of `[pipeline.rollout]`."""
+
+    workers: Positive = 1
+    """Processes that generate samples. Leases are divided among so many from the start, and among more if more
+    register."""
+    group_size: Positive = 8
+    """Samples per prompt."""
+    max_failures: Positive = 3
+    """A prompt that fails so often is set aside with its error."""
+    max_losses: Positive | None = None
+    """A prompt whose workers die so often is set aside too: it may be what kills them. Off by default: workers die for
+    other reasons."""
+
+
+class StepSection(Section):
+    """Of `[pipeline.train]`."""
+
+    groups_per_step: Positive = 16
+    """Prompts per optimiser step."""
+    max_staleness: NonNegative = 2
+    """No sample is trained more than so many versions after the weights it was generated with."""
+    straggler_wait_s: NonNegativeFloat = 0.0
+    """How long a full batch waits for groups that would be outdated without it, so that long samples are not left out.
+    0 never waits: they are generated again."""
+    filters: list[str] = []
+    """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
+
+
+class PipelineSettings(LivenessSection, GroupSection, StepSection):
+    """All that the machine of one pipeline decides by."""
+
     name: PipelineName
     steps: int | None = None
     """Length of the run; None: until the prompts run out."""
-    groups_per_step: int
-    group_size: int
-    workers: int = 1
-    """That the run should have. Leases are divided among so many from the start, and among more if more register."""
-    max_staleness: int = 1
+    epochs: int | None = None
     prompt_limit: int | None = None
     """Prompts in the whole run; None: endless, or `epochs` times what the first worker reports."""
-    epochs: int | None = None
-    straggler_wait_s: float = 0.0
-    """How long a full batch waits for groups that would be outdated without it: none of their work is wasted then, and
-    long samples are not weeded out. Past this, the batch leaves without them."""
-    max_failures: int = 3
-    """A prompt that fails this often is set aside."""
-    max_losses: int | None = None
-    """And so is a prompt during whose generation this many workers died: it may be what kills them. Off by default,
-    since a storm of other deaths could then cost an innocent prompt."""
     max_filtered_per_step: int | None = None
     """Groups the filter may take away between two batches, by default four batches' worth; then groups pass anyway,
-    so that a filter that dislikes everything slows the run down but cannot stop it."""
-    suspect_after_s: float = _CONTROL.suspect_after_s
-    reap_after_s: float = _CONTROL.reap_after_s
-    wedged_after_s: float = _CONTROL.wedged_after_s
-    startup_grace_s: float = _CONTROL.startup_grace_s
-    stall_after_s: float = _CONTROL.stall_after_s
-    stall_fail_after_s: float | None = _CONTROL.stall_fail_after_s
-    exit_without_trainer_s: float | None = _CONTROL.exit_without_trainer_s
-    throttle_report_s: float = 30.0
-    evaluation: EvaluationSettings | None = None
-    """None: versions are never evaluated."""
-    filters: tuple[str, ...] = ()
-    """Names of what the group filter is made of: it decided what was filtered, so a replay needs the same."""
+    so that a filter that rejects everything slows the run down but cannot stop it."""
+    throttle_report_s: Seconds = 30.0
+    evaluation: EvaluationSection = EvaluationSection()
 
     @property
     def resolution_s(self) -> float:

@@ -11,6 +11,7 @@ from penstock.control.samples import LedgerState
 from penstock.control.settings import PipelineSettings
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
+from penstock.weights.published import PublishedVersions
 from penstock.wire.messages import Phase
 
 RECENT_STEPS = 16
@@ -40,7 +41,7 @@ class PipelineState(msgspec.Struct):
     stop_reason: str = ""
     failure: str = ""
     weights: Manifest | None = None
-    digests: dict[Version, str] = msgspec.field(default_factory=dict)
+    published: PublishedVersions = msgspec.field(default_factory=PublishedVersions)
     started_at: float | None = None
     """This life of the run."""
     issued_before: int = 0

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.pool import DeviceId, Order, OrderNumber, Priority
+from penstock.records.pool import DeviceId, Order, OrderNumber, Priority, Topology
 from penstock.wire.messages import AskDevices, ReportOrder
 
 Rejection = Literal["timed_out", "cancelled", "closed"]
@@ -21,7 +21,8 @@ class LifeBegan(msgspec.Struct, tag="pool_life_began", frozen=True):
     """The run was started, or resumed: none of the processes of an earlier life is left. From now on the pool goes by
     these settings."""
 
-    settings: PoolSettings
+    topology: Topology
+    settings: PoolSection
 
 
 class PipelineOpened(msgspec.Struct, tag="pool_pipeline_opened", frozen=True):
@@ -67,19 +68,12 @@ class MemberLost(msgspec.Struct, tag="pool_member_lost", frozen=True):
     reason: str = ""
 
 
-class MemberGivenUp(msgspec.Struct, tag="pool_member_given_up", frozen=True):
-    """A process is not reckoned with any more, but may still run: what it holds is free when its end is certain."""
+class MemberEvicted(msgspec.Struct, tag="pool_member_evicted", frozen=True):
+    """A process is no longer a member, but may still run: what it holds is free when its end is certain."""
 
     pipeline: PipelineName
     member: MemberId
     reason: str = ""
-
-
-class LeaseRenewed(msgspec.Struct, tag="pool_lease_renewed", frozen=True):
-    """A member showed that it is alive."""
-
-    pipeline: PipelineName
-    member: MemberId
 
 
 class DemandCounted(msgspec.Struct, tag="pool_demand_counted", frozen=True):
@@ -151,8 +145,7 @@ Event = (
     | PipelineClosed
     | WorkerJoined
     | MemberLost
-    | MemberGivenUp
-    | LeaseRenewed
+    | MemberEvicted
     | DemandCounted
     | DevicesRequested
     | RequestCancelled

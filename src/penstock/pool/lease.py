@@ -16,28 +16,28 @@ from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, OrderNumber, Priority, SeatId
 
 SeatState = Literal["planned", "waking", "serving", "leaving", "fenced", "gone"]
-SeatInput = Literal["cleared", "finished", "proved", "failed", "recalled", "overdue", "silent", "lost"]
+SeatInput = Literal["cleared", "finished", "proved", "failed", "recalled", "overdue", "evicted", "lost"]
 
 SEAT_TABLE: dict[tuple[SeatState, SeatInput], SeatState] = {
     ("planned", "cleared"): "waking",
     ("planned", "recalled"): "gone",
-    ("planned", "silent"): "gone",
+    ("planned", "evicted"): "gone",
     ("planned", "lost"): "gone",
     ("waking", "finished"): "serving",
     ("waking", "proved"): "gone",
     ("waking", "failed"): "leaving",
     ("waking", "recalled"): "leaving",
     ("waking", "overdue"): "leaving",
-    ("waking", "silent"): "fenced",
+    ("waking", "evicted"): "fenced",
     ("waking", "lost"): "gone",
     ("serving", "recalled"): "leaving",
-    ("serving", "silent"): "fenced",
+    ("serving", "evicted"): "fenced",
     ("serving", "lost"): "gone",
     ("leaving", "finished"): "gone",
     ("leaving", "proved"): "gone",
     ("leaving", "failed"): "fenced",
     ("leaving", "overdue"): "fenced",
-    ("leaving", "silent"): "fenced",
+    ("leaving", "evicted"): "fenced",
     ("leaving", "lost"): "gone",
     ("fenced", "overdue"): "gone",
     ("fenced", "lost"): "gone",
@@ -45,20 +45,20 @@ SEAT_TABLE: dict[tuple[SeatState, SeatInput], SeatState] = {
 """`finished` answers the present order; `proved` is a failure after which the worker verifiably holds nothing."""
 
 HoldState = Literal["waiting", "assigned", "held", "fenced", "gone"]
-HoldInput = Literal["promised", "withdrawn", "cleared", "released", "ended", "silent", "overdue", "lost"]
+HoldInput = Literal["promised", "withdrawn", "cleared", "released", "ended", "evicted", "overdue", "lost"]
 
 HOLD_TABLE: dict[tuple[HoldState, HoldInput], HoldState] = {
     ("waiting", "promised"): "assigned",
     ("waiting", "ended"): "gone",
-    ("waiting", "silent"): "gone",
+    ("waiting", "evicted"): "gone",
     ("waiting", "lost"): "gone",
     ("assigned", "cleared"): "held",
     ("assigned", "withdrawn"): "waiting",
     ("assigned", "ended"): "gone",
-    ("assigned", "silent"): "gone",
+    ("assigned", "evicted"): "gone",
     ("assigned", "lost"): "gone",
     ("held", "released"): "gone",
-    ("held", "silent"): "fenced",
+    ("held", "evicted"): "fenced",
     ("held", "lost"): "gone",
     ("fenced", "released"): "gone",
     ("fenced", "overdue"): "gone",
@@ -124,15 +124,12 @@ class Hold(msgspec.Struct):
 
 
 class Member(msgspec.Struct):
-    """One process known to the pool. What it holds is its own only while it is heard of."""
+    """One process known to the pool, for as long as it is a member of its pipeline."""
 
     member: MemberId
     pipeline: PipelineName
-    expires_at: float
-    silent: bool = False
-    """Not heard of for a whole lease: it is given nothing until it is heard of again."""
-    given_up: bool = False
-    """Silent for good: whatever it says, it is about to be ended."""
+    evicted: bool = False
+    """No member any more: it is given nothing, and is forgotten when its end is certain."""
     worker: bool = False
     bound: tuple[DeviceId, ...] = ()
     last_devices: tuple[DeviceId, ...] = ()

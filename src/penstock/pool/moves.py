@@ -11,7 +11,7 @@ from penstock.errors import InvalidTransition
 from penstock.pool import events as ev
 from penstock.pool.lease import Hold, Member, Seat, SeatInput
 from penstock.pool.plan import Plan
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.pool.state import DeviceTable
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, OrderNumber, SeatId
@@ -20,7 +20,7 @@ from penstock.records.pool import DeviceId, Order, OrderNumber, SeatId
 class Moves:
     """Turns plans and answers into steps of seats and holds, and collects the effects."""
 
-    def __init__(self, table: DeviceTable, settings: PoolSettings, effects: list[ev.Effect]) -> None:
+    def __init__(self, table: DeviceTable, settings: PoolSection, effects: list[ev.Effect]) -> None:
         self._table = table
         self._state = table.state
         self._settings = settings
@@ -73,10 +73,7 @@ class Moves:
         return True
 
     def expire(self, now: float) -> bool:
-        """Silence and missed deadlines. True if anything was overdue."""
-        members = [m for m in self._state.members.values() if m.expires_at <= now and not m.silent]
-        for member in members:
-            self._fall_silent(member, f"not heard of for {self._settings.lease_s:g} s", now)
+        """Missed deadlines. True if anything was overdue."""
         late = [seat for seat in self._state.seats.values() if seat.deadline is not None and seat.deadline <= now]
         for seat in late:
             if seat.state != "fenced":
@@ -91,7 +88,7 @@ class Moves:
             else:
                 waited_s = now - hold.since
                 self.reject(hold, "timed_out", f"not served within {waited_s:.1f} s", now)
-        return bool(members or late or overdue)
+        return bool(late or overdue)
 
     def lose(self, member: MemberId, now: float) -> bool:
         """The process has ended: everything of it is free."""
@@ -104,13 +101,24 @@ class Moves:
             self.go_on(self._table.step_hold(hold, "lost"), now)
         return known is not None or seat is not None or bool(holds)
 
-    def give_up(self, member: MemberId, reason: str, now: float) -> bool:
+    def evict(self, name: MemberId, reason: str, now: float) -> bool:
         """The process may still run: what it holds is fenced, and it is given nothing more."""
-        known = self._state.members.get(member)
-        if known is None or known.given_up:
+        member = self._state.members.get(name)
+        if member is None or member.evicted:
             return False
-        known.given_up = True
-        self._fall_silent(known, reason, now)
+        member.evicted = True
+        holds = [hold for hold in self._state.holds.values() if hold.member == name]
+        seat = self._table.seat_of.get(name)
+        if seat is not None and seat.state != "fenced":
+            self._step(seat, "evicted", now, reason=reason)
+        for hold in holds:
+            if hold.state == "held":
+                self._table.step_hold(hold, "evicted")
+                hold.deadline = now + self._settings.fence_s
+                self._effects.append(ev.FenceMember(hold.pipeline, hold.member, reason))
+            elif hold.state != "fenced":
+                self.reject(hold, "timed_out", f"{name} was evicted: {reason}", now)
+        self._effects.append(ev.Log("warning", f"pipeline {member.pipeline}: {name} was evicted: {reason}"))
         return True
 
     def fence_again(self) -> None:
@@ -206,25 +214,10 @@ class Moves:
             )
         )
 
-    def _fall_silent(self, member: Member, reason: str, now: float) -> None:
-        member.silent = True
-        holds = [hold for hold in self._state.holds.values() if hold.member == member.member]
-        seat = self._table.seat_of.get(member.member)
-        if seat is not None and seat.state != "fenced":
-            self._step(seat, "silent", now, reason=reason)
-        for hold in holds:
-            if hold.state == "held":
-                self._table.step_hold(hold, "silent")
-                hold.deadline = now + self._settings.fence_s
-                self._effects.append(ev.FenceMember(hold.pipeline, hold.member, reason))
-            elif hold.state != "fenced":
-                self.reject(hold, "timed_out", f"{member.member} is given up: {reason}", now)
-        self._effects.append(ev.Log("warning", f"pipeline {member.pipeline}: {member.member} is given up: {reason}"))
-
     def _sleeping_workers(self) -> dict[PipelineName, list[Member]]:
         sleeping: dict[PipelineName, list[Member]] = {}
         for member in self._state.members.values():
-            if member.worker and not member.silent and member.member not in self._table.seat_of:
+            if member.worker and not member.evicted and member.member not in self._table.seat_of:
                 sleeping.setdefault(member.pipeline, []).append(member)
         return sleeping
 

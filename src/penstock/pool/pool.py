@@ -24,22 +24,28 @@ from penstock.pool.lease import Hold, Member
 from penstock.pool.moves import Moves
 from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.planner import make_plan
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.pool.state import DeviceTable, Entry, State, another_life, compare_shapes
 from penstock.pool.status import describe, troubles
 from penstock.pool.validate import validate
 from penstock.pool.view import longest_wait_s, view_of, workers_by_pipeline
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.pool import GrantedDevices, Order, PoolStatus
+from penstock.records.pool import GrantedDevices, Order, PoolStatus, Topology
+from penstock.wire.codec import decode_section, encode_section
 
 
 class Pool:
     """Decides who uses which device. Knows nothing of processes, sockets or clocks."""
 
-    def __init__(self, settings: PoolSettings, planner: Callable[[Snapshot], Plan] = make_plan) -> None:
-        """`planner` can be another pure function of a snapshot, to compare rules on the same machine. The settings hold
-        until a life begins with others."""
-        self.settings = settings
+    def __init__(
+        self,
+        topology: Topology,
+        settings: PoolSection = PoolSection(),
+        planner: Callable[[Snapshot], Plan] = make_plan,
+    ) -> None:
+        """`planner` can be another pure function of a snapshot, to compare rules on the same machine. Devices and
+        settings hold until a life begins with others."""
+        self.topology, self.settings = topology, settings
         self._planner = planner
         self.revision = 0
         """Grows if and only if an event changed the state: exactly those events belong in the journal."""
@@ -47,7 +53,7 @@ class Pool:
         self._take_on(State())
 
     def _take_on(self, state: State) -> None:
-        self.settings = state.settings or self.settings
+        self.topology, self.settings = state.topology or self.topology, state.settings or self.settings
         compare_shapes(state)
         self._state = state
         self._table = DeviceTable(state)
@@ -71,14 +77,12 @@ class Pool:
             return self._entry(event.pipeline).demand.remaining == 0
         if isinstance(event, ev.DemandCounted):
             return self._entry(event.pipeline).waiting_since is not None or self._table.serving(event.pipeline) > 0
-        return isinstance(event, ev.LeaseRenewed | ev.MoveDone)
+        return isinstance(event, ev.MoveDone)
 
     def _apply(self, event: ev.Event, now: float) -> bool:
         match event:
             case ev.TimePassed():
                 return self._expire(now)
-            case ev.LeaseRenewed(member=member):
-                return self._renew(member, now)
             case ev.DemandCounted():
                 return self._count(event, now)
             case ev.DevicesRequested():
@@ -92,13 +96,13 @@ class Pool:
             case ev.MoveFailed():
                 return self._moves.failed(event, now)
             case ev.WorkerJoined():
-                return self._join(event, now)
+                return self._join(event)
             case ev.MemberLost(member=member):
                 return self._moves.lose(member, now)
-            case ev.MemberGivenUp(member=member, reason=reason):
-                return self._moves.give_up(member, reason, now)
-            case ev.LifeBegan(settings=settings):
-                self._take_on(another_life(self._state, settings))
+            case ev.MemberEvicted(member=member, reason=reason):
+                return self._moves.evict(member, reason, now)
+            case ev.LifeBegan(topology=topology, settings=settings):
+                self._take_on(another_life(self._state, topology, settings))
                 return True
             case ev.PipelineOpened():
                 return self._open(event)
@@ -138,18 +142,18 @@ class Pool:
         return pipeline in self._state.pipelines
 
     def status(self, now: float) -> PoolStatus:
-        return describe(self._state, self.settings.topology, now)
+        return describe(self._state, self.topology, now)
 
     def troubles(self, now: float) -> dict[PipelineName, str]:
-        return troubles(self._state, self.settings.topology, now)
+        return troubles(self._state, self.topology, now)
 
     def snapshot(self) -> bytes:
         """The whole state, for a journal snapshot."""
-        return msgspec.msgpack.encode((self.revision, self._state))
+        return msgspec.msgpack.encode((self.revision, self._state), enc_hook=encode_section)
 
     def restore(self, data: bytes) -> None:
         """Take on a state written by `snapshot`."""
-        self.revision, state = msgspec.msgpack.decode(data, type=tuple[int, State])
+        self.revision, state = msgspec.msgpack.decode(data, type=tuple[int, State], dec_hook=decode_section)
         self._take_on(state)
 
     def check(self) -> None:
@@ -162,9 +166,7 @@ class Pool:
         state = self._state
         seats = ", ".join(f"{s.pipeline}@{list(s.devices)} {s.state}" for s in state.seats.values())
         holds = ", ".join(f"{h.pipeline} {h.priority.name.lower()} {h.state}" for h in state.holds.values())
-        return (
-            f"<Pool {self.settings.topology.device_count} devices; seats: {seats or 'none'}; holds: {holds or 'none'}>"
-        )
+        return f"<Pool {self.topology.device_count} devices; seats: {seats or 'none'}; holds: {holds or 'none'}>"
 
     def _entry(self, pipeline: PipelineName) -> Entry:
         entry = self._state.pipelines.get(pipeline)
@@ -182,7 +184,7 @@ class Pool:
                     f"pipeline {event.pipeline!r} is already open with another shape: close it first"
                 )
             return False
-        check_shape(event, self.settings.topology)
+        check_shape(event, self.topology)
         for seat in self._state.seats.values():
             if seat.pipeline == event.pipeline and len(seat.devices) != event.bundle:
                 raise LocalProtocolError(
@@ -215,7 +217,7 @@ class Pool:
             entry.last_pause_s, entry.paused_since = now - entry.paused_since, None
         return True
 
-    def _join(self, event: ev.WorkerJoined, now: float) -> bool:
+    def _join(self, event: ev.WorkerJoined) -> bool:
         shape = self._entry(event.pipeline).shape
         if event.devices and (len(event.devices) != shape.bundle or not set(event.devices) <= set(shape.inference)):
             raise LocalProtocolError(
@@ -224,37 +226,25 @@ class Pool:
             )
         member = self._state.members.get(event.member)
         if member is not None and member.worker:
-            return self._renew(event.member, now)
-        member = self._member(event.pipeline, event.member, now)
+            return False
+        member = self._member(event.pipeline, event.member)
         member.worker, member.bound = True, tuple(sorted(event.devices))
         return True
 
-    def _member(self, pipeline: PipelineName, member: MemberId, now: float) -> Member:
-        known = self._state.members.get(member)
-        if known is None:
-            known = self._state.members[member] = Member(member, pipeline, now)
-        known.expires_at, known.silent = now + self.settings.lease_s, False
-        return known
-
-    def _renew(self, member: MemberId, now: float) -> bool:
-        known = self._state.members.get(member)
-        # A quarter of the lease is coarse enough to keep heartbeats out of the journal, and fine enough to live by.
-        if known is None or known.given_up or now + 0.75 * self.settings.lease_s < known.expires_at:
-            return False
-        known.expires_at, known.silent = now + self.settings.lease_s, False
-        return True
+    def _member(self, pipeline: PipelineName, member: MemberId) -> Member:
+        return self._state.members.setdefault(member, Member(member, pipeline))
 
     # --------------------------------------------------------------------------------------- requests and grants
 
     def _request(self, event: ev.DevicesRequested, now: float) -> bool:
         if not self.is_open(event.pipeline):
             raise Stale(f"pipeline {event.pipeline!r} is closed: it is given no devices any more")
-        among = check_request(event, self.settings.topology)
+        among = check_request(event, self.topology)
         if self._table.hold_of(event.member, event.request) is not None:
-            return self._renew(event.member, now)
+            return False
         known = self._state.members.get(event.member)
-        if known is not None and known.given_up:
-            raise Stale(f"{event.member} was given up: it is given no devices any more")
+        if known is not None and known.evicted:
+            raise Stale(f"{event.member} was evicted: it is given no devices any more")
         if known is not None and event.request <= known.last_request:
             raise Stale(
                 f"request {event.request} of {event.member} is over; number {known.last_request} was the latest"
@@ -264,7 +254,7 @@ class Pool:
             old = self._table.hold_of(event.member, event.release)
             if old is None or old.state != "held":
                 raise LocalProtocolError(f"{event.member} cannot release request {event.release}: it does not hold it")
-        self._member(event.pipeline, event.member, now).last_request = event.request
+        self._member(event.pipeline, event.member).last_request = event.request
         if old is not None:
             # Given back and asked for in one event: the next plan sees both or neither.
             self._moves.go_on(self._table.step_hold(old, "released"), now)
@@ -338,15 +328,13 @@ class Pool:
         return bool(late)
 
     def _start_deadlines_afresh(self, now: float) -> bool:
-        for member in self._state.members.values():
-            member.expires_at = now + self.settings.lease_s
         for seat in self._state.seats.values():
             if seat.deadline is not None:
                 within_s = self.settings.fence_s if seat.state == "fenced" else self._moves.order(seat).within_s
                 seat.deadline = now + within_s + self.settings.report_s
         for hold in self._state.holds.values():
             if hold.deadline is not None:
-                hold.deadline = max(hold.deadline, now + self.settings.lease_s)
+                hold.deadline = max(hold.deadline, now + self.settings.patience_s)
         for entry in self._state.pipelines.values():
             entry.demand.heard_at = now
         self._moves.fence_again()
@@ -356,7 +344,7 @@ class Pool:
         """Plan, validate, carry out. True if anything changed."""
         workers = workers_by_pipeline(self._state)
         changed = self._mark_waiting(now)
-        view = view_of(self._state, self.settings, workers, now)
+        view = view_of(self._state, self.topology, self.settings, workers, now)
         plan = self._planner(view)
         changed = self._mark_short(plan, now) or changed
         if not plan:

@@ -10,9 +10,9 @@ from penstock.errors import InvalidTransition
 from penstock.pool.demand import Demand
 from penstock.pool.events import PipelineOpened
 from penstock.pool.lease import Hold, HoldInput, Member, Seat, SeatInput
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName
-from penstock.records.pool import DeviceId, SeatId
+from penstock.records.pool import DeviceId, SeatId, Topology
 
 
 class Entry(msgspec.Struct):
@@ -43,7 +43,8 @@ class Entry(msgspec.Struct):
 class State(msgspec.Struct):
     """All that is remembered; everything else is derived from it."""
 
-    settings: PoolSettings | None = None
+    topology: Topology | None = None
+    settings: PoolSection | None = None
     """By which events are decided, since the present life of the run began."""
     pipelines: dict[PipelineName, Entry] = {}
     members: dict[MemberId, Member] = {}
@@ -57,10 +58,10 @@ class State(msgspec.Struct):
     refused_plans: int = 0
 
 
-def another_life(state: State, settings: PoolSettings) -> State:
+def another_life(state: State, topology: Topology, settings: PoolSection) -> State:
     """Everybody is gone; only the numbers go on."""
     gone = {"pipelines": {}, "members": {}, "seats": {}, "holds": {}}
-    return msgspec.structs.replace(state, settings=settings, **gone)
+    return msgspec.structs.replace(state, topology=topology, settings=settings, **gone)
 
 
 def compare_shapes(state: State) -> None:

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 
 from penstock.pool.plan import PipelineView, RequestView, SeatView, Snapshot
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.pool.state import Entry, State
 from penstock.records.ids import PipelineName
-from penstock.records.pool import DeviceId
+from penstock.records.pool import DeviceId, Topology
 
 
 def useful_bundles(entry: Entry, workers: int) -> int:
@@ -25,12 +25,12 @@ def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
     fenced = {seat.member for seat in state.seats.values() if seat.state == "fenced"}
     counts = dict.fromkeys(state.pipelines, 0)
     for member in state.members.values():
-        if member.worker and not member.silent and member.pipeline in counts and member.member not in fenced:
+        if member.worker and not member.evicted and member.pipeline in counts and member.member not in fenced:
             counts[member.pipeline] += 1
     return counts
 
 
-def longest_wait_s(state: State, settings: PoolSettings) -> float:
+def longest_wait_s(state: State, settings: PoolSection) -> float:
     """The bound for the last of the open pipelines."""
     shapes = [entry.shape for entry in state.pipelines.values()]
     return settings.longest_wait_s(
@@ -63,7 +63,9 @@ def _away_s(entry: Entry, workers: int, asks: bool, now: float) -> float:
     return entry.demand.remaining / pace if pace else math.inf
 
 
-def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, int], now: float) -> Snapshot:
+def view_of(
+    state: State, topology: Topology, settings: PoolSection, workers: dict[PipelineName, int], now: float
+) -> Snapshot:
     """A snapshot to plan on."""
     names = sorted(state.pipelines)
     index = {name: position for position, name in enumerate(names)}
@@ -74,7 +76,7 @@ def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, in
     bound: dict[PipelineName, list[tuple[DeviceId, ...]]] = {}
     leaving = {seat.member for seat in state.seats.values() if not seat.stays}
     for member in state.members.values():
-        if member.bound and not member.silent and member.member not in leaving:
+        if member.bound and not member.evicted and member.member not in leaving:
             bound.setdefault(member.pipeline, []).append(member.bound)
     awake = Counter(seat.pipeline for seat in state.seats.values() if seat.stays)
     asking = {hold.pipeline for hold in state.holds.values() if hold.state in ("waiting", "assigned")}
@@ -109,7 +111,7 @@ def view_of(state: State, settings: PoolSettings, workers: dict[PipelineName, in
     holds = state.holds.values()
     return Snapshot(
         now=now,
-        topology=settings.topology,
+        topology=topology,
         pipelines=tuple(pipelines),
         seats=tuple(
             SeatView(seat.seat, index.get(seat.pipeline, -1), seat.devices, seat.state, seat.since)

@@ -56,7 +56,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class GrantedDevices(msgspec.Struct, frozen=True):
-    """Devices that one member holds until it gives them back, closes, or falls silent for the length of its lease."""
+    """Devices that one member holds until it gives them back, closes, or is evicted."""
 
     request: int
     priority: Priority

@@ -7,8 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from penstock.batch import filters
 from penstock.config.devices import devices_of
@@ -19,14 +18,20 @@ from penstock.control.io.http import ControlApp, ControlServer
 from penstock.control.io.metric_lines import MetricLines, write_gauges
 from penstock.control.io.service import ControlService, EventLog
 from penstock.control.pipeline import PipelineControl
-from penstock.control.settings import ControlSection, EvaluationSection, EvaluationSettings, PipelineSettings
+from penstock.control.settings import (
+    ControlSection,
+    GroupSection,
+    LivenessSection,
+    PipelineSettings,
+    StepSection,
+)
 from penstock.errors import RunFailed
 from penstock.journal.writer import Journal
 from penstock.pool.events import PipelineOpened
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
 from penstock.records.ids import PipelineName
 from penstock.records.pool import DeviceId, Topology
+from penstock.records.section import Section
 from penstock.roles.live_settings import LiveSettings
 from penstock.roles.process import RoleProcess
 from penstock.runtime.clock import Clock, SystemClock
@@ -35,7 +40,6 @@ from penstock.runtime.metrics import JsonLines
 from penstock.runtime.rundir import Endpoint, write_atomically
 from penstock.runtime.shutdown import teardown
 from penstock.runtime.tasks import Tasks
-from penstock.weights.fleet import TransactionSettings
 
 log = logging.getLogger(__name__)
 
@@ -98,14 +102,7 @@ def service_of(config: Config, journal: EventLog, clock: Clock, lines: JsonLines
 def controller_of(config: Config) -> Controller:
     devices = devices_of(config)
     pipelines = {PipelineName(section.name): machine_of(section, config.control) for section in config.pipeline}
-    weights = {
-        PipelineName(section.name): TransactionSettings(
-            policy=section.weights.on_fault,
-            min_healthy=section.weights.min_healthy,
-            update_timeout_s=section.weights.deadline_s,
-        )
-        for section in config.pipeline
-    }
+    weights = {PipelineName(section.name): section.weights for section in config.pipeline}
     shapes = [
         PipelineOpened(
             pipeline=PipelineName(section.name),
@@ -119,7 +116,7 @@ def controller_of(config: Config) -> Controller:
         )
         for section in config.pipeline
     ]
-    pool = Pool(PoolSettings(Topology((devices.count,)), payback=config.pool.payback))
+    pool = Pool(Topology((devices.count,)), config.pool)
     return Controller(pipelines, weights=weights, pool=pool, shapes=shapes)
 
 
@@ -127,26 +124,18 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
     settings = PipelineSettings(
         name=PipelineName(pipeline.name),
         steps=pipeline.steps,
-        groups_per_step=pipeline.train.groups_per_step,
-        group_size=pipeline.rollout.group_size,
-        workers=pipeline.rollout.workers,
-        max_staleness=pipeline.train.max_staleness,
         epochs=pipeline.epochs,
-        max_failures=pipeline.rollout.max_failures,
-        max_losses=pipeline.rollout.max_losses,
-        straggler_wait_s=pipeline.train.straggler_wait_s,
-        **control.model_dump(include={field.name for field in msgspec.structs.fields(PipelineSettings)}),
-        evaluation=_evaluation_of(pipeline.evaluation),
-        filters=tuple(pipeline.train.filters),
+        evaluation=pipeline.evaluation,
+        **_fields(LivenessSection, control),
+        **_fields(GroupSection, pipeline.rollout),
+        **_fields(StepSection, pipeline.train),
     )
     return PipelineControl(settings, filters.build(pipeline.train.filters))
 
 
-def _evaluation_of(section: EvaluationSection) -> EvaluationSettings | None:
-    if not section.every_steps:
-        return None
-    shared = section.model_dump(include={"prompts", "samples", "workers", "timeout_s"})
-    return EvaluationSettings(every=section.every_steps, **shared)
+def _fields(part: type[Section], section: Section) -> dict[str, Any]:
+    """The values of those fields that `section` has from `part`."""
+    return {name: getattr(section, name) for name in part.model_fields}
 
 
 def _session_path(process: RoleProcess) -> Path:

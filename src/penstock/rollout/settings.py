@@ -6,20 +6,17 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from penstock.records.section import Fraction, ImportPath, NonNegative, Positive, PositiveFloat, Section
+from penstock.control.settings import GroupSection
+from penstock.records.section import Fraction, ImportPath, NonNegative, Positive, PositiveFloat
 
 
-class RolloutSection(Section):
-    workers: Positive = 1
-    """Processes that generate samples."""
+class RolloutSection(GroupSection):
     ranks: Positive = 1
     """Processes of one worker that generate in step, each with an engine of its own and its share of every batch."""
     devices_per_worker: Positive = 1
     """Devices of the pool that one worker occupies while it is awake."""
     workload: ImportPath | None = None
     """Your own five hooks, as `package.module:Class`; the built-in one fits the environment otherwise."""
-    group_size: Positive = 8
-    """Samples per prompt."""
     batch_samples: Positive = 64
     """Samples of one generate call, unless a call is one group (see `concurrency`)."""
     max_new_tokens: Positive = 16
@@ -63,10 +60,6 @@ class RolloutSection(Section):
     """Shared memory for finished samples that the trainer has not fetched yet."""
     ring_slots: Positive = 4096
     """How many samples that may be, at the least: a ring always has room for those of every step under way."""
-    max_failures: Positive = 3
-    """A prompt that fails so often is set aside with its error."""
-    max_losses: Positive | None = None
-    """A prompt whose workers die so often is set aside too. Off by default: workers die for other reasons."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
     threads: Positive = 1

@@ -22,13 +22,14 @@ from penstock.records.weights import Held
 from penstock.sim.engine import Call, Engine, Process
 from penstock.sim.faults import FaultLog
 from penstock.wire import messages
+from penstock.wire.codec import decode_section, encode_section
 
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.5
 SNAPSHOT_EVERY = 400
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(events.Event)
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_section)
+_decoder = msgspec.msgpack.Decoder(events.Event, dec_hook=decode_section)
 
 
 class AskWeights(msgspec.Struct, frozen=True):

@@ -15,11 +15,11 @@ from penstock.sim.desk import AskWeights, Pending, SimDesk
 from penstock.sim.pool_host import AskDevices, AskOrders, ReleaseDevices, ReportOrder, SimPoolHost
 from penstock.weights import events as weights
 from penstock.weights.coordination import Coordination
-from penstock.weights.fleet import TransactionSettings
+from penstock.weights.settings import WeightsSection
 from penstock.wire import messages
 
-FLEET = TransactionSettings(
-    min_healthy=1, update_timeout_s=60.0, fenced_timeout_s=60.0, unhealthy_timeout_s=900.0, max_fleet_restarts=3
+FLEET = WeightsSection(
+    min_healthy=1, deadline_s=60.0, unloaded_timeout_s=60.0, unhealthy_timeout_s=900.0, max_fleet_restarts=3
 )
 
 
@@ -57,7 +57,7 @@ class FrontDesk(SimDesk):
 
     def _new_fleet(self) -> Coordination:
         """It is lost with the controller, and rebuilt from reports."""
-        return Coordination(FLEET, self.announce, lambda level, line: None)
+        return Coordination(FLEET, lambda: self.control.state.published, self.announce, lambda level, line: None)
 
     def announce(self, topic: str) -> None:
         self.engine.after(0.0, self._wake, topic)
@@ -99,13 +99,11 @@ class FrontDesk(SimDesk):
         answer, topic = super()._decide(pending)
         match request, answer:
             case messages.AckCheckpoint(), messages.Ok():
-                digest = self.control.state.digests.get(Version(request.step))
+                digest = self.control.state.published.valid.get(Version(request.step))
                 if digest is not None:
                     self._tell(weights.VersionMadeDurable(Held(Version(request.step), digest)))
             case messages.Register(role="rollout"), messages.Registered():
                 self.pool.joined(self.settings.name, request.member)
-            case messages.Heartbeat(), messages.HeartbeatSeen(known=True):
-                self.pool.beaten(self.settings.name, request.member)
             case messages.Unregister(), messages.Ok():
                 self.pool.lost(request.member, request.reason)
         return answer, topic

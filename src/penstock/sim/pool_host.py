@@ -13,13 +13,14 @@ from penstock.pool import events as pool
 from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, Priority, Topology
 from penstock.sim.floor import Floor
+from penstock.wire.codec import decode_section, encode_section
 
-_encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(pool.Event)
+_encode = msgspec.msgpack.Encoder(enc_hook=encode_section).encode
+_decoder = msgspec.msgpack.Decoder(pool.Event, dec_hook=decode_section)
 
 
 class AskOrders(msgspec.Struct, frozen=True):
@@ -67,8 +68,8 @@ class SimPoolHost:
         fence: Callable[[PipelineName, MemberId], None],
         now: Callable[[], float],
     ) -> None:
-        self.settings = PoolSettings(Topology((devices,)), wake_s=40.0, drain_s=10.0, sleep_s=30.0)
-        self.pool = Pool(self.settings, self._plan)
+        self.settings = PoolSection(wake_s=40.0, drain_s=10.0, sleep_s=30.0)
+        self.pool = Pool(Topology((devices,)), self.settings, self._plan)
         self._shapes: list[pool.PipelineOpened] = []
         self.training: dict[PipelineName, tuple[DeviceId, ...]] = {}
         self.floor = Floor()
@@ -95,7 +96,7 @@ class SimPoolHost:
     def begin_another_life(self) -> None:
         """The run is resumed with none of its processes, and shares by turns of another length."""
         turn_s = 25.0 - self.pool.settings.turn_s
-        self.happen(pool.LifeBegan(msgspec.structs.replace(self.settings, turn_s=turn_s)))
+        self.happen(pool.LifeBegan(self.pool.topology, self.settings.model_copy(update={"turn_s": turn_s})))
         for shape in self._shapes:
             self.happen(shape)
 
@@ -152,18 +153,15 @@ class SimPoolHost:
         if self.pool.is_open(name):
             self.happen(pool.WorkerJoined(name, member))
 
-    def beaten(self, name: PipelineName, member: MemberId) -> None:
-        self.happen(pool.LeaseRenewed(name, member))
-
     def lost(self, member: MemberId, reason: str) -> None:
         name = self.pool.pipeline_of(member)
         if name is not None:
             self.happen(pool.MemberLost(name, member, reason))
 
-    def given_up(self, member: MemberId, reason: str) -> None:
+    def evicted(self, member: MemberId, reason: str) -> None:
         name = self.pool.pipeline_of(member)
         if name is not None:
-            self.happen(pool.MemberGivenUp(name, member, reason))
+            self.happen(pool.MemberEvicted(name, member, reason))
 
     def tick(self, machines: Mapping[PipelineName, PipelineControl]) -> None:
         """Deadlines, and demand: what each ledger could still lease or has leased, until training is over."""
@@ -177,7 +175,7 @@ class SimPoolHost:
 
     def restart(self) -> None:
         """The controller comes back: the replayed pool must be the lost one, bit for bit."""
-        replayed = Pool(self.settings)
+        replayed = Pool(self.pool.topology, self.settings)
         for event, at in self._journal:
             replayed.handle(_decoder.decode(event), at)
         if replayed.snapshot() != self.pool.snapshot():

@@ -24,7 +24,7 @@ import msgspec
 from penstock.pool import events as ev
 from penstock.pool.planner import make_plan
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Order, Priority, Topology
 from penstock.sim.plain_rule import plain_plan
@@ -96,15 +96,13 @@ class PoolWorld:
         self.mix = mix
         self.regime: Regime = regime
         nodes = (mix.node,) * (mix.devices // mix.node) if mix.devices >= mix.node else (mix.devices,)
-        settings = PoolSettings(
-            Topology(nodes),
+        settings = PoolSection(
             turn_s=mix.turn_s,
             payback=mix.payback,
             drain_s=mix.sample_s,
-            lease_s=math.inf,
             demand_lease_s=math.inf,
         )
-        self.pool = Pool(settings, plain_plan if regime == "plain" else make_plan)
+        self.pool = Pool(Topology(nodes), settings, plain_plan if regime == "plain" else make_plan)
         self.replans_at_reports = regime == "plain" and mix.pipelines <= 64  # beyond it would take hours
         self.now = 0.0
         self.samples = 0

@@ -13,8 +13,9 @@ from penstock.journal.reader import history
 from penstock.records.ids import PipelineName
 from penstock.roles.controller import machine_of
 from penstock.runtime.rundir import RunDir
+from penstock.wire.codec import decode_section
 
-_decode = msgspec.msgpack.Decoder(Event).decode
+_decode = msgspec.msgpack.Decoder(Event, dec_hook=decode_section).decode
 
 
 class Replayed(msgspec.Struct):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from penstock.control.pipeline import PipelineControl
 from penstock.control.points import EvaluationResult
-from penstock.control.settings import EvaluationSettings
+from penstock.control.settings import EvaluationSection
 from penstock.errors import InvalidTransition
 from penstock.records.ids import SampleId, Version
 from penstock.records.prompt import PromptLease
@@ -31,8 +31,8 @@ def scores(lease: PromptLease, samples: Iterable[SampleId], seen: list[tuple[Ver
 class Points:
     """Sees how every evaluation ended; raises InvalidTransition for one that is not what its version is worth."""
 
-    def __init__(self, settings: EvaluationSettings | None) -> None:
-        self.settings = settings
+    def __init__(self, settings: EvaluationSection) -> None:
+        self.settings = settings if settings.every_steps else None
         self.evaluated: Counter[Version] = Counter()
         self.skipped: Counter[str] = Counter()
 
@@ -43,8 +43,8 @@ class Points:
             self.skipped[" ".join(result.skipped.split()[:2])] += 1
             return
         prompts, samples = range(self.settings.prompts), range(self.settings.samples)
-        if result.samples + result.failed != self.settings.cells:
-            raise InvalidTransition(f"{result}: {self.settings.cells} samples were asked for")
+        if result.samples + result.failed != self.settings.total_samples:
+            raise InvalidTransition(f"{result}: {self.settings.total_samples} samples were asked for")
         values = [worth(result.version, prompt, member) for prompt in prompts for member in samples]
         if not result.failed and abs(result.reward_mean - sum(values) / len(values)) > 1e-9:
             raise InvalidTransition(f"{result}: the mean of that version is {sum(values) / len(values)}")
@@ -61,5 +61,7 @@ class Points:
         if twice := [version for version, times in due.items() if times > 1]:
             raise InvalidTransition(f"the evaluations due at versions {twice} ended more than once")
         known = due.keys() | {result.version for result in results}
-        if missing := [version for version in (*range(0, last, self.settings.every), last) if version not in known]:
+        if missing := [
+            version for version in (*range(0, last, self.settings.every_steps), last) if version not in known
+        ]:
             raise InvalidTransition(f"nothing is said of the evaluations due at versions {missing}")

@@ -209,7 +209,7 @@ class PipelineRun:
             case effects.FailRun(sentence=sentence):
                 self.world.failure = sentence
             case effects.EvictMember(member=member, reason=reason):
-                self.world.pool.given_up(member, reason)
+                self.world.pool.evicted(member, reason)
                 self.world.engine.after(EVICTED_GRACE_S, self.world.end_for_certain, self.name, member)
             case effects.ReleasePayloads(payloads=payloads):
                 self.desk.release(payloads)

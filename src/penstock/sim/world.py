@@ -9,13 +9,14 @@ diagnosis; both are reproduced exactly by the same settings.
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import msgspec
 
 from penstock.control import effects
 from penstock.control.ledger import GroupFilter
-from penstock.control.settings import EvaluationSettings, PipelineSettings
+from penstock.control.settings import EvaluationSection, PipelineSettings
 from penstock.errors import RunFailed
 from penstock.records.ids import PipelineName
 from penstock.sim.actors import Lineage, Pace, SimTrainer, SimWorker
@@ -41,7 +42,7 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 10
     network_s: float = 0.002
     pace: Pace = Pace()
-    evaluation: EvaluationSettings | None = None
+    evaluation: EvaluationSection = EvaluationSection()
     faults: Faults = Faults()
     check_every: int = 0
     """Audit the whole state after every so many events; 0: only at the end."""
@@ -190,7 +191,7 @@ def control_settings(settings: SimSettings, name: PipelineName) -> PipelineSetti
         max_staleness=settings.max_staleness,
         straggler_wait_s=settings.straggler_wait_s,
         wedged_after_s=60.0,
-        stall_fail_after_s=None,
+        stall_fail_after_s=math.inf,
         evaluation=settings.evaluation,
     )
 

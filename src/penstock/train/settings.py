@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from penstock.control.settings import StepSection
 from penstock.records.section import (
     Fraction,
     ImportPath,
@@ -21,13 +22,7 @@ LOSSES = ("grpo", "dr_grpo", "gspo", "cispo", "dppo", "distill")
 """The names of `losses.tokens.NAMED`, which need no torch."""
 
 
-class TrainSection(Section):
-    groups_per_step: Positive = 16
-    """Prompts per optimiser step."""
-    max_staleness: NonNegative = 2
-    """No sample is trained more than so many versions after the weights it was generated with."""
-    straggler_wait_s: NonNegativeFloat = 0.0
-    """How long a batch may wait for groups that would be outdated afterwards. 0 never waits: they are made again."""
+class TrainSection(StepSection):
     loss: str = "grpo"
     """Language models: `grpo`, `dr_grpo`, `gspo`, `cispo`, `dppo`, `distill`, or your own as
     `package.module:function`."""
@@ -43,8 +38,6 @@ class TrainSection(Section):
     """Over the last so many tokens before `rollout.max_new_tokens` the reward falls by up to `overlong_penalty`."""
     overlong_penalty: NonNegativeFloat = 1.0
     """With `overlong_tokens`: what a completion of the full length loses."""
-    filters: list[str] = []
-    """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
     tokens_per_micro_batch: Positive = 16384
     """Language models: tokens of one forward and backward pass. Bounds memory; halved when a GPU runs out of it."""
     packing: Literal["prefix", "packed", "padded"] = "prefix"

@@ -8,8 +8,9 @@ from typing import Literal
 from penstock.records.ids import MemberId, Version
 from penstock.records.weights import Held, Manifest
 from penstock.weights import events
-from penstock.weights.fleet import TransactionSettings
+from penstock.weights.published import PublishedVersions
 from penstock.weights.replica import ReplicaState
+from penstock.weights.settings import WeightsSection
 from penstock.weights.transaction import WeightTransaction
 
 Level = Literal["info", "warning"]
@@ -25,9 +26,13 @@ class Coordination:
     """
 
     def __init__(
-        self, settings: TransactionSettings, wake: Callable[[Topic], None], say: Callable[[Level, str], None]
+        self,
+        settings: WeightsSection,
+        published: Callable[[], PublishedVersions],
+        wake: Callable[[Topic], None],
+        say: Callable[[Level, str], None],
     ) -> None:
-        self.transaction = WeightTransaction(settings)
+        self.transaction = WeightTransaction(settings, published)
         self.fenced: dict[MemberId, str] = {}
         """Replicas that may not lease, and why."""
         self.evicted: dict[MemberId, str] = {}

@@ -1,4 +1,4 @@
-"""What the controller's side keeps: the settings, one record per replica, and the counts."""
+"""What the controller's side keeps: one record per replica, and the counts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,7 @@ import msgspec
 from penstock.errors import LocalProtocolError
 from penstock.records.ids import MemberId, Version
 from penstock.records.weights import NOTHING_HELD, Held
-from penstock.weights.faults import Policy
 from penstock.weights.replica import ReplicaState
-from penstock.weights.settings import WeightsSection
-
-_SECTION = WeightsSection()
-
-
-class TransactionSettings(msgspec.Struct, frozen=True):
-    policy: Policy = _SECTION.on_fault
-    """What becomes of a replica that holds a mixture."""
-    min_healthy: int = _SECTION.min_healthy
-    update_timeout_s: float = _SECTION.deadline_s
-    """From an offer to the report of its outcome."""
-    fenced_timeout_s: float = 300.0
-    """How long a replica may hold no complete version before it is replaced."""
-    unhealthy_timeout_s: float = 600.0
-    """How long fewer than `min_healthy` replicas may serve before the run fails."""
-    history: int = 64
-    """Published versions whose digests are remembered."""
-    max_fleet_restarts: int = 1
 
 
 class ReplicaRecord(msgspec.Struct):

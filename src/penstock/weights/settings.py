@@ -24,4 +24,10 @@ class WeightsSection(Section):
     """What becomes of an engine that holds a mixture of versions: it is brought to a whole one, its worker is replaced,
     or the run fails."""
     min_healthy: NonNegative = 0
-    """Workers that must serve: none of them is replaced while fewer others do, and the run fails if that lasts."""
+    """Workers that must serve: none of them is replaced while fewer others do."""
+    unhealthy_timeout_s: Seconds = 600.0
+    """How long fewer than `min_healthy` workers may serve before the run fails."""
+    unloaded_timeout_s: Seconds = 300.0
+    """How long a worker may hold no complete version before it is replaced."""
+    max_fleet_restarts: NonNegative = 1
+    """How often all workers may be restarted together because none of them can load the newest version."""

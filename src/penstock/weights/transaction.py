@@ -16,6 +16,7 @@ a dead one. It may be rebuilt from nothing: replicas report again, and the newes
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from penstock.errors import LocalProtocolError
 from penstock.records.ids import MemberId, Version
@@ -46,8 +47,10 @@ from penstock.weights.events import (
     WeightsAsked,
 )
 from penstock.weights.faults import Action, Fault, decide
-from penstock.weights.fleet import ReplicaRecord, TransactionSettings, TransactionStatistics, metrics_of
+from penstock.weights.fleet import ReplicaRecord, TransactionStatistics, metrics_of
+from penstock.weights.published import PublishedVersions
 from penstock.weights.replica import ReplicaState
+from penstock.weights.settings import WeightsSection
 
 OWN_DAMAGE = 3
 """Publications in a row that one replica may find damaged although others serve them, before the fault is its own."""
@@ -56,8 +59,10 @@ OWN_DAMAGE = 3
 class WeightTransaction:
     """Decides; the controller acts. Feed every event with its time, carry out every effect in order."""
 
-    def __init__(self, settings: TransactionSettings) -> None:
+    def __init__(self, settings: WeightsSection, published: Callable[[], PublishedVersions]) -> None:
+        """`published` is the pipeline's table of digests, to which every version is added before it is told here."""
         self.settings = settings
+        self._published_versions = published
         self.newest: Manifest | None = None
         self.durable: Manifest | None = None
         self.replicas: dict[MemberId, ReplicaRecord] = {}
@@ -70,7 +75,6 @@ class WeightTransaction:
         self.checkpoint_wanted = ""
         """Why the trainer should save its state and publish it afresh; empty once it has."""
         self.failed = ""
-        self._digests: dict[Version, set[str]] = {}
         self._retired: set[str] = set()
         """Lineages of trainers that were replaced."""
         self._restarted = 0
@@ -85,8 +89,8 @@ class WeightTransaction:
     # What others ask
 
     def expects(self, version: Version, digest: str) -> bool:
-        """Whether these are weights that were published: the check on every delivered sample."""
-        return digest in self._digests.get(version, ())
+        """Whether these are weights that were published."""
+        return self._published_versions().has(version, digest)
 
     @property
     def healthy(self) -> int:
@@ -143,12 +147,6 @@ class WeightTransaction:
 
     def _published(self, event: VersionPublished, now: float) -> list[TransactionEffect]:
         manifest = event.manifest
-        known = self._digests.setdefault(manifest.version, set())
-        if manifest.digest not in known:
-            self.statistics.published += 1
-        known.add(manifest.digest)
-        for old in sorted(self._digests)[: -self.settings.history]:
-            del self._digests[old]
         if event.durable:
             self.durable, self.checkpoint_wanted = manifest, ""
         newest = self.newest
@@ -158,6 +156,8 @@ class WeightTransaction:
             return []  # a late repetition
         if newest is not None and manifest.lineage != newest.lineage:
             self._retired.add(newest.lineage)
+        if newest is None or newest.held != manifest.held:
+            self.statistics.published += 1
         self.newest = manifest
         self.trainer_lost = self._source_lost = False
         effects: list[TransactionEffect] = []
@@ -256,7 +256,7 @@ class WeightTransaction:
             # Everyone failed since the last success: probably nothing to do with any one of them.
             self.fleet_failures = everyone
             fault, times = Fault.ALL_FAILED, everyone
-        return self._act(member, decide(fault, replica.state, self.settings.policy, times), now)
+        return self._act(member, decide(fault, replica.state, self.settings.on_fault, times), now)
 
     def _is_own_damage(self, replica: ReplicaRecord, damaged: Held) -> bool:
         """Whether a replica that finds damage again and again is itself at fault: others serve what it cannot load."""
@@ -287,7 +287,7 @@ class WeightTransaction:
             f"each of {len(self.replicas)} failed {self.fleet_failures} times, first with: {cause}"
         )
         if self.fleet_restarts >= self.settings.max_fleet_restarts:
-            fault = decide(Fault.FLEET_FAILED_AGAIN, ReplicaState.DEAD, self.settings.policy)
+            fault = decide(Fault.FLEET_FAILED_AGAIN, ReplicaState.DEAD, self.settings.on_fault)
             return self._fail(sentence) if Action.FAIL in fault else []
         self.fleet_restarts += 1
         self.statistics.fleet_restarts += 1
@@ -330,18 +330,18 @@ class WeightTransaction:
         effects: list[TransactionEffect] = []
         for member, replica in list(self.replicas.items()):
             if replica.evicting:
-                if now - replica.since > self.settings.fenced_timeout_s:
+                if now - replica.since > self.settings.unloaded_timeout_s:
                     replica.since = now
                     effects.append(EvictReplica(member, f"is still there: {replica.first_error}"))
                 continue
-            if replica.offered and now - replica.since > self.settings.update_timeout_s:
+            if replica.offered and now - replica.since > self.settings.deadline_s:
                 replica.overdue += 1
                 replica.offered, replica.since = "", now
-                replica.note(f"did not report within {self.settings.update_timeout_s:.0f} s of an offer")
-                row = decide(Fault.UPDATE_OVERDUE, replica.state, self.settings.policy, replica.overdue)
+                replica.note(f"did not report within {self.settings.deadline_s:.0f} s of an offer")
+                row = decide(Fault.UPDATE_OVERDUE, replica.state, self.settings.on_fault, replica.overdue)
                 effects.extend(self._act(member, row, now))
-            elif self.newest and replica.lies_idle and now - replica.since > self.settings.fenced_timeout_s:
-                why = f"held no complete version for {self.settings.fenced_timeout_s:.0f} s"
+            elif self.newest and replica.lies_idle and now - replica.since > self.settings.unloaded_timeout_s:
+                why = f"held no complete version for {self.settings.unloaded_timeout_s:.0f} s"
                 replica.note(why)
                 effects.extend(self._evict(member, why, now))
         return effects + self._watch_health(now)
@@ -412,8 +412,6 @@ class WeightTransaction:
     def check(self) -> None:
         for member, replica in self.replicas.items():
             replica.check(member)
-        if len(self._digests) > self.settings.history:
-            raise LocalProtocolError(f"{len(self._digests)} versions are remembered, {self.settings.history} allowed")
 
     def __repr__(self) -> str:
         states = Counter(str(replica.state) for replica in self.replicas.values())

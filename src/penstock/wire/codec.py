@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from penstock.errors import RemoteProtocolError
+from penstock.records.section import Section
 
 M = TypeVar("M")
 
@@ -14,6 +15,20 @@ DAMAGED = (msgspec.DecodeError, UnicodeDecodeError)
 """What decoding raises for bytes that are not what they were: the second where a text is no UTF-8."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Control messages carry scalars and references; anything larger is a mistake or an attack."""
+
+
+def encode_section(value: Any) -> Any:
+    """The `enc_hook` of encoders of structs that carry settings."""
+    if isinstance(value, Section):
+        return value.model_dump()
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
+
+
+def decode_section(kind: type, value: Any) -> Any:
+    """The `dec_hook` of decoders of structs that carry settings."""
+    if issubclass(kind, Section):
+        return kind.model_validate(value)
+    raise NotImplementedError(f"{kind.__name__} cannot be decoded")
 
 
 class Codec(Generic[M]):

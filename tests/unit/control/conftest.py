@@ -19,6 +19,7 @@ from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
 from penstock.wire import messages
+from penstock.wire.codec import decode_section, encode_section
 
 E = TypeVar("E")
 P, W, T = PipelineName("p"), MemberId("w"), MemberId("t")
@@ -51,7 +52,7 @@ class Driver:
         revision, before = self.control.revision, self.control.snapshot()
         self.sent = self.control.handle(event, self.now)
         if self.control.revision != revision:
-            self._journal.append((msgspec.msgpack.encode(event), self.now))
+            self._journal.append((msgspec.msgpack.encode(event, enc_hook=encode_section), self.now))
         else:
             assert self.control.snapshot() == before, f"{event} changed the state but not the revision"
         self.lines += [effect.line for effect in self.sent if isinstance(effect, effects.Log)]
@@ -105,7 +106,7 @@ class Driver:
         return Rollout(SampleId(sample), made_with, digest, reward, 5, PayloadRef(ring, 0, sample, 0, 1, 0))
 
     def books_digest(self, version: Version) -> str:
-        return self.control.state.digests.get(version, "")
+        return self.control.state.published.valid.get(version, "")
 
     def deliver(
         self,
@@ -156,7 +157,7 @@ class Driver:
         self.control.check()
         snapshot = self.control.snapshot()
         replayed = PipelineControl(self.settings, self.filter)
-        decode = msgspec.msgpack.Decoder(events.Event).decode
+        decode = msgspec.msgpack.Decoder(events.Event, dec_hook=decode_section).decode
         for event, at in self._journal:
             replayed.handle(decode(event), at)
         assert replayed.snapshot() == snapshot

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.control import effects, events
+from penstock.control.evaluation import MAX_FAILURES
 from penstock.control.points import EvaluationResult
-from penstock.control.settings import EvaluationSettings
+from penstock.control.settings import EvaluationSection
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, PipelineName, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Score
@@ -17,14 +18,14 @@ from penstock.wire import messages
 
 P = PipelineName("p")
 
-SETTINGS = EvaluationSettings(every=2, prompts=3, timeout_s=100.0)
+SETTINGS = EvaluationSection(every_steps=2, prompts=3, timeout_s=100.0)
 
 
 @pytest.fixture
 def ready(drive):
     """Two workers, a trainer, and version 0 published."""
 
-    def make(settings: EvaluationSettings = SETTINGS, **more):
+    def make(settings: EvaluationSection = SETTINGS, **more):
         driver = drive(evaluation=settings, **more)
         driver.join("w", "v")
         driver.publish(0)
@@ -191,7 +192,7 @@ def test_failures_are_tried_again_and_then_left_out(ready):
     evaluate(driver, (good,))
     driver.fail(*poisoned.samples, poison=True)
     driver.fail(*bad.samples)
-    for _ in range(SETTINGS.max_failures - 1):
+    for _ in range(MAX_FAILURES - 1):
         [bad] = driver.lease(8)
         driver.fail(*bad.samples)
     [result] = ended(driver)
@@ -314,7 +315,7 @@ def test_a_resumed_run_makes_the_running_point_again_and_no_other(ready):
 
 
 def test_the_standard_error_is_that_of_the_prompts(ready):
-    driver = ready(EvaluationSettings(every=2, prompts=2, samples=2))
+    driver = ready(EvaluationSection(every_steps=2, prompts=2, samples=2, temperature=1.0))
     good, bad = driver.lease(8)
     assert good.members == (0, 1)
     evaluate(driver, (good,), reward=1.0)
@@ -323,8 +324,9 @@ def test_the_standard_error_is_that_of_the_prompts(ready):
 
 
 def test_scores_that_are_no_numbers_are_failures(ready):
-    driver = ready(EvaluationSettings(every=2, prompts=1, max_failures=1))
-    evaluate(driver, driver.lease(8), reward=float("nan"))
+    driver = ready(EvaluationSection(every_steps=2, prompts=1))
+    for _ in range(MAX_FAILURES):
+        evaluate(driver, driver.lease(8), reward=float("nan"))
     assert ended(driver)[0].skipped == "every sample failed, the last with its reward is nan"
 
 

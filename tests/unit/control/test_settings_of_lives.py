@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from penstock.control import events
-from penstock.control.settings import EvaluationSettings
+from penstock.control.settings import EvaluationSection
 from penstock.records.ids import PipelineName
 from penstock.wire import messages
 
@@ -19,7 +18,7 @@ P = PipelineName("p")
 def take(d, **changes):
     """Another life of the run, with other settings."""
     d.send(events.RunResumed())
-    return d.send(events.SettingsTaken(msgspec.structs.replace(d.control.settings, **changes)))
+    return d.send(events.SettingsTaken(d.control.settings.model_copy(update=changes)))
 
 
 def trained(drive, steps: int, of: int = 6, **settings):
@@ -45,7 +44,7 @@ def trained(drive, steps: int, of: int = 6, **settings):
         {"groups_per_step": 1},
         {"groups_per_step": 5},
         {"max_failures": 1},
-        {"evaluation": EvaluationSettings(every=1, prompts=2)},
+        {"evaluation": EvaluationSection(every_steps=1, prompts=2)},
     ],
     ids=str,
 )
@@ -89,7 +88,7 @@ def test_the_same_settings_are_no_event(drive):
     [
         ({"steps": 3}, "steps must be at least 4"),
         ({"group_size": 8}, "rollout.group_size must stay 2"),
-        ({"filters": ("zero_signal",)}, r"train.filters must stay \[\]"),
+        ({"filters": ["zero_signal"]}, r"train.filters must stay \[\]"),
     ],
     ids=str,
 )
@@ -104,11 +103,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(drive, changes, why):
 
 def test_an_evaluation_that_is_switched_on_and_off(drive):
     d = trained(drive, 1, of=2)
-    take(d, evaluation=EvaluationSettings(every=1, prompts=2))
+    take(d, evaluation=EvaluationSection(every_steps=1, prompts=2))
     d.join("w2", trainer="t2", step=1)
     d.publish(1, member="t2")
     assert not d.control.evaluation.idle
-    take(d, evaluation=None)
+    take(d, evaluation=EvaluationSection())
     assert d.control.evaluation.idle
     assert "switched off" in d.control.state.evaluation.results[-1].skipped
 
@@ -116,7 +115,7 @@ def test_an_evaluation_that_is_switched_on_and_off(drive):
 def test_a_complete_run_is_not_evaluated_afterwards(drive):
     """Its workers are told that nothing is left to do."""
     d = trained(drive, 2, of=2)
-    take(d, evaluation=EvaluationSettings(every=1, prompts=2))
+    take(d, evaluation=EvaluationSection(every_steps=1, prompts=2))
     d.join(trainer="t2", step=2)
     d.publish(2, member="t2")
     assert d.control.phase == "complete"

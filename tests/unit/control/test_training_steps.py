@@ -9,6 +9,7 @@ import pytest
 
 from penstock.control import effects, events
 from penstock.records.ids import MemberId, PipelineName
+from penstock.weights.published import HISTORY
 from penstock.wire import messages
 
 P = PipelineName("p")
@@ -319,7 +320,7 @@ def test_what_is_remembered_of_weights_and_rings_is_bounded(drive):
         d.send(messages.Unregister(P, f"w{step}"))
         d.train(step)
         d.checkpoint(step + 1)
-    assert len(d.control.state.digests) <= 4
+    assert len(d.control.state.published.valid) <= HISTORY
     assert len(d.control.state.members.rings) <= 4
     assert len(d.control.state.recent) == 16
     assert len(d.control.snapshot()) < 10_000

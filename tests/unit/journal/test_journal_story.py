@@ -11,7 +11,7 @@ import pytest
 from penstock.control import effects, events
 from penstock.control.notes import noteworthy
 from penstock.control.pipeline import PipelineControl
-from penstock.control.settings import EvaluationSettings, PipelineSettings
+from penstock.control.settings import EvaluationSection, PipelineSettings
 from penstock.errors import ConfigError, RunFailed
 from penstock.journal.story import Kind, story, tell
 from penstock.journal.writer import Journal
@@ -28,7 +28,7 @@ W, W2, T, T2 = MemberId("w1"), MemberId("w2"), MemberId("t1"), MemberId("t2")
 class Run:
     """One pipeline's machine and its journal, a second per event."""
 
-    def __init__(self, path: Path, evaluation: EvaluationSettings | None = None) -> None:
+    def __init__(self, path: Path, evaluation: EvaluationSection = EvaluationSection()) -> None:
         self.path = path
         self.journal = Journal(path, RunId("run"))
         settings = PipelineSettings(
@@ -233,7 +233,7 @@ def test_an_event_that_cannot_be_read_is_named(run: Run, body: bytes) -> None:
 
 
 def test_an_evaluation_is_part_of_the_life_of_its_version(tmp_path: Path) -> None:
-    run = Run(tmp_path / "journal.sqlite", EvaluationSettings(every=5, prompts=2))
+    run = Run(tmp_path / "journal.sqlite", EvaluationSection(every_steps=5, prompts=2))
     run.register(W)
     run.register_trainer(T, 0)
     run.happen(messages.PublishWeights(A, T, Manifest(Version(0), "l", "d", (), "weights/a")))

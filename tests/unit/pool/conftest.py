@@ -8,7 +8,7 @@ import pytest
 
 from penstock.pool import events as ev
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Priority, Topology
 
@@ -17,9 +17,9 @@ class Town:
     """A pool, its time, and workers that carry out orders at once unless they are named in `deaf`."""
 
     def __init__(self, nodes: tuple[int, ...] = (4,), **settings) -> None:
-        settings = {"turn_s": 10.0, "lease_s": 1e9, **settings}
-        self.first_settings = PoolSettings(Topology(nodes), **settings)
-        self.pool = Pool(self.first_settings)
+        settings = {"turn_s": 10.0, **settings}
+        self.topology, self.first_settings = Topology(nodes), PoolSection(**settings)
+        self.pool = Pool(self.topology, self.first_settings)
         self.now = 0.0
         self.deaf: set[str] = set()
         self.journal: list[tuple[ev.Event, float]] = []
@@ -40,7 +40,7 @@ class Town:
         return effects
 
     def open(self, name: str, *, inference=None, workers: int | None = None, **shape) -> None:
-        inference = tuple(range(self.pool.settings.topology.device_count)) if inference is None else inference
+        inference = tuple(range(self.pool.topology.device_count)) if inference is None else inference
         self.tell(ev.PipelineOpened(PipelineName(name), tuple(map(DeviceId, inference)), **shape))
         for number in range(len(inference) // shape.get("bundle", 1) if workers is None else workers):
             self.tell(ev.WorkerJoined(PipelineName(name), MemberId(f"{name}-{number}")))
@@ -93,7 +93,7 @@ class Town:
         return [effect for effect in self.effects if isinstance(effect, kind)]
 
     def replayed(self) -> Pool:
-        pool = Pool(self.first_settings)
+        pool = Pool(self.topology, self.first_settings)
         for event, at in self.journal:
             pool.handle(event, at)
         return pool

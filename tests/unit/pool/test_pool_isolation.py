@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import Stale
 from penstock.pool import events as ev
 from penstock.pool.pool import Pool
-from penstock.pool.settings import PoolSettings
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Topology
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_finds_all_devices_free_and_its_past_is_replayed_by_the_se
     town.open("b")
     assert town.ask("b", 1, (0,)) == (0,)
     last = town.told(ev.WakeWorker)[-1].order.number
-    town.tell(ev.LifeBegan(PoolSettings(Topology((2,)), turn_s=1e6, lease_s=1e9)))
+    town.tell(ev.LifeBegan(Topology((2,)), PoolSection(turn_s=1e6)))
     assert (town.pool.status(town.now).idle, town.pool.members()) == (2, ())
     town.open("a", workers=2, weight=3.0)
     town.demand("a", 100)
@@ -85,20 +85,19 @@ def test_a_sleep_that_never_ends_is_fenced_and_the_devices_come_back(make_town):
     assert town.held("a", 1) == (0, 1, 2, 3)
 
 
-def test_the_devices_of_a_process_that_was_given_up_are_free_when_its_end_is_certain(make_town):
+def test_the_devices_of_a_process_that_was_evicted_are_free_when_its_end_is_certain(make_town):
     town = make_town()
     town.open("a", workers=1)
     town.open("b")
     town.demand("a", 100)
     assert town.ask("b", 1, (1,)) == (1,)
-    town.tell(ev.MemberGivenUp(A, A0, "it stands still"))
-    town.tell(ev.MemberGivenUp(PipelineName("b"), MemberId("b-trainer"), "silent for 15 s"))
+    town.tell(ev.MemberEvicted(A, A0, "it stands still"))
+    town.tell(ev.MemberEvicted(PipelineName("b"), MemberId("b-trainer"), "silent for 15 s"))
     assert [effect.member for effect in town.told(ev.FenceMember)] == ["a-0", "b-trainer"]
     town.open("c")
     assert town.ask("c", 1, (0,)) is None
-    with pytest.raises(Stale, match="was given up"):
+    with pytest.raises(Stale, match="was evicted"):
         town.ask("b", 2, (2,))
-    town.tell(ev.LeaseRenewed(A, A0))
     town.after(1)
     assert town.held("c", 1) is None, "it may still be there"
     town.tell(ev.MemberLost(A, A0, "killed"))
@@ -176,33 +175,21 @@ def test_failures_in_a_row_wait_longer_and_success_forgets_them(make_town):
     assert town.awake("a") == 1
 
 
-def test_a_silent_trainer_loses_its_devices_after_its_lease(make_town):
-    town = make_town(lease_s=30.0, fence_s=5.0)
+def test_an_evicted_trainer_loses_its_devices_after_the_fence(make_town):
+    town = make_town(fence_s=5.0)
     town.open("a", workers=0)
     town.open("b", workers=0)
     assert town.ask("a", 1, (0, 1))
-    town.after(20)
-    assert town.ask("b", 1, (0, 1)) is None
-    town.after(10)
+    town.after(3600)
+    assert town.ask("b", 1, (0, 1)) is None, "the pool has no clock of its own for members"
+    town.tell(ev.MemberEvicted(A, MemberId("a-trainer"), "not heard for 15 s"))
     assert [effect.member for effect in town.told(ev.FenceMember)] == ["a-trainer"]
     town.after(5)
     assert town.held("b", 1) == (0, 1)
 
 
-def test_heartbeats_keep_a_lease_and_rarely_touch_the_journal(make_town):
-    town = make_town(lease_s=30.0)
-    town.open("a", workers=0)
-    assert town.ask("a", 1, (0, 1))
-    entries = len(town.journal)
-    for _ in range(300):
-        town.after(1)
-        town.tell(ev.LeaseRenewed(A, MemberId("a-trainer")))
-    assert town.held("a", 1) == (0, 1)
-    assert len(town.journal) - entries <= 300 / 7
-
-
 def test_a_restarted_controller_forgets_nobody_and_gives_no_device_twice(make_town):
-    town = make_town(lease_s=30.0)
+    town = make_town()
     town.open("a")
     town.open("b")
     town.demand("a", 100)
@@ -230,7 +217,7 @@ def test_a_snapshot_restores_byte_for_byte(town):
     town.demand("b", 50)
     town.after(11)
     town.ask("a", 1, (0, 1))
-    copy = Pool(town.pool.settings)
+    copy = Pool(town.pool.topology)
     copy.restore(town.pool.snapshot())
     copy.check()
     assert copy.snapshot() == town.pool.snapshot()
@@ -259,23 +246,22 @@ def test_a_worker_goes_back_to_the_devices_it_knows(make_town):
         assert {effect.member: effect.order.devices for effect in town.told(ev.WakeWorker)} == where
 
 
-def test_a_worker_that_was_silent_and_is_heard_again_can_be_used_again(make_town):
-    town = make_town(lease_s=30.0)
+def test_an_evicted_worker_is_never_woken(make_town):
+    town = make_town()
     town.open("a", workers=1)
-    town.after(40)
+    town.tell(ev.MemberEvicted(A, A0, "not heard for 15 s"))
     town.demand("a", 100)
-    assert not town.told(ev.WakeWorker), "nothing is given to a worker nobody hears of"
+    assert not town.told(ev.WakeWorker)
     assert town.pool.status(town.now).shares[0].trouble.endswith("no live worker process to wake")
-    town.tell(ev.LeaseRenewed(A, A0))
-    town.after(1)
+    town.tell(ev.WorkerJoined(A, MemberId("a-1")))
     assert town.awake("a") == 1
 
 
 def test_a_fence_is_asked_for_again_after_a_restart(make_town):
-    town = make_town(lease_s=30.0)
+    town = make_town()
     town.open("a", workers=0)
     town.ask("a", 1, (0,))
-    town.after(30)
+    town.tell(ev.MemberEvicted(A, MemberId("a-trainer"), "not heard for 15 s"))
     assert len(town.told(ev.FenceMember)) == 1
     town.tell(ev.ControllerRestarted())
     assert [effect.member for effect in town.told(ev.FenceMember)] == ["a-trainer"] * 2

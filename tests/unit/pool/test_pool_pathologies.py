@@ -13,16 +13,16 @@ from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, SeatId, Topology
 
 
-def test_a_holder_gone_silent_is_visible_and_gives_its_devices_back(make_town):
-    town = make_town(lease_s=30.0, fence_s=5.0)
+def test_evicted_holders_are_fenced_and_their_devices_are_used_again(make_town):
+    town = make_town(fence_s=5.0)
     town.open("silent")
     town.open("other")
     town.demand("silent", 1000)
     town.demand("other", 1000)
-    for _ in range(50):
+    for number in range(4):
+        town.tell(ev.MemberEvicted(PipelineName("silent"), MemberId(f"silent-{number}"), "not heard for 15 s"))
+    for _ in range(10):
         town.after(1)
-        for number in range(4):
-            town.tell(ev.LeaseRenewed(PipelineName("other"), MemberId(f"other-{number}")))
     assert {effect.pipeline for effect in town.told(ev.FenceMember)} == {"silent"}
     assert town.awake("other") == 4
 

@@ -34,8 +34,9 @@ from penstock.weights.events import (
     WeightsAsked,
 )
 from penstock.weights.faults import TABLE, Action, Fault, decide
-from penstock.weights.fleet import TransactionSettings
+from penstock.weights.published import HISTORY, PublishedVersions
 from penstock.weights.replica import ReplicaState
+from penstock.weights.settings import WeightsSection
 from penstock.weights.transaction import WeightTransaction
 
 S = ReplicaState
@@ -51,9 +52,12 @@ class Fleet:
 
     def __init__(self, **settings: object) -> None:
         self.now = 0.0
-        self.transaction = WeightTransaction(TransactionSettings(**settings))  # type: ignore[arg-type]
+        self.versions = PublishedVersions()
+        self.transaction = WeightTransaction(WeightsSection(**settings), lambda: self.versions)  # type: ignore[arg-type]
 
     def __call__(self, event: TransactionEvent) -> list[TransactionEffect]:
+        if isinstance(event, VersionPublished):
+            self.versions.add(event.manifest)
         effects = self.transaction.handle(event, self.now)
         self.transaction.check()
         repr(self.transaction)
@@ -126,7 +130,7 @@ def test_a_late_or_repeated_publication_changes_nothing(fleet: Fleet) -> None:
     for manifest in (version(2), version(3)):
         fleet(VersionPublished(manifest))
         assert fleet.transaction.newest == version(3)
-    assert fleet.transaction.statistics.published == 3  # 0, 3 and the late 2, each counted once
+    assert fleet.transaction.statistics.published == 2  # 0 and 3
 
 
 def test_weights_that_nobody_published_are_not_served(fleet: Fleet) -> None:
@@ -150,7 +154,7 @@ def test_a_torn_replica_is_fenced_and_refitted(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize(("policy", "expected"), [("evict", EvictReplica), ("fail", FailRun)])
 def test_policy_decides_about_a_torn_replica(policy: str, expected: type) -> None:
-    fleet = Fleet(policy=policy).started(A, B)
+    fleet = Fleet(on_fault=policy).started(A, B)
     effects = fleet.fail(A, S.TORN, "lost the second bucket")
     assert [type(e) for e in effects] == [FenceReplica, expected]
     assert "lost the second bucket" in str(effects[1])
@@ -328,7 +332,7 @@ def test_a_trainer_that_was_replaced_is_not_listened_to(fleet: Fleet) -> None:
 
 
 def test_an_offer_without_an_answer_is_repeated_once_and_then_the_replica_goes() -> None:
-    fleet = Fleet(update_timeout_s=10.0).started(A, B)
+    fleet = Fleet(deadline_s=10.0).started(A, B)
     for member in (A, B):
         fleet.ask(member, version(0).held)
     fleet(VersionPublished(version(1)))
@@ -341,14 +345,14 @@ def test_an_offer_without_an_answer_is_repeated_once_and_then_the_replica_goes()
 
 
 def test_a_replica_fenced_for_too_long_is_replaced() -> None:
-    fleet = Fleet(fenced_timeout_s=10.0).started(A, B)
+    fleet = Fleet(unloaded_timeout_s=10.0).started(A, B)
     fleet.fail(A, S.TORN)
     assert fleet.later(10.0) == []
     assert [type(e) for e in fleet.later(0.1)] == [EvictReplica]
 
 
 def test_too_few_healthy_replicas_for_too_long_end_the_run_with_one_sentence() -> None:
-    fleet = Fleet(min_healthy=2, unhealthy_timeout_s=30.0, fenced_timeout_s=1e9)
+    fleet = Fleet(min_healthy=2, unhealthy_timeout_s=30.0, unloaded_timeout_s=1e9)
     fleet.later(1e6)
     assert not fleet.transaction.failed  # nothing was published: nobody can serve yet
     fleet.started(A)
@@ -359,7 +363,7 @@ def test_too_few_healthy_replicas_for_too_long_end_the_run_with_one_sentence() -
 
 
 def test_a_new_controller_learns_from_questions_what_is_served_already() -> None:
-    fleet = Fleet(fenced_timeout_s=10.0)
+    fleet = Fleet(unloaded_timeout_s=10.0)
     fleet(VersionPublished(version(1)))
     fleet(MembershipReconciled(frozenset({A, B, C})))
     assert fleet.ask(A, version(1).held) == [AdmitReplica(A, Version(1), version(1).digest)]
@@ -375,7 +379,7 @@ def test_a_new_controller_learns_from_questions_what_is_served_already() -> None
 
 def test_a_replica_that_sleeps_by_order_and_never_asked_is_left_alone() -> None:
     """One woken later, or never, holds no version and is not at fault; nor does the fleet wait for it."""
-    fleet = Fleet(fenced_timeout_s=10.0, unhealthy_timeout_s=30.0)
+    fleet = Fleet(unloaded_timeout_s=10.0, unhealthy_timeout_s=30.0)
     fleet(VersionPublished(version(0)))
     fleet(ReplicaJoined(A))
     fleet(ReplicaReported(A, S.STALE, Version(-1), ""))
@@ -387,7 +391,7 @@ def test_a_replica_that_sleeps_by_order_and_never_asked_is_left_alone() -> None:
 
 
 def test_a_fleet_that_falls_asleep_in_between_still_runs_out_of_time() -> None:
-    fleet = Fleet(min_healthy=1, unhealthy_timeout_s=30.0, fenced_timeout_s=1e9)
+    fleet = Fleet(min_healthy=1, unhealthy_timeout_s=30.0, unloaded_timeout_s=1e9)
     fleet(VersionPublished(version(0)))
     ended: list[TransactionEffect] = []
     for number in range(4):
@@ -446,11 +450,25 @@ def test_durability_follows_the_newest(fleet: Fleet) -> None:
 
 
 def test_digests_are_remembered_for_a_bounded_history() -> None:
-    fleet = Fleet(history=4).started(A)
-    for number in range(1, 10):
-        fleet(VersionPublished(version(number)))
-    assert not fleet.transaction.expects(Version(5), version(5).digest)
-    assert fleet.transaction.expects(Version(6), version(6).digest)
+    versions = PublishedVersions()
+    for number in range(HISTORY + 4):
+        versions.add(version(number))
+        versions.check()
+    assert not versions.has(Version(3), version(3).digest)
+    assert versions.has(Version(4), version(4).digest)
+
+
+def test_versions_of_a_trainer_that_is_gone_are_whole_but_not_valid() -> None:
+    versions = PublishedVersions()
+    for number in range(4):
+        versions.add(version(number))
+    versions.withdraw_after(1)
+    assert list(versions.valid) == [0, 1]
+    versions.add(version(2, "another"))
+    assert versions.has(Version(2), version(2).digest)
+    assert versions.has(Version(2), version(2, "another").digest)
+    assert versions.valid[Version(2)] == version(2, "another").digest
+    assert Version(3) not in versions.valid
 
 
 def test_the_table_has_one_row_per_fault_and_state() -> None:

@@ -32,6 +32,7 @@ from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.clock import Clock
 from penstock.runtime.tasks import Tasks
 from penstock.wire import messages
+from penstock.wire.codec import encode_section
 from penstock.wire.messages import Leased, NotYet, Ok, Orders, Refused, Reply, Request
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ HELD: dict[type, tuple[str, ...]] = {
 }
 """Requests that wait for a better reply, and what is announced when there may be one."""
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=encode_section).encode
 
 
 class EventLog(Protocol):
