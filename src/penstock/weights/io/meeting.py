@@ -27,20 +27,8 @@ import torch
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import Aborted, PeerLost, PenstockError, RemoteProtocolError, Stale
-from penstock.records.ids import MemberId, Version
+from penstock.records.ids import Version
 from penstock.records.weights import Manifest
-from penstock.weights.broadcast import (
-    AttemptFailed,
-    Broadcast,
-    BroadcastAsked,
-    BroadcastEvent,
-    BroadcastSettings,
-    FallBackToPull,
-    InviteMembers,
-    MemberGone,
-    MemberJoined,
-    MemberReceived,
-)
 from penstock.weights.io.collective import BroadcastReceiver, BroadcastSender, Invitation
 from penstock.weights.io.neighbours import WeightTransport
 from penstock.weights.manifest import check_manifest, describe
@@ -93,7 +81,8 @@ class BroadcastHost:
         """`expected` replicas ask for every version: once all have, nobody waits for more."""
         self._sender = BroadcastSender(run_dir, host)
         self._expected = expected
-        self._machine = Broadcast(BroadcastSettings(build_timeout_s, send_timeout_s, max_attempts=1))
+        self._build_timeout_s, self._send_timeout_s = build_timeout_s, send_timeout_s
+        self._groups = 0
         self._newest: Manifest | None = None
         self._answered = ("", 0)
         """Of this version, everybody up to this number has an answer."""
@@ -108,7 +97,7 @@ class BroadcastHost:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"BroadcastHost({self.address}, {self.sent} sent, {self.broken} broken, {self._machine})"
+        return f"BroadcastHost({self.address}, {self.sent} sent, {self.broken} broken)"
 
     def offer(self, manifest: Manifest) -> None:
         """Broadcasts this version from now on; those who still ask for an older one see that it was overtaken."""
@@ -147,47 +136,38 @@ class BroadcastHost:
         waiting = self._waiting(digest)
         taken = [number for number in waiting if _settled(store, _answer(digest, number), TAKEN)]
         self._answered = (digest, max(waiting, default=0))
-        self._tell(BroadcastAsked(manifest, tuple(MemberId(str(number)) for number in taken)))
+        if taken:
+            self._broadcast(manifest, taken)
 
-    def _tell(self, event: BroadcastEvent) -> None:
-        for effect in self._machine.handle(event, time.monotonic()):
-            match effect:
-                case InviteMembers(name, manifest, members, timeout_s):
-                    self._attempt(name, manifest, members, timeout_s)
-                case FallBackToPull(manifest, members, reason):
-                    self.broken += 1
-                    logger.warning("%s was not broadcast to %d replicas: %s", describe(manifest), len(members), reason)
-
-    def _attempt(self, name: str, manifest: Manifest, members: tuple[MemberId, ...], timeout_s: float) -> None:
-        for rank, member in enumerate(members, 1):
-            invitation = self._sender.invitation(name, rank, len(members) + 1)
-            self._sender.store.set(_answer(manifest.digest, int(member)), msgspec.json.encode(invitation).decode())
-        settings = self._machine.settings
+    def _broadcast(self, manifest: Manifest, asked: list[int]) -> None:
+        """Once: those whom it does not reach fetch the version another way."""
+        self._groups += 1
+        name = f"version-{manifest.version}-group-{self._groups}"
+        for rank, number in enumerate(asked, 1):
+            invitation = self._sender.invitation(name, rank, len(asked) + 1)
+            self._sender.store.set(_answer(manifest.digest, number), msgspec.json.encode(invitation).decode())
+        timeouts = {"build_timeout_s": self._build_timeout_s, "send_timeout_s": self._send_timeout_s}
         try:
-            self._sender.send(
-                name,
-                manifest,
-                len(members),
-                build_timeout_s=timeout_s,
-                send_timeout_s=settings.send_timeout_s,
-            )
+            self._sender.send(name, manifest, len(asked), **timeouts)
         except PenstockError as error:
-            self._tell(AttemptFailed(name, str(error)))
-            return
-        for member in (None, *members):
-            self._tell(MemberJoined(name, member))
-        self._await_confirmations(name, members)
+            problem = str(error)
+        else:
+            unconfirmed = self._await_confirmations(name, len(asked))
+            problem = f"{unconfirmed} of them did not confirm within {CONFIRM_S:.0f} s" if unconfirmed else ""
+        if problem:
+            self.broken += 1
+            logger.warning("%s was not broadcast to %d replicas: %s", describe(manifest), len(asked), problem)
+        else:
+            self.sent += 1
 
-    def _await_confirmations(self, name: str, members: tuple[MemberId, ...]) -> None:
+    def _await_confirmations(self, name: str, count: int) -> int:
+        """How many did not come."""
         until = time.monotonic() + CONFIRM_S
-        missing = dict(enumerate(members, 1))
+        missing = set(range(1, count + 1))
         while missing and time.monotonic() < until and not self._closing.is_set():
-            for rank in [rank for rank in missing if self._sender.store.check([_confirmed(name, rank)])]:
-                self._tell(MemberReceived(name, missing.pop(rank)))
+            missing -= {rank for rank in missing if self._sender.store.check([_confirmed(name, rank)])}
             time.sleep(LOOK_EVERY_S)
-        for member in missing.values():
-            self._tell(MemberGone(member, f"did not confirm within {CONFIRM_S:.0f} s"))
-        self.sent += not missing
+        return len(missing)
 
 
 class BroadcastTransport:
