@@ -11,17 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import pytest
 
-from penstock.errors import ConfigError, LocalProtocolError, Transient
+from penstock.errors import ConfigError
 from penstock.payload.exchange import ExchangeLimits
 from penstock.payload.io.fetch import BatchFetcher, FetchReport, Transport
 from penstock.payload.io.mapping import Mapping
-from penstock.payload.io.prefetch import Prefetcher
 from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Cancellation
 from penstock.payload.io.serving import ServerStatistics
@@ -242,57 +242,6 @@ def test_the_transport_in_use_is_said_once(world: World, caplog: pytest.LogCaptu
     lines = [record.message for record in caplog.records if "come by" in record.message]
     assert len(lines) == 1
     assert f"come by {world.transport} " in lines[0]
-
-
-def test_a_batch_is_handed_out_under_its_own_key_only(world: World) -> None:
-    prefetcher: Prefetcher[int] = Prefetcher(world.fetcher)
-    refs = [world.write(bytes([step])) for step in range(3)]
-    for step in range(3):
-        prefetcher.begin(step, [refs[step]], [world.address])
-    for step in (2, 0, 1):
-        report = prefetcher.wait(step, timeout_s=10)
-        assert {ref: bytes(view) for ref, view in report.views.items()} == {refs[step]: bytes([step])}
-        report.consumed()
-    with pytest.raises(LocalProtocolError, match="not begun"):
-        prefetcher.wait(1, timeout_s=0)
-    prefetcher.close()
-
-
-def test_a_late_batch_is_never_taken_for_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = world.write(b"first"), world.write(b"second")
-    gate = threading.Event()
-    fetch = world.fetcher.fetch
-
-    def late(refs, rings, cancellation=None):
-        refs = list(refs)
-        if first in refs:
-            assert gate.wait(10)
-        return fetch(refs, rings, cancellation)
-
-    monkeypatch.setattr(world.fetcher, "fetch", late)
-    prefetcher: Prefetcher[int] = Prefetcher(world.fetcher)
-    prefetcher.begin(1, [first], [world.address])
-    with pytest.raises(Transient, match="batch 1"):
-        prefetcher.wait(1, timeout_s=0.01)
-    prefetcher.begin(2, [second], [world.address])
-    two = prefetcher.wait(2, timeout_s=10)
-    gate.set()
-    one = prefetcher.wait(1, timeout_s=10)
-    assert [bytes(view) for view in two.views.values()] == [b"second"]
-    assert [bytes(view) for view in one.views.values()] == [b"first"]
-    one.consumed()
-    two.consumed()
-    prefetcher.close()
-
-
-def test_a_cancelled_batch_gives_back_what_it_held(world: World) -> None:
-    ref = world.write(b"wanted later")
-    prefetcher: Prefetcher[int] = Prefetcher(world.fetcher)
-    prefetcher.begin(1, [ref], [world.address])
-    eventually(lambda: "going on" in repr(prefetcher) and "[] are going on" in repr(prefetcher))
-    prefetcher.cancel(1)
-    prefetcher.close()
-    eventually(lambda: world.ring.statistics().ready == 1)
 
 
 def test_a_trainer_that_dies_holding_a_batch_finds_it_again(world: World) -> None:
@@ -521,13 +470,12 @@ def test_a_producer_killed_while_it_sends_is_an_exact_failure_and_its_ring_remai
         fetcher.fetch([first], [address]).consumed()
         observer = RingReader.attach(address.ring, directory=str(tmp_path))
         os.kill(child.pid, signal.SIGSTOP)  # whatever it was doing, it does not finish
-        prefetcher: Prefetcher[int] = Prefetcher(fetcher)
-        prefetcher.begin(0, [large], [address])
-        child.kill()
-    report = prefetcher.wait(0, timeout_s=30)
+        with ThreadPoolExecutor(1) as thread:
+            fetched = thread.submit(fetcher.fetch, [large], [address])
+            child.kill()
+            report = fetched.result(timeout=30)
     assert report.views == {}
     assert report.missing[large].kind in ("reset", "refused", "timed_out", "truncated")
-    prefetcher.close()
     fetcher.close()
     assert not observer.writer_alive()
     lease = observer.take(large)  # what a dead producer wrote can still be read on its host

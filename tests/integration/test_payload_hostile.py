@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -23,7 +24,6 @@ from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, 
 from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, consume, hello, read
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.payload.io.mapping import Mapping
-from penstock.payload.io.prefetch import Prefetcher
 from penstock.payload.io.reader import RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring
@@ -532,16 +532,15 @@ def test_closing_a_fetcher_breaks_off_what_it_waits_for(world: World) -> None:
         )
         address = world.ring.address(host_id="here", tcp_ports=[blackhole.getsockname()[1]])
         refs = [world.ring.write([bytes([number])], timeout_s=5) for number in range(6)]
-        prefetcher: Prefetcher[int] = Prefetcher(fetcher)
-        prefetcher.begin(0, refs, [address])
-        for _ in range(2):  # both calls wait for an answer that will not come
-            blackhole.settimeout(10)
-            blackhole.accept()[0].detach()
-        fetcher.close()
-        report = prefetcher.wait(0, timeout_s=10)
+        with ThreadPoolExecutor(1) as thread:
+            fetched = thread.submit(fetcher.fetch, refs, [address])
+            for _ in range(2):  # both calls wait for an answer that will not come
+                blackhole.settimeout(10)
+                blackhole.accept()[0].detach()
+            fetcher.close()
+            report = fetched.result(timeout=10)
         assert {failure.kind for failure in report.missing.values()} == {"cancelled"}
         assert set(report.missing) == set(refs)
-        prefetcher.close()
     assert world.ring.statistics().ready == 6
 
 

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import json
 import math
-import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -46,7 +45,6 @@ from penstock.runtime.tensors import device_at
 from penstock.train import checkpoint
 from penstock.train.best import BEST
 
-NOT_OF_THE_MODEL = (".distcp", ".metadata", checkpoint.RECORD_FILE)
 Z_95 = 1.96
 OCCUPY_S = 600.0
 
@@ -149,10 +147,7 @@ def export(one: Saved, to: Path, *, merged: bool = False) -> Path:
         raise ConfigError(f"{to} exists and is not empty: choose another directory with --to")
     if one.pipeline.lora is not None:
         return _export_adapted(one, to, merged=merged)
-    to.mkdir(parents=True, exist_ok=True)
-    for path in sorted(one.directory.iterdir()):
-        if not path.name.startswith("optimizer") and not path.name.endswith(NOT_OF_THE_MODEL):
-            shutil.copy2(path, to / path.name)
+    checkpoint.export(one.directory, to)
     return to
 
 

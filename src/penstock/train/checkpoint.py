@@ -230,11 +230,9 @@ def _read_state(directory: Path, learner: Learner) -> dict[str, Tensor]:
 
 def export(directory: Path, target: Path) -> None:
     """Copy the model out of a checkpoint: a directory that opens as a model, without the learner. ConfigError if the
-    checkpoint is damaged or the target exists."""
+    checkpoint is damaged."""
     record = verify(directory).record
-    if target.exists():
-        raise ConfigError(f"{target} exists; give a directory that does not")
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for name in record.files:
         if not name.endswith(_LEARNER_FILES):
             shutil.copyfile(directory / name, target / name)
