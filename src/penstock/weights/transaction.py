@@ -271,7 +271,7 @@ class WeightTransaction:
         replica.damaged = damaged
         replica.damages += 1
         self.statistics.damaged += 1
-        return self._act(event.member, decide(Fault.VERSION_DAMAGED, replica.state, self.settings.policy), now)
+        return self._act(event.member, decide(Fault.VERSION_DAMAGED, replica.state, self.settings.on_fault), now)
 
     def _restart_fleet(self, cause: str, now: float) -> list[TransactionEffect]:
         """Starts all replicas again, from the durable version if there is one; the second time the run fails.
