@@ -55,6 +55,7 @@ from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.offload import Offload
 from penstock.runtime.process import host_id
+from penstock.runtime.settings import LagSection
 from penstock.runtime.tasks import Tasks
 from penstock.wire.messages import (
     AckCheckpoint,
@@ -137,7 +138,7 @@ async def probed(pipe: Connection, rounds: int, one_round: Round, prepare: Round
     for number in range(rounds):
         await asyncio.to_thread(pipe.recv)
         await prepare(number)
-        monitor = LagMonitor(period_s=PROBE_S, window=1_000_000, stall_s=5.0)
+        monitor = LagMonitor(settings=LagSection(period_s=PROBE_S, window=1_000_000, stall_s=5.0))
         probe = asyncio.create_task(monitor.run())
         await asyncio.sleep(0.02)
         pipe.send("ready")
@@ -408,7 +409,7 @@ def _expect(pipe: Connection) -> Any:
 async def run_naive(workload: Workload) -> dict[str, float]:
     """One process, one loop: what the path looks like before anyone has thought about it."""
     turns = [turns_of(number, workload.routed) for number in range(workload.rollouts)]
-    monitor = LagMonitor(period_s=PROBE_S, window=1_000_000, stall_s=60.0)
+    monitor = LagMonitor(settings=LagSection(period_s=PROBE_S, window=1_000_000, stall_s=60.0))
     probe = asyncio.create_task(monitor.run())
     await asyncio.sleep(0.02)
     began = time.monotonic()

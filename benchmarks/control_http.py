@@ -57,6 +57,7 @@ from penstock.records.prompt import PromptLease
 from penstock.records.rollout import Rollout
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
+from penstock.runtime.settings import LagSection
 from penstock.runtime.tasks import Tasks
 from penstock.wire import messages
 from penstock.wire.messages import AckCheckpoint, AckStep, AskBatch, AskLease, BatchReady, Deliver, Leased, Register
@@ -95,7 +96,7 @@ async def serve_ours(folder: Path) -> dict[str, float]:
     service.start()
     server = ControlServer(ControlApp(service, TOKEN))
     port = server.bind()
-    lag = LagMonitor("controller", period_s=0.005, window=20_000)
+    lag = LagMonitor("controller", LagSection(period_s=0.005, window=20_000))
     async with Tasks() as tasks:
         tasks.spawn("service", service.run())
         tasks.spawn("http", server.serve())
@@ -206,7 +207,7 @@ async def serve_usual(folder: Path) -> dict[str, float]:
             Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", loop="none"
         )
         server = uvicorn.Server(config)
-        lag = LagMonitor("usual", period_s=0.005, window=20_000)
+        lag = LagMonitor("usual", LagSection(period_s=0.005, window=20_000))
         async with Tasks() as tasks:
             serving = tasks.spawn("http", server._serve([listener]))
             tasks.spawn("lag", lag.run())
@@ -296,7 +297,7 @@ async def serve_redis(folder: Path) -> dict[str, float]:
         port = probe.getsockname()[1]
     flags = ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--dir", str(folder)]
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", *flags]
-    lag = LagMonitor("redis", period_s=0.005, window=20_000)
+    lag = LagMonitor("redis", LagSection(period_s=0.005, window=20_000))
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:  # noqa: ASYNC220 - before there is any load
         try:
             await asyncio.to_thread(wait_for, lambda: answers(port))

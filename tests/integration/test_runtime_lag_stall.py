@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.runtime.lag import LagMonitor, Stall
+from penstock.runtime.settings import LagSection
 from penstock.runtime.tasks import Tasks
 
 
@@ -26,7 +27,7 @@ def a_function_that_blocks_the_loop(until: threading.Event) -> None:
 
 async def test_a_stall_names_the_blocking_function(caplog: pytest.LogCaptureFixture) -> None:
     caught = threading.Event()
-    monitor = LagMonitor("test", period_s=0.01, stall_s=0.05, on_stall=lambda _: caught.set())
+    monitor = LagMonitor("test", LagSection(period_s=0.01, stall_s=0.05), on_stall=lambda _: caught.set())
     async with Tasks() as tasks:
         tasks.spawn("lag", monitor.run())
         await eventually(lambda: monitor.report().samples >= 3)
@@ -53,7 +54,7 @@ async def test_one_stall_is_reported_once_however_long_it_lasts() -> None:
         stalls.append(stall)
         first.set()
 
-    monitor = LagMonitor("test", period_s=0.01, stall_s=0.02, on_stall=on_stall)
+    monitor = LagMonitor("test", LagSection(period_s=0.01, stall_s=0.02), on_stall=on_stall)
     async with Tasks() as tasks:
         tasks.spawn("lag", monitor.run())
         await eventually(lambda: monitor.report().samples >= 3)
@@ -66,7 +67,7 @@ async def test_one_stall_is_reported_once_however_long_it_lasts() -> None:
 
 
 async def test_high_lag_is_one_warning_line(caplog: pytest.LogCaptureFixture) -> None:
-    monitor = LagMonitor("slow", period_s=0.001, warn_p99_s=0.0, warn_every_s=1000.0)
+    monitor = LagMonitor("slow", LagSection(period_s=0.001, warn_p99_s=1e-9, warn_every_s=1000.0))
     with caplog.at_level(logging.WARNING):
         async with Tasks() as tasks:
             tasks.spawn("lag", monitor.run())
@@ -78,7 +79,7 @@ async def test_high_lag_is_one_warning_line(caplog: pytest.LogCaptureFixture) ->
 
 
 async def test_the_watchdog_thread_ends_with_the_monitor() -> None:
-    monitor = LagMonitor("ends", period_s=0.01)
+    monitor = LagMonitor("ends", LagSection(period_s=0.01))
     async with Tasks() as tasks:
         tasks.spawn("lag", monitor.run())
         await eventually(lambda: monitor.report().samples >= 2)

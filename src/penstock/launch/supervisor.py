@@ -135,7 +135,7 @@ class Supervisor:
         self._failure: PenstockError | None = None
         self._random = random
         self._session = random.randbytes(8).hex()
-        self._lag = LagMonitor("supervisor", **config.lag.model_dump())
+        self._lag = LagMonitor("supervisor", config.lag)
         self._loops: dict[str, dict[str, float]] = {}
         """The last figures of every loop: a process that leaves takes its own along."""
         self._over = asyncio.Event()

@@ -81,7 +81,7 @@ class RoleProcess(RunMember):
 
     def lag_monitor(self) -> LagMonitor:
         """Watches this process's loop as configured."""
-        return LagMonitor(self.name, **self.config.lag.model_dump())
+        return LagMonitor(self.name, self.config.lag)
 
 
 class RoleMain(Protocol):

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from penstock.runtime.garbage import spare_what_exists
+from penstock.runtime.settings import LagSection
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class LagReport:
 class LagStatistics:
     """The arithmetic, apart from any loop."""
 
-    def __init__(self, period_s: float = 0.1, window: int = 600) -> None:
+    def __init__(self, period_s: float, window: int) -> None:
         self.period_s = period_s
         self._lags: deque[float] = deque(maxlen=window)
         self._waits: deque[float] = deque(maxlen=window)
@@ -109,22 +110,16 @@ class LagMonitor:
     def __init__(
         self,
         name: str = "this process",
+        settings: LagSection = LagSection(),
         *,
-        period_s: float = 0.1,
-        window: int = 600,
-        stall_s: float = 0.5,
-        warn_p99_s: float = 0.1,
-        warn_every_s: float = 60.0,
         on_stall: Callable[[Stall], None] | None = None,
     ) -> None:
         """`on_stall` is called in the watchdog thread, while the loop is still blocked."""
         self.name = name
-        self.statistics = LagStatistics(period_s, window)
+        self.statistics = LagStatistics(settings.period_s, settings.window)
         self.stalls: deque[Stall] = deque(maxlen=KEPT_STALLS)
         self.stall_count = 0
-        self._stall_s = stall_s
-        self._warn_p99_s = warn_p99_s
-        self._warn_every_s = warn_every_s
+        self._settings = settings
         self._on_stall = on_stall
         self._loop_thread = 0
         self._due = 0.0
@@ -151,14 +146,14 @@ class LagMonitor:
                 period_s = self.statistics.period_s
                 self._due += period_s * (1 + max(0, int((now - self._due) / period_s)))
                 if probe % 100 == 0 and now >= quiet_until and self._warn():
-                    quiet_until = now + self._warn_every_s
+                    quiet_until = now + self._settings.warn_every_s
         finally:
             self._stopped.set()
             watchdog.join(1.0)
 
     def _warn(self) -> bool:
         report = self.report()
-        if report.p99_s < self._warn_p99_s:
+        if report.p99_s < self._settings.warn_p99_s:
             return False
         logger.warning(
             "event loop of %s is late: p50 %.0f ms, p99 %.0f ms, max %.0f ms over %d probes; last stall: %s",
@@ -167,7 +162,7 @@ class LagMonitor:
             report.p99_s * 1e3,
             report.max_s * 1e3,
             report.samples,
-            self.stalls[-1].where if self.stalls else f"none above {self._stall_s:g} s",
+            self.stalls[-1].where if self.stalls else f"none above {self._settings.stall_s:g} s",
         )
         return True
 
@@ -176,9 +171,9 @@ class LagMonitor:
         seen_due = 0.0
         while True:
             due = self._due
-            wait_s = due + self._stall_s - time.monotonic()
+            wait_s = due + self._settings.stall_s - time.monotonic()
             if wait_s <= 0 and due == seen_due:
-                wait_s = self._stall_s  # the same stall still lasts: it has been reported
+                wait_s = self._settings.stall_s  # the same stall still lasts: it has been reported
             if wait_s > 0:
                 if self._stopped.wait(wait_s):
                     return

@@ -10,7 +10,7 @@ from penstock.runtime.lag import LagStatistics, quantile
 
 
 def test_nothing_observed_is_all_zero() -> None:
-    report = LagStatistics().report()
+    report = LagStatistics(0.1, 600).report()
     assert (report.samples, report.p50_s, report.max_s, report.wait_p99_s) == (0, 0.0, 0.0, 0.0)
 
 
@@ -39,7 +39,7 @@ def test_a_stall_longer_than_the_window_is_bounded_by_it() -> None:
 
 
 def test_the_window_forgets_but_the_worst_is_kept() -> None:
-    statistics = LagStatistics(window=5)
+    statistics = LagStatistics(0.1, window=5)
     statistics.observe(1.0)
     for _ in range(50):
         statistics.observe(0.001)
@@ -56,7 +56,7 @@ def test_quantile_is_the_smallest_value_that_covers_its_share(values: list[float
 
 
 def test_metric_names() -> None:
-    assert set(LagStatistics().report().values("controller_lag_")) == {
+    assert set(LagStatistics(0.1, 600).report().values("controller_lag_")) == {
         "controller_lag_p50_s",
         "controller_lag_p90_s",
         "controller_lag_p99_s",

@@ -71,7 +71,7 @@ class Sidecar:
         member: MemberId,
         cell: ProgressCell,
         *,
-        every_s: float = 2.0,
+        every_s: float,
     ) -> Sidecar:
         """Starts beating for `member` at the controller that the endpoint file names."""
         return cls(Settings(str(endpoint), token, pipeline, member, os.getpid(), cell.fileno(), every_s))
