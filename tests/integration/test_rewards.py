@@ -14,11 +14,12 @@ import pytest
 from reward_functions import WAIT_S, picky, picky_rubric
 
 from penstock.envs.rewards import Rubric, Scored
+from penstock.envs.settings import RewardSection
 from penstock.errors import RunFailed
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished
 from penstock.rollout.io.language_workload import outcomes_of
-from penstock.rollout.io.scoring import Scoring, ScoringSettings
+from penstock.rollout.io.scoring import Scoring
 
 
 def sleepy(prompts: Any, completions: Sequence[str]) -> list[float]:
@@ -57,7 +58,7 @@ def test_at_most_so_many_calls_are_in_flight() -> None:
         counted["now"] -= 1
         return [0.0] * len(completions)
 
-    scoring = Scoring(Rubric([count]), ScoringSettings(concurrency=3))
+    scoring = Scoring(Rubric([count]), RewardSection(reward_concurrency=3))
     score(scoring, *[["a"]] * 20)
     assert counted["most"] == 3
     scoring.close()
@@ -84,7 +85,7 @@ def test_what_raises_costs_its_sample_and_may_be_given_a_reward() -> None:
     [scored] = score(Scoring(Rubric([picky]), all_inline=True), ["a", "raise", "none"])
     assert [one.reward for one in scored] == [1.0, None, None]
     assert [one.error for one in scored] == ["", "reward function 'picky' raised ValueError: cannot be judged", ""]
-    settings = ScoringSettings(on_error=-1.0)
+    settings = RewardSection(reward_on_error=-1.0)
     [scored] = score(Scoring(Rubric([picky]), settings, all_inline=True), ["a", "raise", "none"])
     assert [one.reward for one in scored] == [1.0, -1.0, -1.0]
 
@@ -98,7 +99,7 @@ def test_a_broken_function_fails_the_run_wherever_it_runs() -> None:
 
 def test_a_hanging_thread_is_left_behind_and_the_function_moves_into_processes() -> None:
     told: list[str] = []
-    settings = ScoringSettings(timeout_s=3.0)
+    settings = RewardSection(reward_timeout_s=3.0)
     scoring = Scoring(Rubric([picky]), settings, elsewhere=(picky_rubric, ()), progressed=told.append)
     [hung, fine] = score(scoring, ["hang", "a"], ["a"])
     assert [one.error for one in hung] == ["reward function 'picky' did not answer within 3 s"] * 2
@@ -118,7 +119,7 @@ def test_a_hanging_thread_is_left_behind_and_the_function_moves_into_processes()
 
 
 def test_threads_that_cannot_be_replaced_end_the_run_when_none_is_left() -> None:
-    scoring = Scoring(Rubric([picky]), ScoringSettings(timeout_s=0.5, concurrency=2, processes=0))
+    scoring = Scoring(Rubric([picky]), RewardSection(reward_timeout_s=0.5, reward_concurrency=2, reward_processes=0))
     [first] = score(scoring, ["hang"])
     assert "did not answer" in first[0].error
     with pytest.raises(RunFailed, match="reward_processes"):

@@ -9,18 +9,9 @@ from penstock.records.section import NonNegative, Positive, Seconds, Section
 Option = str | int | float | bool
 
 
-class EnvSection(Section):
-    name: str
-    """A built-in task (`copy`, `reverse`, `sort`, `arithmetic`), `gymnasium` (with `options.id`), `dataset` (with
-    `options.path`), `agent` (with `options.function` or `options.command`), `verifiers:ID` for an environment of the
-    package verifiers, or your own as `package.module:Name`."""
-    options: dict[str, Option | list[str] | list[int] | list[float] | dict[str, Any]] = {}
-    """Passed to the environment as keyword arguments."""
-    rewards: list[str] = []
-    """Reward functions used instead of the task's own: `exact_answer`, `contains_answer`, `matching_positions`, or your
-    own `f(prompts, completions, **columns) -> list[float | None]` as `package.module:function`."""
-    reward_weights: list[float] = []
-    """One weight per reward function; all equal when empty."""
+class RewardSection(Section):
+    """Of `[pipeline.env]`: how reward functions are called."""
+
     reward_timeout_s: Seconds = 120.0
     """How long one call of a reward function may take. The samples of a call that takes longer have no reward, with
     that reason on record."""
@@ -35,3 +26,17 @@ class EnvSection(Section):
     reward_on_error: float | None = None
     """The reward of a sample for which a reward function raised, was too late, or gave `None`. Unset: it has none, and
     is left out of its group's advantages; if the whole group has none, it is generated again."""
+
+
+class EnvSection(RewardSection):
+    name: str
+    """A built-in task (`copy`, `reverse`, `sort`, `arithmetic`), `gymnasium` (with `options.id`), `dataset` (with
+    `options.path`), `agent` (with `options.function` or `options.command`), `verifiers:ID` for an environment of the
+    package verifiers, or your own as `package.module:Name`."""
+    options: dict[str, Option | list[str] | list[int] | list[float] | dict[str, Any]] = {}
+    """Passed to the environment as keyword arguments."""
+    rewards: list[str] = []
+    """Reward functions used instead of the task's own: `exact_answer`, `contains_answer`, `matching_positions`, or your
+    own `f(prompts, completions, **columns) -> list[float | None]` as `package.module:function`."""
+    reward_weights: list[float] = []
+    """One weight per reward function; all equal when empty."""

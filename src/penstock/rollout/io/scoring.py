@@ -32,6 +32,7 @@ from typing import Any
 import msgspec
 
 from penstock.envs.rewards import Columns, NoReward, Rubric, Scored, Values, awaited_values_of, is_async, values_of
+from penstock.envs.settings import RewardSection
 from penstock.errors import PenstockError, RunFailed
 from penstock.runtime.process import exit_cause, watch_parent
 
@@ -46,15 +47,6 @@ IDLE_S = 60.0
 """A thread with nothing to do ends after so long, and its process with it."""
 START_S = 300.0
 """A process may take so long to import the reward functions."""
-
-
-class ScoringSettings(msgspec.Struct, frozen=True):
-    """How reward functions are called; see `env.reward_*`."""
-
-    timeout_s: float = 120.0
-    concurrency: int = 64
-    processes: int | None = None
-    on_error: float | None = None
 
 
 class _Call(msgspec.Struct, eq=False):
@@ -78,7 +70,7 @@ class Scoring:
     def __init__(
         self,
         rubric: Rubric,
-        settings: ScoringSettings = ScoringSettings(),
+        settings: RewardSection = RewardSection(),
         *,
         elsewhere: tuple[Callable[..., Rubric], tuple[Any, ...]] | None = None,
         all_inline: bool = False,
@@ -98,7 +90,7 @@ class Scoring:
         self._threads = 0
         self._idle = 0
         self._left_behind = 0
-        self._in_processes = bool(settings.processes) and elsewhere is not None
+        self._in_processes = bool(settings.reward_processes) and elsewhere is not None
         self._children: set[_Child] = set()
         self._gathered: dict[int, list[_Call]] = {}
         """Of each `batched` function, the calls that wait for the one in flight."""
@@ -152,7 +144,7 @@ class Scoring:
 
     def _combined(self, calls: Sequence[Future[Values]]) -> list[Scored]:
         scored = self.rubric.combine([call.result() for call in calls])
-        instead = self.settings.on_error
+        instead = self.settings.reward_on_error
         if instead is not None:
             for one in scored:
                 one.reward = instead if one.reward is None else one.reward
@@ -193,7 +185,7 @@ class Scoring:
             self._arrived.notify()
 
     def _most(self) -> int:
-        return (self.settings.processes or PROCESSES) if self._in_processes else self.settings.concurrency
+        return (self.settings.reward_processes or PROCESSES) if self._in_processes else self.settings.reward_concurrency
 
     def _start_gathered(self, function: int) -> None:
         """What came while a call of a batched function was in flight is the next call of it."""
@@ -236,7 +228,7 @@ class Scoring:
                     self._end(call, *self._here(call))
                 else:
                     child = child or self._new_child()
-                    values, error = child.call(call, self.rubric.names[call.function], self.settings.timeout_s)
+                    values, error = child.call(call, self.rubric.names[call.function], self.settings.reward_timeout_s)
                     if not child.alive:
                         self._drop_child(child)
                         child = None
@@ -310,7 +302,7 @@ class Scoring:
                 name = self.rubric.names[oldest.function]
                 self._progressed(f"reward {name} running for {ran_s:.0f} s, {len(running)} calls in flight")
             for call in running:
-                if now - call.began > self.settings.timeout_s and not call.stoppable:
+                if now - call.began > self.settings.reward_timeout_s and not call.stoppable:
                     self._leave_behind(call)
 
     def _leave_behind(self, call: _Call) -> None:
@@ -322,12 +314,12 @@ class Scoring:
             self._running.discard(call)
             self._threads -= 1
             self._left_behind += 1
-            moves = self.settings.processes != 0 and self._elsewhere is not None
+            moves = self.settings.reward_processes != 0 and self._elsewhere is not None
             moved, self._in_processes = moves and not self._in_processes, moves
-        name, timeout_s = self.rubric.names[call.function], self.settings.timeout_s
+        name, timeout_s = self.rubric.names[call.function], self.settings.reward_timeout_s
         if moved:
             log.warning("reward %s ran for over %g s in a thread; it runs in processes from now on", name, timeout_s)
-        if self._left_behind >= self.settings.concurrency and not moves:
+        if self._left_behind >= self.settings.reward_concurrency and not moves:
             call.values.set_exception(
                 RunFailed(
                     f"{self._left_behind} calls of reward functions hang in threads, the last of {name!r}, and threads "
@@ -344,7 +336,7 @@ class Scoring:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._slots = asyncio.Semaphore(self.settings.concurrency)
+                self._slots = asyncio.Semaphore(self.settings.reward_concurrency)
                 threading.Thread(target=_run, args=(self._loop,), name="reward-loop", daemon=True).start()
             return self._loop
 
@@ -358,12 +350,12 @@ class Scoring:
                 self._running.add(call)
             values: Values = []
             failure: BaseException | None = None
-            deadline = asyncio.timeout(self.settings.timeout_s)
+            deadline = asyncio.timeout(self.settings.reward_timeout_s)
             try:
                 async with deadline:
                     values = await awaited_values_of(name, function, call.prompts, call.completions, call.columns)
             except TimeoutError:
-                values = _missed(name, self.settings.timeout_s, len(call.completions))
+                values = _missed(name, self.settings.reward_timeout_s, len(call.completions))
             except BaseException as error:  # noqa: BLE001 - raised where the scores are awaited
                 failure = error
             self._end(call, values, failure)

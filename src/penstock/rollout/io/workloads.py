@@ -15,7 +15,7 @@ from penstock.rollout.io.agent_workload import AgentWorkload
 from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload
-from penstock.rollout.io.scoring import Scoring, ScoringSettings
+from penstock.rollout.io.scoring import Scoring
 from penstock.rollout.settings import RolloutSection
 from penstock.runtime.named import load_callable
 
@@ -43,13 +43,7 @@ def workload_of(
         return load_callable("workload", rollout.workload)(environment, engine, policy)
     if not isinstance(policy, LanguagePolicy):
         return GymnasiumWorkload(environment, engine, greedy=greedy)
-    settings = ScoringSettings(
-        timeout_s=env.reward_timeout_s,
-        concurrency=env.reward_concurrency,
-        processes=env.reward_processes,
-        on_error=env.reward_on_error,
-    )
-    scoring = Scoring(rubric_of(env, environment), settings, elsewhere=rubric_elsewhere, progressed=progressed)
+    scoring = Scoring(rubric_of(env, environment), env, elsewhere=rubric_elsewhere, progressed=progressed)
     drawn = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids", "stop_strings", "max_turns"}
     sampling = rollout.model_dump(include=drawn)
     sampling |= {"greedy": greedy, "scoring": scoring, "kept": KeptEpisodes(kept) if kept is not None else None}
