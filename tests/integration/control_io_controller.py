@@ -26,7 +26,7 @@ PIPELINE = PipelineName("a")
 RUN = RunId("run")
 TOKEN = "a-secret"
 SETTINGS = PipelineSettings(
-    name=PIPELINE, groups_per_step=4, group_size=2, max_staleness=2, steps=60, reap_after_s=60.0
+    name=PIPELINE, groups_per_step=4, group_size=2, max_staleness=2, steps=60, evict_after_s=60.0
 )
 
 

@@ -70,7 +70,7 @@ def test_a_process_lives_ends_and_logs_far_from_its_run_directory(host: RoleHost
     wait_for(listens, 60, "the controller to listen on the address of its node")
     host.ask_to_end()
     assert host.wait(CONTROLLER.name) == LastSeen(0, None)
-    assert b"ended in good order" in host.exchange(CONTROLLER.name, None, len(log))
+    assert b"ended gracefully" in host.exchange(CONTROLLER.name, None, len(log))
 
 
 def test_last_words_come_back_with_the_exit_code(host: RoleHost):

@@ -58,7 +58,7 @@ def test_a_worker_of_two_ranks_trains_and_leaves_together(folder: Path):
     assert code == 0, output + run.logs()
     assert sorted(entry["step"] for entry in step_lines(run.directory)) == list(range(6))
     assert re.search("serving at version [1-9]", rank_log(run)), "rank 1 has loaded what was trained"
-    assert "ended in good order" in rank_log(run)
+    assert "ended gracefully" in rank_log(run)
 
 
 def test_a_killed_rank_costs_its_worker_and_no_prompt(folder: Path):
@@ -69,7 +69,7 @@ def test_a_killed_rank_costs_its_worker_and_no_prompt(folder: Path):
     assert_exact(run, code, output, prompts=PROMPTS)
     assert "letters.rollout.0 ended (PeerLost: rank 1" in output, "the worker says which rank it lost"
     assert re.search("serving at version [1-9]", rank_log(run)), "rank 1 has loaded what was trained"
-    assert "ended in good order" in rank_log(run), "its successor left together with its worker"
+    assert "ended gracefully" in rank_log(run), "its successor left together with its worker"
 
 
 def test_a_rank_that_fails_for_good_is_named_with_its_error(folder: Path):
@@ -89,7 +89,7 @@ def test_ranks_of_an_interrupted_run_are_drained_and_not_killed(folder: Path):
     run.interrupt()
     code, output = run.end(60)
     assert code == 130, output + run.logs()
-    assert "ended in good order" in rank_log(run)
+    assert "ended gracefully" in rank_log(run)
 
 
 @pytest.mark.slow
@@ -102,4 +102,4 @@ def test_ranks_sleep_and_wake_together_by_order_of_the_pool(folder: Path):
     assert moves(run)["pool_move_done"] > 2, "generation was put to sleep and woken"
     for name in ("left", "right"):
         assert {entry["step"] for entry in step_lines(run.directory) if entry["pipeline"] == name} == set(range(8))
-        assert "ended in good order" in rank_log(run, f"{name}.rollout.0.rank1")
+        assert "ended gracefully" in rank_log(run, f"{name}.rollout.0.rank1")

@@ -159,7 +159,7 @@ async def test_a_silent_worker_is_fenced_and_its_device_serves_the_other_pipelin
     assert [await room.obey(LEFT, member) for member in ("l0", "l1")] == ["wake", "wake"]
     for member in ("l0", "l1"):
         await room.service.call(Heartbeat(LEFT, MemberId(member), progressed_ago_s=0.0, doing="generating"))
-    room.pass_time(CONTROL.reap_after_s - 1)
+    room.pass_time(CONTROL.evict_after_s - 1)
     assert not room.service.status()["evicted"]
     await room.join(RIGHT, "r0", "r1")
     room.pass_time(3)

@@ -45,7 +45,7 @@ def test_a_killed_rank_costs_its_trainer_and_no_prompt(folder: Path):
     code, output = run.end(300)
     assert_exact(run, code, output, prompts=PROMPTS)
     assert "letters.trainer ended (PeerLost: rank 1" in output, "the trainer says which rank it lost"
-    assert "ended in good order" in rank_log(run), "its successor left together with its trainer"
+    assert "ended gracefully" in rank_log(run), "its successor left together with its trainer"
 
 
 def test_a_run_of_two_ranks_is_resumed_on_one(folder: Path):

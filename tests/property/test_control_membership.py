@@ -1,7 +1,7 @@
 """Membership against what really happened: when each process was last heard, moved, and was it ever let go.
 
 The machine records heartbeats coarsely and judges by its own clock; the model knows the truth. Between them must hold:
-nobody is reaped who was heard recently enough, nobody stays who was silent too long, and nobody comes back.
+nobody is evicted who was heard recently enough, nobody stays who was silent too long, and nobody comes back.
 """
 
 # pyright: reportArgumentType=false
@@ -30,7 +30,7 @@ SETTINGS = PipelineSettings(
     group_size=2,
     max_staleness=100,
     suspect_after_s=8.0,
-    reap_after_s=20.0,
+    evict_after_s=20.0,
     wedged_after_s=60.0,
     startup_grace_s=40.0,
     stall_fail_after_s=float("inf"),
@@ -47,7 +47,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.registered: dict[str, float] = {}
         self.heard: dict[str, float] = {}
         self.moved: dict[str, float] = {}
-        self.beaten: set[str] = set()
+        self.heartbeat_seen: set[str] = set()
         self.gone: set[str] = set()
         self.suspects: dict[str, float] = {}
         self.requests: dict[str, int] = {}
@@ -63,7 +63,7 @@ class MembershipMachine(RuleBasedStateMachine):
         """No one is let go who was heard, and moved, recently: the recorded times lag by at most the resolution."""
         member = evicted.member
         silent_s, idle_s = self.now - self.heard[member], self.now - self.moved[member]
-        too_silent = silent_s > SETTINGS.reap_after_s - COARSE_S
+        too_silent = silent_s > SETTINGS.evict_after_s - COARSE_S
         too_idle = idle_s > SETTINGS.wedged_after_s - COARSE_S
         assert too_silent or too_idle, f"{member} was let go after {silent_s} s of silence: {evicted.reason}"
         self.gone.add(member)
@@ -88,7 +88,7 @@ class MembershipMachine(RuleBasedStateMachine):
         assert answer.known == (member not in self.gone)
         self.heard[member] = self.now
         self.moved[member] = max(self.moved[member], self.now - ago_s)
-        self.beaten.add(member)
+        self.heartbeat_seen.add(member)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -130,7 +130,7 @@ class MembershipMachine(RuleBasedStateMachine):
             for member in self.live if beating else ():
                 self.send(messages.Heartbeat(P, member, 0.0))
                 self.heard[member] = self.moved[member] = self.now
-                self.beaten.add(member)
+                self.heartbeat_seen.add(member)
             self.send(events.TimePassed())
         self.nobody_stays_who_is_silent()
 
@@ -141,7 +141,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.now += seconds
         for member in before[:1] if not tick_first else ():
             self.send(messages.Heartbeat(P, member, 0.0))
-            self.beaten.add(member)
+            self.heartbeat_seen.add(member)
         self.send(events.TimePassed())
         assert self.live == before
         for member in before:
@@ -149,9 +149,9 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def nobody_stays_who_is_silent(self) -> None:
         for member in self.live:
-            grace_s = 0.0 if member in self.beaten else SETTINGS.startup_grace_s
-            since_s = self.now - max(self.heard[member], self.registered[member] + grace_s - SETTINGS.reap_after_s)
-            assert since_s <= SETTINGS.reap_after_s + 2 * COARSE_S, f"{member} has been silent for {since_s} s"
+            grace_s = 0.0 if member in self.heartbeat_seen else SETTINGS.startup_grace_s
+            since_s = self.now - max(self.heard[member], self.registered[member] + grace_s - SETTINGS.evict_after_s)
+            assert since_s <= SETTINGS.evict_after_s + 2 * COARSE_S, f"{member} has been silent for {since_s} s"
 
     @invariant()
     def the_machine_agrees_who_is_live(self):

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.control.effects import NoteEvaluation
 from penstock.control.evaluation import Evaluation
-from penstock.control.points import EvaluationResult, EvaluationState
+from penstock.control.evaluation_state import EvaluationResult, EvaluationState
 from penstock.control.settings import EvaluationSection
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE
 from penstock.records.rollout import FailedRollout, Score
@@ -58,10 +58,10 @@ class EvaluationMachine(RuleBasedStateMachine):
 
     def fall_due(self, due: int) -> None:
         state = self.machine.state
-        points = [(result.due, result.version) for result in state.results]
+        evaluations = [(result.due, result.version) for result in state.results]
         if state.running is not None:
-            points.append((state.running.due, state.running.version))
-        if state.waiting != due and not any(due in point for point in points):
+            evaluations.append((state.running.due, state.running.version))
+        if state.waiting != due and not any(due in running for running in evaluations):
             self.due[due] += 1
 
     @precondition(lambda self: not self.over)
@@ -184,12 +184,12 @@ class EvaluationMachine(RuleBasedStateMachine):
         self.trained = max(0, self.trained - steps)
         self.lineage += 1
         state = self.machine.state
-        points = [(result.due, result.version or 0) for result in state.results]
-        kept = [due for due, version in points if max(due, version) <= self.trained]
-        kept += [version for due, version in points if max(due, version) <= self.trained]
+        evaluations = [(result.due, result.version or 0) for result in state.results]
+        kept = [due for due, version in evaluations if max(due, version) <= self.trained]
+        kept += [version for due, version in evaluations if max(due, version) <= self.trained]
         kept += [state.running.due, state.running.version] if state.running is not None else []
         kept += [state.waiting]
-        for due in {due for due, version in points if due <= self.trained < version} - set(kept):
+        for due in {due for due, version in evaluations if due <= self.trained < version} - set(kept):
             self.due[due] += 1  # measured later than it was due, and so once more
         self.machine.roll_back(self.trained, self.now)
         self.collect()
@@ -235,15 +235,15 @@ class EvaluationMachine(RuleBasedStateMachine):
         if result.skipped:
             assert result.samples == 0
             return
-        cells = self.settings.total_samples
+        places = self.settings.total_samples
         assert result.version is not None
         assert result.version >= result.due
-        assert result.samples + result.failed == cells
+        assert result.samples + result.failed == places
         if result.failed:
             return
         prompts, samples = self.settings.prompts, self.settings.samples
         values = [worth(result.version, prompt, member) for prompt in range(prompts) for member in range(samples)]
-        assert abs(result.reward_mean - sum(values) / cells) < 1e-9, "samples of other versions were counted"
+        assert abs(result.reward_mean - sum(values) / places) < 1e-9, "samples of other versions were counted"
 
     @invariant()
     def books_balance(self):
@@ -253,7 +253,7 @@ class EvaluationMachine(RuleBasedStateMachine):
         state = self.machine.state
         open_points = [state.running.due] if state.running is not None else []
         open_points += [state.waiting] if state.waiting is not None else []
-        assert self.due == self.ended + Counter(open_points), "a point that was due is missing, or ended twice"
+        assert self.due == self.ended + Counter(open_points), "an evaluation that was due is missing, or ended twice"
 
     def teardown(self):
         """Whatever is left ends within two deadlines."""

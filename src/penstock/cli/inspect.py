@@ -42,7 +42,7 @@ def parse_subject(subject: str) -> tuple[Kind, int]:
 
 
 def doctor_command(run_dir: Path) -> int:
-    """Exit 0 with the diagnosis of a live run; exit 1 when nobody answers."""
+    """Exit 0 with the diagnosis of a live run; exit 1 when there is no answer."""
     import httpx
 
     run = RunDir.open(run_dir)

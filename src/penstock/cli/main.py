@@ -100,7 +100,7 @@ def init(
 @app.command()
 def attach(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run on Ray.")],
-    stop: Annotated[bool, typer.Option("--stop", help="Ask it to stop in good order, and watch it end.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop it gracefully, and watch it end.")] = False,
 ) -> None:
     """Watch a run on Ray from any terminal of the cluster.
 

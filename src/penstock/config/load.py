@@ -24,6 +24,7 @@ TAGS = ("tiny", "path", "hub", "mlp", *SECTIONS)
 
 
 RENAMED = {
+    "control.reap_after_s": "control.evict_after_s",
     "payload.carrier": "payload.transport",
     "pipeline.weights.mover": "pipeline.weights.transport",
     "pipeline.control_loss": "pipeline.ppo_loss",

@@ -31,7 +31,7 @@ class RunSection(Section):
     max_restarts: NonNegative = 10
     """How often one process may be restarted before the run fails."""
     grace_s: Seconds = 10.0
-    """How long processes may take to leave in good order before they are killed."""
+    """How long processes may take for a graceful shutdown before they are killed."""
     log_mb: Positive = 64
     """A process's log that is larger is moved to `NAME.log.1`, which replaces an earlier one. Local launcher only."""
     extra_path: list[Path] = []

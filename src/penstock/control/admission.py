@@ -101,7 +101,7 @@ class Admission:
     def min_version_fresh(self) -> Version:
         """The oldest weights for a new group: it will be trained after all that is in flight before it.
 
-        This may be the version of a step just acknowledged whose weights are not published yet. Then nobody is given a
+        This may be the version of a step just acknowledged whose weights are not published yet. Then none is given a
         lease: whatever older weights make now would be outdated when its turn comes.
         """
         ledger = self.ledger

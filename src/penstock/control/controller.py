@@ -274,7 +274,7 @@ class Controller:
         except RunFailed as error:  # of the user's own code
             raise RunFailed(f"{name}: {error.message}") from error
         except Exception as error:
-            # Part of the event may have been recorded: nobody knows the state that this would go on from.
+            # Part of the event may have been recorded: the state to go on from is unknown.
             what = f"{event!r}"[:EVENT_CHARACTERS]
             raise RunFailed(f"pipeline {name} broke on {what}: {type(error).__name__}: {error}") from error
         out = self._out
@@ -389,7 +389,7 @@ class Controller:
                 case pool_events.GrantDevices(pipeline=name):
                     out.append((name, Announce("devices")))
                 case pool_events.RejectRequest(kind="cancelled"):
-                    pass  # whoever cancelled it does not ask for it again
+                    pass  # it is not asked for again
                 case pool_events.RejectRequest(pipeline=name, member=member, request=request, kind=kind, reason=reason):
                     error = "Transient" if kind == "timed_out" else "Stale"
                     self._rejected[member, request] = Refused(error, reason)

@@ -55,7 +55,7 @@ class Observer:
             "throttle_engagements": state.throttle.engagements,
             "workers_alive": sum(not worker.suspected for worker in workers),
             "workers_suspected": sum(worker.suspected for worker in workers),
-            "members_reaped": state.members.reaped,
+            "members_evicted": state.members.evicted,
             "trainer_alive": int(trainer is not None and not trainer.suspected),
             "staleness_mean": _mean([step.staleness_mean for step in recent]),
             "staleness_max": max((step.staleness_max for step in recent), default=0),
@@ -69,7 +69,7 @@ class Observer:
         return numbers
 
     def _evaluated(self) -> dict[str, float]:
-        """The newest point and what became of the others; nothing where evaluation is off."""
+        """The newest evaluation and what became of the others; nothing where evaluation is off."""
         if not self.settings.evaluation.every_steps:
             return {}
         results = self.state.evaluation.results

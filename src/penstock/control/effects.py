@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.control.points import EvaluationResult
+from penstock.control.evaluation_state import EvaluationResult
 from penstock.records.ids import MemberId, PromptIndex
 from penstock.records.payload import PayloadRef
 from penstock.wire.messages import Reply
@@ -40,7 +40,7 @@ class EvictMember(msgspec.Struct, frozen=True):
 
 
 class ReleasePayloads(msgspec.Struct, frozen=True):
-    """Nobody will read these payloads: their slots can be freed."""
+    """These payloads have no reader any more: their slots can be freed."""
 
     payloads: tuple[PayloadRef, ...]
 

@@ -115,7 +115,7 @@ class Ledger:
         return filtered
 
     def take_released(self) -> tuple[PayloadRef, ...]:
-        """Payloads that nobody will read, each named once."""
+        """Payloads without a reader, each named once."""
         released = tuple(self._table.released)
         self._table.released.clear()
         return released

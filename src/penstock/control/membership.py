@@ -1,10 +1,10 @@
 """Who is in the pipeline, and who is only said to be.
 
 A member is one incarnation of one process. It is live from its registration until it leaves, is replaced, or is
-reaped; after that its calls are refused as stale, for ever. Silence makes a member suspected, then reaped; so does a
+evicted; after that its calls are refused as stale, for ever. Silence makes a member suspected, then evicted; so does a
 heartbeat that reports a parent without progress, so a wedged process cannot pass for a live one. A member that has not
 been heard since it registered has the startup grace; a gap in the controller's own time (restart, suspended machine)
-is charged to nobody.
+does not count.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Member(msgspec.Struct):
     registered_at: float
     heard_at: float
     progressed_at: float
-    beaten: bool = False
+    heartbeat_seen: bool = False
     suspected: bool = False
     doing: str = ""
     version: Version = Version(0)
     """The weights it last said it serves."""
     request: int = -1
-    """The last lease request that was granted, and what it was given: repeated to whoever repeats it."""
+    """The last lease request that was granted, and what it was given: repeated if the request is."""
     granted: tuple[PromptLease, ...] = ()
     more_rings: tuple[str, ...] = ()
     """Rings of the other ranks of a worker that has several."""
@@ -55,14 +55,14 @@ class MembershipState(msgspec.Struct):
     departed_rings: dict[str, int] = msgspec.field(default_factory=dict)
     """Rings of departed members, with the version at their departure: payloads in them may still be read a while."""
     joined: int = 0
-    reaped: int = 0
+    evicted: int = 0
 
 
 class Finding(msgspec.Struct, frozen=True):
     """What a look at the clock found out about a member."""
 
     member: MemberId
-    what: Literal["suspected", "recovered", "reaped"]
+    what: Literal["suspected", "recovered", "evicted"]
     reason: str
 
 
@@ -145,16 +145,16 @@ class Membership:
         """Records a heartbeat if it says something new; returns whether it did."""
         member = self.state.live[event.member]
         progressed_at = now - max(0.0, event.progressed_ago_s)
-        if member.beaten and now - member.heard_at < self.settings.resolution_s:
+        if member.heartbeat_seen and now - member.heard_at < self.settings.resolution_s:
             return False
-        member.beaten = True
+        member.heartbeat_seen = True
         member.heard_at = now
         member.progressed_at = max(member.progressed_at, progressed_at)
         member.doing = event.doing
         return True
 
     def excuse_all(self, now: float) -> None:
-        """The controller itself was away: nobody's silence counts up to now."""
+        """The controller itself was away: silence up to now does not count."""
         for member in self.state.live.values():
             member.heard_at = member.progressed_at = now
             member.suspected = False
@@ -165,14 +165,14 @@ class Membership:
         settings = self.settings
         for member in self.state.live.values():
             silent_s, idle_s = now - member.heard_at, now - member.progressed_at
-            guard_s = 0.0 if member.beaten else settings.startup_grace_s - (now - member.registered_at)
+            guard_s = 0.0 if member.heartbeat_seen else settings.startup_grace_s - (now - member.registered_at)
             if guard_s > 0:
                 continue
-            if silent_s > settings.reap_after_s:
-                findings.append(Finding(member.member, "reaped", f"not heard for {silent_s:.0f} s"))
+            if silent_s > settings.evict_after_s:
+                findings.append(Finding(member.member, "evicted", f"not heard for {silent_s:.0f} s"))
             elif idle_s > settings.wedged_after_s:
                 doing = f" while in {member.doing!r}" if member.doing else ""
-                findings.append(Finding(member.member, "reaped", f"no progress for {idle_s:.0f} s{doing}"))
+                findings.append(Finding(member.member, "evicted", f"no progress for {idle_s:.0f} s{doing}"))
             elif silent_s > settings.suspect_after_s and not member.suspected:
                 member.suspected = True
                 findings.append(Finding(member.member, "suspected", f"not heard for {silent_s:.0f} s"))
@@ -183,4 +183,4 @@ class Membership:
 
     def __repr__(self) -> str:
         names = ", ".join(f"{member.member}{'?' if member.suspected else ''}" for member in self.state.live.values())
-        return f"<Membership [{names}] joined={self.state.joined} reaped={self.state.reaped}>"
+        return f"<Membership [{names}] joined={self.state.joined} evicted={self.state.evicted}>"

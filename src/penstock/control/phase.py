@@ -37,7 +37,7 @@ class Prospects(msgspec.Struct, frozen=True):
     finished: bool
     """No sample, buffered or in flight, can fill a further step, and the last version is evaluated."""
     safe: bool
-    """The last step is in a checkpoint, or the trainer left in good order."""
+    """The last step is in a checkpoint, or the trainer deregistered."""
     still_needed: bool
     """More groups must be issued."""
 

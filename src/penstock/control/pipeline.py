@@ -143,7 +143,7 @@ class PipelineControl:
     def attendance(self) -> tuple[frozenset[MemberId], MemberId | None, dict[MemberId, str]]:
         """The workers there are, the trainer if there is one, and who was lost and why.
 
-        After a trainer that left in good order nobody counts as lost.
+        After a trainer that deregistered none counts as lost.
         """
         workers = frozenset(member.member for member in self.members.having("rollout"))
         trainer = self.members.trainer()
@@ -249,18 +249,18 @@ class PipelineControl:
 
     def _excuse_absence(self, now: float) -> list[Effect]:
         """The controller records something several times per `suspect_after_s`; a longer gap means it was away itself
-        (killed, stopped, a suspended machine), and then nobody's silence counts."""
+        (killed, stopped, a suspended machine), and then silence does not count."""
         away_s = now - self.state.last_event_at
         if away_s <= self.settings.suspect_after_s:
             return []
         self.members.excuse_all(now)
         self.evaluation.excuse(away_s)
         self.state.progressed_at = now
-        line = f"the controller itself was away for {away_s:.0f} s; nobody's silence counts"
+        line = f"the controller itself was away for {away_s:.0f} s; silence does not count"
         return [Log("warning", f"{self.settings.name}: {line}")]
 
     def _watch(self, effects: list[Effect], now: float) -> None:
-        """Draws what follows from any change: payloads nobody will read, a ready batch, the phase, the throttle."""
+        """Draws what follows from any change: payloads without a reader, a ready batch, the phase, the throttle."""
         state, admission = self.state, self.admission
         filtered = self.ledger.take_filtered()
         if filtered:
@@ -359,11 +359,11 @@ class PipelineControl:
             changed = True
             level = "warning" if finding.what != "recovered" else "info"
             effects.append(Log(level, f"{settings.name}: {finding.member} {finding.what}: {finding.reason}"))
-            if finding.what == "reaped":
+            if finding.what == "evicted":
                 gone = self.members.get(finding.member)
                 if gone is not None and gone.role == "trainer":
                     state.trainer_lost_at, state.trainer_left_well = now, False
-                state.members.reaped += 1
+                state.members.evicted += 1
                 effects.append(self._evict(finding.member, finding.reason, died=True))
         unaccounted = self.ledger.conservation()
         if unaccounted and not state.stop_asked:
@@ -478,7 +478,7 @@ class PipelineControl:
         return [Leased(leases, "granted", state.phase)], True
 
     def _grant_evaluation(self, event: AskLease, now: float) -> tuple[PromptLease, ...]:
-        """Before all else: a point is small, has a deadline, and keeps its evaluators from newer weights."""
+        """Before all else: an evaluation is small, has a deadline, and keeps its evaluators from newer weights."""
         if not event.steady or event.version > self.state.newest:
             return ()
         digest = self.state.published.valid.get(event.version, "")
@@ -594,7 +594,7 @@ class PipelineControl:
         return None
 
     def _can_give_batch(self, now: float) -> bool:
-        """Whether the next step's batch may leave now: it is ready, and waits for nobody or has waited enough."""
+        """Whether the next step's batch may leave now: it is ready, and waits for no straggler or has waited enough."""
         since = self.state.batch_ready_at
         if since is None or not self.admission.batch_is_ready():
             return False

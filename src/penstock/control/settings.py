@@ -17,7 +17,7 @@ class LivenessSection(Section):
 
     suspect_after_s: Seconds = 5.0
     """Silence after which a process is suspected."""
-    reap_after_s: Seconds = 15.0
+    evict_after_s: Seconds = 15.0
     """Silence after which a process is evicted and its leases are issued again."""
     wedged_after_s: Seconds = 600.0
     """No progress for so long, though heartbeats arrive, counts as silence too."""
@@ -43,7 +43,7 @@ class ControlSection(LivenessSection):
 
     @model_validator(mode="after")
     def _silence_outlasts_heartbeats(self) -> ControlSection:
-        for key in ("suspect_after_s", "reap_after_s"):
+        for key in ("suspect_after_s", "evict_after_s"):
             if getattr(self, key) <= self.heartbeat_every_s:
                 raise ValueError(
                     f"{key} = {getattr(self, key):g} is no more than heartbeat_every_s = {self.heartbeat_every_s:g}: "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from penstock.control.admission import ThrottleState
+from penstock.control.evaluation_state import EvaluationState
 from penstock.control.membership import MembershipState
-from penstock.control.points import EvaluationState
 from penstock.control.samples import LedgerState
 from penstock.control.settings import PipelineSettings
 from penstock.records.ids import Version

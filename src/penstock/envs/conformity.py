@@ -30,7 +30,7 @@ def check_counted(owner: str, environment: Any) -> None:
 def check_text_environment(
     owner: str, environment: Any, rewards: Sequence[tuple[str, Callable[..., Any]]], *, converses: bool
 ) -> None:
-    """Reads the first prompt: whoever scores its completions must be able to take its columns."""
+    """Reads the first prompt: what scores its completions must take its columns."""
     try:
         prompt = environment.prompt(0)
     except Exception as error:

@@ -192,7 +192,7 @@ class _GroupTale(_Tale):
         dropped = [self.payloads.pop(tuple(ref), None) for ref in notes.get("released", ())]
         told = [sample for sample in dropped if sample is not None and self._told(sample)]
         if told:
-            why = _DROPPED_BY.get(event["type"], "nobody will read it")
+            why = _DROPPED_BY.get(event["type"], "no reader is left")
             if self.prompt in (filtered := dict(notes.get("filtered", ()))):
                 why = f"the filter took its group: {filtered[self.prompt]}"
             yield f"{_several('sample', told)} dropped: {why}"

@@ -1,7 +1,7 @@
 """Writing down what happened: appending is instant, committing is grouped, and only the committed is promised.
 
 `append` numbers the event and queues it. One thread takes everything queued, writes it as one row in one transaction,
-and then lets go of whoever awaits `committed`. So a hundred calls that arrive together cost one commit, and no loop
+and then releases all that await `committed`. So a hundred calls that arrive together cost one commit, and no loop
 ever waits for a disk.
 
 What can be lost, of what was acknowledged: by SIGKILL of any process, nothing (the pages are with the kernel). By
@@ -196,7 +196,9 @@ class Journal:
                 logger.error("%s", self._failure)
                 ending = True
                 self._notify()
-        self._flusher.join(CLOSE_ORDER_S)  # whoever closes last removes the log; both at once, and neither does
+        self._flusher.join(
+            CLOSE_ORDER_S
+        )  # the last connection to close removes the log; if both close at once, neither does
         self._connection.close()
 
     def _commit(self, entries: list[Entry], snapshot: _Snapshot | None) -> None:

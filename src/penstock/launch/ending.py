@@ -15,7 +15,7 @@ LEFT_EARLY = 1
 def judge(status: Mapping[str, Any], trainers: Iterable[str], ended_well: set[str]) -> Finished | FailTheRun | None:
     """What the controller's status says of the whole run; None: it goes on.
 
-    A failed pipeline is also a stopped one, whose trainer leaves in good order: the failure counts, not the good
+    A failed pipeline is also a stopped one, whose trainer deregisters: the failure counts, not the good
     order, whichever of the two is seen first.
     """
     if status.get("failure"):

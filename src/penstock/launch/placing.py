@@ -22,7 +22,7 @@ class Needs:
     cpus: float
     gpus: int = 0
     directory: bool = False
-    """It reads or writes files of the run directory that nobody can bring to it."""
+    """It reads or writes files of the run directory that cannot be sent to it."""
 
     def __str__(self) -> str:
         return _amount(self.cpus, self.gpus) + (" where the run directory is seen" if self.directory else "")
@@ -143,7 +143,7 @@ def _amount(cpus: float, gpus: int) -> str:
 
 
 def _reads_weights_files(pipeline: PipelineSection) -> bool:
-    """An engine of its own reads its weights from files, and so does whoever is configured to."""
+    """An engine of its own reads its weights from files, and so does a worker that is configured to."""
     return pipeline.engine.capabilities.weights == "files" or pipeline.weights.transport == "files"
 
 

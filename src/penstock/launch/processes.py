@@ -1,4 +1,4 @@
-"""The processes of a run: which there are, and how each is started, whoever starts it."""
+"""The processes of a run: which there are, and how each is started, by any launcher."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ REMOTE_CLEAR: Any = ray.remote(num_cpus=0, max_retries=0)(clear_node)
 
 
 def check_address(configured: str) -> str:
-    """Where the cluster is, `local` for a Ray of our own; `ConfigError` at once when nobody listens there."""
+    """Where the cluster is, `local` for a Ray of our own; `ConfigError` at once when nothing listens there."""
     address = configured or os.environ.get("RAY_ADDRESS", "") or LOCAL
     host, colon, port = address.rpartition(":")
     if address in (LOCAL, "auto"):

@@ -50,7 +50,7 @@ class StartOrder:
 
 @dataclass(frozen=True, slots=True)
 class LastSeen:
-    """The end of a process, with the last words that lie on its node."""
+    """The end of a process, with the failure report on its node."""
 
     exit_code: int
     last_words: dict[str, Any] | None
@@ -82,7 +82,7 @@ class RoleHost:
     """Hosts one process of the run, one life after the other. Several of its methods may run at once."""
 
     def __init__(self) -> None:
-        watch_parent(os.getppid())  # Ray looks too, but takes a raylet that nobody has reaped for alive
+        watch_parent(os.getppid())  # Ray looks too, but takes a raylet that is a zombie for alive
         self._run: RunDir | None = None
         self._shares = True
         self._child: subprocess.Popen[bytes] | None = None
@@ -124,7 +124,7 @@ class RoleHost:
 
     def _live(self, run: RunDir, order: StartOrder) -> None:
         spec = order.spec
-        hidden = {} if order.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # whoever asked for no GPU must not find one
+        hidden = {} if order.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # a process without GPUs must not find one
         try:
             with run.log_path(spec.name).open("ab") as output:
                 self._child = subprocess.Popen(

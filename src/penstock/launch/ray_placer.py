@@ -64,7 +64,7 @@ class Host:
     lost: bool = False
 
     def end(self) -> None:
-        """The kernel ends the process with its host; a host that nobody can reach is declared dead."""
+        """The kernel ends the process with its host; a host that cannot be reached is declared dead."""
         self.lost = True
         ray.kill(self.actor)
 
@@ -76,7 +76,7 @@ class RayProcess:
         self._run = run
         self._host = host
         self._seen = asyncio.wrap_future(host.actor.wait.remote(host.process).future())
-        self._seen.add_done_callback(lambda seen: seen.cancelled() or seen.exception())  # nobody may be waiting
+        self._seen.add_done_callback(lambda seen: seen.cancelled() or seen.exception())  # there may be no caller
         self.where = f"process {pid} on node {host.node.address}"
 
     @property

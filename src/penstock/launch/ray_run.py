@@ -1,6 +1,6 @@
 """A run on a Ray cluster: its supervisor is an actor of the cluster, and terminals come and go.
 
-The actor is detached, so the run outlives whoever launched it; and it is started again elsewhere when its node is
+The actor is detached, so the run outlives its launcher; and it is started again elsewhere when its node is
 lost, which to the run is what `--resume` is. How the run ended stands in the run directory for those who look later.
 """
 
@@ -41,7 +41,7 @@ LOOK_EVERY_S = 0.5
 CALL_S = 10.0
 SILENCE_S = 120.0
 QUIET_S = 15.0
-"""After so long without an answer the way to go on is named: Ray ends whoever lost its head node, without asking."""
+"""After so long without an answer the way to go on is named: Ray ends clients that lost its head node."""
 
 TERMINALS = 4
 """May look at once."""
@@ -149,7 +149,7 @@ def check(config: Config) -> None:
 
 
 async def run_on_ray(run: RunDir, config: Config, view: View) -> Outcome:
-    """Starts the run on the cluster, or finds it there, and shows it to its end; a signal stops it in good order."""
+    """Starts the run on the cluster, or finds it there, and shows it to its end; a signal stops it gracefully."""
     needed_cpus = sum(group.needs.cpus * len(group.members) for group in groups_of(config, with_gpus=False))
     with closing(view), connected(config.launch.address, needed_cpus) as cluster:
         stop = ShutdownSignal()
@@ -206,7 +206,7 @@ async def _launch(run: RunDir) -> Any:
 
 
 async def _follow(run: RunDir, actor: Any, view: View, stop: ShutdownSignal, *, stops: bool) -> Outcome | None:
-    """Shows the run until it has ended, and how. A signal ends the run in good order if this terminal `stops` it;
+    """Shows the run until it has ended, and how. A signal ends the run gracefully if this terminal `stops` it;
     otherwise the terminal goes (None) and the run goes on.
 
     Consumes: what the supervisor shows. Produces: the view's updates. Waits for: the end of the run.

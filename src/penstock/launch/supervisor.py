@@ -280,7 +280,7 @@ class Supervisor:
         return ControlClient(self._run.endpoint_path, self._run.token(), pipeline, member)
 
     def _kill_evicted(self) -> None:
-        """Whoever was given up by the controller and has not left by itself is ended, so that it can be replaced."""
+        """An evicted process that has not ended by itself is ended, so that it can be replaced."""
         for name, member in self._members.items():
             if member not in self._status.get("evicted", {}):
                 continue
@@ -307,7 +307,7 @@ class Supervisor:
     async def _end_all(self) -> None:
         """Asks workers and trainers first, the controller, then who sends its metrics; each wave for a bounded time.
 
-        Whoever insists is not kept waiting: what has not ended by then is killed.
+        A second signal ends the wait: what has not ended by then is killed.
         """
         for wave in (0, 1, 2):
             if self._stop.insisted.is_set() or not self._run.in_place:  # there is nowhere to leave anything
@@ -350,7 +350,7 @@ class Supervisor:
 
 
 async def supervise(run: RunDir, config: Config, placer: Placer, view: View, stop: ShutdownSignal) -> Outcome:
-    """Runs to the end. How it ended is also written down, for whoever looks at the directory later."""
+    """Runs to the end. How it ended is also written down, for later readers of the directory."""
     run.ending_path.unlink(missing_ok=True)
     try:
         outcome = await Supervisor(run, config, placer, view, stop).run()

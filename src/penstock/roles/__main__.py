@@ -22,7 +22,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "role", choices=("controller", "rollout_worker", "rollout_rank", "trainer", "trainer_rank", "metrics_sink")
     )
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--name", required=True, help="names the log file and the last words")
+    parser.add_argument("--name", required=True, help="names the log file and the failure report")
     parser.add_argument("--member", required=True, help="names this incarnation of the process")
     parser.add_argument("--session", required=True, help="names this life of the run")
     parser.add_argument("--parent", type=int, help="the process to die with")

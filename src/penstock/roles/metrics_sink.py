@@ -1,4 +1,4 @@
-"""The process that sends metrics elsewhere. Apart from all others: a library that hangs on a network hurts nobody."""
+"""The process that sends metrics elsewhere. A library that hangs on a network delays no other process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every process of a run has in common: its run directory, its configuration, its signals, its last words."""
+"""What every process of a run has in common: its run directory, its configuration, its signals, its failure report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.runtime.rundir import NO_SPACE, RunDir
 log = logging.getLogger(__name__)
 
 UNEXPECTED = 70
-"""Exit code of a process that died of an error nobody named."""
+"""Exit code of a process that died of an unexpected error."""
 
 LOOPBACK = "127.0.0.1"
 TRACEBACK_CHARACTERS = 4000
@@ -91,7 +91,7 @@ class RoleMain(Protocol):
 
 
 def run_role(main: RoleMain, options: argparse.Namespace) -> int:
-    """Runs a role to its end. An error becomes the process's last words and its exit code."""
+    """Runs a role to its end. An error becomes the process's failure report and its exit code."""
     run = RunDir.open(options.run_dir)
     configure(options.name, level=logging.INFO)  # to standard error, which the supervisor sends to the log file
     try:
@@ -119,7 +119,7 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
             return _last_words(run, options.name, "RunFailed", sentence_of(error), UNEXPECTED)
         story = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
         return _last_words(run, options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
-    log.info("ended in good order")
+    log.info("ended gracefully")
     return 0
 
 
@@ -138,7 +138,7 @@ def _last_words(run: RunDir, name: str, kind: str, sentence: str, exit_code: int
     try:
         run.write_failure(name, kind, sentence, exit_code)
     except OSError as error:
-        log.error("these last words could not be written: %s", error)
+        log.error("this failure report could not be written: %s", error)
         return NO_SPACE if error.errno in NO_SPACE_ERRORS else exit_code
     return exit_code
 

@@ -91,7 +91,7 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """The outcomes of these samples come too late: their payloads are nobody's."""
+    """The outcomes of these samples come too late: their payloads have no reader."""
 
     samples: frozenset[SampleId]
 

@@ -5,7 +5,7 @@
   config.toml      the resolved configuration
   journal.sqlite   what happened, in order
   metrics.jsonl    one line per step and pipeline, and one per process every few seconds
-  logs/            one file per process; failures/ holds the last words of those that died
+  logs/            one file per process; failures/ holds the failure reports of those that died
   checkpoints/     per pipeline, what `--resume` starts from
   weights/         per pipeline, the published versions that engines load
   rollouts/        per pipeline, readable samples
@@ -35,7 +35,7 @@ Ending = Literal["complete", "interrupted", "failed"]
 
 FORMAT = 1
 NO_SPACE = 74
-"""Exit code of a process that found the disk of the run directory full: there may be no room for other last words."""
+"""Exit code of a process that found the disk of the run directory full: there may be no room for a failure report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class RunDir:
         return None if body is None else Endpoint(str(body["host"]), int(body["port"]), int(body["pid"]))
 
     def write_failure(self, process: str, kind: str, sentence: str, exit_code: int) -> None:
-        """A dying process's last words, for the supervisor to show."""
+        """The failure report of a process that dies, for the supervisor to show."""
         body = {"kind": kind, "message": sentence, "exit_code": exit_code, "at": time.time()}
         write_atomically(self.failure_path(process), json.dumps(body))
 
@@ -190,7 +190,7 @@ class RunDir:
         return _read_json(self.failure_path(process))
 
     def write_ending(self, how: Ending, sentence: str = "", **details: Any) -> None:
-        """The supervisor's last words, for whoever looks at the directory later."""
+        """How the run ended, for later readers of the directory."""
         body = {"how": how, "sentence": sentence, "at": time.time(), **details}
         write_atomically(self.ending_path, json.dumps(body))
 

@@ -1,4 +1,4 @@
-"""Ending in good order: a signal that is noticed at once, and a teardown that cannot hang."""
+"""Graceful shutdown: a signal that is noticed at once, and a teardown that cannot hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ShutdownSignal:
         self._lock = threading.Lock()
         self.reason = ""
         self.insisted = asyncio.Event()
-        """A second signal came: whoever sent it does not want to wait for good order."""
+        """A second signal came: the shutdown is not to be graceful."""
         self._signalled_at: float | None = None
 
     def install(self) -> None:

@@ -244,7 +244,7 @@ SCENARIOS = [
         here="a worker that is out of reach is given up and its leases issued again; when it comes back it is refused",
         plan=Plan(steps=40, faults=(Fault(10.0, "cut", W0, for_s=30.0),)),
         struck_s=10.0,
-        says="reaped",
+        says="evicted",
         within_s=20.0,
     ),
 ]

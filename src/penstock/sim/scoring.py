@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from penstock.control.evaluation_state import EvaluationResult
 from penstock.control.pipeline import PipelineControl
-from penstock.control.points import EvaluationResult
 from penstock.control.settings import EvaluationSection
 from penstock.errors import InvalidTransition
 from penstock.records.ids import SampleId, Version

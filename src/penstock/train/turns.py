@@ -1,8 +1,8 @@
-"""Devices for a trainer: kept from the start if nobody else wants them, else held for one piece of work at a time.
+"""Devices for a trainer: kept from the start if no other pipeline wants them, else held for one piece of work.
 
 A trainer comes up as initialisation, asks the reference as scoring, and steps as training. From one class to the next
-it moves out, gives the devices back and asks for them again in one call: whoever waits in a higher class goes first,
-and nobody else comes in between. Between two turns the learner lives in host memory. Devices are given back only when
+it moves out, gives the devices back and asks for them again in one call: a request of a higher class goes first,
+and no other comes in between. Between two turns the learner lives in host memory. Devices are given back only when
 their memory is proved free.
 """
 
@@ -121,7 +121,7 @@ class Turns:
         self._process.progress.moved(f"moving off devices {list(self._among)}")
         left_bytes = await self._resident.move_out()
         if left_bytes > RESIDUE_BYTES:
-            # Whoever comes next would run out of memory and be blamed: rather end this process, which frees all of it.
+            # The next process would run out of memory and be blamed: rather end this process, which frees all of it.
             raise PeerLost(
                 f"{self._process.name} still has {left_bytes >> 20} MiB of device memory after moving off devices "
                 f"{list(self._among)}; expected at most {RESIDUE_BYTES >> 20} MiB: it must be started again"

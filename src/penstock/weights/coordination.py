@@ -54,7 +54,7 @@ class Coordination:
         return offered.manifest if offered is not None else None
 
     def holds_back(self, member: MemberId) -> Literal["throttled", "version_too_old"] | None:
-        """Why a replica is leased nothing: no version can be loaded by anybody, or this one may not serve."""
+        """Why a replica is leased nothing: no version can be loaded at all, or this one may not serve."""
         if self.admission_stopped:
             return "throttled"
         return "version_too_old" if member in self.fenced else None
@@ -69,7 +69,7 @@ class Coordination:
     def reconcile(
         self, live: frozenset[MemberId], trainer: MemberId | None, lost: Mapping[MemberId, str], now: float
     ) -> None:
-        """Who is a member now, and why others are not. A trainer that left in good order is not among the lost."""
+        """Who is a member now, and why others are not. A trainer that deregistered is not among the lost."""
         self.tell(events.MembershipReconciled(live), now)
         if trainer is not None:
             if self.transaction.trainer_lost:

@@ -204,7 +204,7 @@ class WeightTransaction:
             return []
         state = event.state
         if state is ReplicaState.SERVING and not self.expects(event.version, event.digest):
-            # Complete or not, nobody published it: treated as a mixture.
+            # Complete or not, it was never published: treated as a mixture.
             self.statistics.mismatches += 1
             replica.note(f"serves version {event.version} with digest {event.digest!r}, never published")
             state = ReplicaState.TORN
@@ -347,8 +347,8 @@ class WeightTransaction:
         return effects + self._watch_health(now)
 
     def _watch_health(self, now: float) -> list[TransactionEffect]:
-        """Too few serving replicas for too long end the run; before the first version nobody can serve, and while all
-        of them sleep nobody is meant to: that time does not count."""
+        """Too few serving replicas for too long end the run; before the first version none can serve, and while all
+        of them sleep none should: that time does not count."""
         passed_s = now - self._looked_at if self._looked_at is not None else 0.0
         self._looked_at = now
         if self.newest is None or self.healthy >= self.settings.min_healthy:

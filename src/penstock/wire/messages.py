@@ -255,7 +255,7 @@ class Leased(msgspec.Struct, tag="leased", frozen=True):
     prefetch: bool | None = None
     """Live setting: None leaves the worker's own configuration in force."""
     discard: tuple[PayloadRef, ...] = ()
-    """Payloads of the caller's ring that nobody will ask for: their samples were dropped. May come twice."""
+    """Payloads of the caller's ring without a reader: their samples were dropped. May come twice."""
     oldest: Version | None = None
     """No sample made with a lower version will ever be read: whatever is left of those can be freed."""
 

@@ -29,7 +29,7 @@ def live(d, seconds: float, *members: str) -> list[effects.Effect]:
 
 
 def test_silence_makes_suspected_then_reaped_and_the_leases_return_at_once(drive):
-    d = drive(suspect_after_s=4, reap_after_s=10)
+    d = drive(suspect_after_s=4, evict_after_s=10)
     d.join("w", "x")
     beat(d, "w")
     beat(d, "x")
@@ -47,7 +47,7 @@ def test_silence_makes_suspected_then_reaped_and_the_leases_return_at_once(drive
 
 
 def test_late_calls_of_the_reaped_are_refused_as_stale_for_ever(drive):
-    d = drive(suspect_after_s=4, reap_after_s=10)
+    d = drive(suspect_after_s=4, evict_after_s=10)
     d.join("w", "x")
     beat(d, "w")
     leases = d.lease(2)
@@ -62,7 +62,7 @@ def test_late_calls_of_the_reaped_are_refused_as_stale_for_ever(drive):
 
 
 def test_a_suspected_member_that_is_heard_again_is_cleared(drive):
-    d = drive(suspect_after_s=4, reap_after_s=10)
+    d = drive(suspect_after_s=4, evict_after_s=10)
     d.join("w", trainer=None)
     beat(d)
     d.tick(6)
@@ -73,7 +73,7 @@ def test_a_suspected_member_that_is_heard_again_is_cleared(drive):
 
 
 def test_a_member_not_heard_yet_has_the_startup_grace(drive):
-    d = drive(suspect_after_s=4, reap_after_s=10, startup_grace_s=60)
+    d = drive(suspect_after_s=4, evict_after_s=10, startup_grace_s=60)
     d.join("w", trainer=None)
     d.tick(59)
     assert d.control.members.get("w") is not None
@@ -82,7 +82,7 @@ def test_a_member_not_heard_yet_has_the_startup_grace(drive):
 
 
 def test_a_wedged_member_cannot_hide_behind_its_heartbeat(drive):
-    d = drive(suspect_after_s=4, reap_after_s=10, wedged_after_s=30)
+    d = drive(suspect_after_s=4, evict_after_s=10, wedged_after_s=30)
     d.join("w", trainer=None)
     seen = []
     for second in range(40):
@@ -95,7 +95,7 @@ def test_a_wedged_member_cannot_hide_behind_its_heartbeat(drive):
 
 
 def test_a_gap_in_the_controllers_own_time_is_charged_to_nobody(drive):
-    d = drive(suspect_after_s=4, reap_after_s=10)
+    d = drive(suspect_after_s=4, evict_after_s=10)
     d.join("w")
     beat(d)
     d.now += 500.0
@@ -108,7 +108,7 @@ def test_a_gap_in_the_controllers_own_time_is_charged_to_nobody(drive):
 
 def test_whoever_calls_first_after_the_controllers_absence_does_not_doom_the_others(drive):
     """The first event after a restart is as likely a delivery as a tick."""
-    d = drive(suspect_after_s=4, reap_after_s=10)
+    d = drive(suspect_after_s=4, evict_after_s=10)
     d.join("quick", "slow")
     beat(d, "quick")
     beat(d, "slow")

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from penstock.control.evaluation_state import EvaluationResult
 from penstock.control.pipeline import PipelineControl
-from penstock.control.points import EvaluationResult
 from penstock.control.state import StepSummary
 from penstock.records.ids import PipelineName
 from penstock.runtime.clock import Clock

@@ -77,7 +77,7 @@ class TorchEngine(ServingEngine):
         self._requests: dict[int, _Request] = {}
         """Known to the seating machine."""
         self._news = threading.Lock()
-        """Guards what follows. What stands above belongs to the thread in a step; to whoever holds this lock else."""
+        """Guards what follows. What stands above belongs to the thread in a step, else to the holder of this lock."""
         self._arrived: list[_Request] = []
         self._given_up: list[int] = []
         self._forgotten: list[Hashable] = []

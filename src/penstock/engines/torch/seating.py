@@ -1,7 +1,7 @@
 """Which requests an engine decodes together, and whose cache it keeps between two turns. Does nothing itself.
 
-Requests take seats in the order they came, and nobody overtakes: the first in line sits down as soon as a row and the
-tokens are there. Whoever sits ends within its own length, so nobody waits for ever.
+Requests take seats in the order they came, and none overtakes: the first in line sits down as soon as a row and the
+tokens are there. A seated request ends within its own length, so none waits for ever.
 
 Bounds, after every event: at most `rows` seats; seats times the longest of them at most `cache_tokens`, since all rows
 are as wide as the widest; conversations between turns hold at most `kept_tokens`, the longest untouched go first.
@@ -32,13 +32,13 @@ class RequestArrived(msgspec.Struct, frozen=True):
 
 
 class RequestLeft(msgspec.Struct, frozen=True):
-    """It ended, or nobody waits for it any more; it may have been anywhere."""
+    """It ended, or no caller waits for it any more; it may have been anywhere."""
 
     request: Request
 
 
 class AllLeft(msgspec.Struct, frozen=True):
-    """The engine was interrupted or failed: nobody waits or sits any more."""
+    """The engine was interrupted or failed: no request waits or is seated any more."""
 
 
 class ConversationPaused(msgspec.Struct, frozen=True):

@@ -173,7 +173,7 @@ class VllmRequests:
         body = {"request_id": request_id, "token_ids": list(context), "sampling_params": sampling_params(sampling)}
         self._in_flight.add(request_id)
         try:
-            # A cancelled call closes its connection, and the server aborts what nobody listens to.
+            # A cancelled call closes its connection, and the server aborts requests without a reader.
             status, answer = await self._calls.post(GENERATE, msgspec.json.encode(body), self._deadline_s)
         except TimeoutError:
             raise PeerLost(f"the vLLM server did not complete a request within {self._deadline_s:.0f} s") from None

@@ -210,7 +210,7 @@ class VllmServer:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def fate(self) -> str:
-        """How the server ended, for whoever loses a connection to it; empty while it runs, or was stopped."""
+        """How the server ended, for the error of a lost connection; empty while it runs, or was stopped."""
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{how_ended(code)}; {self.last_lines()}"
 

@@ -63,7 +63,7 @@ class Generation:
         self._awake = asyncio.Event()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.updating: Callable[[], bool] = lambda: False
-        """Whether the weights' updater has the engine in its hands; set by whoever makes it."""
+        """Whether an update of the engine is under way; set by the maker of the updater."""
 
     async def over(self) -> str:
         """Waits for the end of generation: prompts exhausted, training complete, or `stop`."""

@@ -1,4 +1,4 @@
-"""Rank 0's side of a worker of several ranks: a runner like any other to whoever starts and stops it.
+"""Rank 0's side of a worker of several ranks: to its caller a runner like any other.
 
 The ranks' loop runs in a thread; everything here happens on the event loop, which talks to the desk. `orders`, `heard`
 and `dropped` are how the thread asks: each hops to the loop and back.
@@ -79,7 +79,7 @@ class GroupRunner:
         self._deadline: float | None = None
         self._abandoned = False
 
-    # -- to whoever runs it -----------------------------------------------------------------------------------------
+    # -- for the caller ---------------------------------------------------------------------------------------------
 
     @property
     def prefetch(self) -> bool:

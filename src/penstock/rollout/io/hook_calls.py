@@ -1,6 +1,6 @@
 """Calls the hooks, on whatever thread the runner chose, and sorts out what they raise.
 
-Every ticket given to a call is reported exactly once, by an event; an error that is nobody's fault but the worker's is
+Every ticket given to a call is reported exactly once, by an event; an error of the worker itself is
 reported instead, and ends the run.
 """
 
@@ -229,7 +229,7 @@ class HookCalls:
         return flow.PostprocessEnded(ticket)
 
     def drop(self, work: Work) -> None:
-        """Its samples will not be reported: nobody would ever read their payloads."""
+        """Its samples will not be reported: their payloads have no reader."""
         payloads, work.rollouts = [rollout.payload for rollout in work.rollouts], []
         if payloads:
             self._store.discard(payloads)

@@ -19,7 +19,7 @@ PRUNE_EVERY_S = 10.0
 
 
 class KeptEpisodes:
-    """Episodes by prompt, attempt and member. Each is taken at most once, by whoever comes first."""
+    """Episodes by prompt, attempt and member. Each is taken at most once, by the first worker that asks."""
 
     def __init__(self, directory: Path, *, max_bytes: int = 256 << 20, max_age_s: float = 3600.0) -> None:
         self.directory = directory

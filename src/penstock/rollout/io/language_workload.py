@@ -219,7 +219,7 @@ class LanguageHooks:
         return Episode.start(prepared.token_ids)
 
     def keep(self, prepared: PreparedPrompt, member: int, episode: Episode) -> None:
-        """Leaves the episode for whoever generates this member next, if there is a place."""
+        """Leaves the episode for the worker that generates this member next, if there is a place."""
         if self.kept is not None:
             self.kept.keep(prepared.lease.prompt, prepared.lease.attempt, member, episode)
 

@@ -31,7 +31,7 @@ class Orders(msgspec.Struct, array_like=True):
     manifest: Manifest | None = None
     """Weights that every rank is to load; said once."""
     discard: tuple[PayloadRef, ...] = ()
-    """Payloads, in any rank's ring, that nobody will ask for."""
+    """Payloads, in any rank's ring, that have no reader."""
     devices: tuple[int, ...] = ()
     """Of the pool, one for each rank to work on."""
 

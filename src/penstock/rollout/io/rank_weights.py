@@ -43,7 +43,7 @@ class RankWeights:
         self._resting = False
         self._changed = asyncio.Event()
         self.updating: Callable[[], bool] = lambda: False
-        """Whether the updater has the engine in its hands; set by whoever makes it."""
+        """Whether an update of the engine is under way; set by the maker of the updater."""
 
     # -- to the updater ---------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class RankSeat(msgspec.Struct):
     """Where rank 0 leaves the newest manifest it has heard of."""
     timeout_s: float
     guardian_pid: int
-    """Whoever started the worker: the rank's ring is of use for as long as that lives."""
+    """The process that started the worker: the rank's ring is of use for as long as it lives."""
     cell_fd: int
 
 
@@ -114,7 +114,7 @@ class RankGroup:
         assert self._runner is not None
         assert self._stepping is not None
         self._runner.end()
-        with suppress(TimeoutError):  # whoever is late is killed
+        with suppress(TimeoutError):  # late ones are killed
             async with asyncio.timeout(LEAVE_S):
                 await asyncio.wait([self._stepping])
                 await self._children.wait()

@@ -71,7 +71,7 @@ class WorkerDesk:
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            # The controller may grant it all the same: nobody would know of those leases.
+            # The controller may grant it all the same: those leases would be lost.
             self._tasks.spawn("give back a lease", self._give_back(asking))
             raise
         if isinstance(answer, PenstockError):
@@ -79,7 +79,7 @@ class WorkerDesk:
         return answer
 
     async def _ask(self, ask: AskLease) -> Leased | PenstockError:
-        """The answer, or the error to be raised to whoever still wants the answer."""
+        """The answer, or the error to be raised to a caller that still waits."""
         try:
             reply = await self._client.call(ask)
         except PenstockError as error:

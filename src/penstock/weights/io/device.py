@@ -2,7 +2,7 @@
 
 The trainer keeps its newest versions in a few slots of device memory. A small file beside each version's files says
 which slot holds it and how another process opens that slot (CUDA IPC); the processes share the run directory, so
-nobody else can read it. A slot is used again for a later version: the file is removed before, so a replica that was
+no other user can read it. A slot is used again for a later version: the file is removed before, so a replica that was
 too slow learns that its copy is a mixture, and asks for the newest version.
 
 Delivery is proved on the device (`device_digest`): what the replica will serve is compared with what the trainer
@@ -129,7 +129,7 @@ class DeviceExport:
         return True
 
     def _take_slot(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, SlotHandle]:
-        """The slot of the oldest version, which nobody is told of any more."""
+        """The slot of the oldest version, which is no longer offered."""
         turn = self._turn % self._count
         if turn in self._described:
             self._described.pop(turn).unlink(missing_ok=True)

@@ -143,7 +143,7 @@ class Publisher:
         try:
             before = read_manifest(final)
         except (Stale, RemoteProtocolError):
-            before = None  # it is damaged too, so that nobody can say what it was
+            before = None  # it is damaged too, so its content is unknown
         if before is not None and before.digest != manifest.digest:
             raise LocalProtocolError(
                 f"{describe(before)} is already published by lineage {self._lineage!r} with other weights than "
@@ -164,7 +164,7 @@ class Publisher:
         self._collect()
 
     def _collect(self) -> None:
-        """Removes versions nobody needs any more."""
+        """Removes versions that are no longer needed."""
         own = sorted((self._root / self._lineage).glob("[0-9]*"), reverse=True)
         durable = sorted(self._root.glob(f"*/*/{DURABLE_FILE}"), key=lambda mark: mark.stat().st_mtime_ns, reverse=True)
         kept = {*own[: self._keep], *(mark.parent for mark in durable[: self._keep_durable])}

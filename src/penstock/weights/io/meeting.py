@@ -3,12 +3,12 @@
     replica   ask ─▶ wait to be invited ─▶ join the group ─▶ receive and verify ─▶ confirm
     trainer   the first asks ─▶ a moment for others ─▶ invite all who asked ─▶ join ─▶ send ─▶ await confirmations
 
-A group consists of those who want the version at that moment, so membership is never stale. Whoever asks for an
-overtaken version, is not invited in time, or sees its group break, brings the version some other way: a death in the
+A group consists of those who want the version at that moment, so membership is never stale. A replica that asks for an
+overtaken version, is not invited in time, or sees its group break, fetches the version another way: a death in the
 middle of a broadcast costs this one transfer. Nothing that serves is touched by any of this.
 
 The answer to a question is written once: by the trainer, who takes it before it invites, or by the replica, who
-withdraws. So nobody is invited, and waited for, who has gone.
+withdraws. So a replica that has gone is neither invited nor waited for.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONFIRM_S = 10.0
 """How long a replica may take to verify what has arrived."""
 
 PRESENT = "present"
-"""Key of the version that those who ask are gathered for at present: nobody will be invited to an older one."""
+"""Key of the version that those who ask are gathered for at present: none is invited to an older one."""
 TAKEN = "taken"
 """An answer: the invitation follows."""
 WITHDRAWN = "withdrawn"
@@ -78,7 +78,7 @@ class BroadcastHost:
         build_timeout_s: float = 10.0,
         send_timeout_s: float = 300.0,
     ) -> None:
-        """`expected` replicas ask for every version: once all have, nobody waits for more."""
+        """`expected` replicas ask for every version: once all have, none waits any longer."""
         self._sender = BroadcastSender(run_dir, host)
         self._expected = expected
         self._build_timeout_s, self._send_timeout_s = build_timeout_s, send_timeout_s

@@ -231,7 +231,7 @@ class ArtifactServer:
             connection.sendall(REPLY.pack(REFUSED, 0))
             return False
         with self._lock:
-            self.served_bytes += length  # before the peer can have it: whoever has it finds it counted
+            self.served_bytes += length  # before the peer can have it: a peer that has it finds it counted
         connection.sendall(REPLY.pack(OK, length))
         with open(offered.source.fileno(bucket), "rb", closefd=False) as file:
             return connection.sendfile(file, offset, length) == length

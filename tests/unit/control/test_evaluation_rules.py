@@ -1,4 +1,4 @@
-"""Evaluation as a pipeline sees it: when points are due, who makes them, what they do not touch, how they end."""
+"""Evaluation as a pipeline sees it: when evaluations are due, who makes them, what they do not touch, how they end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from penstock.control import effects, events
 from penstock.control.evaluation import MAX_FAILURES
-from penstock.control.points import EvaluationResult
+from penstock.control.evaluation_state import EvaluationResult
 from penstock.control.settings import EvaluationSection
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, PipelineName, SampleId, Version
 from penstock.records.prompt import PromptLease
@@ -110,7 +110,7 @@ def test_workers_keep_what_they_serve_until_one_of_them_begins(ready):
     driver = ready()
     evaluate(driver, driver.lease(8))
     step(driver, 0)
-    assert not driver.control.keeps_weights(MemberId("w"), Held(Version(1), "digest1")), "no point is due"
+    assert not driver.control.keeps_weights(MemberId("w"), Held(Version(1), "digest1")), "no evaluation is due"
     step(driver, 1)
     assert driver.control.keeps_weights(MemberId("w"), Held(Version(2), "digest2"))
     assert driver.control.keeps_weights(MemberId("v"), Held(Version(2), "digest2"))

@@ -1,4 +1,4 @@
-"""The rows of evaluation: what is asked for, the point that runs, and how points ended."""
+"""What is kept of evaluations: the one that runs, and how others ended."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import msgspec
 
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId, Version
 
-Cell = int
-"""One sample of a point: prompt * samples + member."""
+Place = int
+"""Of one sample in an evaluation: prompt * samples + member."""
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one point ended."""
+    """How one evaluation ended."""
 
     due: Version
     version: Version | None
-    """What was measured; None when nobody ever began."""
+    """What was measured; None when no worker ever began."""
     samples: int = 0
     failed: int = 0
     reward_mean: float = 0.0
@@ -33,27 +33,25 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
         return f"version {self.version} evaluated: {reward} over {self.samples} samples"
 
 
-class HeldCell(msgspec.Struct, frozen=True, array_like=True):
+class HeldSample(msgspec.Struct, frozen=True, array_like=True):
     member: MemberId
-    cell: Cell
+    place: Place
 
 
-class Point(msgspec.Struct):
-    """The running one."""
-
+class RunningEvaluation(msgspec.Struct):
     due: Version
     since: float
     deadline: float
-    open: list[Cell]
+    open: list[Place]
     version: Version | None = None
     digest: str = ""
-    held: dict[SampleId, HeldCell] = msgspec.field(default_factory=dict)
-    scores: dict[Cell, tuple[float, int]] = msgspec.field(default_factory=dict)
+    held: dict[SampleId, HeldSample] = msgspec.field(default_factory=dict)
+    scores: dict[Place, tuple[float, int]] = msgspec.field(default_factory=dict)
     """Reward and length."""
-    failures: dict[Cell, int] = msgspec.field(default_factory=dict)
-    failed: dict[Cell, str] = msgspec.field(default_factory=dict)
+    failures: dict[Place, int] = msgspec.field(default_factory=dict)
+    failed: dict[Place, str] = msgspec.field(default_factory=dict)
     evaluators: dict[MemberId, float] = msgspec.field(default_factory=dict)
-    """Who serves the version for it, and when they last took or brought something."""
+    """Workers that serve the version for it, and when they last took or delivered something."""
 
     def holds(self, member: MemberId) -> bool:
         return any(held.member == member for held in self.held.values())
@@ -65,7 +63,7 @@ class EvaluationState(msgspec.Struct):
     next_sample: SampleId = FIRST_EVALUATION_SAMPLE
     next_due: Version | None = None
     """None before the first version was published."""
-    running: Point | None = None
+    running: RunningEvaluation | None = None
     waiting: Version | None = None
     """Due, and to begin when the running one has ended."""
     results: list[EvaluationResult] = msgspec.field(default_factory=list)
