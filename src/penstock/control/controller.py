@@ -259,9 +259,11 @@ class Controller:
                     self._tell_pool(pool_events.PipelineClosed(name, f"its training is {machine.phase}"))
             self._tell_pool(pool_events.TimePassed())
         self._ticked_at = self._now
-        for name in self.pipelines:
+        for name, machine in self.pipelines.items():
             self._reconcile(name)
-            self._tell_weights(name, weights_events.Ticked())
+            # Workers of a pool may sleep; what is wrong with them the pool says itself.
+            excused = machine.evaluation.evaluators if self.pool is None else frozenset(self.weights[name].replicas)
+            self._tell_weights(name, weights_events.Ticked(excused))
 
     # -- pipelines ----------------------------------------------------------------------------------------------
 

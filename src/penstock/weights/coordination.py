@@ -103,6 +103,8 @@ class Coordination:
                     self.admission_stopped = ""
                     self._say("info", "a replica serves again, prompts are issued")
                     self._wake("leases")
+                case events.NameReplica(member=member, reason=reason):
+                    self._say("warning", f"{member} {reason}")
                 case events.FailRun(sentence=sentence):
                     self.failure = sentence
                 case events.CheckpointTrainer(reason=reason):
@@ -116,6 +118,10 @@ class Coordination:
         if self.transaction.newest is not newest:
             self._wake("weights")
         return offered
+
+    @property
+    def replicas(self) -> frozenset[MemberId]:
+        return frozenset(self.transaction.replicas)
 
     def check(self) -> None:
         self.transaction.check()

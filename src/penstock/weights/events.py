@@ -92,6 +92,9 @@ def reported(report: ReportReplica) -> ReplicaReported:
 class Ticked(msgspec.Struct, frozen=True):
     """Time passed: deadlines are looked at."""
 
+    excused: frozenset[MemberId] = frozenset()
+    """Replicas that are meant to serve older weights: they evaluate them, or sleep."""
+
 
 TransactionEvent: TypeAlias = (
     VersionPublished
@@ -167,6 +170,13 @@ class RestartFleet(msgspec.Struct, frozen=True):
     reason: str
 
 
+class NameReplica(msgspec.Struct, frozen=True):
+    """Tell people about this replica; nothing is done about it yet."""
+
+    member: MemberId
+    reason: str
+
+
 class FailRun(msgspec.Struct, frozen=True):
     """The run cannot go on; the sentence is for the user."""
 
@@ -183,5 +193,6 @@ TransactionEffect: TypeAlias = (
     | OpenAdmission
     | CheckpointTrainer
     | RestartFleet
+    | NameReplica
     | FailRun
 )

@@ -28,6 +28,10 @@ class ReplicaRecord(msgspec.Struct):
     """Digest of the open offer."""
     since: float = 0.0
     """When the offer was made, or else when the state was entered."""
+    behind_since: float | None = None
+    """Since when it has lacked the newest version with no update under way."""
+    named: bool = False
+    """Whether that was said."""
     failures: int = 0
     overdue: int = 0
     damaged: Held | None = None

@@ -29,5 +29,7 @@ class WeightsSection(Section):
     """How long fewer than `min_healthy` workers may serve before the run fails."""
     unloaded_timeout_s: Seconds = 300.0
     """How long a worker may hold no complete version before it is replaced."""
+    behind_s: Seconds = 5.0
+    """How long a worker may serve older weights, with no update under way, before a warning names it."""
     max_fleet_restarts: NonNegative = 1
     """How often all workers may be restarted together because none of them can load the newest version."""

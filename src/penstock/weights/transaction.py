@@ -28,6 +28,7 @@ from penstock.weights.events import (
     FailRun,
     FenceReplica,
     MembershipReconciled,
+    NameReplica,
     OfferVersion,
     OpenAdmission,
     ReplicaJoined,
@@ -139,8 +140,8 @@ class WeightTransaction:
                 effects = self._asked(event, now)
             case ReplicaReported():
                 effects = self._reported(event, now)
-            case Ticked():
-                effects = self._ticked(now)
+            case Ticked(excused):
+                effects = [*self._name_behind(excused, now), *self._ticked(now)]
         if self.failed and not isinstance(event, Ticked):
             return [effect for effect in effects if not isinstance(effect, OfferVersion)]
         return effects
@@ -345,6 +346,22 @@ class WeightTransaction:
                 replica.note(why)
                 effects.extend(self._evict(member, why, now))
         return effects + self._watch_health(now)
+
+    def _name_behind(self, excused: frozenset[MemberId], now: float) -> list[TransactionEffect]:
+        """A replica that serves, lacks the newest version and does nothing about it is named once, within seconds."""
+        effects: list[TransactionEffect] = []
+        for member, replica in self.replicas.items():
+            idle = replica.admitted and not replica.offered and member not in excused
+            if self.newest is None or not idle or replica.held == self.newest.held:
+                replica.behind_since, replica.named = None, False
+            elif replica.behind_since is None:
+                replica.behind_since = now
+            elif now - replica.behind_since > self.settings.behind_s and not replica.named:
+                replica.named = True
+                what = "asks for weights and is offered none" if replica.waiting else "does not ask for weights"
+                lacks = f"serves version {replica.version}, the newest is {self.newest.version}"
+                effects.append(NameReplica(member, f"{lacks}, and no update is under way: it {what}"))
+        return effects
 
     def _watch_health(self, now: float) -> list[TransactionEffect]:
         """Too few serving replicas for too long end the run; before the first version none can serve, and while all

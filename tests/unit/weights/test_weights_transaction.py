@@ -17,6 +17,7 @@ from penstock.weights.events import (
     FailRun,
     FenceReplica,
     MembershipReconciled,
+    NameReplica,
     OfferVersion,
     OpenAdmission,
     ReplicaJoined,
@@ -492,3 +493,26 @@ def test_policy_replaces_every_choice() -> None:
         for policy in ("restore", "evict", "fail"):
             for times in (1, 10_000_000):
                 assert Action.CHOOSE not in decide(row.fault, row.state, policy, times)
+
+
+def test_a_replica_that_falls_behind_with_nothing_under_way_is_named_once_within_seconds(fleet: Fleet) -> None:
+    """It was found out only when the whole run had stood still for a minute."""
+    fleet.started(A, B)
+    fleet.ask(A, version(0).held)
+    fleet(VersionPublished(version(1)))
+    fleet.serve(A, version(1))
+    assert [of(fleet.later(1.0), NameReplica) for _ in range(6)] == [[]] * 6
+    [named] = of(fleet.later(1.0), NameReplica)
+    reason = "serves version 0, the newest is 1, and no update is under way: it does not ask for weights"
+    assert named == NameReplica(B, reason)
+    assert of(fleet.later(60.0), NameReplica) == []
+    fleet.ask(B, version(0).held)
+    assert of(fleet.later(10.0), NameReplica) == [], "it loads"
+
+
+def test_a_replica_that_evaluates_older_weights_is_not_named(fleet: Fleet) -> None:
+    fleet.started(A)
+    fleet(VersionPublished(version(1)))
+    for _ in range(10):
+        fleet.now += 5.0
+        assert fleet(Ticked(frozenset({A}))) == []
