@@ -62,6 +62,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
     max_length: int = 2048
     max_requests: int = 64
     """Requests decoded together; the others wait in the server."""
+    tensor_parallel: int = 1
+    data_parallel: int = 1
     threads: int = 1
     cache_gb: int = 1
     """GiB for keys and values on CPU; on a GPU the server takes a fraction of the device."""
@@ -82,6 +84,10 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
     flags += ["--enable-scale-out", "--weight-transfer-config", '{"backend": "penstock"}']
     # After the temperature and the cuts, as drawn; and no cut that a file beside the model asks for.
     flags += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    if settings.tensor_parallel > 1:
+        flags += ["--tensor-parallel-size", str(settings.tensor_parallel)]
+    if settings.data_parallel > 1:
+        flags += ["--data-parallel-size", str(settings.data_parallel)]
     if settings.eager:
         flags.append("--enforce-eager")
     if settings.accelerator:

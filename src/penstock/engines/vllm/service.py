@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
+import logging
 import os
 import shutil
 import sys
@@ -25,6 +27,8 @@ from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_of
 from penstock.weights.io.neighbours import ManifestSource, WeightTransport
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater, Way
+
+log = logging.getLogger(__name__)
 
 STOP_S = 4.0
 PAUSE_S = 60.0
@@ -219,13 +223,15 @@ def server_settings(
     home = folder / process.name
     home.mkdir(parents=True, exist_ok=True)
     return ServerSettings(
-        model=export_config(policy, folder / "model"),
+        model=export_config(policy, folder),
         home=home,
         log=process.run.log_path(f"{process.name}.vllm"),
         python=python,
         dtype=str(next(policy.module.parameters()).dtype).removeprefix("torch."),
         max_length=section.max_length or config.max_position_embeddings,
         max_requests=section.max_requests,
+        tensor_parallel=section.tensor_parallel,
+        data_parallel=section.data_parallel,
         threads=threads,
         cache_gb=section.cache_gb,
         eager=section.eager,
@@ -235,12 +241,26 @@ def server_settings(
     )
 
 
-def export_config(policy: LanguagePolicy, directory: Path) -> Path:
-    """Writes what the server must know of the model, once for all workers. Its weights come as published versions."""
-    if directory.exists():
-        return directory
+def export_config(policy: LanguagePolicy, folder: Path) -> Path:
+    """Writes what the server must know of the model. Its weights come as published versions.
+
+    vLLM finds what it compiled before by the path of the model, among others: equal models have equal paths, in the
+    user's cache; without one, the path is in `folder`.
+    """
     config: Any = copy.deepcopy(policy.module.config)
     config.architectures = [type(policy.module).__name__]
+    name = hashlib.blake2b(config.to_json_string(use_diff=False).encode(), digest_size=12).hexdigest()
+    try:
+        return _written(config, cache_home() / "models" / name)
+    except OSError as error:
+        log.info("the user's cache cannot be written (%s): the server compiles again for every run", error)
+        return _written(config, folder / name)
+
+
+def _written(config: Any, directory: Path) -> Path:
+    if directory.exists():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
     writing = directory.with_name(f".{directory.name}.{os.getpid()}")
     config.save_pretrained(writing)
     try:
@@ -248,3 +268,8 @@ def export_config(policy: LanguagePolicy, directory: Path) -> Path:
     except OSError:  # another worker was first
         shutil.rmtree(writing)
     return directory
+
+
+def cache_home() -> Path:
+    """Where files lie that outlive a run and can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"

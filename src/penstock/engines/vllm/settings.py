@@ -20,6 +20,10 @@ class VllmEngineSection(EngineSection):
     """Completions decoded together; the others wait in the server."""
     max_length: Positive | None = None
     """Tokens of the longest context; the model's own limit by default."""
+    tensor_parallel: Positive = 1
+    """GPUs over which one copy of the model is divided."""
+    data_parallel: Positive = 1
+    """Copies of the model in one server, each on `tensor_parallel` GPUs and with `max_requests` of its own."""
     cache_gb: Positive = 1
     """GiB for keys and values on CPU. On a GPU the server takes its share of the device: see its own flags."""
     eager: bool = False
@@ -35,7 +39,15 @@ class VllmEngineSection(EngineSection):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(weights="files")
+        return Capabilities(weights="files", tensor_parallel=True)
+
+    @property
+    def devices(self) -> int:
+        return self.tensor_parallel * self.data_parallel
+
+    @property
+    def requests_at_once(self) -> int:
+        return self.max_requests * self.data_parallel
 
     @property
     def starting_s(self) -> float:
