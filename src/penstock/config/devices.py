@@ -44,5 +44,6 @@ def _one_each(config: Config) -> Devices:
 
 def weights_stay_on_device(config: Config, pipeline: PipelineSection) -> bool:
     """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty, and with
-    several ranks no device holds a whole version."""
-    return pipeline.weights.transport == "auto" and not config.pool.devices and pipeline.train_ranks == 1
+    several ranks, of the trainer or of an engine, no device holds a whole version."""
+    alone = pipeline.train_ranks == 1 and pipeline.engine.processes == 1
+    return pipeline.weights.transport == "auto" and not config.pool.devices and alone

@@ -168,6 +168,10 @@ class PipelineSection(Section):
 
     def _check_ranks(self) -> None:
         rollout = self.rollout
+        if self.engine.processes > 1 and (self.lora is not None or isinstance(self.model, MlpModel)):
+            raise ValueError("engine.tensor_parallel divides whole language models: no adapters, no gymnasium policies")
+        if self.engine.processes > 1 and rollout.ranks > 1:
+            raise ValueError("engine.tensor_parallel and rollout.ranks cannot both be above 1: use more workers")
         if rollout.ranks == 1:
             return
         if not self.engine.capabilities.ranks:

@@ -56,11 +56,12 @@ def _keep_requests_coming(pipeline: dict[str, Any]) -> dict[str, Any]:
         return pipeline
     key, group_size = section.REQUESTS_KEY, rollout.get("group_size", RolloutSection.model_fields["group_size"].default)
     rows = engine.get(key, section.model_fields[key].default)
-    if not all(isinstance(number, int) and number > 0 for number in (rows, group_size)):
+    copies = engine.get("data_parallel", 1)
+    if not all(isinstance(number, int) and number > 0 for number in (rows, group_size, copies)):
         return pipeline  # validation will say so
     chosen = {"batch_samples", "concurrency"} & rollout.keys()
     if not chosen and "workload" not in rollout and rollout.get("ranks", 1) == 1:
-        calls = {"batch_samples": group_size, "concurrency": max(1, -(-2 * rows // group_size))}
+        calls = {"batch_samples": group_size, "concurrency": max(1, -(-2 * rows * copies // group_size))}
         return pipeline | {"rollout": rollout | calls}
     fields = RolloutSection.model_fields
     brought = [rollout.get(name, fields[name].default) for name in ("batch_samples", "concurrency")]

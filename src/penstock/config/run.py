@@ -63,6 +63,16 @@ class Config(Section):
             raise ValueError(f"pipeline names must differ, found {', '.join(doubled)} more than once")
         for pipeline in self.pipeline:
             ranks, occupied = pipeline.rollout.ranks, pipeline.rollout.devices_per_worker
+            if self.pool.devices and pipeline.engine.processes > 1:
+                raise ValueError(
+                    f"pipeline {pipeline.name!r}: an engine with tensor_parallel above 1 keeps its devices and cannot "
+                    "share a pool; serve it with vLLM there"
+                )
+            if self.pool.devices and pipeline.engine.devices > occupied:
+                raise ValueError(
+                    f"the engine of pipeline {pipeline.name!r} needs {pipeline.engine.devices} devices of the pool, "
+                    f"but rollout.devices_per_worker is {occupied}"
+                )
             if self.pool.devices and ranks > 1 and ranks != occupied:
                 raise ValueError(
                     f"a worker of pipeline {pipeline.name!r} with {ranks} ranks occupies {ranks} devices of the pool, "

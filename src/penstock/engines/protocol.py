@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from penstock.engines.ranks import EngineRanks
 from penstock.engines.section import Capabilities
 from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
@@ -32,6 +33,8 @@ class Site:
     """Whether the devices belong to a pool that several pipelines share."""
     device_at: Callable[[tuple[int, ...]], torch.device]
     """Which device of torch these devices of the pool are."""
+    ranks: EngineRanks | None = None
+    """The other processes of the engine, if it has any."""
 
     def progressed(self) -> None:
         self.process.progress.moved("generating")

@@ -53,6 +53,16 @@ class EngineSection(Section):
         return getattr(self, self.REQUESTS_KEY)
 
     @property
+    def processes(self) -> int:
+        """That one engine consists of: the worker's own, and others that the worker starts for it."""
+        return 1
+
+    @property
+    def devices(self) -> int:
+        """GPUs that one engine needs."""
+        return self.processes
+
+    @property
     def starting_s(self) -> float:
         """How long it may take to start, beyond loading the model."""
         return 0.0

@@ -19,7 +19,10 @@ from penstock.runtime.process import die_with_parent
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m penstock.roles")
     parser.add_argument(
-        "role", choices=("controller", "rollout_worker", "rollout_rank", "trainer", "trainer_rank", "metrics_sink")
+        "role",
+        choices=(
+            *("controller", "rollout_worker", "rollout_rank", "engine_rank", "trainer", "trainer_rank", "metrics_sink"),
+        ),
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--name", required=True, help="names the log file and the failure report")

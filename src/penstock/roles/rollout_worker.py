@@ -14,6 +14,7 @@ from penstock.config.devices import weights_stay_on_device
 from penstock.engines.build import build_engine
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.protocol import Engine, Site
+from penstock.engines.ranks import EngineRanks
 from penstock.envs.protocol import prompts_per_pass
 from penstock.payload.io.served import served
 from penstock.payload.io.shm import Ring
@@ -51,11 +52,21 @@ async def main(process: RoleProcess, make: Make | None = None, evaluate: Evaluat
     pipeline = process.pipeline
     rollout = pipeline.rollout
     torch.set_num_threads(rollout.threads)
+    async with EngineRanks(process, pipeline.engine.processes).started() as engine_ranks:
+        await _work(process, engine_ranks, make or partial(build, engine_ranks=engine_ranks))
+
+
+async def _work(process: RoleProcess, engine_ranks: EngineRanks, make: Make) -> None:
+    pipeline = process.pipeline
+    rollout = pipeline.rollout
     ranks = RankGroup(process, rollout.ranks)
     await ranks.start()
     building = background(1, "build")
     process.progress.moved("building the model")
-    environment, engine, workload, policy = await process.started(building.submit(make or build, process))
+    made = building.submit(make, process)
+    if engine_ranks.count > 1:
+        await engine_ranks.unless_lost(made)
+    environment, engine, workload, policy = await process.started(made)
     building.close(timeout_s=1.0)
     ring = Ring.create(
         process.run.run_id,
@@ -71,7 +82,9 @@ async def main(process: RoleProcess, make: Make | None = None, evaluate: Evaluat
         ):
             try:
                 async with ranks.joined():
-                    await _generate(process, environment, engine, workload, ring, address, ranks, evaluation)
+                    await _generate(
+                        process, environment, engine, workload, ring, address, ranks, engine_ranks, evaluation
+                    )
             finally:
                 await engine.close()
     finally:
@@ -88,6 +101,7 @@ async def _generate(
     ring: Ring,
     address: RingAddress,
     ranks: RankGroup,
+    engine_ranks: EngineRanks,
     evaluation: Evaluating | None,
 ) -> None:
     pipeline = process.pipeline
@@ -119,6 +133,7 @@ async def _generate(
 
         generation = Generation(engine, desk, make_runner, tasks, moved, ranks.stand_on)
         engine.start(tasks)
+        engine_ranks.watch(tasks)
         updater = engine.updater(
             ranks.announcing(generation),
             desk.report,
@@ -148,7 +163,7 @@ async def _generate(
         tasks.cancel()
 
 
-def build(process: RoleProcess, rank: int = 0) -> Parts:
+def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None = None) -> Parts:
     """Environment, engine, hooks and policy, in host memory: devices are the pool's to give."""
     config, pipeline = process.config, process.pipeline
     rollout, in_pool = pipeline.rollout, bool(config.pool.devices)
@@ -163,6 +178,7 @@ def build(process: RoleProcess, rank: int = 0) -> Parts:
         threads=rollout.threads,
         in_pool=in_pool,
         device_at=partial(device_at, rollout.device, in_pool=in_pool, rank=rank),
+        ranks=engine_ranks if engine_ranks is not None and engine_ranks.count > 1 else None,
     )
     engine = build_engine(pipeline.engine, policy, site)
     workload = workload_of(

@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch import rows as request_rows
+from penstock.engines.torch.cache import RowCache
+from penstock.engines.torch.decoding import Decoding
 from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.rows import Row, Rows, SavedCache
 from penstock.errors import ConfigError
@@ -56,7 +58,8 @@ class Bench:
 
     def __init__(self, engine: TorchEngine, rows: int = 8, tokens: int = 8 * 48, *, reread: bool = False) -> None:
         self.engine = engine
-        self.rows = Rows(engine, rows, tokens, reread=reread)
+        cache = RowCache(engine.model, rows, tokens)
+        self.rows = Rows(engine, cache, Decoding(engine.model, cache), reread=reread)
         self.longest = tokens // rows
         self.done: dict[int, Completion] = {}
 

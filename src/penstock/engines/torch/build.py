@@ -1,26 +1,63 @@
-"""Builds the engine in the worker's own process."""
+"""Builds the engine in the worker's own process, and its shards in the processes of other ranks."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.policy import PolicyEngine
 from penstock.engines.protocol import Site
+from penstock.engines.ranks import EngineSeat, connected
 from penstock.engines.serving import ServingEngine
 from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.settings import TorchEngineSection
+from penstock.engines.torch.shards import ShardGroup, Shards
+from penstock.runtime.tensors import device_of
 
 
 def build(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> ServingEngine:
     engine = _engine(section, policy, site)
     engine.capabilities = section.capabilities
-    engine.device_at = site.device_at
+    if section.tensor_parallel == 1:  # otherwise the shards are on devices, and the whole model stays in host memory
+        engine.device_at = site.device_at
     return engine
 
 
 def _engine(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> ServingEngine:
     if not isinstance(policy, LanguagePolicy):
         return PolicyEngine(policy.module, seed=site.seed, progressed=site.progressed)
+    shards = None
+    if (ranks := site.ranks) is not None:
+        device = _device(site.device, site.process.index, 0, ranks.count)
+        shards = Shards(policy.module, ShardGroup(ranks.store, 0, ranks.count, ranks.sockets, device))
     bounds = section.model_dump(include={"rows", "cache_tokens", "kept_tokens", "reread", "graphs"})
     return TorchEngine(
-        policy.module, pad_id=policy.tokenizer.pad_id, seed=site.seed, progressed=site.progressed, **bounds
+        policy.module,
+        pad_id=policy.tokenizer.pad_id,
+        seed=site.seed,
+        progressed=site.progressed,
+        shards=shards,
+        **bounds,
     )
+
+
+def follow(section: Any, policy: LanguagePolicy | ActorCriticPolicy, seat: EngineSeat, device: str, index: int) -> None:
+    """The life of another rank of the engine that `build` makes. `index` is the worker's, of those of its pipeline."""
+    assert isinstance(section, TorchEngineSection)
+    chosen = _device(device, index, seat.rank, seat.ranks)
+    with connected(seat) as commands:
+        group = ShardGroup(Path(seat.store), seat.rank, seat.ranks, [commands], chosen)
+        Shards(policy.module, group).follow(section.rows, section.cache_tokens, graphs=section.graphs)
+
+
+def _device(name: str, index: int, rank: int, ranks: int) -> torch.device:
+    """Each rank has a GPU of its own, those of a worker side by side."""
+    device = device_of(name)
+    if device.type != "cuda":
+        return device
+    chosen = torch.device("cuda", (index * ranks + rank) % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen

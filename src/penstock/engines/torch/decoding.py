@@ -10,7 +10,7 @@ Shape suffixes: S places, B rows of this step, C columns, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from penstock.engines.torch.sampling import Kind, Ways, draw
 
 COLUMNS_TOGETHER = 16
 """The cache is read in widths of this, which attention kernels like."""
+
+
+Draw = Callable[[Tensor, Ways, Kind, torch.Generator], tuple[Tensor, Tensor]]
 
 
 class Output:
@@ -51,10 +54,11 @@ def _packed(tokens_B: Tensor, logprobs_B: Tensor) -> Tensor:
 class Decoding:
     """The state of all places, and the steps. Everything runs in the engine's thread, inside a step of its weights."""
 
-    def __init__(self, model: Any, cache: RowCache, *, graphs: bool = True) -> None:
+    def __init__(self, model: Any, cache: RowCache, *, graphs: bool = True, draw: Draw = draw) -> None:
         """`graphs` captures steps on a GPU; without, they are launched kernel by kernel."""
         self._model = model
         self._cache = cache
+        self._draw = draw
         self._graphs_wanted = graphs
         self._mask_dtype = next(model.parameters()).dtype
         self._window, self._layer_kinds = window_of(model)
@@ -120,7 +124,7 @@ class Decoding:
         assert self._ways is not None
         index_B = torch.tensor(places).to(logits_BV.device)
         self._ways.put(index_B, samplings)
-        tokens_B, logprobs_B = draw(logits_BV, self._ways.at(index_B), kind, generator)
+        tokens_B, logprobs_B = self._draw(logits_BV, self._ways.at(index_B), kind, generator)
         self._ids_S[index_B] = tokens_B
         self._positions_S[index_B] = torch.tensor(positions).to(logits_BV.device)
         return Output(_packed(tokens_B, logprobs_B))
@@ -157,7 +161,7 @@ class Decoding:
         ids_B, positions_B = self._ids_S[:rows], self._positions_S[:rows]
         self._cache.aim(rows, positions_B[:, None], columns)
         logits_BV = self._forward(ids_B[:, None], positions_B[:, None], columns)
-        tokens_B, logprobs_B = draw(logits_BV, self._ways.first(rows), kind, generator)
+        tokens_B, logprobs_B = self._draw(logits_BV, self._ways.first(rows), kind, generator)
         ids_B.copy_(tokens_B)
         # A place without a row goes on too: it stays within the cache.
         positions_B.add_(1).clamp_(max=self._cache.shape[1] - 1)

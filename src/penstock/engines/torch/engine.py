@@ -22,10 +22,13 @@ from torch import Tensor, nn
 from penstock.engines.requests import Completion, Ending, Sampling
 from penstock.engines.serving import Serving, ServingEngine
 from penstock.engines.torch import seating
+from penstock.engines.torch.cache import RowCache
+from penstock.engines.torch.decoding import Decoding
 from penstock.engines.torch.kernels import use_fewer_kernels
 from penstock.engines.torch.rows import Row, Rows, SavedCache
 from penstock.engines.torch.sampling import Ways, draw, kind_of
 from penstock.engines.torch.seating import Seating
+from penstock.engines.torch.shards import LeadingCache, LeadingDecoding, Shards
 from penstock.errors import ConfigError, PeerLost
 
 
@@ -58,13 +61,23 @@ class TorchEngine(ServingEngine):
         kept_tokens: int = 65536,
         reread: bool = False,
         graphs: bool = True,
+        shards: Shards | None = None,
         version: int = 0,
         digest: str = "",
         seed: int = 0,
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`shards`: this rank's part of the model, which computes instead of `model`; see `shards`."""
         self.model = model.eval().requires_grad_(False)
-        use_fewer_kernels(model)
+        self._shards = shards
+        if shards is None:
+            use_fewer_kernels(model)
+            cache = RowCache(model, rows, cache_tokens)
+            decoding = Decoding(model, cache, graphs=graphs)
+        else:
+            cache = LeadingCache(shards, rows, cache_tokens)
+            decoding = LeadingDecoding(shards, cache, graphs=graphs)
+            kept_tokens = 0  # what rank 0 keeps of a conversation, the others would have to keep too
         super().__init__(Serving(model, version=version, digest=digest), seed)
         self.pad_id = pad_id
         config: Any = getattr(model, "config", None)
@@ -72,7 +85,7 @@ class TorchEngine(ServingEngine):
         self._progressed = progressed
         self._interrupted = threading.Event()
         self._seating = Seating(rows, cache_tokens, kept_tokens)
-        self._rows = Rows(self, rows, cache_tokens, reread=reread, graphs=graphs)
+        self._rows = Rows(self, cache, decoding, reread=reread)
         self._saved: dict[Hashable, SavedCache] = {}
         self._requests: dict[int, _Request] = {}
         """Known to the seating machine."""
@@ -87,6 +100,14 @@ class TorchEngine(ServingEngine):
         self._stream: torch.cuda.Stream | None = None
         self._sleeps = ExitStack()
         self._sleeps.enter_context(self.serving.generation(self._drop_caches))
+
+    @property
+    def device(self) -> torch.device:
+        return self.serving.device if self._shards is None else self._shards.device
+
+    async def close(self) -> None:
+        if self._shards is not None:
+            await asyncio.to_thread(self._shards.group.close)
 
     async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: Hashable = None) -> Completion:
         """See `RequestEngine.complete`. ConfigError for a request that can never be served."""
@@ -220,6 +241,8 @@ class TorchEngine(ServingEngine):
     def _step(self) -> list[Result]:
         finished: list[Result] = []
         with self.serving.step() as (version, digest), self._on_stream():
+            if self._shards is not None:
+                self._shards.bring(self.model, digest)
             self._take_news()
             self._rows.make_room(self._seating.seated, self._seating.longest_tokens)
             for row in self._rows.step(version, digest):

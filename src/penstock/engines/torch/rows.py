@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.engines.requests import Completion, Ending, Sampling
 from penstock.engines.torch.cache import RowCache
@@ -31,9 +31,6 @@ READ_COSTS_STEPS = 3
 
 class Owner(Protocol):
     """The engine, as far as its rows need it."""
-
-    @property
-    def model(self) -> nn.Module: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -114,10 +111,10 @@ class _Launch(msgspec.Struct, eq=False):
 class Rows:
     """The rows of one engine. Everything that touches the cache happens inside a step of `engine.serving`."""
 
-    def __init__(self, engine: Owner, rows: int, cache_tokens: int, *, reread: bool, graphs: bool = True) -> None:
+    def __init__(self, engine: Owner, cache: RowCache, decoding: Decoding, *, reread: bool) -> None:
         self._engine = engine
-        self._cache = RowCache(engine.model, rows, cache_tokens)
-        self._decoding = Decoding(engine.model, self._cache, graphs=graphs)
+        self._cache = cache
+        self._decoding = decoding
         self._reread = reread
         self._version: int | None = None
         self._launches: deque[_Launch] = deque()

@@ -25,6 +25,16 @@ class TorchEngineSection(EngineSection):
     graphs: bool = True
     """On a GPU: capture decode steps as CUDA graphs. Without, the engine needs less memory and decodes slower."""
 
+    tensor_parallel: Positive = 1
+    """Processes over which the model is divided, by the plan that transformers has for it; on GPUs each has its own."""
+
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(gymnasium=True, ranks=True, device_weights=True, adapters=True)
+        whole = self.tensor_parallel == 1
+        return Capabilities(
+            gymnasium=whole, ranks=whole, device_weights=whole, adapters=whole, sleep=whole, tensor_parallel=True
+        )
+
+    @property
+    def processes(self) -> int:
+        return self.tensor_parallel

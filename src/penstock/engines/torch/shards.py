@@ -1,0 +1,327 @@
+"""One model over several ranks: rank 0 is the engine, and the others do to their shards what it tells them.
+
+Requests, seating, draws and versions are rank 0's alone. Whatever it does to its cache or asks of its model it tells
+the other ranks first, through a socket to each; then all ranks do it, and the model's own collectives (`tp_plan` of
+transformers) meet inside. Tokens are drawn by rank 0 and given to the others: ranks cannot drift apart.
+
+Rank 0 also keeps the whole model in host memory. A version is staged, proven and swapped there, as for an engine of one
+rank; before the next step every rank takes its part of it: all change their weights between the same two steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.engines.requests import Sampling
+from penstock.engines.torch.cache import RowCache
+from penstock.engines.torch.decoding import Decoding, Output
+from penstock.engines.torch.kernels import use_fewer_kernels
+from penstock.engines.torch.sampling import Kind, Ways, draw
+from penstock.errors import ConfigError, PeerLost
+from penstock.runtime.ranks import file_store, join_group
+
+LENGTH_BYTES = 4
+COLLECTIVE_S = 600.0
+"""Longest wait inside a forward for the slowest rank. A dead rank is noticed at once."""
+
+
+# What rank 0 tells the others
+
+
+class MakeRoom(msgspec.Struct, frozen=True, tag="make_room"):
+    rows: int
+    columns: int
+    used_rows: int
+
+
+class Copy(msgspec.Struct, frozen=True, tag="copy"):
+    source: int
+    targets: list[int]
+    columns: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Free the cache."""
+
+
+class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+    pass
+
+
+class Park(msgspec.Struct, frozen=True, tag="park"):
+    place: int | None
+    """None: all."""
+
+
+class Move(msgspec.Struct, frozen=True, tag="move"):
+    source: int
+    target: int
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    places: list[int]
+    ids: list[list[int]]
+    positions: list[list[int]]
+    columns: int
+
+
+class Enter(msgspec.Struct, frozen=True, tag="enter"):
+    places: list[int]
+    positions: list[int]
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    rows: int
+    columns: int
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Take your part of every weight; rank 0 sends them one by one."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    pass
+
+
+Command = MakeRoom | Copy | Drop | Allocate | Park | Move | Read | Enter | Step | Load | Leave
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Command).decode
+
+
+class ShardGroup:
+    """This process's place among the ranks of one engine."""
+
+    def __init__(self, store: Path, rank: int, ranks: int, sockets: Sequence[socket.socket], device: torch.device):
+        """Returns when every rank is there. `sockets`: rank 0's to each other rank, or another rank's to rank 0."""
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        join_group(file_store(store, ranks), rank=rank, ranks=ranks, timeout_s=COLLECTIVE_S, backend=backend)
+        self.rank = rank
+        self.device = device
+        self.mesh = dist.device_mesh.init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
+        self._sockets = sockets
+        self._lost = False
+
+    def tell(self, command: Command) -> None:
+        """Rank 0: the other ranks do this next. PeerLost when one of them is gone."""
+        body = _encode(command)
+        try:
+            for one in self._sockets:
+                one.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+        except OSError as error:
+            lost, self._lost = self._lost, True
+            if not lost:
+                raise PeerLost(f"a rank of the engine is gone: {error}") from error
+
+    def hear(self) -> Command:
+        """Another rank: what to do next. PeerLost when rank 0 is gone."""
+        return _decode(self._received(int.from_bytes(self._received(LENGTH_BYTES), "little")))
+
+    def _received(self, size_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        while size_bytes:
+            part = self._sockets[0].recv(size_bytes)
+            if not part:
+                raise PeerLost("rank 0 of the engine is gone")
+            parts.append(part)
+            size_bytes -= len(part)
+        return b"".join(parts)
+
+    def share(self, tensor: Tensor) -> None:
+        """Rank 0's values for all."""
+        dist.broadcast(tensor, src=0)
+
+    def draw(self, logits_BV: Tensor, ways: Ways, kind: Kind, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rank 0 draws as ever, the others are given its tokens."""
+        if self.rank == 0:
+            tokens_B, logprobs_B = draw(logits_BV, ways, kind, generator)
+            tokens_B = tokens_B.contiguous()
+        else:
+            tokens_B = torch.empty(len(logits_BV), dtype=torch.long, device=logits_BV.device)
+            logprobs_B = torch.zeros(len(logits_BV), device=logits_BV.device)
+        self.share(tokens_B)
+        return tokens_B, logprobs_B
+
+    def close(self) -> None:
+        if self.rank == 0:
+            self.tell(Leave())
+        for one in self._sockets:
+            one.close()
+
+
+class Shards:
+    """A rank's part of the model. ConfigError for a model that cannot be divided so."""
+
+    def __init__(self, model: nn.Module, group: ShardGroup) -> None:
+        """`model` is whole; it is taken apart here, but on rank 0, where it stays."""
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        self.group = group
+        self.held = ""
+        """Digest of the weights that the shards hold."""
+        self._whole_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        _check_divides(model, group.mesh.size())
+        sharded = copy.deepcopy(model) if group.rank == 0 else model
+        apply_tensor_parallelism(sharded, group.mesh)
+        self.model = sharded.to(group.device).eval().requires_grad_(False)
+        use_fewer_kernels(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.group.device
+
+    def bring(self, whole: nn.Module, digest: str) -> None:
+        """Rank 0: all ranks hold what the whole model holds. Between two steps."""
+        if self.held != digest:
+            self.group.tell(Load())
+            self.load(dict(whole.named_parameters(remove_duplicate=False)))
+            self.held = digest
+
+    def load(self, whole: dict[str, Any] | None = None) -> None:
+        """Takes this rank's part of every parameter; called on all ranks, with the parameters on rank 0."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        parts: dict[str, Any] = dict(self.model.named_parameters(remove_duplicate=False))
+        sent: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for name in self._whole_names:
+                part = parts[name]
+                if whole is None:
+                    full = torch.empty(part.shape, dtype=part.dtype)
+                elif (full := sent.get(id(whole[name]))) is None:
+                    full = sent[id(whole[name])] = whole[name].detach().cpu().contiguous()
+                self.group.share(full)
+                if isinstance(part, DTensor):
+                    mine = distribute_tensor(
+                        full.to(self.device), part.device_mesh, part.placements, src_data_rank=None
+                    )
+                    part.to_local().copy_(mine.to_local())
+                else:
+                    part.copy_(full)
+
+    def follow(self, rows: int, cache_tokens: int, *, graphs: bool) -> None:
+        """Another rank's life: does what rank 0 tells until it says to leave."""
+        cache = RowCache(self.model, rows, cache_tokens)
+        decoding = Decoding(self.model, cache, graphs=graphs, draw=self.group.draw)
+        generator = torch.Generator(device=self.device)  # draws nothing here
+        kind = Kind(drawn=True, greedy=False, cut=False)
+        logits = torch.empty(0)
+        with torch.inference_mode():
+            while True:
+                match self.group.hear():
+                    case MakeRoom(rows, columns, used_rows):
+                        cache.make_room(rows, columns, used_rows)
+                    case Copy(source, targets, columns):
+                        cache.copy(source, targets, columns)
+                    case Drop():
+                        cache.drop()
+                        decoding.drop()
+                    case Allocate():
+                        decoding.allocate()
+                    case Park(None):
+                        decoding.park_all()
+                    case Park(place):
+                        decoding.park(place)
+                    case Move(source, target):
+                        decoding.move(source, target)
+                    case Read(places, ids, positions, columns):
+                        logits = decoding.read(places, np.array(ids), np.array(positions), columns)
+                    case Enter(places, positions):
+                        samplings = [Sampling(max_new_tokens=1)] * len(places)
+                        drawn = logits[:1].expand(len(places), -1)
+                        decoding.enter(places, positions, samplings, kind, drawn, generator)
+                    case Step(rows, columns):
+                        decoding.step(rows, columns, kind, generator)
+                    case Load():
+                        self.load()
+                    case Leave():
+                        return
+
+
+class LeadingCache(RowCache):
+    """Rank 0's cache: the other ranks' follow it."""
+
+    def __init__(self, shards: Shards, rows: int, tokens: int) -> None:
+        super().__init__(shards.model, rows, tokens)
+        self._group = shards.group
+
+    def make_room(self, rows: int, columns: int, used_rows: int) -> bool:
+        if rows <= self.shape[0] and columns <= self.shape[1]:
+            return False
+        self._group.tell(MakeRoom(rows, columns, used_rows))
+        return super().make_room(rows, columns, used_rows)
+
+    def drop(self) -> None:
+        self._group.tell(Drop())
+        super().drop()
+
+    def copy(self, source: int, targets: list[int], columns: int) -> None:
+        if targets:
+            self._group.tell(Copy(source, targets, columns))
+        super().copy(source, targets, columns)
+
+
+class LeadingDecoding(Decoding):
+    """Rank 0's steps: the other ranks make them too."""
+
+    def __init__(self, shards: Shards, cache: RowCache, *, graphs: bool) -> None:
+        super().__init__(shards.model, cache, graphs=graphs, draw=shards.group.draw)
+        self._group = shards.group
+
+    def allocate(self) -> None:
+        self._group.tell(Allocate())
+        super().allocate()
+
+    def park(self, place: int) -> None:
+        self._group.tell(Park(place))
+        super().park(place)
+
+    def park_all(self) -> None:
+        self._group.tell(Park(None))
+        super().park_all()
+
+    def move(self, source: int, target: int) -> None:
+        self._group.tell(Move(source, target))
+        super().move(source, target)
+
+    def read(self, places: Sequence[int], ids_BQ: Any, positions_BQ: Any, columns: int) -> Tensor:
+        self._group.tell(Read(list(places), ids_BQ.tolist(), positions_BQ.tolist(), columns))
+        return super().read(places, ids_BQ, positions_BQ, columns)
+
+    def enter(
+        self,
+        places: Sequence[int],
+        positions: Sequence[int],
+        samplings: Sequence[Sampling],
+        kind: Kind,
+        logits_BV: Tensor,
+        generator: torch.Generator,
+    ) -> Output:
+        self._group.tell(Enter(list(places), list(positions)))
+        return super().enter(places, positions, samplings, kind, logits_BV, generator)
+
+    def step(self, rows: int, columns: int, kind: Kind, generator: torch.Generator) -> Output:
+        self._group.tell(Step(rows, columns))
+        return super().step(rows, columns, kind, generator)
+
+
+def _check_divides(model: nn.Module, ranks: int) -> None:
+    config: Any = model.config
+    name = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise ConfigError("engine.tensor_parallel serves whole models: an adapter is served by an engine of one rank")
+    if not getattr(model, "tp_plan", None):
+        raise ConfigError(f"engine.tensor_parallel: transformers has no plan to divide a {name}; serve it with vLLM")
+    heads = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
+    for key, count in heads.items():
+        if count is not None and count % ranks:
+            raise ConfigError(f"engine.tensor_parallel = {ranks} does not divide the model's {key} = {count}")

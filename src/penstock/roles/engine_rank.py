@@ -1,0 +1,32 @@
+"""A rank of a worker's engine, other than rank 0, which is the worker: holds a shard of the model and does as told."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import torch
+
+from penstock.engines.ranks import EngineSeat
+from penstock.engines.torch.build import follow
+from penstock.roles.environments import environment_of
+from penstock.roles.models import policy_of
+from penstock.roles.process import RoleProcess
+from penstock.runtime.offload import Offload
+from penstock.runtime.progress import ProgressCell
+
+
+async def main(process: RoleProcess) -> None:
+    """Works until the worker's engine closes. The worker heeds the signals; this process dies with it."""
+    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSeat)
+    process.progress = ProgressCell(seat.cell_fd)
+    torch.set_num_threads(process.pipeline.rollout.threads)
+    working = Offload(1, "shard")
+    await working.run(_work, process, seat)
+
+
+def _work(process: RoleProcess, seat: EngineSeat) -> None:
+    config, pipeline = process.config, process.pipeline
+    process.progress.moved("building the model")
+    policy = policy_of(config, pipeline, environment_of(config, pipeline))
+    follow(pipeline.engine, policy, seat, pipeline.rollout.device, process.index)
