@@ -2,14 +2,17 @@
 
 The plain loop is what one writes first: `generate` for a batch, then forward and backward over it, then AdamW; the
 model in bfloat16 on a GPU and float32 on a CPU. Penstock runs as a user would run it: a worker, a trainer and a
-controller on the same device, with samples up to two versions old. Weights are random, so completions almost never
-end early and both sides generate the same number of tokens.
+controller on the same device, with samples up to two versions old; with vLLM too, where `--vllm-python` (default:
+PENSTOCK_VLLM_PYTHON) names its interpreter. Weights are random, so completions almost never end early and all generate
+the same number of tokens; with `--lengths geometric` any of some tokens ends one, after a quarter of `--tokens` on
+average, and the plain loop waits for the longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -72,16 +75,23 @@ def plain_loop(directory: Path, options: argparse.Namespace, device: torch.devic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     prompts = torch.randint(3, 3 + len(LETTERS), (options.samples, 8), device=device)
     rows = max(1, options.micro_batch // (8 + options.tokens))
+    stops = stop_ids(options)
     rates = []
     for _ in range(options.plain_steps):
         began = time.monotonic()
         with torch.inference_mode():
             whole = model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=options.tokens
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                max_new_tokens=options.tokens,
+                **({"eos_token_id": stops} if stops else {}),
             )
         for chunk in whole.clone().split(rows):
             logprobs = torch.log_softmax(model(chunk).logits[:, 7:-1].float(), -1)
             taken = logprobs.gather(-1, chunk[:, 8:, None])
+            if stops:
+                taken = taken * (chunk[:, 8:, None] != 0)  # padding after the end
             (-(taken * torch.randn(len(chunk), 1, 1, device=device)).sum() / whole.numel()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,8 +101,22 @@ def plain_loop(directory: Path, options: argparse.Namespace, device: torch.devic
     return statistics.median(rates[1:] or rates)
 
 
-def configuration(directory: Path, options: argparse.Namespace, runs: Path) -> str:
-    here = json.dumps(str(Path(__file__).parent))
+def stop_ids(options: argparse.Namespace) -> list[int]:
+    """Tokens that end a completion: so many that one in a quarter of `tokens` is among them, none of them a letter."""
+    if options.lengths == "equal":
+        return []
+    vocabulary = SHAPES[options.model]["vocabulary"]
+    return list(range(vocabulary - max(1, round(4 * vocabulary / options.tokens)), vocabulary))
+
+
+def configuration(directory: Path, options: argparse.Namespace, runs: Path, vllm: bool) -> str:
+    here, rows = json.dumps(str(Path(__file__).parent)), options.rows or options.samples
+    engine = f"rows = {rows}\ncache_tokens = {rows * (options.tokens + 64)}"
+    if vllm:
+        on_gpu = torch.cuda.is_available()
+        flags = ["--gpu-memory-utilization", str(options.vllm_share)] if on_gpu else []
+        engine = f'kind = "vllm"\nmax_requests = {rows}\npython = {json.dumps(options.vllm_python)}\n'
+        engine += f"eager = {json.dumps(not on_gpu)}\noptions = {json.dumps(flags)}"
     return f"""
 [run]
 name = "end-to-end"
@@ -109,10 +133,10 @@ rewards = ["end_to_end:by_parity"]
 kind = "path"
 path = {json.dumps(str(directory))}
 [pipeline.engine]
-rows = {options.rows or options.samples}
-cache_tokens = {(options.rows or options.samples) * (options.tokens + 64)}
+{engine}
 [pipeline.rollout]
 group_size = 8
+stop_ids = {stop_ids(options)}
 max_new_tokens = {options.tokens}
 [pipeline.train]
 groups_per_step = {options.samples // 8}
@@ -132,10 +156,11 @@ def busy_share(stop: threading.Event, found: list[float]) -> None:
             found.append(float(said.stdout.split()[0]) / 100)
 
 
-def penstock_run(directory: Path, options: argparse.Namespace, folder: Path) -> dict[str, float]:
+def penstock_run(directory: Path, options: argparse.Namespace, folder: Path, *, vllm: bool) -> dict[str, float]:
     """Samples a second between the first third of the steps and the last one, and how busy the GPU was meanwhile."""
+    folder.mkdir()
     path = folder / "run.toml"
-    path.write_text(configuration(directory, options, folder / "runs"))
+    path.write_text(configuration(directory, options, folder / "runs", vllm))
     stop, shares = threading.Event(), [0.0][:0]
     watching = threading.Thread(target=busy_share, args=(stop, shares))
     watching.start()
@@ -163,28 +188,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--micro-batch", type=int, default=16384, help="tokens of a forward pass")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--plain-steps", type=int, default=4)
+    parser.add_argument("--lengths", choices=["equal", "geometric"], default="equal")
+    parser.add_argument("--vllm-python", default=os.environ.get("PENSTOCK_VLLM_PYTHON", ""))
+    parser.add_argument("--vllm-share", type=float, default=0.4, help="of the GPU's memory, for the server")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if cuda else "cpu")
+    what = f"{options.model}, {options.samples} x {options.tokens} tokens, {options.lengths} lengths, on {device.type}"
+    figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(SHAPES[options.model], folder / "model")
-        found = penstock_run(folder / "model", options, folder)
         plain = plain_loop(folder / "model", options, device)
-    figures = [
-        {
-            "name": f"samples/s, {options.model}, {options.samples} x {options.tokens} tokens, on {device.type}",
-            "unit": "samples/s",
-            "ours": found["rate"],
-            "peer": plain,
-            "ratio": found["rate"] / plain,
-            "gpu_busy": found["busy"],
-        }
-    ]
+        for engine in ("torch", "vllm") if options.vllm_python else ("torch",):
+            found = penstock_run(folder / "model", options, folder / engine, vllm=engine == "vllm")
+            figures.append(
+                {
+                    "name": f"samples/s with {engine}, {what}",
+                    "unit": "samples/s",
+                    "ours": found["rate"],
+                    "peer": plain,
+                    "ratio": found["rate"] / plain,
+                    "gpu_busy": found["busy"],
+                }
+            )
     for figure in figures:
         print(
-            f"{figure['name']}: penstock {found['rate']:.1f}, plain loop {plain:.1f}, ratio {figure['ratio']:.2f}, "
-            f"GPU busy {found['busy']:.0%}"
+            f"{figure['name']}: penstock {figure['ours']:.1f}, plain loop {plain:.1f}, ratio {figure['ratio']:.2f}, "
+            f"GPU busy {figure['gpu_busy']:.0%}"
         )
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2))

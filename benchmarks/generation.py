@@ -1,7 +1,9 @@
-"""Tokens per second of decoding: the torch engine beside `generate`, vLLM if it is installed, and the memory's limit.
+"""Tokens per second of decoding: the torch engine beside `generate`, vLLM if there is one, and the memory's limit.
 
 Every completion has the same length (no early stop), unless `--lengths geometric`: then each ends with the same chance
-at every step, and `generate` waits for the longest. Models have the shape of well-known small ones and random weights.
+at every step, after a quarter of `--new` on average, and `generate` waits for the longest. vLLM is asked where it is
+installed, or through `--vllm-python` (default: PENSTOCK_VLLM_PYTHON), the interpreter of an environment that has it and
+this package. Models have the shape of well-known small ones and random weights.
 "Limit" is what the memory allows if every step read each weight, key and value once and did nothing else.
 """
 
@@ -10,8 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +94,14 @@ def limit(model: Any, rows: int, prompt: int, new: int, bytes_per_s: float) -> f
     return rows * bytes_per_s / step_bytes
 
 
-def by_library(model: Any, prompts: list[list[int]], new: int, eos: bool) -> int:
+def stops_of(shape: dict[str, int], chosen: Any) -> tuple[int, ...]:
+    """Tokens that end a completion: so large a share of the vocabulary that one in `new / 4` is among them."""
+    if chosen.lengths == "equal":
+        return ()
+    return tuple(range(EOS, EOS + max(1, round(4 * shape["vocabulary"] / chosen.new))))
+
+
+def by_library(model: Any, prompts: list[list[int]], new: int, stops: tuple[int, ...]) -> int:
     from transformers import GenerationConfig
 
     config = GenerationConfig(
@@ -98,7 +110,7 @@ def by_library(model: Any, prompts: list[list[int]], new: int, eos: bool) -> int
         top_k=0,
         top_p=1.0,
         pad_token_id=0,
-        eos_token_id=EOS if eos else None,
+        eos_token_id=list(stops) or None,
         return_dict_in_generate=True,
         output_logits=False,
     )
@@ -108,7 +120,7 @@ def by_library(model: Any, prompts: list[list[int]], new: int, eos: bool) -> int
             :, ids.shape[1] :
         ]
     made = made.cpu()
-    ended = (made == EOS).int().cumsum(1).cumsum(1) > 1 if eos else torch.zeros_like(made, dtype=torch.bool)
+    ended = torch.isin(made, torch.tensor(stops)).int().cumsum(1).cumsum(1) > 1
     return int((~ended).sum())
 
 
@@ -119,13 +131,14 @@ def by_engine(engine: TorchEngine, prompts: list[list[int]], sampling: Sampling)
     return sum(len(one.token_ids) for one in asyncio.run(all_at_once()))
 
 
-def by_vllm(shape: dict[str, int], prompts: list[list[int]], new: int, rounds: int) -> float | None:
+def by_vllm(shape: dict[str, int], prompts: list[list[int]], chosen: Any) -> float | None:
+    """In this interpreter, if it has vLLM."""
     try:
         import vllm  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
-    import tempfile
 
+    on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(shape, torch.device("cpu"), 2048)
         model.config.architectures = ["Qwen2ForCausalLM"]
@@ -135,36 +148,56 @@ def by_vllm(shape: dict[str, int], prompts: list[list[int]], new: int, rounds: i
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype="bfloat16" if on_gpu else "float32",
             max_model_len=2048,
-            gpu_memory_utilization=0.5,
             max_num_seqs=256,
+            **({"gpu_memory_utilization": 0.5} if on_gpu else {"enforce_eager": True}),
         )
-        how = vllm.SamplingParams(max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False)
+        stops = stops_of(shape, chosen)
+        how = vllm.SamplingParams(
+            max_tokens=chosen.new, ignore_eos=not stops, stop_token_ids=list(stops), logprobs=0, detokenize=False
+        )
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
 
         def work() -> int:
             made = server.generate(asked, how, use_tqdm=False)
             return sum(len(one.outputs[0].token_ids) for one in made)
 
-        return seconds(work, rounds)
+        return seconds(work, chosen.rounds)
 
 
-def measured(model: Any, shape: dict[str, int], rows: int, chosen: Any, bytes_per_s: float) -> dict[str, Any]:
-    without, eos, on_gpu = chosen.without.split(","), chosen.lengths == "geometric", model.device.type == "cuda"
+def by_vllm_elsewhere(name: str, rows: int, chosen: Any) -> float | None:
+    """The same in the interpreter that is named."""
+    flags = ["--shapes", name, "--rows", str(rows), "--lengths", chosen.lengths, "--only-vllm", "--json"]
+    for key in ("prompt", "new", "rounds"):
+        flags += [f"--{key}", str(getattr(chosen, key))]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    settings |= {"TORCHDYNAMO_DISABLE": "1"} if not torch.cuda.is_available() else {}
+    done = subprocess.run(
+        [chosen.vllm_python, __file__, *flags], env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])["found"][0]["vllm"]
+
+
+def measured(model: Any, name: str, rows: int, chosen: Any, bytes_per_s: float) -> dict[str, Any]:
+    without, shape, on_gpu = chosen.without.split(","), SHAPES[name], model.device.type == "cuda"
+    stops = stops_of(shape, chosen)
     prompts = np.random.default_rng(0).integers(2, shape["vocabulary"], (rows, chosen.prompt)).tolist()
-    sampling = Sampling(max_new_tokens=chosen.new, stop_ids=(EOS,) if eos else ())
+    if chosen.only_vllm:
+        return {"vllm": by_vllm(shape, prompts, chosen)}
+    sampling = Sampling(max_new_tokens=chosen.new, stop_ids=stops)
     room = {"rows": rows, "cache_tokens": rows * (chosen.prompt + chosen.new + 64)}
     line: dict[str, Any] = {}
     if "library" not in without:
-        line["generate"] = seconds(lambda: by_library(model, prompts, chosen.new, eos), chosen.rounds)
+        line["generate"] = seconds(lambda: by_library(model, prompts, chosen.new, stops), chosen.rounds)
     engine = TorchEngine(model, pad_id=0, version=1, digest="d", **room)
     line["engine"] = seconds(lambda: by_engine(engine, prompts, sampling), chosen.rounds, warm=2)
     if "eager" not in without and on_gpu:
         eager = TorchEngine(model, pad_id=0, version=1, digest="d", graphs=False, **room)
         line["eager"] = seconds(lambda: by_engine(eager, prompts, sampling), chosen.rounds)
-    if "vllm" not in without and on_gpu:
-        line["vllm"] = by_vllm(shape, prompts, chosen.new, chosen.rounds)
+    if "vllm" not in without:
+        elsewhere = chosen.vllm_python
+        line["vllm"] = by_vllm_elsewhere(name, rows, chosen) if elsewhere else by_vllm(shape, prompts, chosen)
     line["limit"] = limit(model, rows, chosen.prompt, chosen.new, bytes_per_s)
     return line
 
@@ -178,6 +211,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", choices=["equal", "geometric"], default="equal")
     parser.add_argument("--without", default="", help="library, vllm, eager")
+    parser.add_argument("--vllm-python", default=os.environ.get("PENSTOCK_VLLM_PYTHON", ""))
+    parser.add_argument("--only-vllm", action="store_true", help="in this interpreter; used by --vllm-python")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(arguments)
@@ -188,12 +223,12 @@ def main(arguments: list[str]) -> int:
         rows_list, chosen.rounds, chosen.new = rows_list[:2], 1, min(chosen.new, 32)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    bytes_per_s = bandwidth(device)
+    bytes_per_s = 0.0 if chosen.only_vllm else bandwidth(device)
     found: list[dict[str, Any]] = []
     for name in shapes:
         model = model_of(SHAPES[name], device, 2048)
         for rows in rows_list:
-            found.append({"model": name, "rows": rows} | measured(model, SHAPES[name], rows, chosen, bytes_per_s))
+            found.append({"model": name, "rows": rows} | measured(model, name, rows, chosen, bytes_per_s))
             if not chosen.json:
                 print(found[-1], flush=True)
     if chosen.json:
