@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -148,7 +149,9 @@ every_steps = 1000
 
 
 def busy_share(stop: threading.Event, found: list[float]) -> None:
-    """The GPU's own figure, sampled twice a second."""
+    """The GPU's own figure, sampled twice a second, if there is one."""
+    if shutil.which("nvidia-smi") is None:
+        return
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     while not stop.wait(0.5):
         said = subprocess.run(query, capture_output=True, text=True, check=False)

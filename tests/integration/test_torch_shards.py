@@ -34,8 +34,13 @@ TOLERANCE = 1e-5
 
 def model(seed: int) -> Any:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=97, tie_word_embeddings=True, **sizes, **heads))
 
 

@@ -98,7 +98,9 @@ class PipelineSection(Section):
         if isinstance(self.model, MlpModel) and not self.engine.capabilities.gymnasium:
             raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
         if self.lora is not None and (isinstance(self.model, MlpModel) or not self.engine.capabilities.adapters):
-            raise ValueError("lora needs a language model and an engine that loads adapters: engine.kind = 'torch'")
+            raise ValueError(
+                "lora needs a language model and an engine that loads adapters: engine.kind = 'torch', not divided"
+            )
         self._check_group_size()
         self._check_teacher()
         if (step := self.train.groups_per_step * self.rollout.group_size) > MOST_RING_SLOTS:
@@ -168,8 +170,8 @@ class PipelineSection(Section):
 
     def _check_ranks(self) -> None:
         rollout = self.rollout
-        if self.engine.processes > 1 and (self.lora is not None or isinstance(self.model, MlpModel)):
-            raise ValueError("engine.tensor_parallel divides whole language models: no adapters, no gymnasium policies")
+        if self.engine.processes > 1 and isinstance(self.model, MlpModel):
+            raise ValueError("engine.tensor_parallel divides language models: a gymnasium policy has one process")
         if self.engine.processes > 1 and rollout.ranks > 1:
             raise ValueError("engine.tensor_parallel and rollout.ranks cannot both be above 1: use more workers")
         if rollout.ranks == 1:

@@ -112,5 +112,6 @@ class Engine(Protocol):
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Depths now and counters since the start, by plain names."""
+        """Depths now and counters since the start, by plain names. Of a request engine that knows them, also
+        `requests_decoding`, `requests_waiting` (for room) and `preemptions`: concurrency follows them."""
         ...

@@ -129,6 +129,7 @@ async def _generate(
                 progressed=moved,
                 interrupt=engine.interrupt,
                 evaluating=evaluation,
+                engine_figures=engine.statistics,
             )
 
         generation = Generation(engine, desk, make_runner, tasks, moved, ranks.stand_on)

@@ -117,6 +117,17 @@ class PrefetchSet(msgspec.Struct, frozen=True):
     on: bool
 
 
+class EngineLooked(msgspec.Struct, frozen=True):
+    """How full the engine is."""
+
+    decoding: int
+    """Completions."""
+    waiting: int
+    """Completions that the engine has, and has no room for."""
+    preempted: int = 0
+    """Since the last look: thrown out for want of room, to be read again."""
+
+
 class StopAsked(msgspec.Struct, frozen=True):
     """The worker should end: what is in the engine or behind it is finished, the waiting line is given back."""
 
@@ -139,6 +150,7 @@ Event = (
     | DeliverEnded
     | ReturnEnded
     | PrefetchSet
+    | EngineLooked
     | StopAsked
     | Abandoned
 )

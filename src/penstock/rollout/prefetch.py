@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import ceil
 
 import msgspec
 
@@ -27,6 +28,7 @@ from penstock.rollout.flow import (
     Deliver,
     DeliverEnded,
     Effect,
+    EngineLooked,
     Event,
     Finish,
     Generate,
@@ -86,6 +88,8 @@ class Prefetch:
                 raise LocalProtocolError(f"prefetch bound {name} must be at least 1, found {getattr(bounds, name)}")
         self.bounds = bounds
         self.prefetch = prefetch
+        self.concurrency = bounds.concurrency
+        """Batches in the engine at once, as far as its room allows now; never above the bound."""
         self.ending: str | None = None
         self.finished = False
         self.branches: Counter[str] = Counter()
@@ -156,6 +160,8 @@ class Prefetch:
                 if on != self.prefetch:
                     self.branches["prefetch_on" if on else "prefetch_off"] += 1
                 self.prefetch = on
+            case EngineLooked():
+                self._adapt(event)
             case StopAsked(reason):
                 self.ending = self.ending or reason
                 self._stopping = True
@@ -168,6 +174,22 @@ class Prefetch:
                 self._give_back((*LINE, *given_back), effects)
         self._plan(now, effects)
         return effects
+
+    def _adapt(self, seen: EngineLooked) -> None:
+        """Keeps about as many completions waiting in the engine as it decodes: a free place is taken at once, and what
+        it has no room for is left to other workers. Completions that it had to throw out are its own work lost."""
+        if not self.generating or not seen.decoding:  # nothing to go by, or it stands still for new weights
+            return
+        before = self.concurrency
+        if seen.preempted:
+            self.concurrency = max(1, self.generating * 3 // 4)
+        elif seen.waiting > seen.decoding:
+            batch = (seen.decoding + seen.waiting) / self.generating
+            self.concurrency = max(1, ceil(2 * seen.decoding / batch))
+        elif 2 * seen.waiting < seen.decoding:
+            self.concurrency = min(self.bounds.concurrency, before + max(1, before // 4))
+        if self.concurrency != before:
+            self.branches["concurrency_raised" if self.concurrency > before else "concurrency_lowered"] += 1
 
     def _on_lease_answered(self, event: LeaseAnswered, now: float, effects: list[Effect]) -> None:
         if not self._asking:
@@ -248,7 +270,7 @@ class Prefetch:
         return max(1, (self.bounds.queue_bytes - self.held_bytes) // max(self._largest_bytes, 1))
 
     def _plan_generate(self, now: float, effects: list[Effect]) -> None:
-        while self.generating < self.bounds.concurrency:
+        while self.generating < self.concurrency:
             tickets = self._next_batch_tickets()
             if not tickets:
                 return
@@ -342,7 +364,7 @@ class Prefetch:
                 return
         else:
             made = self.held_samples - self.held.samples(Stage.DELIVERING)
-            if self.line_samples or made > (bounds.concurrency - 1) * bounds.batch_samples:
+            if self.line_samples or made > (self.concurrency - 1) * bounds.batch_samples:
                 self.branches["ask_held_plain"] += 1
                 return
             room = bounds.batch_samples

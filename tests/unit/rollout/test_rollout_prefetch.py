@@ -134,3 +134,46 @@ def test_repr_says_what_you_want_to_know_in_a_hang() -> None:
 def test_every_stage_has_its_row_and_ends_are_ends() -> None:
     assert set(flow.TRANSITIONS) == set(flow.Stage)
     assert flow.TRANSITIONS[flow.Stage.DELIVERED] == flow.TRANSITIONS[flow.Stage.RETURNED] == {}
+
+
+def filled(calls: int) -> Prefetch:
+    """A request engine with so many calls of two samples each, and as many more prepared."""
+    machine = started(batch_samples=2, queue_samples=4 * calls, concurrency=calls)
+    machine.handle(granted(*range(2 * calls)), 0.1)
+    for ticket in range(2 * calls):
+        machine.handle(flow.PrepareEnded(ticket), 0.2)
+    assert machine.generating == calls
+    return machine
+
+
+def next_calls(machine: Prefetch, ended: int) -> int:
+    """How many calls are begun when one ends."""
+    effects = machine.handle(flow.GenerateEnded(ended), 1.0)
+    machine.check()
+    return sum(isinstance(effect, flow.Generate) for effect in effects)
+
+
+def test_concurrency_follows_the_room_that_the_engine_has() -> None:
+    machine = filled(8)
+    machine.handle(flow.EngineLooked(decoding=8, waiting=8), 0.5)
+    assert machine.concurrency == 8, "as many wait as are decoded: a free place is taken at once"
+    machine.handle(flow.EngineLooked(decoding=4, waiting=12), 0.6)
+    assert machine.concurrency == 4, "long contexts: the engine has room for half as many"
+    assert [next_calls(machine, batch) for batch in range(5)] == [0, 0, 0, 0, 1]
+    machine.handle(flow.EngineLooked(decoding=8, waiting=0), 2.0)
+    assert machine.concurrency == 5
+    for _ in range(9):
+        machine.handle(flow.EngineLooked(decoding=8, waiting=0), 2.0)
+    assert machine.concurrency == 8, "never above the bound"
+
+
+def test_completions_that_the_engine_threw_out_lower_concurrency() -> None:
+    machine = filled(8)
+    machine.handle(flow.EngineLooked(decoding=14, waiting=2, preempted=3), 0.5)
+    assert machine.concurrency == 6
+
+
+def test_an_engine_that_stands_still_for_new_weights_changes_nothing() -> None:
+    machine = filled(4)
+    machine.handle(flow.EngineLooked(decoding=0, waiting=8), 0.5)
+    assert machine.concurrency == 4

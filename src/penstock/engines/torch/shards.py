@@ -227,10 +227,10 @@ class Shards:
                         decoding.drop()
                     case Allocate():
                         decoding.allocate()
-                    case Park(None):
-                        decoding.park_all()
-                    case Park(place):
+                    case Park(int(place)):
                         decoding.park(place)
+                    case Park():
+                        decoding.park_all()
                     case Move(source, target):
                         decoding.move(source, target)
                     case Read(places, ids, positions, columns):

@@ -134,11 +134,32 @@ def check_interpreter(python: str, timeout_s: float = 60.0) -> None:
         )
 
 
+FIGURES = {
+    "vllm:num_requests_running": "requests_decoding",
+    "vllm:num_requests_waiting": "requests_waiting",
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:kv_cache_usage_perc": "cache_used",
+}
+"""Of the server's metrics, and what they are called here."""
+
+
+def figures_of(metrics: str) -> dict[str, float]:
+    """How full a server is, by its metrics in Prometheus' format. Of several decoding processes, the sum."""
+    found: dict[str, float] = {}
+    for line in metrics.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in FIGURES:
+            found[FIGURES[name]] = found.get(FIGURES[name], 0.0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
 class VllmServer:
     """Started and stopped any number of times; at most one process at a time."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
+        self.figures: dict[str, float] = {}
+        """How full the server is, as it said last; empty before it has."""
         self._process: subprocess.Popen[bytes] | None = None
         self._home: int | None = None
 
@@ -220,10 +241,11 @@ class VllmServer:
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{how_ended(code)}; {self.last_lines()}"
 
-    async def probe(self, *, every_s: float = 5.0, stall_s: float = 120.0) -> None:
+    async def probe(self, *, every_s: float = 2.0, stall_s: float = 120.0) -> None:
         """Raises PeerLost when the server does not answer for `stall_s`; returns when it was stopped or has ended.
 
-        The question goes through to the process that decodes: one that listens but does not work is lost too.
+        The question goes through to the process that decodes: one that listens but does not work is lost too. Also
+        asks how full the server is.
         """
         process = self._launched()
         async with self._client(stall_s) as client:
@@ -231,6 +253,8 @@ class VllmServer:
                 try:
                     answer = await client.get("/is_paused")
                     problem = f"says {answer.status_code}: {answer.text[:300]}" if answer.is_error else ""
+                    if not problem:
+                        self.figures = figures_of((await client.get("/metrics")).text)
                 except httpx.TimeoutException:
                     problem = f"did not answer for {stall_s:.0f} s"
                 except httpx.TransportError as error:

@@ -118,7 +118,7 @@ class VllmService:
         await asyncio.to_thread(self.server.close, STOP_S)
 
     def statistics(self) -> dict[str, float]:
-        return {"requests_decoding": float(self.requests.in_flight)}
+        return {"requests_decoding": float(self.requests.in_flight)} | self.server.figures
 
     # As the workload sees it
 

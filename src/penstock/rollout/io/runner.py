@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +30,9 @@ from penstock.wire.messages import Leased
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOOK_EVERY_S = 1.0
+"""Between two looks at how full the engine is."""
 
 
 class RunnerSettings(msgspec.Struct, frozen=True):
@@ -59,9 +62,11 @@ class Runner:
         interrupt: Callable[[], None] = lambda: None,
         traced: Callable[[trace.Trace], None] = lambda trace: None,
         evaluating: Evaluating | None = None,
+        engine_figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`progressed` hears what is being done, `traced` every trace; `interrupt` is called when a drain takes too
-        long, and should make a blocking `generate` return early; `evaluating` makes leases of an evaluation."""
+        long, and should make a blocking `generate` return early; `evaluating` makes leases of an evaluation;
+        `engine_figures` say how full the engine is (see `protocol.Engine.statistics`)."""
         self.workload = workload
         self.settings = settings
         self.machine = Prefetch(settings.bounds, prefetch=settings.prefetch)
@@ -81,6 +86,7 @@ class Runner:
             later=self._postprocess_later,
         )
         self._postprocessing: Offload | None = None
+        self._engine_figures = engine_figures
         self._evaluating = evaluating
         self._calls = DeskCalls(
             desk,
@@ -179,6 +185,8 @@ class Runner:
                     self._finished = reason
 
         async with asyncio.TaskGroup() as group:
+            if self.settings.bounds.concurrency > 1:
+                self._spawn(group, self._look_at_engine(), "look at the engine")
             while self._finished is None:
                 await self._wait_for_news()
                 while self._inbox and self._finished is None:
@@ -194,6 +202,17 @@ class Runner:
             raise self._fatal
         assert self._finished is not None
         return self._finished
+
+    async def _look_at_engine(self) -> None:
+        """Produces a look at how full the engine is, every so often; cancelled at the end."""
+        preempted = self._engine_figures().get("preemptions", 0.0)
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            figures = self._engine_figures()
+            if "requests_waiting" in figures:
+                before, preempted = preempted, figures.get("preemptions", 0.0)
+                decoding, waiting = int(figures["requests_decoding"]), int(figures["requests_waiting"])
+                self._post(flow.EngineLooked(decoding, waiting, max(0, int(preempted - before))))
 
     async def _wait_for_news(self) -> None:
         """Unblocked by any hook's end, any answer of the desk, `stop`, or the deadline of a stop."""
@@ -282,6 +301,7 @@ class Runner:
             **self._tracing.counts(),
             **depths,
             "prefetch": float(held.prefetch),
+            "concurrency": float(held.concurrency),
             **branch_counts(held.branches),
         }
 
