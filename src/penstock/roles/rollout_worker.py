@@ -53,10 +53,10 @@ async def main(process: RoleProcess, make: Make | None = None, evaluate: Evaluat
     rollout = pipeline.rollout
     torch.set_num_threads(rollout.threads)
     async with EngineRanks(process, pipeline.engine.processes).started() as engine_ranks:
-        await _work(process, engine_ranks, make or partial(build, engine_ranks=engine_ranks))
+        await _work(process, engine_ranks, make or partial(build, engine_ranks=engine_ranks), evaluate)
 
 
-async def _work(process: RoleProcess, engine_ranks: EngineRanks, make: Make) -> None:
+async def _work(process: RoleProcess, engine_ranks: EngineRanks, make: Make, evaluate: Evaluate) -> None:
     pipeline = process.pipeline
     rollout = pipeline.rollout
     ranks = RankGroup(process, rollout.ranks)
