@@ -146,8 +146,13 @@ def test_a_run_that_cannot_be_read_is_named_in_the_comparison(watched: Watched, 
 
 
 def test_runs_are_compared_side_by_side(watched: Watched, run: RunDir):
-    compared = watched.client.get("api/compare", params={"run": run.root.name}).json()["runs"]
-    assert compared[run.root.name]["pipelines"]["p"]["smooth"] == {"x": [0.0], "y": [0.5]}
+    answer = watched.client.get("api/compare", params={"run": run.root.name}).json()
+    assert answer["runs"][run.root.name]["pipelines"]["p"]["smooth"] == {"x": [0.0], "y": [0.5]}
+    assert answer["metrics"][0] == "reward"
+    assert answer["differences"] == []
+    other = {"run": run.root.name, "metric": "no such metric"}
+    compared = watched.client.get("api/compare", params=other).json()["runs"]
+    assert compared[run.root.name]["pipelines"]["p"]["smooth"] == {"x": [], "y": []}
 
 
 def overview(watched: Watched, run: Running) -> dict:

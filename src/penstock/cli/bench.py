@@ -1,4 +1,8 @@
-"""`penstock bench`: finds and runs the files in `benchmarks/`."""
+"""`penstock bench`: finds and runs the files in `benchmarks/`.
+
+The package brings along those that measure a user's own machine. The others watch over Penstock itself, and stay in its
+repository.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ import typer
 
 from penstock.errors import ConfigError
 
+PACKAGED = Path(__file__).resolve().parent / "benchmarks"
+
 
 def bench_command(name: str | None, arguments: list[str]) -> int:
     folder = benchmarks_folder()
@@ -19,17 +25,20 @@ def bench_command(name: str | None, arguments: list[str]) -> int:
         for stem, path in files.items():
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             typer.echo(f"{stem:16} {doc.splitlines()[0] if doc else ''}")
+        if folder == PACKAGED:
+            typer.echo("more of them are in a checkout of Penstock", err=True)
         return 0
     if name not in files:
-        raise ConfigError(f"no benchmark {name!r}; there is {', '.join(files)}")
+        elsewhere = "; the others need a checkout of Penstock: run this there" if folder == PACKAGED else ""
+        raise ConfigError(f"no benchmark {name!r} here; there is {', '.join(files)}{elsewhere}")
     sys.path.insert(0, str(folder))  # by path, so that processes it spawns find the module too
     module = importlib.import_module(name)
     return int(module.main(arguments) or 0)
 
 
 def benchmarks_folder() -> Path:
-    """In a checkout they stand beside `src`; an installed Penstock looks in the present directory."""
+    """In a checkout they stand beside `src`; an installed Penstock looks in the present directory too."""
     for folder in (Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"):
-        if folder.is_dir():
+        if (folder / "vs_trl.py").is_file():
             return folder
-    raise ConfigError("the benchmarks are not part of the installed package: run this in a checkout of Penstock")
+    return PACKAGED

@@ -70,7 +70,7 @@ def _check_environment(section: EnvSection, *, shows_text: bool) -> None:
         raise ConfigError(f"{owner} must take the run's seed: def __init__(self, seed=0, …)")
     check_options(owner, factory, environment_options(section, seed=0))
     if shows_text:
-        check_class(owner, factory)
+        check_class(owner, factory, scores=not section.rewards)
     if section.name == "gymnasium":
         _check_gymnasium(str(section.options.get("id", "")))
     for reward in section.rewards:

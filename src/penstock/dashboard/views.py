@@ -104,8 +104,19 @@ def _pipeline(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
         "staleness": _drawn(folds, "step", name, "staleness_mean"),
         "length": drawn(folds.rings[name].lengths if name in folds.rings else None),
         "step_s": curve(rates(_points(folds, "step", name, "at"))),
-        "others": [one for one in folds.metrics.names("step", name) if one not in ("at", "reward")],
+        "others": others(folds, name),
     }
+
+
+def others(folds: Folds, name: str) -> list[str]:
+    """The metrics of a pipeline's steps, beside its reward."""
+    return [one for one in folds.metrics.names("step", name) if one not in ("at", "reward")]
+
+
+def compared(folds: Folds, name: str, metric: str) -> dict[str, Any]:
+    """One metric by step, smoothed, and when each step was."""
+    points = _points(folds, "step", name, metric)
+    return {"smooth": curve(smoothed(points)), "at": curve(_points(folds, "step", name, "at"), digits=TIME_DIGITS)}
 
 
 def reward(folds: Folds, name: str) -> dict[str, Any]:

@@ -21,7 +21,11 @@ def cached(model: HubModel) -> Path | None:
 
     try:
         found = snapshot_download(
-            model.name, revision=model.revision or None, cache_dir=model.cache, local_files_only=True
+            model.name,
+            revision=model.revision or None,
+            cache_dir=model.cache,
+            local_files_only=True,
+            allow_patterns=FILES,  # else a snapshot without the other files would not count as whole
         )
     except HFValidationError as error:
         raise ConfigError(f"model.name {model.name!r} is not a name of the hub: {error}") from error

@@ -13,10 +13,11 @@ from penstock.errors import ConfigError
 from penstock.runtime.named import check_call, check_methods
 
 
-def check_class(owner: str, environment: Any) -> None:
-    """What shows without making one: the methods of a text environment, if it is a class."""
+def check_class(owner: str, environment: Any, *, scores: bool) -> None:
+    """What shows without making one: the methods of a text environment, if it is a class. It `scores` its completions
+    itself unless there are reward functions."""
     if inspect.isclass(environment):
-        check_methods(owner, environment, TextEnvironment)
+        check_methods(owner, environment, TextEnvironment, without=() if scores else ("score",))
         if hasattr(environment, "reply"):
             check_methods(owner, environment, ConversingEnvironment)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.run import Config
-from penstock.engines.settings import MlpModel, TinyModel
+from penstock.engines.settings import MlpModel, PathModel, TinyModel
 from penstock.launch import preload
 from penstock.launch.processes import ProcessSpec
 from penstock.launch.restarts import Ended
@@ -38,11 +38,24 @@ def modules_of(config: Config) -> list[str]:
     """What every process of the run would import, beside torch."""
     models = [pipeline.model for pipeline in config.pipeline]
     modules = ["penstock.roles.trainer", "penstock.roles.rollout_worker"]
-    if any(isinstance(model, TinyModel) for model in models):
-        modules.append("transformers.models.llama.modeling_llama")
-    elif not all(isinstance(model, MlpModel) for model in models):
-        modules.append("transformers.modeling_utils")
-    return modules
+    for model in models:
+        if isinstance(model, TinyModel):
+            modules.append("transformers.models.llama.modeling_llama")
+        elif isinstance(model, PathModel):
+            modules += ["transformers.modeling_utils", *_architecture(model.path)]
+        elif not isinstance(model, MlpModel):
+            modules.append("transformers.modeling_utils")
+    return list(dict.fromkeys(modules))
+
+
+def _architecture(directory: Path) -> list[str]:
+    """The module of transformers that holds the model of this directory."""
+    try:
+        kind = json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    known = isinstance(kind, str) and kind.isidentifier()
+    return [f"transformers.models.{kind}.modeling_{kind}"] if known else []
 
 
 class ForkedProcess:

@@ -18,20 +18,26 @@ SAMPLES_SHOWN = 8
 SAMPLE_CHARACTERS = 1200
 FAULTS_SHOWN = 40
 CHARTS_SHOWN = 8
+IN_OTHER_COLUMNS = ("sample", "reward", "step")
 FIRST_CHARTS = ("reward", "loss", "entropy", "grad_norm", "kl_sampling", "staleness_mean", "length", "step_s")
 NOT_CHARTED = {"step", "at", "version", "life", "samples", "prompts"}
 STYLE = """
-:root { color-scheme: light }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; max-width: 980px; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #ddd }
-.charts { display: flex; flex-wrap: wrap; gap: .6rem } .muted { color: #666 }
-svg { max-width: 100%; height: auto }
+:root { color-scheme: light dark; --line: #ddd; --sunk: #f6f6f6; --policy: #e3f1e3; --ok: #17662b; --bad: #a3201a }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 980px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin: 0 }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--line) }
+.charts { display: flex; flex-wrap: wrap; gap: .6rem } .muted { color: #777 }
+svg { max-width: 100%; height: auto; background: #fff; border-radius: 6px }
 table { border-collapse: collapse; width: 100% } th, td { text-align: left; padding: .25rem .7rem .25rem 0;
-vertical-align: top; border-bottom: 1px solid #eee } th { font-weight: 600 }
+vertical-align: top; border-bottom: 1px solid var(--line) } th { font-weight: 600 }
 td.number { text-align: right; font-variant-numeric: tabular-nums }
-pre, code { font: 12.5px/1.45 ui-monospace, monospace } pre { background: #f6f6f6; padding: .7rem; overflow-x: auto;
-white-space: pre-wrap } .policy { background: #e3f1e3 } .scroll { overflow-x: auto }
-.ok { color: #17662b } .bad { color: #a3201a }
+pre, code { font: 12.5px/1.45 ui-monospace, monospace } pre { background: var(--sunk); padding: .7rem; overflow-x: auto;
+white-space: pre-wrap } .policy { background: var(--policy) } .scroll { overflow-x: auto }
+.ok { color: var(--ok) } .bad { color: var(--bad) }
+@media (prefers-color-scheme: dark) {
+  :root { --line: #3a3f47; --sunk: #20242b; --policy: #1f4a2c; --ok: #5fcf80; --bad: #ff8a80 }
+  body { background: #14171c; color: #e4e4e4 }
+}
 """
 
 
@@ -90,10 +96,17 @@ def _head(run: RunDir, ending: dict[str, Any] | None) -> str:
     how = "no end was written: the run goes on, or was killed" if ending is None else ending["how"]
     sentence = "" if ending is None else ending.get("sentence", "")
     wall = "" if ending is None or "wall_s" not in ending else f" after {ending['wall_s']:.0f} s"
-    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.root.stat().st_mtime))
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(_made_at(run)))
     kind = "ok" if how == "complete" else "bad"
     said = f"<pre>{_text(sentence)}</pre>" if sentence else ""
     return f'<h1>{_text(run.root.name)}</h1><p><span class="{kind}">{_text(how)}</span>{wall} · {made}</p>{said}'
+
+
+def _made_at(run: RunDir) -> float:
+    try:
+        return float(orjson.loads((run.root / "run.json").read_bytes())["made_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return run.root.stat().st_mtime
 
 
 def _summary(names: Iterable[str], steps: Steps, evaluations: Steps, pipelines: dict[str, Any]) -> str:
@@ -144,14 +157,27 @@ def _samples(path: Path) -> str:
     last = [entry for entry in lines if entry["step"] == lines[-1]["step"]][:SAMPLES_SHOWN] if lines else []
     rows = []
     for entry in last:
-        pieces = entry.get("pieces", [])
-        shown = "".join(
-            f'<span class="{_text(one["by"])}">{_text(one["text"][:SAMPLE_CHARACTERS])}</span>' for one in pieces
-        )
-        rows.append((f"{entry['sample']}", f"{entry['reward']:.4g}", _Raw(f"<code>{shown}</code>")))
+        rows.append((f"{entry['sample']}", f"{entry['reward']:.4g}", _Raw(f"<code>{_written(entry)}</code>")))
     if not rows:
         return ""
-    return f"<h3>Samples of step {last[0]['step']}</h3>" + _table(("sample", "reward", "text (policy in green)"), rows)
+    column = "text (policy in green)" if "pieces" in last[0] else ""
+    return f"<h3>Samples of step {last[0]['step']}</h3>" + _table(("sample", "reward", column), rows)
+
+
+def _written(sample: dict[str, Any]) -> str:
+    """What the policy was given and wrote; of an episode without text, its figures."""
+    if "pieces" not in sample:
+        figures = {key: value for key, value in sample.items() if key not in IN_OTHER_COLUMNS}
+        told = ", ".join(
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
+        )
+        return _text(told[:SAMPLE_CHARACTERS])
+    return "".join(_piece(one) for one in sample["pieces"])
+
+
+def _piece(piece: dict[str, Any]) -> str:
+    text = str(piece.get("text", piece.get("token_ids", "")))
+    return f'<span class="{_text(piece.get("by", ""))}">{_text(text[:SAMPLE_CHARACTERS])}</span>'
 
 
 def _accounting(one: dict[str, Any]) -> str:

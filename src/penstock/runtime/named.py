@@ -32,11 +32,11 @@ def check_call(owner: str, function: Callable[..., Any], *parameters: str, **col
     _check_call(owner, function, [*parameters, *(f"{column}=" for column in columns)], parameters, columns)
 
 
-def check_methods(owner: str, found: type, protocol: type) -> None:
+def check_methods(owner: str, found: type, protocol: type, without: Collection[str] = ()) -> None:
     """ConfigError unless the class has the methods of a protocol, which can be called as it says. Where it says that
-    there may be further keywords, the class may ask for any."""
+    there may be further keywords, the class may ask for any. Those in `without` are not needed."""
     for name, promised in vars(protocol).items():
-        if name.startswith("_") or not inspect.isfunction(promised):
+        if name.startswith("_") or name in without or not inspect.isfunction(promised):
             continue
         parameters = inspect.signature(promised).parameters.values()
         more = [f"**{one.name}" for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]

@@ -120,6 +120,10 @@ def test_wrong_parameters_are_refused_before_anything_starts(setting: str, expec
     assert expected in caught.value.message
 
 
+def test_reward_functions_stand_in_for_score():
+    check_environment(loaded("env.name=test_users_code:WithoutScore", 'env.rewards=["test_users_code:reward"]'))
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -38,6 +38,10 @@ def overview(reader: RunReader, query: Query) -> dict[str, Any]:
     }
 
 
+def configuration(reader: RunReader, query: Query) -> dict[str, Any]:
+    return {"rows": [{"key": key, "value": value} for key, value in reader.settings.items()]}
+
+
 def flow(reader: RunReader, query: Query) -> dict[str, Any]:
     return views.flow(reader.folds, reader.pipeline(query.get("pipeline", "")).name)
 
@@ -66,7 +70,7 @@ def metric(reader: RunReader, query: Query) -> dict[str, Any]:
 
 def samples(reader: RunReader, query: Query) -> dict[str, Any]:
     order = {one.name: place for place, one in enumerate(reader.pipelines)}
-    sources = sorted(reader.samples, key=lambda source: (order.get(source.partition("/")[0], len(order)), source))
+    sources = sorted(reader.samples, key=lambda source: _place(source, order))
     if not sources:
         return {"sources": [], "source": "", "rows": [], "count": 0, "first": 0}
     source = query.get("source") or sources[0]
@@ -76,6 +80,12 @@ def samples(reader: RunReader, query: Query) -> dict[str, Any]:
     )
     shown = [row._asdict() | {"preview": _preview(reader, source, row)} for row in rows]
     return {"sources": sources, "source": source, "rows": shown, "count": count, "first": first}
+
+
+def _place(source: str, order: Mapping[str, int]) -> tuple[int, bool, str]:
+    """Pipelines as they are configured, and what was trained before what was evaluated."""
+    pipeline, _, kind = source.partition("/")
+    return order.get(pipeline, len(order)), kind != "samples", source
 
 
 def _preview(reader: RunReader, source: str, row: Row) -> str:
@@ -125,6 +135,7 @@ ANSWERS: dict[str, Answer] = {
     "loops": loops,
     "pool": pool,
     "troubles": troubles,
+    "configuration": configuration,
     "metric": metric,
     "samples": samples,
     "sample": sample,

@@ -32,7 +32,7 @@ def export(shelf: Shelf, name: str, target: Path, plotly: Path | None) -> int:
         found = answers[page.key_of(name, view, query)] = answer(reader, view, query)
         return found
 
-    for view in ("overview", "loops", "pool", "troubles"):
+    for view in ("overview", "loops", "pool", "troubles", "configuration"):
         ask(view)
     for pipeline in reader.pipelines:
         ask("flow", pipeline=pipeline.name)

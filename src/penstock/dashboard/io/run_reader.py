@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from penstock.dashboard import settings_table
 from penstock.dashboard.log_lines import warned
 from penstock.dashboard.metrics_fold import MetricsFold
 from penstock.dashboard.ring_fold import RingFold
@@ -46,6 +47,8 @@ class RunReader:
         self.folds = Folds()
         self.lock = threading.RLock()
         self._configured: tuple[PipelineFacts, ...] = ()
+        self.settings: dict[str, str] = {}
+        """The configuration, key by key."""
         self.stall_after_s = 60.0
         self.seq = 0
         self.journal_trouble = ""
@@ -182,6 +185,7 @@ class RunReader:
             if changed_at == self._config_at:
                 return
             config = tomllib.loads(self.run.config_path.read_text(encoding="utf-8"))
+            self.settings = settings_table.rows(config)
             self._configured = tuple(_facts(section) for section in config.get("pipeline", ()))
             self.stall_after_s = float(config.get("control", {}).get("stall_after_s", self.stall_after_s))
             self._config_at = changed_at

@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.dashboard import page, views
+from penstock.dashboard import page, settings_table, views
 from penstock.dashboard.io.answers import answer
 from penstock.dashboard.io.files import own_files
 from penstock.dashboard.io.shelf import Shelf
@@ -99,8 +99,9 @@ class Dashboard:
 
     async def _compare(self, request: Request) -> Response:
         names = request.query_params.getlist("run")[:MOST_COMPARED]
+        metric = request.query_params.get("metric") or "reward"
         try:
-            return _json(await self._reading.run(self._compared, names))
+            return _json(await self._reading.run(self._compared, names, metric))
         except (PenstockError, OSError, ValueError) as error:
             return _json({"error": str(error)}, 404)
 
@@ -109,15 +110,19 @@ class Dashboard:
         reader.refresh_if_due(REFRESH_EVERY_S, READ_BUDGET_S)
         return answer(reader, view, query)
 
-    def _compared(self, names: list[str]) -> dict[str, Any]:
-        compared = {}
+    def _compared(self, names: list[str], metric: str) -> dict[str, Any]:
+        compared, metrics, settings = {}, {"reward": None}, {}
         for name in names:
             reader = self._shelf.reader(name)
             reader.refresh_if_due(REFRESH_EVERY_S, READ_BUDGET_S)
             with reader.lock:
-                curves = {one.name: views.reward(reader.folds, one.name) for one in reader.pipelines}
+                curves = {one.name: views.compared(reader.folds, one.name, metric) for one in reader.pipelines}
                 compared[name] = {"share_read": reader.share_read(), "pipelines": curves}
-        return {"runs": compared}
+                metrics |= dict.fromkeys(
+                    one for pipe in reader.pipelines for one in views.others(reader.folds, pipe.name)
+                )
+                settings[name] = reader.settings
+        return {"runs": compared, "metrics": list(metrics), "differences": settings_table.differences(settings)}
 
 
 class Guarded:

@@ -37,6 +37,12 @@ const Dom = {
     return Dom.keep(parent, key, () => Dom.el("div", { class: `grid ${kind}` }));
   },
 
+  /** A place that is folded away at first, where there is little room. */
+  folded(parent, key, title, isFolded) {
+    if (!isFolded) return Dom.keep(parent, key, () => Dom.el("div"));
+    return Dom.keep(parent, key, () => Dom.el("details", { class: "more" }, Dom.el("summary", { class: "faint" }, title)));
+  },
+
   table(columns, rows) {
     const head = columns.map((column) => Dom.el("th", { class: column.number ? "number" : null }, column.title));
     const body = rows.map((row) => {

@@ -1,9 +1,11 @@
 "use strict";
-/* All runs of the folder, and the reward curves of those that are ticked, one chart per pipeline. */
+/* All runs of the folder; of those that are ticked: one metric's curves, and the settings on which they differ. */
 
 const Runs = {
   ticked: undefined,
   axis: "step",
+  metric: "reward",
+  charts: undefined,
 
   /** `isCurrent` says whether anybody still wants this drawn. */
   async draw(main, isCurrent) {
@@ -23,28 +25,68 @@ const Runs = {
       { title: "reward", of: (run) => Object.entries(run.steps ?? {}).map(([name, last]) => `${name} ${Words.number(last.reward)}`).join(", ") },
     ], runs));
     const chosen = runs.filter((run) => Runs.ticked.has(run.id) && !run.trouble).slice(0, 8);
-    const query = new URLSearchParams(chosen.map((run) => ["run", run.id]));
-    const compared = chosen.length ? (await get(`api/compare?${query}`)).runs : {};
-    if (isCurrent()) Runs.compare(main, compared);
+    const query = new URLSearchParams([...chosen.map((run) => ["run", run.id]), ["metric", Runs.metric]]);
+    const answer = chosen.length ? await get(`api/compare?${query}`) : { runs: {}, metrics: [], differences: [] };
+    if (!isCurrent()) return;
+    Runs.compare(main, answer);
+    Runs.differ(main, answer);
   },
 
-  compare(main, compared) {
-    const row = Dom.keep(main, "axis", () => Dom.el("div", { class: "row", style: "margin: 0" }, Dom.el("span", { class: "faint" }, "compare by"),
-      Dom.options(Dom.el("select", { "aria-label": "Axis", onchange: (event) => { Runs.axis = event.target.value; page.refresh(); } }), ["step", "minutes"], Runs.axis)));
-    row.hidden = !Object.keys(compared).length;
-    const byPipeline = new Map();
-    Object.entries(compared).forEach(([run, answer], index) => {
-      for (const [pipeline, reward] of Object.entries(answer.pipelines)) {
-        if (!byPipeline.has(pipeline)) byPipeline.set(pipeline, []);
-        const x = Runs.axis === "step" ? reward.smooth.x : reward.at.y.slice(0, reward.smooth.x.length).map((at) => (at - reward.at.y[0]) / 60);
-        byPipeline.get(pipeline).push(Charts.line({ x, y: reward.smooth.y }, run, Charts.nth(index), { line: { width: 2, ...Charts.pen(index) } }));
-      }
+  compare(main, answer) {
+    const compared = answer.runs;
+    const row = Dom.keep(main, "axis", () => {
+      const select = (name, label) => Dom.el("select", { "aria-label": label, onchange: (event) => { Runs[name] = event.target.value; page.refresh(); } });
+      return Dom.el("div", { class: "row", style: "margin: 0" }, Dom.el("span", { class: "faint" }, "compare"), select("metric", "Metric"),
+        Dom.el("span", { class: "faint" }, "by"), select("axis", "Axis"), select("charts", "Charts"));
     });
-    const grid = Dom.grid(main, "charts");
-    for (const stale of [...grid.children].filter((child) => !byPipeline.has(child.dataset.key))) stale.remove();
-    for (const [pipeline, traces] of byPipeline) {
-      Charts.draw(Charts.place(Dom.card(grid, pipeline, pipeline, "mean reward, smoothed"), "chart", ""), traces, {
-        x: Runs.axis === "step" ? "optimiser step" : "minutes since the first step", y: "mean reward", height: 340, empty: "No step has been trained yet.", layout: { showlegend: true, hovermode: "x" } });
+    row.hidden = !Object.keys(compared).length;
+    const [metric, axis, charts] = row.querySelectorAll("select");
+    Dom.options(metric, answer.metrics, Runs.metric);
+    Dom.options(axis, ["step", "minutes"], Runs.axis);
+    const names = Object.values(compared).map((one) => Object.keys(one.pipelines));
+    const alone = names.every((own) => own.length === 1);
+    const together = (Runs.charts ?? (alone ? "together" : "apart")) === "together";
+    Dom.options(charts, ["apart", "together"], together ? "together" : "apart", (value) => ({ apart: "a chart for each pipeline name", together: "in one chart" })[value]);
+    charts.hidden = new Set(names.flat()).size < 2;
+    const drawn = new Map();
+    let index = -1;
+    for (const [run, { pipelines }] of Object.entries(compared)) {
+      if (!together) index += 1;
+      for (const [pipeline, found] of Object.entries(pipelines)) {
+        if (together) index += 1;
+        const title = together ? (charts.hidden ? names.flat()[0] : "All pipelines") : pipeline;
+        if (!drawn.has(title)) drawn.set(title, []);
+        const x = Runs.axis === "step" ? found.smooth.x : Runs.minutes(found.smooth.x, found.at);
+        const label = together && !alone ? `${run}: ${pipeline}` : run;
+        drawn.get(title).push(Charts.line({ x, y: found.smooth.y }, label, Charts.nth(index), { line: { ...Charts.pen(index), width: 2 } }));
+      }
     }
+    const grid = Dom.grid(main, "charts", "pair");
+    for (const stale of [...grid.children].filter((child) => !drawn.has(child.dataset.key))) stale.remove();
+    for (const [title, traces] of drawn) {
+      Charts.draw(Charts.place(Dom.card(grid, title, title, `${Runs.metric}, smoothed`), "chart", ""), traces, {
+        x: Runs.axis === "step" ? "optimiser step" : "minutes since the first step", y: Runs.metric, height: 340, empty: "No step has this metric yet.",
+        layout: { showlegend: true, hovermode: "x", yaxis: { rangemode: Runs.metric === "reward" ? "tozero" : "normal" } } });
+    }
+  },
+
+  /** When each of these steps was, in minutes since the first. */
+  minutes(steps, at) {
+    let place = 0;
+    return steps.map((step) => {
+      while (place < at.x.length - 1 && at.x[place] < step) place += 1;
+      return (at.y[place] - at.y[0]) / 60;
+    });
+  },
+
+  differ(main, answer) {
+    const runs = Object.keys(answer.runs);
+    const card = Dom.card(main, "differences", "Settings that differ", answer.differences.length ? "" : "none: these runs were configured alike");
+    main.append(card);
+    card.hidden = runs.length < 2;
+    Dom.keep(card, "table", () => Dom.el("div")).replaceChildren(answer.differences.length ? Dom.table([
+      { title: "key", kind: "mono", of: (row) => row.key },
+      ...runs.map((run) => ({ title: run, kind: "mono", of: (row) => row.values[run] ?? "–" })),
+    ], answer.differences) : "");
   },
 };

@@ -12,8 +12,8 @@ const Samples = {
       ...["step", "sample", "prompt", "version"].map((name) => ({ title: name, number: true, of: (row) => String(row[name]) })),
       { title: "reward", number: true, of: (row) => Words.number(row.reward) },
       { title: "length", number: true, of: (row) => Words.number(row.length) },
-      { title: "text", kind: "preview mono", of: (row) => row.preview ?? "" },
     ];
+    if (data.rows.some((row) => row.preview)) columns.push({ title: "text", kind: "preview mono", of: (row) => row.preview ?? "" });
     const rows = data.rows.map((row) => ({ ...row, selected: row.sample === page.sample, click: () => Samples.show(side, data.source, row.sample, page) }));
     const why = data.sources.length ? "No sample fits these conditions." : "No sample has been written out yet: see samples.save_every_steps in the configuration.";
     body.replaceChildren(rows.length ? Dom.table(columns, rows) : Dom.empty(why));

@@ -22,7 +22,7 @@ const Views = {
         const reward = Charts.place(card, "reward", "Reward");
         Charts.reward(reward, pipeline.reward);
         Charts.clicked(reward, (step) => page.tell(pipeline.name, "step", Math.round(step)));
-        const small = Dom.grid(card, "small", "small");
+        const small = Dom.grid(Dom.folded(card, "more", "More charts", data.pipelines.length > 1 && window.innerWidth <= 760), "small", "small");
         const overTime = (key, title, curve, y) =>
           Charts.overTime(Charts.place(small, key, title), { [title]: curve }, time, { y, height: 150, empty: NO_GAUGES });
         const bySteps = (key, title, curve, y) => Charts.bySteps(Charts.place(small, key, title), { [title]: curve }, { y, height: 150 });
@@ -32,7 +32,7 @@ const Views = {
         overTime("rate", "Samples trained per second", pipeline.samples_per_s, "samples/s");
         overTime("flight", "Samples in flight", pipeline.in_flight, "samples");
         overTime("workers", "Workers alive", pipeline.workers_alive, "workers");
-        drawOtherMetric(card, pipeline, page);
+        drawOtherMetric(small.parentNode, pipeline, page);
       }
       if (!data.pipelines.length) main.replaceChildren(Dom.empty("The configuration of this run names no pipeline that can be read."));
     },
@@ -158,6 +158,21 @@ const Views = {
     ask: (page) => ["samples", page.exported ? (page.source ? { source: page.source } : {}) : {
       source: page.source ?? "", first: String(page.first ?? 0), step: page.step ?? "", low: page.low ?? "", high: page.high ?? "" }],
     draw: (main, data, page) => Samples.draw(main, data, page),
+  },
+
+  configuration: {
+    title: "Configuration",
+    ask: () => ["configuration", {}],
+    draw(main, data, page) {
+      const card = Dom.card(main, "settings", "Configuration", "with every default; runs are compared under Runs");
+      const search = Dom.keep(card, "row", () => Dom.el("div", { class: "row" },
+        Dom.el("input", { type: "search", placeholder: "part of a key or value", "aria-label": "Search", oninput: () => page.refresh() }))).firstChild;
+      const wanted = search.value.toLowerCase();
+      const rows = data.rows.filter((row) => `${row.key} = ${row.value}`.toLowerCase().includes(wanted));
+      Dom.keep(card, "table", () => Dom.el("div")).replaceChildren(rows.length ? Dom.table(
+        [{ title: "key", kind: "mono", of: (row) => row.key }, { title: "value", kind: "mono", of: (row) => row.value }], rows)
+        : Dom.empty(data.rows.length ? "No key or value has this in it." : "The configuration of this run cannot be read."));
+    },
   },
 
   troubles: {

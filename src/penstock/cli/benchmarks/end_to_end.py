@@ -1,0 +1,1 @@
+../../../../benchmarks/end_to_end.py

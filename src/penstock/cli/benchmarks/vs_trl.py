@@ -1,0 +1,1 @@
+../../../../benchmarks/vs_trl.py

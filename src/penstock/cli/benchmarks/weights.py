@@ -1,0 +1,1 @@
+../../../../benchmarks/weights.py
