@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from openai import APIError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from penstock.batch.assemble import sequences_of
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
@@ -20,13 +22,15 @@ from penstock.rollout.io.endpoint import Endpoint
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Endpoint, LanguagePolicy]]:
+async def served(
+    max_new_tokens: int = 4, stop_strings: Sequence[str] = (), *, stops: bool = True
+) -> AsyncIterator[tuple[Endpoint, LanguagePolicy]]:
     torch.set_num_threads(1)
     policy = build(TinyLanguageModel(alphabet="abcd>?", hidden_size=16, layers=1, heads=2, max_positions=48))
     assert isinstance(policy, LanguagePolicy)
     engine = TorchEngine(policy.module, pad_id=0, version=3, digest="three")
-    sampling = Sampling(max_new_tokens=4, stop_ids=policy.tokenizer.stop_ids)
-    endpoint = Endpoint(engine, policy.tokenizer, sampling, None)
+    sampling = Sampling(max_new_tokens=max_new_tokens, stop_ids=policy.tokenizer.stop_ids if stops else ())
+    endpoint = Endpoint(engine, policy.tokenizer, sampling, None, stop_strings)
     async with asyncio.TaskGroup() as group:
         group.create_task(endpoint.run())
         try:
@@ -70,6 +74,106 @@ async def test_calls_become_one_sample_and_a_rewritten_conversation_a_branch() -
     assert read == whole
 
 
+def client_of(endpoint: Endpoint, key: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0, http_client=DefaultAsyncHttpxClient())
+
+
+async def test_a_stream_has_the_tokens_as_they_come() -> None:
+    async with served(24, stops=False) as (endpoint, policy):
+        key, recorded = endpoint.open()
+        async with client_of(endpoint, key) as client:
+            asked: Any = {"model": "policy", "messages": [user("ab>")], "stream": True}
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked)]
+            texts = [chunk async for chunk in await client.completions.create(model="policy", prompt="a>", stream=True)]
+    chat, text = recorded.calls
+    said = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert len([one for one in said if one]) > 3
+    assert "".join(said) == policy.tokenizer.decode(chat.drawn.token_ids.tolist())
+    assert len(chat.drawn.token_ids) == 24
+    assert chat.drawn.versions.tolist() == [[0, 3]]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "length"]
+    assert "".join(chunk.choices[0].text for chunk in texts) == policy.tokenizer.decode(text.drawn.token_ids.tolist())
+    assert texts[-1].usage.total_tokens == len(text.context) + 24
+    # Drawn in pieces or at once, it is the same distribution: log-probabilities are those of one pass over the whole.
+    for call in recorded.calls:
+        ids = torch.tensor([[*call.context, *call.drawn.token_ids.tolist()]])
+        with torch.no_grad():
+            expected = torch.log_softmax(policy.module(ids).logits[0, len(call.context) - 1 : -1], -1)
+        taken = expected.gather(-1, ids[0, len(call.context) :, None])[:, 0]
+        assert torch.allclose(taken, torch.tensor(call.drawn.logprobs), atol=1e-4)
+
+
+async def test_what_an_agent_saw_of_a_stream_that_it_left_is_recorded() -> None:
+    async with served(24, stops=False) as (endpoint, _):
+        key, recorded = endpoint.open()
+        async with client_of(endpoint, key) as client:
+            stream = await client.completions.create(model="policy", prompt="a>", stream=True)
+            seen = ""
+            async for chunk in stream:
+                seen += chunk.choices[0].text
+                if seen:
+                    break
+            await stream.close()
+            # The endpoint learns of it when it writes the next event: before it has served another request.
+            await client.completions.create(model="policy", prompt="b>")
+    left = next(call for call in recorded.calls if call.text.startswith("a>"))
+    assert len(seen) <= len(left.drawn.token_ids) < 24
+
+
+async def test_models_completions_and_token_ids() -> None:
+    async with served() as (endpoint, policy):
+        key, recorded = endpoint.open()
+        async with client_of(endpoint, key) as client, httpx.AsyncClient(timeout=30.0) as plain:
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            first = await client.completions.create(model="policy", prompt="ab>", max_tokens=2)
+            ids = [*policy.tokenizer.bos_ids, *policy.tokenizer.encode("ab>")]
+            second = await client.completions.create(model="policy", prompt=ids)
+            headers = {"Authorization": f"Bearer {key}"}
+            generate = endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
+            body = {"token_ids": ids, "sampling_params": {"max_tokens": 3}}
+            third = (await plain.post(generate, json=body, headers=headers)).json()["choices"][0]
+            beyond = {"token_ids": [policy.tokenizer.vocabulary_size]}
+            refused = await plain.post(generate, json=beyond, headers=headers)
+            assert (refused.status_code, "below" in refused.json()["error"]["message"]) == (400, True)
+    one, two, three = recorded.calls
+    assert [call.context for call in recorded.calls] == [ids] * 3
+    assert len(one.drawn.token_ids) <= 2
+    assert [first.choices[0].text, second.choices[0].text] == [
+        policy.tokenizer.decode(call.drawn.token_ids.tolist()) for call in (one, two)
+    ]
+    assert third["token_ids"] == three.drawn.token_ids.tolist()
+    assert [token["logprob"] for token in third["logprobs"]["content"]] == three.drawn.logprobs.tolist()
+
+
+async def test_stop_strings_end_a_completion() -> None:
+    async with served(40, ["a"], stops=False) as (endpoint, policy):
+        key, recorded = endpoint.open()
+        async with client_of(endpoint, key) as client:
+            own = await client.completions.create(model="policy", prompt="b>")
+            asked = await client.completions.create(model="policy", prompt="b>", stop=["b"])
+    drawn = [policy.tokenizer.decode(call.drawn.token_ids.tolist()) for call in recorded.calls]
+    assert own.choices[0].text == drawn[0]
+    assert [drawn[0].find("a"), own.choices[0].finish_reason] == [len(drawn[0]) - 1, "stop"]
+    assert asked.choices[0].text == drawn[1].removesuffix("b")  # as the API has it: without the request's own
+
+
+async def test_an_engine_that_ends_in_a_stream_is_an_error_of_the_client() -> None:
+    async with served(40, stops=False) as (endpoint, _):
+        key, recorded = endpoint.open()
+        async with client_of(endpoint, key) as client:
+            stream = await client.completions.create(model="policy", prompt="b>", stream=True)
+            await anext(aiter(stream))
+            endpoint._engine.interrupt()
+            with pytest.raises(APIError, match="begun again"):
+                await _read(stream)
+    assert recorded.interrupted
+
+
+async def _read(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer sk-guessed"}])
 async def test_strangers_are_refused(headers: dict[str, str]) -> None:
     async with served() as (endpoint, _), httpx.AsyncClient(timeout=30.0) as client:
@@ -80,7 +184,14 @@ async def test_bad_requests_are_answered_with_a_sentence() -> None:
     async with served() as (endpoint, _), httpx.AsyncClient(timeout=30.0) as client:
         key, recorded = endpoint.open()
         headers = {"Authorization": f"Bearer {key}"}
-        for body in ({"messages": []}, {"messages": [user("a>")], "n": 2}, {"messages": [user("a" * 60)]}):
+        for body in (
+            {"messages": []},
+            {"messages": [user("a>")], "n": 2},
+            {"messages": [user("a" * 60)]},
+            {"messages": [user("not a letter of the alphabet")]},
+            {"messages": [user("a>")], "stop": 3},
+            {"messages": [user("a>")], "max_tokens": "many"},
+        ):
             answer = await client.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)
             assert (answer.status_code, bool(answer.json()["error"]["message"])) == (400, True)
         assert not recorded.calls

@@ -50,7 +50,7 @@ class AgentWorkload(LanguageHooks):
     async def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Played | Failed]]:
         """Raises Aborted when the engine was interrupted: the agents are then begun again."""
         if self._endpoint is None:
-            self._endpoint = Endpoint(self.engine, self.tokenizer, self.sampling, self.chat)
+            self._endpoint = Endpoint(self.engine, self.tokenizer, self.sampling, self.chat, self.stop_strings)
             self._serving = asyncio.get_running_loop().create_task(self._endpoint.run(), name="endpoint for agents")
         played = await asyncio.gather(
             *[self._play(self._endpoint, one.lease.prompt) for one in batch for _ in one.lease.members]

@@ -4,17 +4,17 @@
 an episode's key is drawn with the pipeline's own sampling; its tokens, log-probabilities and versions become part of
 that episode's sample. Temperature and the like in a request are not followed: the trained policy is what is sampled.
 A request whose text goes on from an earlier call of its episode begins with that call's own tokens: nothing that was
-drawn is tokenised again. A streamed answer comes in one piece.
+drawn is tokenised again. A stream has tokens as they come; reasoning and tool calls in it come whole.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,9 +27,13 @@ from starlette.routing import Route
 from penstock.engines.requests import Completion, RequestEngine, Sampling
 from penstock.envs.chat import Chat, ChatMessage, assistant_message
 from penstock.errors import ConfigError, PenstockError
+from penstock.rollout.completions import cut_at, joined
 from penstock.runtime.http_door import Door, bearer
 
 MODEL = "policy"
+STREAMED_TOKENS = 8
+"""At most, in one event of a stream; the first events have fewer."""
+MARKUP = ("<", "[TOOL_CALLS]")
 MAX_BODY_BYTES = 16 << 20
 
 
@@ -54,10 +58,40 @@ class Recorded(msgspec.Struct):
     """Why a completion could not be drawn: no fault of the agent's."""
 
 
+class _Asked(msgspec.Struct):
+    """One request, ready for the engine."""
+
+    episode: Recorded
+    text: str
+    ids: list[int]
+    sampling: Sampling
+    session: str
+    stops: tuple[str, ...]
+    tokenizer: Any
+    head: dict[str, Any] = msgspec.field(
+        default_factory=lambda: {"id": f"cmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": MODEL}
+    )
+
+    def said(self, drawn: Completion) -> str:
+        """The text so far: without a character that is not complete, and without the request's own stop strings."""
+        text = self.tokenizer.decode(drawn.token_ids.tolist())
+        ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        text = text[: min(ends)] if ends else text
+        return text.rstrip("\ufffd") if drawn.ending != "stop" else text
+
+    def usage(self, drawn: Completion) -> dict[str, Any]:
+        prompt, new = len(self.ids), len(drawn.token_ids)
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
+
+
 class _Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": "penstock", "param": None, "code": self.code}}
 
 
 class _Server(uvicorn.Server):
@@ -69,8 +103,16 @@ class _Server(uvicorn.Server):
 class Endpoint:
     """Serves on a port of its own, on the loop that `run` runs on."""
 
-    def __init__(self, engine: RequestEngine, tokenizer: Any, sampling: Sampling, chat: Chat | None) -> None:
+    def __init__(
+        self,
+        engine: RequestEngine,
+        tokenizer: Any,
+        sampling: Sampling,
+        chat: Chat | None,
+        stop_strings: Sequence[str] = (),
+    ) -> None:
         self._engine = engine
+        self._stop_strings = stop_strings
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._chat = chat
@@ -136,47 +178,89 @@ class Endpoint:
         if not isinstance(messages, list) or not messages:
             raise _Refused(400, "'messages' must be a list of messages")
         text = self._rendered(messages, body.get("tools") or [])
-        call = await self._complete(request, episode, text, self._ids(episode, text), body)
-        said = self._tokenizer.decode(call.drawn.token_ids.tolist())
-        message = _outgoing(assistant_message(said)) if self._chat is not None else _assistant(said)
-        reason = "tool_calls" if message.get("tool_calls") else _reason(call.drawn)
-        whole = {
-            "object": "chat.completion",
-            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-        } | self._shared(call)
-        if not body.get("stream"):
-            return JSONResponse(whole)
-        delta = {"index": 0, "delta": message, "finish_reason": None}
-        end = {"index": 0, "delta": {}, "finish_reason": reason}
-        return _stream([whole | {"object": "chat.completion.chunk", "choices": [one]} for one in (delta, end)])
+        call = self._asked(request, episode, text, self._ids(episode, text), body)
+
+        def message(said: str) -> ChatMessage:
+            return _outgoing(assistant_message(said)) if self._chat is not None else _assistant(said)
+
+        if body.get("stream"):
+            return _stream(self._chat_chunks(call, message))
+        drawn = await self._completed(call)
+        said = message(call.said(drawn))
+        choice = {"index": 0, "message": said, "finish_reason": _chat_reason(said, drawn)}
+        return JSONResponse({"object": "chat.completion", "choices": [choice]} | call.head | call.usage(drawn))
+
+    async def _chat_chunks(self, call: _Asked, message: Callable[[str], ChatMessage]) -> AsyncIterator[dict[str, Any]]:
+        head = {"object": "chat.completion.chunk"} | call.head
+
+        def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+            return head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+
+        yield chunk(_assistant(""))
+        sent, drawn = "", None
+        async for drawn in self._drawn(call):
+            text = call.said(drawn)
+            if (sure := text if self._chat is None else _before_markup(text)).startswith(sent) and len(sure) > len(
+                sent
+            ):
+                yield chunk({"content": sure[len(sent) :]})
+                sent = sure
+        assert drawn is not None
+        said = message(call.said(drawn))
+        rest = {name: value for name, value in said.items() if name not in ("role", "content")}
+        for number, tool_call in enumerate(rest.get("tool_calls", ())):
+            tool_call["index"] = number
+        if said["content"].startswith(sent) and len(said["content"]) > len(sent):
+            rest["content"] = said["content"][len(sent) :]
+        if rest:
+            yield chunk(rest)
+        yield chunk({}, _chat_reason(said, drawn)) | call.usage(drawn)
 
     async def _completions(self, request: Request) -> Response:
         episode, body = self._episode(request), await _body(request)
         prompt = body.get("prompt")
-        if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
-            text, ids = self._tokenizer.decode(prompt), prompt
+        if isinstance(prompt, list):
+            ids = self._checked(prompt, "prompt")
+            text = self._tokenizer.decode(ids)
         elif isinstance(prompt, str) and prompt:
             text, ids = prompt, self._ids(episode, prompt)
         else:
             raise _Refused(400, "'prompt' must be a text or a list of token ids")
-        call = await self._complete(request, episode, text, ids, body)
-        said = self._tokenizer.decode(call.drawn.token_ids.tolist())
-        choice = {"index": 0, "text": said, "finish_reason": _reason(call.drawn)}
-        whole = {"object": "text_completion", "choices": [choice]} | self._shared(call)
-        return _stream([whole]) if body.get("stream") else JSONResponse(whole)
+        call = self._asked(request, episode, text, ids, body)
+        if body.get("stream"):
+            return _stream(self._text_chunks(call))
+        drawn = await self._completed(call)
+        choice = {"index": 0, "text": call.said(drawn), "finish_reason": _reason(drawn)}
+        return JSONResponse({"object": "text_completion", "choices": [choice]} | call.head | call.usage(drawn))
+
+    async def _text_chunks(self, call: _Asked) -> AsyncIterator[dict[str, Any]]:
+        head = {"object": "text_completion"} | call.head
+        sent, drawn = "", None
+        async for drawn in self._drawn(call):
+            if len(text := call.said(drawn)) > len(sent):
+                yield head | {"choices": [{"index": 0, "text": text[len(sent) :], "finish_reason": None}]}
+                sent = text
+        assert drawn is not None
+        yield head | {"choices": [{"index": 0, "text": "", "finish_reason": _reason(drawn)}]} | call.usage(drawn)
 
     async def _generate(self, request: Request) -> Response:
         episode, body = self._episode(request), await _body(request)
-        ids = body.get("token_ids")
-        if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
-            raise _Refused(400, "'token_ids' must be a list of token ids")
-        sampling = body.get("sampling_params") or {}
-        call = await self._complete(request, episode, self._tokenizer.decode(ids), ids, sampling)
-        tokens, logprobs = call.drawn.token_ids.tolist(), call.drawn.logprobs.tolist()
+        ids = self._checked(body.get("token_ids"), "token_ids")
+        params = body.get("sampling_params") or {}
+        if not isinstance(params, dict):
+            raise _Refused(400, "'sampling_params' must be an object")
+        drawn = await self._completed(self._asked(request, episode, self._tokenizer.decode(ids), ids, params))
+        tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
-        reason = _reason(call.drawn)
+        reason = _reason(drawn)
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens, "logprobs": {"content": content}}
         return JSONResponse({"choices": [choice]})
+
+    def _checked(self, ids: Any, field: str) -> list[int]:
+        size = self._tokenizer.vocabulary_size
+        if not isinstance(ids, list) or not ids or not all(type(one) is int and 0 <= one < size for one in ids):
+            raise _Refused(400, f"'{field}' must be a list of token ids below {size}")
+        return ids
 
     def _rendered(self, messages: Sequence[ChatMessage], tools: Sequence[Any]) -> str:
         if self._chat is None:
@@ -190,44 +274,87 @@ class Endpoint:
         """The tokens of a request: those of the earlier call that it goes on from, and what is new."""
         for call in sorted(episode.calls, key=lambda call: -len(call.text)):
             if text.startswith(call.text):
-                return [*call.context, *call.drawn.token_ids.tolist(), *self._tokenizer.encode(text[len(call.text) :])]
+                return [*call.context, *call.drawn.token_ids.tolist(), *self._encoded(text[len(call.text) :])]
         bos = () if self._chat is not None else self._tokenizer.bos_ids
-        return [*bos, *self._tokenizer.encode(text)]
+        return [*bos, *self._encoded(text)]
 
-    async def _complete(
-        self, request: Request, episode: Recorded, text: str, ids: list[int], body: dict[str, Any]
-    ) -> Call:
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            return self._tokenizer.encode(text)
+        except (PenstockError, ValueError) as error:
+            raise _Refused(400, f"the model's tokenizer cannot write this text: {error}") from error
+
+    def _asked(self, request: Request, episode: Recorded, text: str, ids: list[int], body: dict[str, Any]) -> _Asked:
+        """What is to be drawn for a request; refused if it cannot be."""
         if body.get("n") not in (None, 1):
             raise _Refused(400, "one completion per call: 'n' must be 1")
         most = body.get("max_completion_tokens") or body.get("max_tokens") or self._sampling.max_new_tokens
         if not isinstance(most, int) or most < 1:
             raise _Refused(400, "the number of tokens must be a whole number above 0")
+        stops = body.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise _Refused(400, "'stop' must be a text or a list of texts")
         longest = self._engine.max_positions
         room = self._sampling.max_new_tokens if longest is None else longest - len(ids)
         count = min(most, self._sampling.max_new_tokens, room)
         if count < 1:
-            raise _Refused(400, f"the context of {len(ids)} tokens leaves no room in the model's {longest} positions")
+            raise _Refused(
+                400,
+                f"the context of {len(ids)} tokens leaves no room in the model's {longest} positions",
+                "context_length_exceeded",
+            )
+        sampling = msgspec.structs.replace(self._sampling, max_new_tokens=count)
+        session = request.headers.get("x-session-id", "")
+        return _Asked(episode, text, ids, sampling, session, tuple(stops), self._tokenizer)
+
+    async def _completed(self, asked: _Asked) -> Completion:
+        return [drawn async for drawn in self._drawn(asked, whole=True)][-1]
+
+    async def _drawn(self, asked: _Asked, *, whole: bool = False) -> AsyncIterator[Completion]:
+        """The completion as it grows, or only the `whole` of it; recorded at its end, and also if the agent breaks off:
+        it has seen what was drawn so far.
+
+        An engine answers whole requests. A stream is several, each going on from the last; they share its cache.
+        """
+        episode, sampling, key = asked.episode, asked.sampling, None if whole else object()
+        left, piece = sampling.max_new_tokens, sampling.max_new_tokens if whole else 1
+        drawn: Completion | None = None
+        recorded = False
         try:
-            drawn = await self._engine.complete(ids, msgspec.structs.replace(self._sampling, max_new_tokens=count))
-        except PenstockError as error:
-            episode.failure = str(error)
-            raise _Refused(503, str(error)) from error
-        if drawn.ending == "interrupted":
-            episode.interrupted = True
-            raise _Refused(503, "the worker was interrupted; the episode will be begun again")
-        if episode.closed:
-            raise _Refused(401, "the episode is over")
+            while True:
+                context = asked.ids if drawn is None else [*asked.ids, *drawn.token_ids.tolist()]
+                wanted = msgspec.structs.replace(sampling, max_new_tokens=min(piece, left))
+                try:
+                    more = await self._engine.complete(context, wanted, cache_key=key)
+                except PenstockError as error:
+                    episode.failure = str(error)
+                    raise _Refused(503, str(error)) from error
+                if more.ending == "interrupted":
+                    episode.interrupted = True
+                    raise _Refused(503, "the worker was interrupted; the episode will be begun again")
+                if episode.closed:
+                    raise _Refused(401, "the episode is over")
+                drawn = cut_at(self._tokenizer, [*self._stop_strings, *asked.stops], joined(drawn, more))
+                left = sampling.max_new_tokens - len(drawn.token_ids)
+                piece = min(2 * piece, STREAMED_TOKENS)
+                if over := drawn.ending == "stop" or not left:
+                    recorded = True
+                    self._record(asked, drawn)
+                yield drawn
+                if over:
+                    return
+        finally:
+            if drawn is not None and not recorded and not episode.closed:
+                self._record(asked, drawn)
+            if key is not None:
+                self._engine.forget(key)
+
+    def _record(self, asked: _Asked, drawn: Completion) -> None:
         inner = getattr(self._tokenizer, "inner", None)
         tokens = drawn.token_ids.tolist()
         said = inner.decode(tokens, skip_special_tokens=False) if inner else self._tokenizer.decode(tokens)
-        call = Call(ids, drawn, text + said, request.headers.get("x-session-id", ""))
-        episode.calls.append(call)
-        return call
-
-    def _shared(self, call: Call) -> dict[str, Any]:
-        prompt, drawn = len(call.context), len(call.drawn.token_ids)
-        usage = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
-        return {"id": f"cmpl-{secrets.token_hex(8)}", "created": 0, "model": MODEL, "usage": usage}
+        asked.episode.calls.append(Call(asked.ids, drawn, asked.text + said, asked.session))
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -247,17 +374,34 @@ async def _body(request: Request) -> dict[str, Any]:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, _Refused)
-    return JSONResponse({"error": {"message": str(error), "type": "penstock"}}, status_code=error.status)
+    return JSONResponse(error.body(), status_code=error.status)
 
 
-def _stream(chunks: Sequence[dict[str, Any]]) -> Response:
+def _stream(chunks: AsyncIterator[dict[str, Any]]) -> Response:
+    """Server-sent events. What goes wrong after the first is an event too; clients raise it."""
+
     async def lines() -> AsyncIterator[str]:
-        for chunk in chunks:
-            yield f"data: {json.dumps(chunk)}\n\n"
-            await asyncio.sleep(0)
-        yield "data: [DONE]\n\n"
+        async with contextlib.aclosing(chunks):  # type: ignore[type-var]
+            try:
+                async for chunk in chunks:
+                    yield f"data: {json.dumps(chunk)}\n\n"
+                yield "data: [DONE]\n\n"
+            except _Refused as refused:
+                yield f"data: {json.dumps(refused.body())}\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+def _before_markup(text: str) -> str:
+    """What of an unfinished completion is certainly said: nothing from a mark of reasoning or of a tool call on."""
+    if text.lstrip()[:1] in ("{", "<", "["):  # a mark, or the beginning of one
+        return ""
+    ends = [at for mark in MARKUP if (at := text.find(mark)) >= 0]
+    return text[: min(ends, default=len(text))].rstrip()
+
+
+def _chat_reason(message: ChatMessage, drawn: Completion) -> str:
+    return "tool_calls" if message.get("tool_calls") else _reason(drawn)
 
 
 def _reason(drawn: Completion) -> str:

@@ -7,7 +7,6 @@ A single completion is the special case of an environment that never replies. `L
 from __future__ import annotations
 
 import asyncio
-import bisect
 import itertools
 import json
 import traceback
@@ -26,6 +25,7 @@ from penstock.envs.rewards import Rubric, Scored
 from penstock.errors import Aborted, ConfigError, PeerLost, RunFailed
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
+from penstock.rollout.completions import cut_at
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
 from penstock.rollout.io.scoring import Scoring
@@ -232,7 +232,7 @@ class LanguageHooks:
 
     def took(self, episode: Episode, drawn: Completion) -> bool:
         """The engine drew this; False if it was interrupted before the completion was finished."""
-        drawn = self._cut(episode, drawn)
+        drawn = cut_at(self.tokenizer, self.stop_strings, drawn, episode.turn_ids())
         episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
         if drawn.ending == "interrupted":
             return False
@@ -241,25 +241,6 @@ class LanguageHooks:
         drawn_text = inner.decode(ids, skip_special_tokens=False) if self.chat is not None and inner else None
         episode.finish_turn(self.tokenizer.decode(ids), drawn.ending, drawn_text)
         return True
-
-    def _cut(self, episode: Episode, drawn: Completion) -> Completion:
-        """The completion up to the token in which a stop string is complete, if it has one."""
-        if not self.stop_strings or not len(drawn.token_ids):
-            return drawn
-        before = episode.turn_ids()
-        ids = [*before, *drawn.token_ids.tolist()]
-
-        def stopped(count: int) -> bool:
-            text = self.tokenizer.decode(ids[:count])
-            return any(stop in text for stop in self.stop_strings)
-
-        if not stopped(len(ids)):
-            return drawn
-        count = max(bisect.bisect_left(range(1, len(ids) + 1), True, key=stopped) + 1 - len(before), 1)
-        spans = drawn.versions[drawn.versions[:, 0] < count]
-        return msgspec.structs.replace(
-            drawn, token_ids=drawn.token_ids[:count], logprobs=drawn.logprobs[:count], versions=spans, ending="stop"
-        )
 
     def goes_on(self, prepared: PreparedPrompt, episode: Episode) -> bool:
         """Asks the environment for its reply to a finished completion; True if the policy is to speak again."""
