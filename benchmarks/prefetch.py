@@ -2,8 +2,7 @@
 
 Stage mixes are prepare : generate : postprocess. "limit" is the slowest stage run by itself in the same process; "plain
 loop" is what one would write by hand: lease, prepare, generate, postprocess, deliver, one after the other, at the same
-desk and with no runner at all. Rates are taken between the first and the last delivery: filling the pipeline does not
-count.
+controller and with no runner at all. Rates are taken between the first and the last delivery: filling is not counted.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class StageWorkload:
         return [Finished({}, 0.0, Version(0), "", 1) for _ in prepared.samples]
 
 
-class CountingDesk:
+class CountingController:
     """Grants a fixed number of samples; notes when deliveries came."""
 
     def __init__(self, prompts: int, group: int = GROUP, round_trip_s: float = 0.0) -> None:
@@ -130,19 +129,19 @@ def one_lease(number: int, group: int) -> PromptLease:
 
 
 def runner_rate(workload: Any, batches: int, *, prefetch: bool, preparations: int = 1) -> float:
-    desk = CountingDesk(batches * LEASES_PER_BATCH)
+    controller = CountingController(batches * LEASES_PER_BATCH)
     size = LEASES_PER_BATCH * GROUP
     bounds = Bounds(batch_samples=size, queue_samples=2 * size, preparations=preparations)
-    asyncio.run(Runner(workload, desk, NoStore(), RunnerSettings(bounds=bounds, prefetch=prefetch)).run())
-    return desk.rate()
+    asyncio.run(Runner(workload, controller, NoStore(), RunnerSettings(bounds=bounds, prefetch=prefetch)).run())
+    return controller.rate()
 
 
-def plain_rate(workload: Any, desk: CountingDesk, size: int) -> float:
+def plain_rate(workload: Any, controller: CountingController, size: int) -> float:
     """The loop one would write by hand."""
     store = NoStore()
 
     async def loop() -> None:
-        while leases := (await desk.lease(size, 0.0)).leases:
+        while leases := (await controller.lease(size, 0.0)).leases:
             prepared = [workload.prepare(lease) for lease in leases]
             generated = workload.generate(workload.collate(prepared))
             rollouts: list[Rollout] = []
@@ -155,10 +154,10 @@ def plain_rate(workload: Any, desk: CountingDesk, size: int) -> float:
                             sample, outcome.version, outcome.weights_digest, outcome.reward, outcome.length, payload
                         )
                     )
-            await desk.deliver(rollouts, (), ())
+            await controller.deliver(rollouts, (), ())
 
     asyncio.run(loop())
-    return desk.rate()
+    return controller.rate()
 
 
 def limit_rate(workload: StageWorkload, mix: Mix, batches: int) -> float:
@@ -211,7 +210,7 @@ def measure(
         (
             limit_rate(workload, mix, batches),
             runner_rate(workload, batches, prefetch=True),
-            plain_rate(workload, CountingDesk(batches * LEASES_PER_BATCH), LEASES_PER_BATCH * GROUP),
+            plain_rate(workload, CountingController(batches * LEASES_PER_BATCH), LEASES_PER_BATCH * GROUP),
             runner_rate(workload, batches, prefetch=False),
         )
         for _ in range(rounds)
@@ -272,18 +271,18 @@ def real_workloads(results: list[dict[str, Any]], batches: int, rounds: int) -> 
         "prefetch on",
         "of the plain loop",
         "on / off",
-        title=f"Real workloads, samples/s, {ROUND_TRIP_S * 1e3:g} ms to the desk and back",
+        title=f"Real workloads, samples/s, {ROUND_TRIP_S * 1e3:g} ms to the controller and back",
     )
     for name, build in (("language model, 0.3M", language), ("CartPole-v1", cartpole)):
         workload, size, group = build()
         taken: list[tuple[float, float, float]] = []
         for _ in range(rounds):
-            rates = [plain_rate(workload, CountingDesk(batches * size // group, group, ROUND_TRIP_S), size)]
+            rates = [plain_rate(workload, CountingController(batches * size // group, group, ROUND_TRIP_S), size)]
             for prefetch in (False, True):
-                desk = CountingDesk(batches * size // group, group, ROUND_TRIP_S)
+                controller = CountingController(batches * size // group, group, ROUND_TRIP_S)
                 settings = RunnerSettings(bounds=Bounds(batch_samples=size, queue_samples=2 * size), prefetch=prefetch)
-                asyncio.run(Runner(workload, desk, NoStore(), settings).run())
-                rates.append(desk.rate())
+                asyncio.run(Runner(workload, controller, NoStore(), settings).run())
+                rates.append(controller.rate())
             taken.append((rates[0], rates[1], rates[2]))
         plain, off, on = (statistics.median(column) for column in zip(*taken, strict=True))
         off_plain, on_plain, on_off = (

@@ -36,7 +36,7 @@ def policy(seed: int) -> LanguagePolicy:
     return built
 
 
-class Desk:
+class ControllerApi:
     """The controller's side of weights: the newest version, and what the worker reported."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -98,14 +98,14 @@ async def test_on_the_device_only_between_a_wake_and_a_sleep(way: Any, tmp_path:
     gc.collect()
     free_device_caches()
     engine = TorchEngine(policy(3).module, pad_id=0)
-    desk: Any = Desk(tmp_path)
-    desk.publish(0, old)
+    controller: Any = ControllerApi(tmp_path)
+    controller.publish(0, old)
     assert device_bytes() <= RESIDUE_BYTES
     assert engine.device.type == "cpu"
     async with Tasks() as tasks:
         engine.device_at = lambda devices: torch.device("cuda", devices[0])
-        generation = Generation(engine, desk, Standing, tasks, lambda doing: None)
-        updater = ReplicaUpdater(engine, generation, desk.report, FileTransport(tmp_path), way=way, poll_s=0.1)
+        generation = Generation(engine, controller, Standing, tasks, lambda doing: None)
+        updater = ReplicaUpdater(engine, generation, controller.report, FileTransport(tmp_path), way=way, poll_s=0.1)
         generation.updating = lambda: updater.updating
         tasks.spawn("update weights", updater.run())
         for version in (0, 1, 1):
@@ -114,8 +114,8 @@ async def test_on_the_device_only_between_a_wake_and_a_sleep(way: Any, tmp_path:
                 assert await generation.sync_weights() == version
                 await generation.publish(Version(version))
                 await generation.route()
-                assert desk.reports[-1].version == version
-                assert engine.digest == desk.newest.digest, "it serves nothing before the newest weights are in"
+                assert controller.reports[-1].version == version
+                assert engine.digest == controller.newest.digest, "it serves nothing before the newest weights are in"
                 assert engine.device == CUDA
                 completion = await completed(engine)
                 assert (completion.version, completion.token_ids.tolist()) == (version, wanted[version])
@@ -127,5 +127,5 @@ async def test_on_the_device_only_between_a_wake_and_a_sleep(way: Any, tmp_path:
             gc.collect()
             assert device_bytes() <= RESIDUE_BYTES
             assert torch.cuda.memory_reserved() <= RESIDUE_BYTES
-            desk.publish(1, new)
+            controller.publish(1, new)
         tasks.cancel()

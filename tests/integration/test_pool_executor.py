@@ -62,7 +62,7 @@ class ScriptedSleeper:
         await self._step("verify_released")
 
 
-class Desk:
+class Controller:
     """Gives out the order it is told to, and collects reports."""
 
     def __init__(self) -> None:
@@ -96,40 +96,40 @@ def order(number: int, action, *, abort: bool = False, drain_s: float = 5.0, wit
     return Order(OrderNumber(number), SeatId(1), action, (DeviceId(0),), abort, drain_s, within_s)
 
 
-async def with_executor(story: Callable[[ScriptedSleeper, Desk, OrderExecutor], Awaitable[None]]) -> None:
-    sleeper, desk = ScriptedSleeper(), Desk()
-    executor = OrderExecutor(sleeper, desk.call, PipelineName("a"), MemberId("a-0"), poll_s=1.0, undo_s=0.2)
+async def with_executor(story: Callable[[ScriptedSleeper, Controller, OrderExecutor], Awaitable[None]]) -> None:
+    sleeper, controller = ScriptedSleeper(), Controller()
+    executor = OrderExecutor(sleeper, controller.call, PipelineName("a"), MemberId("a-0"), poll_s=1.0, undo_s=0.2)
     running = asyncio.ensure_future(executor.run())
     try:
-        await story(sleeper, desk, executor)
+        await story(sleeper, controller, executor)
     finally:
         running.cancel()
         await asyncio.wait([running])
 
 
 async def test_wake_and_sleep_in_the_promised_order():
-    async def story(sleeper: ScriptedSleeper, desk: Desk, executor: OrderExecutor) -> None:
-        await desk.give(order(1, "wake"))
-        assert (await desk.reported(1)).done
+    async def story(sleeper: ScriptedSleeper, controller: Controller, executor: OrderExecutor) -> None:
+        await controller.give(order(1, "wake"))
+        assert (await controller.reported(1)).done
         assert sleeper.steps == WAKE
         assert executor.awake
-        await desk.give(order(2, "sleep"))
-        assert (await desk.reported(2)).done
+        await controller.give(order(2, "sleep"))
+        assert (await controller.reported(2)).done
         assert sleeper.steps[4:] == ["close_admission", "drain", "release", "verify_released"]
-        await desk.give(order(3, "wake"))
-        await desk.reported(3)
-        await desk.give(order(4, "sleep", abort=True))
-        assert (await desk.reported(4)).done
+        await controller.give(order(3, "wake"))
+        await controller.reported(3)
+        await controller.give(order(4, "sleep", abort=True))
+        assert (await controller.reported(4)).done
         assert sleeper.steps[-4:] == ["close_admission", "abort", "release", "verify_released"]
 
     await with_executor(story)
 
 
 async def test_a_drain_that_takes_too_long_becomes_an_abort():
-    async def story(sleeper: ScriptedSleeper, desk: Desk, executor: OrderExecutor) -> None:
+    async def story(sleeper: ScriptedSleeper, controller: Controller, executor: OrderExecutor) -> None:
         sleeper.stuck = {"drain"}
-        await desk.give(order(1, "sleep", drain_s=0.05))
-        assert (await desk.reported(1)).done
+        await controller.give(order(1, "sleep", drain_s=0.05))
+        assert (await controller.reported(1)).done
         assert sleeper.steps == ["close_admission", "drain", "abort", "release", "verify_released"]
 
     await with_executor(story)
@@ -138,10 +138,10 @@ async def test_a_drain_that_takes_too_long_becomes_an_abort():
 @pytest.mark.parametrize("step", WAKE)
 @pytest.mark.parametrize("how", ["broken", "stuck"])
 async def test_a_wake_that_stops_at_any_step_is_undone(step: str, how: str):
-    async def story(sleeper: ScriptedSleeper, desk: Desk, executor: OrderExecutor) -> None:
+    async def story(sleeper: ScriptedSleeper, controller: Controller, executor: OrderExecutor) -> None:
         setattr(sleeper, how, {step})
-        await desk.give(order(1, "wake", within_s=0.1))
-        report = await desk.reported(1)
+        await controller.give(order(1, "wake", within_s=0.1))
+        report = await controller.reported(1)
         assert (report.done, report.released) == (False, True)
         assert report.error
         assert sleeper.steps == [*WAKE[: WAKE.index(step) + 1], *UNDO]
@@ -153,23 +153,23 @@ async def test_a_wake_that_stops_at_any_step_is_undone(step: str, how: str):
 @pytest.mark.parametrize("how", ["broken", "stuck"])
 @pytest.mark.parametrize("step", ["release", "verify_released"])
 async def test_what_cannot_be_proved_free_is_not_called_free(step: str, how: str):
-    async def story(sleeper: ScriptedSleeper, desk: Desk, executor: OrderExecutor) -> None:
+    async def story(sleeper: ScriptedSleeper, controller: Controller, executor: OrderExecutor) -> None:
         setattr(sleeper, how, {step})
-        await desk.give(order(1, "sleep", within_s=0.1))
-        report = await desk.reported(1)
+        await controller.give(order(1, "sleep", within_s=0.1))
+        report = await controller.reported(1)
         assert (report.done, report.released) == (False, False)
 
     await with_executor(story)
 
 
 async def test_a_newer_order_ends_an_older_one():
-    async def story(sleeper: ScriptedSleeper, desk: Desk, executor: OrderExecutor) -> None:
+    async def story(sleeper: ScriptedSleeper, controller: Controller, executor: OrderExecutor) -> None:
         sleeper.stuck = {"sync_weights"}
-        await desk.give(order(1, "wake"))
+        await controller.give(order(1, "wake"))
         async with asyncio.timeout(10):
             await sleeper.got_stuck.wait()
-        await desk.give(order(2, "sleep", abort=True))
-        report = await desk.reported(1)
+        await controller.give(order(2, "sleep", abort=True))
+        report = await controller.reported(1)
         assert (report.order, report.done) == (2, True)
         assert sleeper.steps == ["wake", "sync_weights", *UNDO]
 

@@ -195,7 +195,7 @@ async def test_what_was_kept_finished_is_not_generated_again(tmp_path: Path) -> 
     assert taken.context() == episode.context()
 
 
-class Desk:
+class ControllerApi:
     """Grants endless leases of four samples and remembers what came back."""
 
     def __init__(self) -> None:
@@ -230,17 +230,19 @@ class Store:
 
 async def test_an_abandoned_runner_keeps_what_its_requests_had(tmp_path: Path) -> None:
     workload = workload_for(Echo(), max_turns=3, max_new_tokens=10, kept=KeptEpisodes(tmp_path))
-    desk = Desk()
+    controller = ControllerApi()
     settings = RunnerSettings(bounds=Bounds(batch_samples=4, queue_samples=8, concurrency=8), return_s=30.0)
-    runner = Runner(workload, desk, Store(), settings, interrupt=workload.engine.interrupt)
+    runner = Runner(workload, controller, Store(), settings, interrupt=workload.engine.interrupt)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
-        while len(desk.delivered) < 40 or runner.machine.generating < 4:  # noqa: ASYNC110
+        while len(controller.delivered) < 40 or runner.machine.generating < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         runner.abandon("enough")
         assert await running == "enough"
-    returned = sorted(desk.returned)
-    assert sorted([*desk.delivered, *returned]) == list(range(4 * desk.issued)), "every sample came back, once"
+    returned = sorted(controller.returned)
+    assert sorted([*controller.delivered, *returned]) == list(range(4 * controller.issued)), (
+        "every sample came back, once"
+    )
     kept = set(os.listdir(tmp_path))
     assert kept
     assert kept <= {f"{sample // 4}-0-{sample % 4}.episode" for sample in returned}

@@ -35,7 +35,7 @@ def evaluation(prompt: int, version: int = 3) -> PromptLease:
     return PromptLease(PromptIndex(prompt), 0, (sample,), (0,), Version(version), evaluation=Version(version))
 
 
-class Desk:
+class ControllerApi:
     """Grants everything at the first ask."""
 
     def __init__(self, leases: Sequence[PromptLease]) -> None:
@@ -114,7 +114,7 @@ class Toy:
 
 
 def run(
-    desk: Desk,
+    controller: ControllerApi,
     store: Store,
     workload: Any,
     evaluating: Evaluating | None,
@@ -122,22 +122,24 @@ def run(
     batch_samples: int = 8,
 ) -> None:
     bounds = Bounds(batch_samples=batch_samples, queue_samples=64)
-    runner = Runner(workload, desk, store, RunnerSettings(bounds=bounds, prefetch=prefetch), evaluating=evaluating)
+    runner = Runner(
+        workload, controller, store, RunnerSettings(bounds=bounds, prefetch=prefetch), evaluating=evaluating
+    )
     asyncio.run(runner.run())
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_evaluations_have_hooks_and_batches_of_their_own_and_no_payload(prefetch: bool):
     leases = [training(0), evaluation(0), evaluation(1), training(1), training(2), evaluation(2)]
-    desk, store, serving = Desk(leases), Store(), Serving(3)
+    controller, store, serving = ControllerApi(leases), Store(), Serving(3)
     trains, evaluates = Toy(serving), Toy(serving)
     kept: list[tuple[int, int]] = []
     evaluating = Evaluating(evaluates, serving, lambda lease, member, made: kept.append((lease.prompt, made.version)))
-    run(desk, store, trains, evaluating, prefetch)
+    run(controller, store, trains, evaluating, prefetch)
     assert trains.preflights == evaluates.preflights == 1
     assert (trains.batches, evaluates.batches) == ([[0], [1, 2]], [[0, 1], [2]])
-    assert (store.written, len(desk.rollouts)) == (6, 6)
-    assert sorted(desk.scores, key=lambda score: score.sample) == [
+    assert (store.written, len(controller.rollouts)) == (6, 6)
+    assert sorted(controller.scores, key=lambda score: score.sample) == [
         Score(SampleId(FIRST_EVALUATION_SAMPLE + prompt), Version(3), Version(3), "d", float(prompt), 7)
         for prompt in range(3)
     ]
@@ -145,23 +147,23 @@ def test_evaluations_have_hooks_and_batches_of_their_own_and_no_payload(prefetch
 
 
 def test_a_score_says_if_the_weights_changed_while_it_was_made():
-    desk, serving = Desk([evaluation(0)]), Serving(3)
-    run(desk, Store(), Toy(serving), Evaluating(Toy(serving, swaps_to=4), serving))
-    assert (desk.scores[0].version, desk.scores[0].newest) == (3, 4)
+    controller, serving = ControllerApi([evaluation(0)]), Serving(3)
+    run(controller, Store(), Toy(serving), Evaluating(Toy(serving, swaps_to=4), serving))
+    assert (controller.scores[0].version, controller.scores[0].newest) == (3, 4)
 
 
 def test_a_sample_of_an_evaluation_that_failed_is_reported_as_one():
-    desk, serving = Desk([evaluation(0)]), Serving(3)
-    run(desk, Store(), Toy(serving), Evaluating(Toy(serving, breaks=True), serving))
-    assert [failure.sample for failure in desk.failures] == [FIRST_EVALUATION_SAMPLE]
-    assert desk.scores == []
+    controller, serving = ControllerApi([evaluation(0)]), Serving(3)
+    run(controller, Store(), Toy(serving), Evaluating(Toy(serving, breaks=True), serving))
+    assert [failure.sample for failure in controller.failures] == [FIRST_EVALUATION_SAMPLE]
+    assert controller.scores == []
 
 
 def test_an_evaluation_without_a_configuration_for_it_costs_that_lease():
-    desk = Desk([evaluation(0), training(0)])
-    run(desk, Store(), Toy(Serving(3)), None)
-    assert "whose configuration has none" in desk.failures[0].error
-    assert len(desk.rollouts) == 2
+    controller = ControllerApi([evaluation(0), training(0)])
+    run(controller, Store(), Toy(Serving(3)), None)
+    assert "whose configuration has none" in controller.failures[0].error
+    assert len(controller.rollouts) == 2
 
 
 def test_greedy_evaluations_leave_no_trace_in_training_samples():
@@ -173,7 +175,7 @@ def test_greedy_evaluations_leave_no_trace_in_training_samples():
         policy = build(TinyLanguageModel(hidden_size=16, layers=1, heads=2, alphabet=environment.alphabet))
         assert isinstance(policy, LanguagePolicy)
         engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, seed=5, version=3, digest="d")
-        desk = Desk(leases)
+        controller = ControllerApi(leases)
         workload = LanguageWorkload(environment, engine, policy.tokenizer, max_new_tokens=4)
         held_out = LanguageWorkload(Copy(seed=1), engine, policy.tokenizer, greedy=True, max_new_tokens=4)
         tokens: list[Any] = []
@@ -183,9 +185,9 @@ def test_greedy_evaluations_leave_no_trace_in_training_samples():
                 tokens.append(arrays["token_ids"].tolist())
                 return super().write(arrays)
 
-        run(desk, Tokens(), workload, Evaluating(held_out, engine), batch_samples=4)
-        assert desk.failures == []
-        return tokens, desk.scores
+        run(controller, Tokens(), workload, Evaluating(held_out, engine), batch_samples=4)
+        assert controller.failures == []
+        return tokens, controller.scores
 
     without, _ = drawn([training(0, 4), training(1, 4)])
     beside, scores = drawn([training(0, 4), evaluation(0), evaluation(1), training(1, 4)])

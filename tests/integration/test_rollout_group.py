@@ -1,4 +1,4 @@
-"""A group of ranks as threads of one process, with a scripted desk: failures, flips, stops and abandonment, quickly."""
+"""A group of ranks as threads of one process, with a scripted controller: failures, flips, stops, abandonment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from test_rollout_runner import NumberedStore, ScriptedDesk, ToyWorkload, settings, until
+from test_rollout_runner import NumberedStore, ScriptedController, ToyWorkload, settings, until
 
 from penstock.errors import PeerLost, PenstockError, RunFailed
 from penstock.records.ids import Version
@@ -70,12 +70,14 @@ class RoomFetch:
 class Group:
     """Two ranks at work."""
 
-    def __init__(self, desk: ScriptedDesk, workloads: list[Any], prefetch: bool, share: bool, **bounds: Any) -> None:
+    def __init__(
+        self, controller: ScriptedController, workloads: list[Any], prefetch: bool, share: bool, **bounds: Any
+    ) -> None:
         room = Room()
         self.workloads = workloads
         self.happened: list[tuple[int, str, Any]] = []
         self.traces: list[trace.Trace] = []
-        self.runner = GroupRunner(desk, settings(prefetch, **bounds), interrupt=self.interrupt)
+        self.runner = GroupRunner(controller, settings(prefetch, **bounds), interrupt=self.interrupt)
         self.ranks = [
             Lockstep(
                 workload,
@@ -123,9 +125,9 @@ class Group:
 
 @asynccontextmanager
 async def group(
-    desk: ScriptedDesk, *workloads: Any, prefetch: bool = True, share: bool = True, **bounds: Any
+    controller: ScriptedController, *workloads: Any, prefetch: bool = True, share: bool = True, **bounds: Any
 ) -> AsyncIterator[Group]:
-    made = Group(desk, list(workloads) or [ToyWorkload(), ToyWorkload()], prefetch, share, **bounds)
+    made = Group(controller, list(workloads) or [ToyWorkload(), ToyWorkload()], prefetch, share, **bounds)
     try:
         yield made
         made.runner.end()
@@ -142,39 +144,39 @@ async def group(
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("share", [False, True])
 async def test_every_sample_is_delivered_once_in_order(prefetch: bool, share: bool) -> None:
-    desk = ScriptedDesk(20)
-    async with group(desk, prefetch=prefetch, share=share) as made:
+    controller = ScriptedController(20)
+    async with group(controller, prefetch=prefetch, share=share) as made:
         assert await made.runner.run() == "the prompts are exhausted"
-        assert [rollout.sample for rollout in desk.rollouts] == sorted(desk.settled()) or share
-        assert desk.settled() == list(range(40))
+        assert [rollout.sample for rollout in controller.rollouts] == sorted(controller.settled()) or share
+        assert controller.settled() == list(range(40))
         generated = [[prompt for batch in workload.generated for prompt in batch] for workload in made.workloads]
         everything = list(range(20))
         assert generated == ([everything[0::2], everything[1::2]] if share else [everything, everything])
         assert made.did("weights"), "nothing is generated before its weights are there"
-        assert all(rollout.times.generate_s >= 0 and rollout.times.waited_s >= 0 for rollout in desk.rollouts)
+        assert all(rollout.times.generate_s >= 0 and rollout.times.waited_s >= 0 for rollout in controller.rollouts)
 
 
 @pytest.mark.parametrize("hook", ["prepare", "collate", "generate", "postprocess"])
 async def test_a_raising_hook_costs_that_prompt_alone_when_work_is_shared(hook: str) -> None:
-    desk = ScriptedDesk(12)
-    async with group(desk, ToyWorkload(), ToyWorkload(hook, frozenset({5, 6}))) as made:
+    controller = ScriptedController(12)
+    async with group(controller, ToyWorkload(), ToyWorkload(hook, frozenset({5, 6}))) as made:
         await made.runner.run()
-    assert [failure.sample for failure in desk.failures] == [10, 11], "prompt 6 belongs to the rank that is sound"
-    assert all(f"{hook} broke on purpose" in failure.error for failure in desk.failures)
-    assert desk.settled() == list(range(24))
+    assert [failure.sample for failure in controller.failures] == [10, 11], "prompt 6 belongs to the rank that is sound"
+    assert all(f"{hook} broke on purpose" in failure.error for failure in controller.failures)
+    assert controller.settled() == list(range(24))
 
 
 async def test_prefetch_flips_on_all_ranks_at_once_while_running() -> None:
-    desk = ScriptedDesk(40)
-    async with group(desk, prefetch=False) as made:
-        desk.prefetch = None
+    controller = ScriptedController(40)
+    async with group(controller, prefetch=False) as made:
+        controller.prefetch = None
 
         async def delivering() -> None:
-            desk.prefetch = None if len(desk.rollouts) < 16 else len(desk.rollouts) < 40
+            controller.prefetch = None if len(controller.rollouts) < 16 else len(controller.rollouts) < 40
 
-        desk.delivering = delivering
+        controller.delivering = delivering
         await made.runner.run()
-        assert desk.settled() == list(range(80))
+        assert controller.settled() == list(range(80))
         for rank in made.ranks:
             branches = rank.cadence.branches
             assert branches["prefetch_on"] == 1
@@ -184,48 +186,48 @@ async def test_prefetch_flips_on_all_ranks_at_once_while_running() -> None:
 
 
 async def test_a_stop_while_the_line_is_full_returns_it_and_finishes_the_engines() -> None:
-    desk = ScriptedDesk(1000)
+    controller = ScriptedController(1000)
     slow = [ToyWorkload(), ToyWorkload()]
     for workload in slow:
         workload.gate.clear()
-    async with group(desk, *slow) as made:
+    async with group(controller, *slow) as made:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(made.runner.run())
             await until(lambda: all(workload.entered.is_set() for workload in slow) and not made.runner.machine.asking)
             made.runner.stop("told to")
-            await until(lambda: desk.returned)  # what waits for the next fetch goes back at once
+            await until(lambda: controller.returned)  # what waits for the next fetch goes back at once
             made.interrupt()
         assert running.result() == "told to"
-        assert desk.settled() == list(range(2 * desk.issued))
-        assert len(desk.rollouts) == 4, "the batch in the engines was finished"
+        assert controller.settled() == list(range(2 * controller.issued))
+        assert len(controller.rollouts) == 4, "the batch in the engines was finished"
         assert {rank for rank, _ in made.did("rest")} == {0, 1}
 
 
 async def test_abandoning_gives_everything_back_at_once_and_drops_what_comes_late() -> None:
-    desk = ScriptedDesk(1000)
+    controller = ScriptedController(1000)
     stuck = [ToyWorkload(), ToyWorkload()]
     for workload in stuck:
         workload.gate.clear()
-    async with group(desk, *stuck) as made:
+    async with group(controller, *stuck) as made:
         made.runner._interrupt = lambda: None
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(made.runner.run())
             await until(lambda: all(workload.entered.is_set() for workload in stuck))
             made.runner.abandon("no time")
-            await until(lambda: desk.returned and len(desk.returned) == 2 * desk.issued)
+            await until(lambda: controller.returned and len(controller.returned) == 2 * controller.issued)
             made.interrupt()  # and the engines come back only now
         assert running.result() == "no time"
-        assert not desk.rollouts
+        assert not controller.rollouts
         assert made.runner.statistics()["branch_late_news"] == 4
         for rank in range(RANKS):  # their payloads are nobody's
             await until(lambda rank=rank: sum(len(refs) for one, refs in made.did("discard") if one == rank) == 4)
 
 
 async def test_ranks_that_do_not_come_to_rest_are_given_up() -> None:
-    desk = ScriptedDesk(1000)
+    controller = ScriptedController(1000)
     stuck = [ToyWorkload(), ToyWorkload()]
     stuck[1].gate.clear()
-    async with group(desk, *stuck) as made:
+    async with group(controller, *stuck) as made:
         made.runner._interrupt = lambda: None
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(raised(made.runner.run()))
@@ -234,7 +236,7 @@ async def test_ranks_that_do_not_come_to_rest_are_given_up() -> None:
         error = running.result()
         assert isinstance(error, PeerLost)
         assert "did not come to rest" in str(error)
-        assert len(desk.returned) == 2 * desk.issued
+        assert len(controller.returned) == 2 * controller.issued
         made.interrupt()
 
 
@@ -248,67 +250,67 @@ async def raised(work: Any) -> BaseException | None:
 
 @pytest.mark.parametrize("share", [False, True])
 async def test_an_error_that_is_no_prompts_fault_fails_every_rank_with_it(share: bool) -> None:
-    desk = ScriptedDesk(1000)
-    made = Group(desk, [ToyWorkload(), ToyWorkload("generate", frozenset({5}), RunFailed)], True, share)
+    controller = ScriptedController(1000)
+    made = Group(controller, [ToyWorkload(), ToyWorkload("generate", frozenset({5}), RunFailed)], True, share)
     error = await raised(made.runner.run())
     assert isinstance(error, RunFailed)
     assert "rank 1: generate broke on purpose" in str(error)
     for stepping in made.stepping:
         assert isinstance(await raised(asyncio.wait_for(asyncio.wrap_future(stepping), 20)), RunFailed)
-    assert desk.settled() == list(range(2 * desk.issued)), "every lease went back"
+    assert controller.settled() == list(range(2 * controller.issued)), "every lease went back"
     made.threads.close(5.0)
 
 
 async def test_a_desk_that_is_lost_ends_the_group() -> None:
-    desk = ScriptedDesk(1000)
+    controller = ScriptedController(1000)
 
     async def lost() -> None:
         raise PeerLost("the controller is gone")
 
-    desk.delivering = lost
-    async with group(desk) as made:
+    controller.delivering = lost
+    async with group(controller) as made:
         error = await raised(made.runner.run())
         assert isinstance(error, PeerLost)
         assert "the controller is gone" in str(error)
 
 
 async def test_ranks_rest_between_two_runs_and_hear_of_weights_and_payloads_meanwhile() -> None:
-    desk = ScriptedDesk(8)
+    controller = ScriptedController(8)
     manifest = Manifest(Version(3), "lineage", "digest", (), "weights/3")
-    async with group(desk) as made:
+    async with group(controller) as made:
         await made.runner.run()
         made.runner.announce(manifest)
         await until(lambda: len(made.did("announced")) == RANKS)
         assert {said for _, said in made.did("announced")} == {manifest}
         rested = len(made.did("rest"))
-        desk.prompts = 16
+        controller.prompts = 16
         made.runner.devices = (4, 7)
         await made.runner.run()
         assert sorted(made.did("wake")[-RANKS:]) == [(rank, (4, 7)) for rank in range(RANKS)], (
             "each finds its own among them"
         )
         assert len(made.did("rest")) == rested + RANKS
-        assert desk.settled() == list(range(32))
+        assert controller.settled() == list(range(32))
 
 
 async def test_what_the_desk_refuses_is_discarded_in_the_ring_it_lies_in() -> None:
-    desk = ScriptedDesk(4)
-    deliver = desk.deliver
+    controller = ScriptedController(4)
+    deliver = controller.deliver
 
     async def refusing(rollouts: Any, failures: Any, returned: Any, scores: Any = ()) -> Any:
         answer = await deliver(rollouts, failures, returned)
         return type(answer)(refused=tuple(rollout.sample for rollout in rollouts))
 
-    desk.deliver = refusing  # type: ignore[method-assign]
-    async with group(desk) as made:
+    controller.deliver = refusing  # type: ignore[method-assign]
+    async with group(controller) as made:
         await made.runner.run()
         await until(lambda: sum(len(refs) for rank, refs in made.did("discard") if rank == 1) == 8)
         assert all(isinstance(ref, PayloadRef) for _, refs in made.did("discard") for ref in refs)
 
 
 async def test_traces_of_every_rank_tell_what_happened() -> None:
-    desk = ScriptedDesk(12)
-    async with group(desk) as made:
+    controller = ScriptedController(12)
+    async with group(controller) as made:
         await made.runner.run()
         kinds = {type(told) for told in made.traces}
         assert kinds >= {trace.BranchesTaken, trace.QueueSampled, trace.GenerateEntered, trace.GenerateLeft}

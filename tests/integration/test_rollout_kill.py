@@ -44,7 +44,7 @@ class Workload:
         strike("postprocess", prepared.prompt)
         return [Finished({}, 0.0, 0, "", 1) for _ in prepared.samples]
 
-class Desk:
+class ControllerApi:
     '''Issues what no earlier worker delivered: the file is what a controller's journal would know.'''
     def __init__(self):
         path = folder / "delivered"
@@ -69,7 +69,7 @@ class Store:
 
 bounds = Bounds(batch_samples=4, queue_samples=8)
 settings = RunnerSettings(bounds=bounds, prefetch=options["prefetch"])
-print(asyncio.run(Runner(Workload(), Desk(), Store(), settings).run()))
+print(asyncio.run(Runner(Workload(), ControllerApi(), Store(), settings).run()))
 """
 
 

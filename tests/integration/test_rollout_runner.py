@@ -1,4 +1,4 @@
-"""The runner with real threads and a scripted desk: failures in every hook, live flips, stops at awkward moments."""
+"""The runner with real threads and a scripted controller: failures in every hook, live flips, awkward stops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.wire.messages import Delivered, Leased
 GROUP = 2
 
 
-class ScriptedDesk:
+class ScriptedController:
     """Grants `prompts` prompts and remembers what came back."""
 
     def __init__(self, prompts: int) -> None:
@@ -150,11 +150,11 @@ async def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> None:
 
 @pytest.mark.parametrize("prefetch", [False, True])
 async def test_every_sample_is_delivered_once_in_order(prefetch: bool) -> None:
-    desk, store, workload = ScriptedDesk(20), NumberedStore(), ToyWorkload()
-    runner = Runner(workload, desk, store, settings(prefetch))
+    controller, store, workload = ScriptedController(20), NumberedStore(), ToyWorkload()
+    runner = Runner(workload, controller, store, settings(prefetch))
     assert await runner.run() == "the prompts are exhausted"
     runner.machine.check()
-    assert [rollout.sample for rollout in desk.rollouts] == list(range(40))
+    assert [rollout.sample for rollout in controller.rollouts] == list(range(40))
     assert [prompt for batch in workload.generated for prompt in batch] == list(range(20))
     assert all(len(batch) <= 2 for batch in workload.generated)
     assert len(store.written) == 40
@@ -163,21 +163,21 @@ async def test_every_sample_is_delivered_once_in_order(prefetch: bool) -> None:
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("hook", ["prepare", "collate", "generate", "postprocess"])
 async def test_a_raising_hook_costs_that_prompt_alone(hook: str, prefetch: bool) -> None:
-    desk, workload = ScriptedDesk(12), ToyWorkload(hook, frozenset({3, 8}))
-    runner = Runner(workload, desk, NumberedStore(), settings(prefetch))
+    controller, workload = ScriptedController(12), ToyWorkload(hook, frozenset({3, 8}))
+    runner = Runner(workload, controller, NumberedStore(), settings(prefetch))
     await runner.run()
     runner.machine.check()
-    assert sorted(failure.sample for failure in desk.failures) == [6, 7, 16, 17]
-    assert all(failure.hook == hook and "broke on purpose" in failure.error for failure in desk.failures)
-    assert all("ToyWorkload" in failure.error or "fault" in failure.error for failure in desk.failures)
-    assert desk.settled() == list(range(24))
+    assert sorted(failure.sample for failure in controller.failures) == [6, 7, 16, 17]
+    assert all(failure.hook == hook and "broke on purpose" in failure.error for failure in controller.failures)
+    assert all("ToyWorkload" in failure.error or "fault" in failure.error for failure in controller.failures)
+    assert controller.settled() == list(range(24))
 
 
 async def test_one_bad_outcome_costs_one_sample() -> None:
-    desk = ScriptedDesk(4)
-    await Runner(ToyWorkload("outcome", frozenset({2})), desk, NumberedStore(), settings()).run()
-    assert [(failure.sample, failure.poison) for failure in desk.failures] == [(4, True)]
-    assert desk.settled() == list(range(8))
+    controller = ScriptedController(4)
+    await Runner(ToyWorkload("outcome", frozenset({2})), controller, NumberedStore(), settings()).run()
+    assert [(failure.sample, failure.poison) for failure in controller.failures] == [(4, True)]
+    assert controller.settled() == list(range(8))
 
 
 async def test_numbers_of_numpy_are_numbers_and_a_reward_that_is_none_costs_its_sample() -> None:
@@ -187,31 +187,31 @@ async def test_numbers_of_numpy_are_numbers_and_a_reward_that_is_none_costs_its_
             odd = Finished({}, reward, np.int64(0), "d", length)  # type: ignore[arg-type]
             return [odd, *super().postprocess(prepared, generated)[1:]]
 
-    desk = ScriptedDesk(4)
-    runner = Runner(Numpy(), desk, NumberedStore(), settings())
+    controller = ScriptedController(4)
+    runner = Runner(Numpy(), controller, NumberedStore(), settings())
     await runner.run()
-    msgspec.msgpack.encode(desk.rollouts)
-    assert sorted(rollout.sample for rollout in desk.rollouts) == [0, 1, 2, 3, 5, 6, 7]
-    assert [(failure.sample, failure.error) for failure in desk.failures] == [
+    msgspec.msgpack.encode(controller.rollouts)
+    assert sorted(rollout.sample for rollout in controller.rollouts) == [0, 1, 2, 3, 5, 6, 7]
+    assert [(failure.sample, failure.error) for failure in controller.failures] == [
         (4, "its reward is nan: rewards must be finite")
     ]
     assert runner.statistics()["reward_sum"] == 0.5 * 3 + 0 + 1 + 2 + 3
 
 
 async def test_an_unusable_prompt_is_poison() -> None:
-    desk = ScriptedDesk(4)
-    await Runner(ToyWorkload("unusable", frozenset({1})), desk, NumberedStore(), settings()).run()
-    assert [(failure.sample, failure.error, failure.poison) for failure in desk.failures] == [
+    controller = ScriptedController(4)
+    await Runner(ToyWorkload("unusable", frozenset({1})), controller, NumberedStore(), settings()).run()
+    assert [(failure.sample, failure.error, failure.poison) for failure in controller.failures] == [
         (2, "far too long", True),
         (3, "far too long", True),
     ]
 
 
 async def test_preflight_fails_before_anything_is_leased() -> None:
-    desk = ScriptedDesk(4)
+    controller = ScriptedController(4)
     with pytest.raises(ConfigError, match="broke on purpose"):
-        await Runner(ToyWorkload("preflight", error=ConfigError), desk, NumberedStore(), settings()).run()
-    assert desk.asks == 0
+        await Runner(ToyWorkload("preflight", error=ConfigError), controller, NumberedStore(), settings()).run()
+    assert controller.asks == 0
 
 
 @pytest.mark.parametrize("hook", ["prepare", "collate", "generate", "postprocess"])
@@ -219,32 +219,32 @@ async def test_preflight_fails_before_anything_is_leased() -> None:
 async def test_an_error_that_is_no_prompts_fault_ends_the_worker_and_gives_everything_back(
     hook: str, error: type[BaseException]
 ) -> None:
-    desk = ScriptedDesk(50)
-    runner = Runner(ToyWorkload(hook, frozenset({5}), error), desk, NumberedStore(), settings())
+    controller = ScriptedController(50)
+    runner = Runner(ToyWorkload(hook, frozenset({5}), error), controller, NumberedStore(), settings())
     raised = error if issubclass(error, Exception) else RunFailed  # an exit must not pass for a good end
     with pytest.raises(raised, match="broke on purpose"):
         await runner.run()
     runner.machine.check()
-    assert desk.issued < 50
-    assert desk.settled() == list(range(desk.issued * GROUP))
+    assert controller.issued < 50
+    assert controller.settled() == list(range(controller.issued * GROUP))
 
 
 async def test_asking_in_vain_while_a_hook_hangs_is_no_progress() -> None:
     """A worker that seems to make some is never found to be wedged."""
 
-    class Throttling(ScriptedDesk):
+    class Throttling(ScriptedController):
         async def lease(self, samples: int, wait_s: float) -> Leased:
             answer = await super().lease(samples, wait_s)
             return answer if answer.leases else Leased((), "throttled", self.phase)
 
-    desk, workload, told = Throttling(1), ToyWorkload(), list[str]()
+    controller, workload, told = Throttling(1), ToyWorkload(), list[str]()
     workload.gate.clear()
-    runner = Runner(workload, desk, NumberedStore(), settings(), progressed=told.append)
+    runner = Runner(workload, controller, NumberedStore(), settings(), progressed=told.append)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
         await until(workload.entered.is_set)
-        asked, so_far = desk.asks, len(told)
-        await until(lambda: desk.asks > asked + 3)
+        asked, so_far = controller.asks, len(told)
+        await until(lambda: controller.asks > asked + 3)
         assert told[so_far:] == []
         workload.gate.set()
         await until(lambda: "lease throttled" in told)
@@ -253,54 +253,54 @@ async def test_asking_in_vain_while_a_hook_hangs_is_no_progress() -> None:
 
 
 async def test_a_slow_consumer_stops_the_leasing() -> None:
-    desk, store = ScriptedDesk(1000), NumberedStore()
+    controller, store = ScriptedController(1000), NumberedStore()
     store.gate.clear()
-    runner = Runner(ToyWorkload(), desk, store, settings(output_samples=8))
+    runner = Runner(ToyWorkload(), controller, store, settings(output_samples=8))
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
         await until(lambda: runner.machine.branches["generate_held_output"] > 0 and runner.machine.line_samples == 8)
-        issued = desk.issued
+        issued = controller.issued
         await until(lambda: runner.machine.line_samples == 8)
-        assert desk.issued == issued == 8, "eight samples in the line, eight behind the engine, and not one more"
+        assert controller.issued == issued == 8, "eight samples in the line, eight behind the engine, and not one more"
         store.gate.set()
-        await until(lambda: desk.issued > issued)
+        await until(lambda: controller.issued > issued)
         runner.stop()
         await running
-    assert desk.settled() == list(range(desk.issued * GROUP))
+    assert controller.settled() == list(range(controller.issued * GROUP))
 
 
 async def test_prefetch_flips_while_running() -> None:
-    desk, workload = ScriptedDesk(10_000), ToyWorkload()
-    desk.prefetch = False
-    runner = Runner(workload, desk, NumberedStore(), settings(True))
+    controller, workload = ScriptedController(10_000), ToyWorkload()
+    controller.prefetch = False
+    runner = Runner(workload, controller, NumberedStore(), settings(True))
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
         await until(lambda: runner.machine.branches["prefetch_off"] and runner.machine.branches["ask_held_plain"])
         assert not runner.prefetch
-        desk.prefetch = True
+        controller.prefetch = True
         await until(lambda: runner.prefetch and runner.machine.branches["ask_held_queue"])
-        desk.prefetch = None
+        controller.prefetch = None
         runner.prefetch = False
         await until(lambda: runner.machine.branches["prefetch_off"] == 2)
         runner.stop()
         await running
-    assert desk.settled() == list(range(desk.issued * GROUP))
+    assert controller.settled() == list(range(controller.issued * GROUP))
 
 
 async def test_stop_while_the_queue_is_full_returns_the_line_and_finishes_the_engine() -> None:
-    desk, workload = ScriptedDesk(1000), ToyWorkload()
+    controller, workload = ScriptedController(1000), ToyWorkload()
     workload.gate.clear()
-    runner = Runner(workload, desk, NumberedStore(), settings())
+    runner = Runner(workload, controller, NumberedStore(), settings())
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
         await until(lambda: workload.entered.is_set() and runner.machine.line_samples == 8)
         runner.stop("time to go")
-        await until(lambda: len(desk.returned) == 8)
+        await until(lambda: len(controller.returned) == 8)
         assert not running.done(), "the batch in the engine is still being waited for"
         workload.gate.set()
         assert await running == "time to go"
-    assert [rollout.sample for rollout in desk.rollouts] == [0, 1, 2, 3]
-    assert desk.settled() == list(range(desk.issued * GROUP))
+    assert [rollout.sample for rollout in controller.rollouts] == [0, 1, 2, 3]
+    assert controller.settled() == list(range(controller.issued * GROUP))
 
 
 async def test_a_stop_in_the_same_breath_as_an_ask_ends_at_once() -> None:
@@ -312,37 +312,37 @@ async def test_a_stop_in_the_same_breath_as_an_ask_ends_at_once() -> None:
             if any(isinstance(event, flow.Started) for event in events):
                 self.stop("never mind")
 
-    desk = ScriptedDesk(1000)
-    runner = StoppedAtOnce(ToyWorkload(), desk, NumberedStore(), settings())
+    controller = ScriptedController(1000)
+    runner = StoppedAtOnce(ToyWorkload(), controller, NumberedStore(), settings())
     assert await runner.run() == "never mind"
-    assert desk.asks == 0
+    assert controller.asks == 0
     assert "abandoned" not in runner.statistics()
 
 
 async def test_a_stop_does_not_wait_for_a_desk_that_holds_the_ask() -> None:
-    class HoldingDesk(ScriptedDesk):
+    class HoldingController(ScriptedController):
         async def lease(self, samples: int, wait_s: float) -> Leased:
             self.asks += 1
             await asyncio.Event().wait()
             raise AssertionError("never answered")
 
-    desk = HoldingDesk(1000)
-    runner = Runner(ToyWorkload(), desk, NumberedStore(), settings())
+    controller = HoldingController(1000)
+    runner = Runner(ToyWorkload(), controller, NumberedStore(), settings())
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
-        await until(lambda: desk.asks == 1)
+        await until(lambda: controller.asks == 1)
         runner.stop("enough")
         assert await running == "enough"
 
 
 async def test_a_drain_that_takes_too_long_is_abandoned_and_everything_goes_back() -> None:
-    desk, workload = ScriptedDesk(1000), ToyWorkload()
+    controller, workload = ScriptedController(1000), ToyWorkload()
     workload.gate.clear()
     bounded = RunnerSettings(
         bounds=Bounds(batch_samples=4, queue_samples=8), lease_wait_s=0.1, drain_s=0.05, return_s=0.2
     )
     interrupted = threading.Event()
-    runner = Runner(workload, desk, NumberedStore(), bounded, interrupt=interrupted.set)
+    runner = Runner(workload, controller, NumberedStore(), bounded, interrupt=interrupted.set)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
         await until(lambda: workload.entered.is_set() and runner.machine.line_samples == 8)
@@ -350,35 +350,35 @@ async def test_a_drain_that_takes_too_long_is_abandoned_and_everything_goes_back
         assert await running == "time to go"
     assert interrupted.is_set()
     workload.gate.set()
-    assert not desk.rollouts
-    assert desk.settled() == list(range(desk.issued * GROUP))
+    assert not controller.rollouts
+    assert controller.settled() == list(range(controller.issued * GROUP))
 
 
 async def test_abandoning_gives_back_what_the_engine_holds_and_fails_nothing() -> None:
     """An interrupted generation is nobody's fault: a prompt alone in the engine must not count as failed."""
-    desk, workload = ScriptedDesk(1), ToyWorkload("generate", frozenset({0}), error=Aborted)
+    controller, workload = ScriptedController(1), ToyWorkload("generate", frozenset({0}), error=Aborted)
     workload.gate.clear()
-    runner = Runner(workload, desk, NumberedStore(), settings(), interrupt=workload.gate.set)
+    runner = Runner(workload, controller, NumberedStore(), settings(), interrupt=workload.gate.set)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
         await until(workload.entered.is_set)
         runner.abandon("preempted")
         assert await running == "preempted"
-    assert not desk.failures
-    assert desk.settled() == list(range(GROUP))
+    assert not controller.failures
+    assert controller.settled() == list(range(GROUP))
 
 
 async def test_payloads_of_leases_that_go_back_are_discarded_in_whatever_stage_they_are() -> None:
     """Nobody would ever read them: a worker that is put to sleep again and again filled its ring with them."""
-    desk, store = ScriptedDesk(6), NumberedStore()
+    controller, store = ScriptedController(6), NumberedStore()
     delivering = asyncio.Event()
 
     async def never() -> None:
         delivering.set()
         await asyncio.sleep(60.0)
 
-    desk.delivering = never
-    runner = Runner(ToyWorkload(), desk, store, settings(output_samples=100))
+    controller.delivering = never
+    runner = Runner(ToyWorkload(), controller, store, settings(output_samples=100))
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())
         await delivering.wait()
@@ -394,21 +394,21 @@ async def test_payloads_of_leases_that_go_back_are_discarded_in_whatever_stage_t
 
 
 async def test_a_completed_run_abandons_what_is_left() -> None:
-    desk = ScriptedDesk(1000)
-    desk.phase = "complete"
-    assert await Runner(ToyWorkload(), desk, NumberedStore(), settings()).run() == "the run is complete"
-    assert desk.settled() == list(range(desk.issued * GROUP))
+    controller = ScriptedController(1000)
+    controller.phase = "complete"
+    assert await Runner(ToyWorkload(), controller, NumberedStore(), settings()).run() == "the run is complete"
+    assert controller.settled() == list(range(controller.issued * GROUP))
 
 
 async def test_a_desk_that_is_lost_ends_the_worker() -> None:
-    class LostDesk(ScriptedDesk):
+    class LostController(ScriptedController):
         async def lease(self, samples: int, wait_s: float) -> Leased:
             if self.issued >= 4:
                 raise PeerLost("the controller is gone")
             return await super().lease(samples, wait_s)
 
     with pytest.raises(PeerLost, match="controller is gone"):
-        await Runner(ToyWorkload(), LostDesk(1000), NumberedStore(), settings()).run()
+        await Runner(ToyWorkload(), LostController(1000), NumberedStore(), settings()).run()
 
 
 async def test_a_request_engine_has_many_generations_in_flight() -> None:
@@ -425,17 +425,21 @@ async def test_a_request_engine_has_many_generations_in_flight() -> None:
             self.fault("generate", [lease.prompt for lease in batch])
             return [lease.prompt for lease in batch]
 
-    desk, workload = ScriptedDesk(40), RequestWorkload("generate", frozenset({7}))
-    await Runner(workload, desk, NumberedStore(), settings(batch_samples=2, queue_samples=16, concurrency=6)).run()
+    controller, workload = ScriptedController(40), RequestWorkload("generate", frozenset({7}))
+    await Runner(
+        workload, controller, NumberedStore(), settings(batch_samples=2, queue_samples=16, concurrency=6)
+    ).run()
     assert workload.most == 6
-    assert sorted(failure.sample for failure in desk.failures) == [14, 15]
-    assert desk.settled() == list(range(80))
+    assert sorted(failure.sample for failure in controller.failures) == [14, 15]
+    assert controller.settled() == list(range(80))
 
 
 async def test_traces_tell_what_happened() -> None:
-    desk = ScriptedDesk(8)
+    controller = ScriptedController(8)
     told: list[trace.Trace] = []
-    runner = Runner(ToyWorkload("generate", frozenset({0})), desk, NumberedStore(), settings(), traced=told.append)
+    runner = Runner(
+        ToyWorkload("generate", frozenset({0})), controller, NumberedStore(), settings(), traced=told.append
+    )
     await runner.run()
     kinds = {type(one) for one in told}
     assert kinds == {
@@ -455,4 +459,4 @@ async def test_traces_tell_what_happened() -> None:
     assert statistics["delivered_samples"] == 14
     assert statistics["failed_samples"] == 2
     assert statistics["branch_batch_split"] == 1
-    assert all(rollout.times.generate_s >= 0 and rollout.times.waited_s >= 0 for rollout in desk.rollouts)
+    assert all(rollout.times.generate_s >= 0 and rollout.times.waited_s >= 0 for rollout in controller.rollouts)

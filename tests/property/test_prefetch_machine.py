@@ -15,7 +15,7 @@ from profiles import examples
 
 
 class PrefetchUnderAnyOrder(RuleBasedStateMachine):
-    """Plays desk, hooks and operator; every effect becomes an outstanding obligation that may end at any time."""
+    """Plays controller, hooks and operator; every effect becomes an outstanding obligation that may end at any time."""
 
     @initialize(
         batch=st.integers(1, 6),
@@ -120,7 +120,7 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
         leases: list[PromptLease] = []
         ticket = self.machine.held.next_ticket
         for size in sizes:
-            # A desk never grants more than was asked for.
+            # A controller never grants more than was asked for.
             if verdict in ("throttled", "version_too_old") or size > room:
                 break
             room -= size

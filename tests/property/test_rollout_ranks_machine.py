@@ -165,7 +165,7 @@ class RanksMachine(RuleBasedStateMachine):
     def desk_answers(self) -> None:
         while self.answers:
             self.answers -= 1
-            self.decide(lead.DeskAnswered())
+            self.decide(lead.ControllerAnswered())
 
     @rule(on=st.booleans())
     def flip(self, on: bool) -> None:

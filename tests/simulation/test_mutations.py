@@ -13,7 +13,7 @@ from penstock.control.samples import Redo
 from penstock.errors import InvalidTransition, RunFailed
 from penstock.launch.simulated import simulate
 from penstock.records.ids import StepIndex
-from penstock.rollout.io.worker_desk import WorkerDesk
+from penstock.rollout.io.worker_client import WorkerClient
 from penstock.sim.plan import Plan, Report
 from penstock.sim.storms import Fault
 from penstock.train.data import Loader
@@ -123,17 +123,17 @@ def test_an_early_slot_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lease_dropped_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver: Callable[..., Any] = WorkerDesk.deliver
+    deliver: Callable[..., Any] = WorkerClient.deliver
     count = 0
 
-    async def forgetful(self: WorkerDesk, rollouts: Any, *others: Any) -> Delivered:
+    async def forgetful(self: WorkerClient, rollouts: Any, *others: Any) -> Delivered:
         nonlocal count
         count += 1
         if count == 9 and rollouts:
             return Delivered((), "")
         return await deliver(self, rollouts, *others)
 
-    monkeypatch.setattr(WorkerDesk, "deliver", forgetful)
+    monkeypatch.setattr(WorkerClient, "deliver", forgetful)
     assert "should deliver them" in outcome(plan(()))
 
 

@@ -20,7 +20,7 @@ from penstock.runtime.process import host_id
 from penstock.runtime.ranks import file_store
 from penstock.runtime.tensors import device_at
 from penstock.train import checkpoint
-from penstock.train.data import Loader
+from penstock.train.data import BatchLoader
 from penstock.train.ranks import COLLECTIVE_S
 from penstock.train.sharding import join_world, shard
 from penstock.train.step import Learner
@@ -78,14 +78,14 @@ def fetcher_of(process: RoleProcess) -> BatchFetcher:
     )
 
 
-def loader_of(process: RoleProcess, learner: Learner, fetcher: BatchFetcher, fetching: Offload) -> Loader:
+def loader_of(process: RoleProcess, learner: Learner, fetcher: BatchFetcher, fetching: Offload) -> BatchLoader:
     pipeline = process.pipeline
     settings = PackSettings(
         micro_batch_tokens=pipeline.train.tokens_per_micro_batch,
         micro_batches=pipeline.optimizer.minibatches,
         layout=learner.objective.packing,
     )
-    return Loader(
+    return BatchLoader(
         fetcher,
         fetching,
         resolve(pipeline.train.advantage),

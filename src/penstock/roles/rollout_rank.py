@@ -23,7 +23,7 @@ from penstock.rollout.io.lockstep import Lockstep, Surroundings
 from penstock.rollout.io.rank_fetch import Fetch, join
 from penstock.rollout.io.rank_weights import RankWeights
 from penstock.rollout.io.ranks import INTERRUPT, RankSeat, ring_key
-from penstock.rollout.io.worker_desk import RingStore, watch_ring
+from penstock.rollout.io.worker_client import RingStore, watch_ring
 from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
 from penstock.runtime.ranks import file_store

@@ -30,7 +30,7 @@ from penstock.rollout.io.generation import Generation, GenerationLoop
 from penstock.rollout.io.hook_calls import Evaluating
 from penstock.rollout.io.ranks import RankGroup
 from penstock.rollout.io.runner import Runner, RunnerSettings
-from penstock.rollout.io.worker_desk import RingStore, WorkerDesk, watch_ring
+from penstock.rollout.io.worker_client import RingStore, WorkerClient, watch_ring
 from penstock.rollout.io.workloads import close_workload, workload_of
 from penstock.rollout.prefetch import Bounds
 from penstock.runtime.offload import background
@@ -113,17 +113,17 @@ async def _generate(
         connected(process, "rollout", lambda: engine.vacate(LEAVE_S / 2), **details) as client,
         Tasks() as tasks,
     ):
-        desk = WorkerDesk(process, client, tasks, engine, ring)
+        controller = WorkerClient(process, client, tasks, engine, ring)
         moved = process.progress.moved
 
-        group = ranks.lead(tasks, workload, engine, ring, desk, settings) if ranks.others else None
+        group = ranks.lead(tasks, workload, engine, ring, controller, settings) if ranks.others else None
 
         def make_runner() -> GenerationLoop:
             if group is not None:
                 return group
             return Runner(
                 workload,
-                desk,
+                controller,
                 RingStore(ring, moved),
                 settings,
                 progressed=moved,
@@ -132,12 +132,12 @@ async def _generate(
                 engine_figures=engine.statistics,
             )
 
-        generation = Generation(engine, desk, make_runner, tasks, moved, ranks.stand_on)
+        generation = Generation(engine, controller, make_runner, tasks, moved, ranks.stand_on)
         engine.start(tasks)
         engine_ranks.watch(tasks)
         updater = engine.updater(
             ranks.announcing(generation),
-            desk.report,
+            controller.report,
             lambda: transport_of(
                 process,
                 pipeline.weights,

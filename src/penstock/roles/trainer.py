@@ -18,15 +18,15 @@ from penstock.roles.reporting import connected, heed_stop, report_gauges
 from penstock.runtime.offload import Offload, background
 from penstock.runtime.tasks import Tasks
 from penstock.train import checkpoint
-from penstock.train.data import Feed, Loader
+from penstock.train.data import BatchLoader, DataLoader
 from penstock.train.emergencies import heed_checkpoints
 from penstock.train.loop import TrainingLoop
-from penstock.train.offering import Offering, offering
 from penstock.train.publish import Publishing
 from penstock.train.ranks import TrainerRanks
 from penstock.train.rollout_log import RolloutLog
 from penstock.train.step import Learner
 from penstock.train.turns import LearnerOnTurns, Turns
+from penstock.train.weight_publisher import WeightPublisher, weight_publisher
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ async def main(process: RoleProcess, make: Callable[[RoleProcess], Learner] | No
             try:
                 on_device = weights_stay_on_device(process.config, pipeline)
                 placement = {"workers": pipeline.rollout.workers, "on_device": on_device}
-                with offering(process, lineage, pipeline.weights, process.config.payload, **placement) as offered:
+                with weight_publisher(
+                    process, lineage, pipeline.weights, process.config.payload, **placement
+                ) as offered:
                     loader = loader_of(process, learner, fetcher, fetching)
                     await _train(process, learner, lineage, offered, ranks, writing, loader, rollouts)
             finally:
@@ -68,10 +70,10 @@ async def _train(
     process: RoleProcess,
     learner: Learner,
     lineage: str,
-    offered: Offering,
+    offered: WeightPublisher,
     ranks: TrainerRanks,
     writing: Offload,
-    loader: Loader,
+    loader: BatchLoader,
     rollouts: RolloutLog,
 ) -> None:
     pipeline, step = process.pipeline, StepIndex(learner.steps)
@@ -81,7 +83,7 @@ async def _train(
     connection = connected(process, "trainer", resident.move_out, step=step, lineage=lineage)
     async with connection as client, Tasks() as tasks:
         publishing = Publishing(process, client, offered, writing, ranks)
-        feed = Feed(process, client, loader, ranks)
+        data = DataLoader(process, client, loader, ranks)
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("publish weights", publishing.run())
         tasks.spawn("heed the stop", heed_stop(process, client))
@@ -91,7 +93,7 @@ async def _train(
             process,
             client,
             learner,
-            feed,
+            data,
             publishing,
             turns,
             ranks,

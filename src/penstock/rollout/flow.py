@@ -66,12 +66,12 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class LeaseAnswered(msgspec.Struct, frozen=True):
-    """The desk answered an ask."""
+    """The controller answered an ask."""
 
     leases: tuple[PromptLease, ...]
     verdict: Verdict
     waited_s: float = 0.0
-    """How long the answer took: a desk that held the call need not be given a pause as well."""
+    """How long the answer took: a controller that held the call need not be given a pause as well."""
 
 
 class PrepareEnded(msgspec.Struct, frozen=True):
@@ -104,11 +104,11 @@ class PostprocessEnded(msgspec.Struct, frozen=True):
 
 
 class DeliverEnded(msgspec.Struct, frozen=True):
-    """The desk took the delivery in flight."""
+    """The controller took the delivery in flight."""
 
 
 class ReturnEnded(msgspec.Struct, frozen=True):
-    """The desk took leases back."""
+    """The controller took leases back."""
 
 
 class PrefetchSet(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ class StopAsked(msgspec.Struct, frozen=True):
 
 
 class Abandoned(msgspec.Struct, frozen=True):
-    """The worker ends now: everything not yet on its way to the desk is given back."""
+    """The worker ends now: everything not yet on its way to the controller is given back."""
 
     reason: str
 
@@ -159,7 +159,7 @@ Event = (
 
 
 class AskLease(msgspec.Struct, frozen=True):
-    """Ask the desk for up to `samples` samples, after a pause."""
+    """Ask the controller for up to `samples` samples, after a pause."""
 
     samples: int
     after_s: float = 0.0

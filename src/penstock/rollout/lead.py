@@ -1,9 +1,9 @@
-"""Decides what rank 0 does for its group: when to ask the desk, what everybody is ordered, what is reported.
+"""Decides what rank 0 does for its group: when to ask the controller, what everybody is ordered, what is reported.
 
 Invariants, checked by `check()`:
 - samples taken = reported + returned + outstanding; each leaves once, and what comes late is neither;
 - a fetch carries leases only with the order to work;
-- generation is over when the ranks rest, nothing is outstanding, and the desk has answered everything.
+- generation is over when the ranks rest, nothing is outstanding, and the controller has answered everything.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Rested(msgspec.Struct, frozen=True):
     """Every rank says that it rests, and has nothing left to tell."""
 
 
-class DeskAnswered(msgspec.Struct, frozen=True):
-    """The desk took a delivery, or leases back."""
+class ControllerAnswered(msgspec.Struct, frozen=True):
+    """The controller took a delivery, or leases back."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ Event = (
     | Reported
     | Dropped
     | Rested
-    | DeskAnswered
+    | ControllerAnswered
     | Ended
     | LeaseAnswered
     | PrefetchSet
@@ -127,7 +127,7 @@ class Lead:
 
     @property
     def settled(self) -> bool:
-        """Nothing is outstanding, and the desk has answered everything."""
+        """Nothing is outstanding, and the controller has answered everything."""
         return not (self.outstanding or self.asking or self._answers_due)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -152,7 +152,7 @@ class Lead:
                 self._give_back(samples, effects)
             case Rested():
                 self._on_rested()
-            case DeskAnswered():
+            case ControllerAnswered():
                 self._answers_due -= 1
             case LeaseAnswered():
                 self._on_lease_answered(event, effects)

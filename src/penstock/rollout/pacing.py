@@ -1,4 +1,4 @@
-"""How soon the desk is asked again after it had nothing to give."""
+"""How soon the controller is asked again after it had nothing to give."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Pacing:
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def answered(self, answer: LeaseAnswered) -> None:
-        """A desk that held the call has done the waiting; one that said no at once is not asked at once."""
+        """A controller that held the call has done the waiting; one that said no at once is not asked at once."""
         self.pause_s = self._backoff.next_s()
         if answer.leases or answer.waited_s >= self.pause_s:
             self.reset()

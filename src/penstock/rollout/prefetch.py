@@ -227,7 +227,7 @@ class Prefetch:
         elif len(members) == 1:
             self.held.move(members[0], Stage.FINISHED, now, size_bytes=0)
         elif self._stopping:
-            # No time to find the culprit: let the desk issue them again.
+            # No time to find the culprit: let the controller issue them again.
             self._give_back_these(members, effects)
         else:
             self.branches["batch_split"] += 1

@@ -3,7 +3,7 @@
     A  BranchesTaken    which decisions the prefetch machine took, how often
     B  QueueSampled     how much is held where
     C  GenerateEntered, GenerateLeft    one batch in the engine
-    D  LeaseAnswered    what the desk granted, or why not
+    D  LeaseAnswered    what the controller granted, or why not
     E  which groups the filter took, and why: decided, journalled and counted by the controller
 
 A and B are sampled; C and D are complete. The newest ones are kept in memory for a diagnosis, all of them are counted

@@ -1,4 +1,4 @@
-"""The trainer's feed: the batch of the next step is fetched and packed while the present one trains."""
+"""The trainer's data loader: the batch of the next step is fetched and packed while the present one trains."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PreparedBatch:
         ]
 
 
-class Loader:
+class BatchLoader:
     """Fetches a batch and packs it. Each rank of a trainer has one, for its share."""
 
     def __init__(
@@ -151,14 +151,14 @@ class Loader:
         )
 
 
-class Feed:
+class DataLoader:
     """Gets the batch of exactly the step that was asked for.
 
     Consumes: step numbers. Produces: prepared batches. Waits for: the controller to have a full batch.
     Unblocked by: deliveries, completion, shutdown.
     """
 
-    def __init__(self, process: RunMember, client: ControlClient, loader: Loader, ranks: TrainerRanks) -> None:
+    def __init__(self, process: RunMember, client: ControlClient, loader: BatchLoader, ranks: TrainerRanks) -> None:
         self._process = process
         self._client = client
         self._loader = loader

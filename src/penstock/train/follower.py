@@ -15,7 +15,7 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_bytes
 from penstock.train import checkpoint
-from penstock.train.data import Loader, PreparedBatch
+from penstock.train.data import BatchLoader, PreparedBatch
 from penstock.train.objectives import PriorLogprobs
 from penstock.train.rank_calls import (
     Answer,
@@ -52,7 +52,7 @@ class Follower:
         self,
         learner: Learner,
         device: torch.device,
-        loader: Loader,
+        loader: BatchLoader,
         training: Offload,
         writing: Offload,
         frames: Frames,

@@ -14,7 +14,7 @@ from penstock.runtime.member import RunMember
 from penstock.runtime.tensors import device_figures
 from penstock.train import checkpoint
 from penstock.train.best import keep_best
-from penstock.train.data import Feed, PreparedBatch
+from penstock.train.data import DataLoader, PreparedBatch
 from penstock.train.objectives import PriorLogprobs
 from penstock.train.publish import Publishing
 from penstock.train.rank_calls import Consume, Save, Score, Train
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class TrainingLoop:
     """One step after the other.
 
-    Consumes: prepared batches. Produces: acknowledgements, weights, checkpoints. Waits for: the feed.
+    Consumes: prepared batches. Produces: acknowledgements, weights, checkpoints. Waits for: the data.
     Unblocked by: a batch, completion, shutdown.
     """
 
@@ -40,7 +40,7 @@ class TrainingLoop:
         process: RunMember,
         client: ControlClient,
         learner: Learner,
-        feed: Feed,
+        data: DataLoader,
         publishing: Publishing,
         turns: Turns,
         ranks: TrainerRanks,
@@ -51,7 +51,7 @@ class TrainingLoop:
         self._process = process
         self._client = client
         self._learner = learner
-        self._feed = feed
+        self._data = data
         self._publishing = publishing
         self._turns = turns
         self._ranks = ranks
@@ -67,10 +67,10 @@ class TrainingLoop:
     async def run(self, step: StepIndex) -> None:
         every = self._checkpoints.every_steps
         async with asyncio.TaskGroup() as group:
-            upcoming = group.create_task(self._feed.prepare(step))
+            upcoming = group.create_task(self._data.prepare(step))
             if await self._come_up(upcoming):
                 while (batch := await self._await(upcoming, step)) is not None:
-                    upcoming = group.create_task(self._feed.prepare(StepIndex(step + 1)))
+                    upcoming = group.create_task(self._data.prepare(StepIndex(step + 1)))
                     if not await self._train(batch):
                         break
                     step = StepIndex(step + 1)
@@ -84,11 +84,11 @@ class TrainingLoop:
     async def _await(self, upcoming: asyncio.Task[PreparedBatch | None], step: StepIndex) -> PreparedBatch | None:
         if not upcoming.done():
             self._process.progress.moved(f"waiting for the batch of step {step}")
-        self._feed.awaited = True
+        self._data.awaited = True
         try:
             return await upcoming
         finally:
-            self._feed.awaited = False
+            self._data.awaited = False
 
     async def _come_up(self, first_batch: asyncio.Task[PreparedBatch | None]) -> bool:
         """Moves in for the first time and publishes what there is to start from; False when asked to stop before.

@@ -16,8 +16,8 @@ from penstock.records.weights import Manifest
 from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import Offload
-from penstock.train.offering import Offering
 from penstock.train.ranks import TrainerRanks
+from penstock.train.weight_publisher import WeightPublisher
 from penstock.wire.messages import PublishWeights
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,12 @@ class Publishing:
     """
 
     def __init__(
-        self, process: RunMember, client: ControlClient, publisher: Offering, offload: Offload, ranks: TrainerRanks
+        self,
+        process: RunMember,
+        client: ControlClient,
+        publisher: WeightPublisher,
+        offload: Offload,
+        ranks: TrainerRanks,
     ) -> None:
         self._ranks = ranks
         self._writing: Version | None = None

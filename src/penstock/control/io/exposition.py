@@ -1,4 +1,4 @@
-"""The desk's status as Prometheus gauges, made anew at every scrape: what has left leaves no stale series behind."""
+"""The controller's status as Prometheus gauges, made anew at every scrape: no stale series stay behind."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from penstock.control.io.exposition import StatusCollector
 from penstock.control.io.service import ControlService
 from penstock.errors import ConfigError, RemoteProtocolError, RunFailed
-from penstock.runtime.http_door import Door, bearer
+from penstock.runtime.http_guard import PortGuard, bearer
 from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
 from penstock.wire.messages import Refused, Reply, Request
 
@@ -44,7 +44,7 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Rejected(Exception):
-    """A request that never reaches the desk."""
+    """A request that never reaches the controller."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -53,10 +53,10 @@ class Rejected(Exception):
 
 
 class ControlApp:
-    """The ASGI application: checks the token, bounds the body, decodes, asks the desk."""
+    """The ASGI application: checks the token, bounds the body, decodes, asks the controller."""
 
-    def __init__(self, desk: ControlService, token: str, *, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._desk = desk
+    def __init__(self, controller: ControlService, token: str, *, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._controller = controller
         self.knows = bearer(token)
         self._max_body_bytes = max_body_bytes
         self._requests: Codec[Request] = Codec(Request, max_bytes=max_body_bytes)
@@ -64,18 +64,20 @@ class ControlApp:
         self.registry = CollectorRegistry()
         self._rejected = Counter(
             "penstock_control_rejected_total",
-            "Requests rejected before they reached the desk",
+            "Requests rejected before they reached the controller",
             ("status",),
             registry=self.registry,
         )
-        self._calls = Counter("penstock_control_calls_total", "Calls answered by the desk", registry=self.registry)
-        self._refused = Counter(
-            "penstock_control_refused_total", "Calls the desk refused", ("kind",), registry=self.registry
+        self._calls = Counter(
+            "penstock_control_calls_total", "Calls answered by the controller", registry=self.registry
         )
-        self.registry.register(StatusCollector(desk.status))
+        self._refused = Counter(
+            "penstock_control_refused_total", "Calls the controller refused", ("kind",), registry=self.registry
+        )
+        self.registry.register(StatusCollector(controller.status))
         self._pages: dict[str, Callable[[], tuple[bytes, bytes]]] = {
-            "/v1/status": lambda: (JSON, orjson.dumps(desk.status(), option=orjson.OPT_NON_STR_KEYS)),
-            "/v1/diagnosis": lambda: (JSON, orjson.dumps(desk.diagnosis())),
+            "/v1/status": lambda: (JSON, orjson.dumps(controller.status(), option=orjson.OPT_NON_STR_KEYS)),
+            "/v1/diagnosis": lambda: (JSON, orjson.dumps(controller.diagnosis())),
             "/metrics": lambda: (PROMETHEUS, generate_latest(self.registry)),
         }
 
@@ -140,7 +142,7 @@ class ControlApp:
             request = self._requests.decode(body)
         except RemoteProtocolError as error:
             raise Rejected(400, error.message) from error
-        answer = await self._desk.call(request)
+        answer = await self._controller.call(request)
         self._calls.inc()
         status = 200
         if isinstance(answer, Refused):
@@ -165,11 +167,11 @@ class ControlServer:
         allowed."""
         self.host = host
         self.port = port
-        self.door = Door(app.knows, max_strangers=max_strangers)
+        self.guard = PortGuard(app.knows, max_strangers=max_strangers)
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]
             loop="none",
-            http=self.door.protocol,  # type: ignore[arg-type]
+            http=self.guard.protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",

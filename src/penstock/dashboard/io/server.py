@@ -23,7 +23,7 @@ from penstock.dashboard.io.answers import answer
 from penstock.dashboard.io.files import own_files
 from penstock.dashboard.io.shelf import Shelf
 from penstock.errors import ConfigError, PenstockError
-from penstock.runtime.http_door import Door
+from penstock.runtime.http_guard import PortGuard
 from penstock.runtime.offload import Offload
 
 READ_BUDGET_S = 0.5
@@ -175,10 +175,10 @@ def bind(host: str, port: int) -> socket.socket:
 def serve(app: ASGIApp, token: str, listener: socket.socket) -> None:
     """Serves until interrupted."""
     key = f"/{token}/".encode()
-    door = Door(lambda url, headers: secrets.compare_digest(url[: len(key)], key))
+    guard = PortGuard(lambda url, headers: secrets.compare_digest(url[: len(key)], key))
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=door.protocol,  # type: ignore[arg-type]
+        http=guard.protocol,  # type: ignore[arg-type]
         lifespan="off",
         ws="none",
         log_config=None,

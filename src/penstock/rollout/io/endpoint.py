@@ -28,7 +28,7 @@ from penstock.engines.requests import Completion, RequestEngine, Sampling
 from penstock.envs.chat import Chat, ChatMessage, assistant_message
 from penstock.errors import ConfigError, PenstockError
 from penstock.rollout.completions import cut_at, joined
-from penstock.runtime.http_door import Door, bearer
+from penstock.runtime.http_guard import PortGuard, bearer
 
 MODEL = "policy"
 STREAMED_TOKENS = 8
@@ -127,11 +127,11 @@ class Endpoint:
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers={_Refused: _refused})
-        door = Door(self._knows)
+        guard = PortGuard(self._knows)
         config = uvicorn.Config(
             app,
             loop="none",
-            http=door.protocol,  # type: ignore[arg-type]
+            http=guard.protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

@@ -15,7 +15,7 @@ from penstock.engines.protocol import Engine
 from penstock.records.ids import Version
 from penstock.records.pool import DeviceId
 from penstock.records.weights import Held, Manifest
-from penstock.rollout.io.worker_desk import WorkerDesk
+from penstock.rollout.io.worker_client import WorkerClient
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.updater import ReplicaReport
 from penstock.weights.replica import ReplicaState
@@ -44,7 +44,7 @@ class Generation:
     def __init__(
         self,
         engine: Engine,
-        desk: WorkerDesk,
+        controller: WorkerClient,
         make_runner: Callable[[], GenerationLoop],
         tasks: Tasks,
         progressed: Callable[[str], None],
@@ -53,7 +53,7 @@ class Generation:
         """`stand_on` hears which devices the worker was given, before the engine occupies them."""
         self._stand_on = stand_on
         self._engine = engine
-        self._desk = desk
+        self._controller = controller
         self._make_runner = make_runner
         self._tasks = tasks
         self._progressed = progressed
@@ -89,7 +89,7 @@ class Generation:
         except TimeoutError:
             self._progressed("asleep by order of the pool")
             return None
-        return await self._desk.next_manifest(held, wait_s)
+        return await self._controller.next_manifest(held, wait_s)
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
@@ -102,14 +102,14 @@ class Generation:
     async def sync_weights(self) -> Version:
         while True:
             held = Held(Version(self._engine.version), self._engine.digest)
-            newest = await self._desk.next_manifest(held, 0.0)
+            newest = await self._controller.next_manifest(held, 0.0)
             if self._engine.digest and newest is None:
                 return Version(self._engine.version)
             self._progressed("waiting for weights")
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def publish(self, version: Version) -> None:
-        await self._desk.report(ReplicaReport(ReplicaState.SERVING, version, self._engine.digest))
+        await self._controller.report(ReplicaReport(ReplicaState.SERVING, version, self._engine.digest))
 
     async def route(self) -> None:
         if self._stopping or (self._running is not None and not self._running.done()):

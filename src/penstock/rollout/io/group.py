@@ -1,6 +1,6 @@
 """Rank 0's side of a worker of several ranks: to its caller a runner like any other.
 
-The ranks' loop runs in a thread; everything here happens on the event loop, which talks to the desk. `orders`, `heard`
+The ranks' loop runs in a thread; everything here runs on the event loop, which asks the controller. `orders`, `heard`
 and `dropped` are how the thread asks: each hops to the loop and back.
 """
 
@@ -19,7 +19,7 @@ from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Manifest
 from penstock.rollout import cadence, flow, lead, trace
-from penstock.rollout.io.desk_calls import Desk, DeskCalls
+from penstock.rollout.io.controller_calls import ControllerApi, ControllerCalls
 from penstock.rollout.io.rank_fetch import News, Orders
 from penstock.rollout.io.runner import RunnerSettings
 from penstock.rollout.io.tracing import Tracing, branch_counts
@@ -42,7 +42,7 @@ class GroupRunner:
 
     def __init__(
         self,
-        desk: Desk,
+        controller: ControllerApi,
         settings: RunnerSettings,
         *,
         progressed: Callable[[str], None] = lambda doing: None,
@@ -56,8 +56,8 @@ class GroupRunner:
         self.machine = Lead(settings.bounds.batch_samples, prefetch=settings.prefetch)
         self._interrupt = interrupt
         self._tracing = Tracing(traced)
-        self._calls = DeskCalls(
-            desk,
+        self._calls = ControllerCalls(
+            controller,
             self._tracing,
             self._post,
             lease_wait_s=settings.lease_wait_s,
@@ -130,13 +130,13 @@ class GroupRunner:
         self._decide(lead.Ended())
 
     def broke(self, error: BaseException) -> None:
-        """The ranks, or the desk, cannot go on: leases go back at once, and `run` raises this."""
+        """The ranks, or the controller, cannot go on: leases go back at once, and `run` raises this."""
         if self._fatal is None:
             self._fatal = error
             self.abandon(f"{type(error).__name__}: {error}")
 
     def statistics(self) -> dict[str, float]:
-        """The ranks' counters, added up, beside rank 0's own dealings with the desk."""
+        """The ranks' counters, added up, beside rank 0's own dealings with the controller."""
         total = self._tracing.counts()
         for counts in self._counts.values():
             for name, value in counts.items():
@@ -208,7 +208,7 @@ class GroupRunner:
                 case BaseException():
                     self.broke(event)
                 case _:
-                    raise LocalProtocolError(f"the desk cannot answer with {event!r}")
+                    raise LocalProtocolError(f"the controller cannot answer with {event!r}")
 
     def _act(self, effect: lead.Effect) -> None:
         match effect:
@@ -242,7 +242,7 @@ class GroupRunner:
         answer = await self._calls.deliver(rollouts, failures)
         if answer is not None:
             self._discard(frozenset(answer.refused), brought)
-        self._decide(lead.DeskAnswered())
+        self._decide(lead.ControllerAnswered())
 
     def _discard(self, samples: frozenset[SampleId], brought: Brought) -> None:
         """The rank in whose ring it lies hears of it with the next fetch."""
@@ -252,7 +252,7 @@ class GroupRunner:
 
     async def _give_back(self, samples: tuple[SampleId, ...]) -> None:
         await self._calls.give_back(samples)
-        self._decide(lead.DeskAnswered())
+        self._decide(lead.ControllerAnswered())
 
     async def _wait_for_news(self) -> None:
         """Unblocked by any decision, or by the deadline of a stop."""

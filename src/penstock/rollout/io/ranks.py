@@ -21,7 +21,7 @@ from penstock.rollout.io.lockstep import Lockstep, Surroundings
 from penstock.rollout.io.rank_fetch import Fetch, join
 from penstock.rollout.io.rank_weights import Announcing
 from penstock.rollout.io.runner import RunnerSettings
-from penstock.rollout.io.worker_desk import RingStore, WorkerDesk
+from penstock.rollout.io.worker_client import RingStore, WorkerClient
 from penstock.runtime.member import RunMember
 from penstock.runtime.offload import background
 from penstock.runtime.ranks import RankChildren, file_store
@@ -122,7 +122,13 @@ class RankGroup:
     # -- generation -------------------------------------------------------------------------------------------------
 
     def lead(
-        self, tasks: Tasks, workload: Any, engine: Engine, ring: Ring, desk: WorkerDesk, settings: RunnerSettings
+        self,
+        tasks: Tasks,
+        workload: Any,
+        engine: Engine,
+        ring: Ring,
+        controller: WorkerClient,
+        settings: RunnerSettings,
     ) -> GroupRunner:
         """Starts the loop of rank 0; it rests until the runner is run."""
         assert self._fetch is not None
@@ -132,7 +138,7 @@ class RankGroup:
             engine.interrupt()
             self._children.signal(INTERRUPT)
 
-        self._runner = GroupRunner(desk, settings, progressed=moved, interrupt=interrupt)
+        self._runner = GroupRunner(controller, settings, progressed=moved, interrupt=interrupt)
         lockstep = Lockstep(
             workload,
             RingStore(ring, moved),

@@ -19,7 +19,7 @@ from penstock.errors import LocalProtocolError
 from penstock.records.ids import SampleId
 from penstock.rollout import flow, trace
 from penstock.rollout.hooks import Workload
-from penstock.rollout.io.desk_calls import Desk, DeskCalls
+from penstock.rollout.io.controller_calls import ControllerApi, ControllerCalls
 from penstock.rollout.io.hook_calls import Evaluating, HookCalls, Store, Work
 from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
 from penstock.rollout.prefetch import Bounds, Prefetch
@@ -41,7 +41,7 @@ class RunnerSettings(msgspec.Struct, frozen=True):
     bounds: Bounds = Bounds()
     prefetch: bool = True
     lease_wait_s: float = 5.0
-    """How long the desk may hold an ask."""
+    """How long the controller may hold an ask."""
     drain_s: float = 10.0
     """How long the samples in the engine may take to finish once a stop was asked for."""
     return_s: float = 5.0
@@ -54,7 +54,7 @@ class Runner:
     def __init__(
         self,
         workload: Workload[Any, Any, Any],
-        desk: Desk,
+        controller: ControllerApi,
         store: Store,
         settings: RunnerSettings = RunnerSettings(),
         *,
@@ -88,8 +88,8 @@ class Runner:
         self._postprocessing: Offload | None = None
         self._engine_figures = engine_figures
         self._evaluating = evaluating
-        self._calls = DeskCalls(
-            desk,
+        self._calls = ControllerCalls(
+            controller,
             self._tracing,
             self._post,
             lease_wait_s=settings.lease_wait_s,
@@ -215,7 +215,7 @@ class Runner:
                 self._post(flow.EngineLooked(decoding, waiting, max(0, int(preempted - before))))
 
     async def _wait_for_news(self) -> None:
-        """Unblocked by any hook's end, any answer of the desk, `stop`, or the deadline of a stop."""
+        """Unblocked by any hook's end, any answer of the controller, `stop`, or the deadline of a stop."""
         self._wake.clear()
         if self._inbox:  # posted before the flag was cleared
             return

@@ -32,7 +32,7 @@ def ucx_for(transport: str) -> Ucx | None:
 def transport_of(
     process: RunMember, weights: WeightsSection, transport: str, device: torch.device, *, on_device: bool
 ) -> WeightTransport:
-    """The configured way; `train.offering` is its other end, in the trainer."""
+    """The configured way; `train.weight_publisher` is its other end, in the trainer."""
     files = FileTransport(process.run.root)
     token = process.run.token().encode()
     ucx = ucx_for(transport)

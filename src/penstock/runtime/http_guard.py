@@ -36,7 +36,7 @@ def bearer(token: str) -> Knows:
     return knows
 
 
-class Door:
+class PortGuard:
     """The strangers at one port. Give `protocol` to uvicorn as `http`."""
 
     def __init__(self, knows: Knows, *, max_strangers: int | None = None, hello_s: float = HELLO_S) -> None:
@@ -74,17 +74,17 @@ class Door:
 class Guarded(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, door: Door, *arguments: Any) -> None:
+    def __init__(self, guard: PortGuard, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._door = door
+        self._guard = guard
         self._head_bytes = 0
         self._in_head = True
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(self._door.hello_s, self._door.turn_away, self)
-        self._door.enter(self)
+        self._deadline = self.loop.call_later(self._guard.hello_s, self._guard.turn_away, self)
+        self._guard.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._known()
@@ -95,7 +95,7 @@ class Guarded(HttpToolsProtocol):
         while data and self._in_head and not self.transport.is_closing():
             room = MAX_HEAD_BYTES - self._head_bytes
             if room <= 0:
-                self._door.turned_away += 1
+                self._guard.turned_away += 1
                 self.send_400_response("The head of the request is too long.")
                 return
             piece, data = data[:room], data[room:]
@@ -106,7 +106,7 @@ class Guarded(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
-        if self._deadline is not None and self._door.knows(self.url, self.headers):
+        if self._deadline is not None and self._guard.knows(self.url, self.headers):
             self._known()
         super().on_headers_complete()
 
@@ -116,7 +116,7 @@ class Guarded(HttpToolsProtocol):
 
     def _known(self) -> None:
         """Neither counted nor timed as a stranger any more."""
-        self._door.leave(self)
+        self._guard.leave(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

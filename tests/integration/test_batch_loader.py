@@ -18,7 +18,7 @@ from penstock.payload.io.shm import Ring
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, SampleId, StepIndex, Version
 from penstock.runtime.offload import Offload
-from penstock.train.data import Feed, Loader, PreparedBatch
+from penstock.train.data import BatchLoader, DataLoader, PreparedBatch
 from penstock.wire.messages import NotYet
 
 TOKENS = 300
@@ -42,7 +42,7 @@ class Bench:
         self.fetcher = BatchFetcher(host_id="here", directory=str(folder))
         self.offload = Offload(3, "feed")
         settings = PackSettings(micro_batch_tokens=2 * TOKENS)
-        self.feed = Loader(self.fetcher, self.offload, dr_grpo, settings)
+        self.feed = BatchLoader(self.fetcher, self.offload, dr_grpo, settings)
 
     def prepare(self, step: int) -> PreparedBatch:
         """Two groups of four samples."""
@@ -142,7 +142,7 @@ async def test_waiting_for_the_next_batch_is_progress_only_while_nothing_else_is
     stop = SimpleNamespace(requested=False)
     process: Any = SimpleNamespace(stop=stop, member="t", progress=SimpleNamespace(moved=told.append))
     controller, nobody = Controller(), None
-    feed = Feed(process, controller, nobody, nobody)  # type: ignore[arg-type]
+    feed = DataLoader(process, controller, nobody, nobody)  # type: ignore[arg-type]
     assert await feed.prepare(StepIndex(7)) is None
     assert controller.asks == 3
     assert told == ["waiting for the batch of step 7: groups"]

@@ -46,7 +46,7 @@ class Versioned(Protocol):
     def version(self) -> int: ...
 
 
-class WorkerDesk:
+class WorkerClient:
     """Leases, deliveries and weights, as the runner and the updater ask for them."""
 
     def __init__(self, process: RunMember, client: ControlClient, tasks: Tasks, serving: Versioned, ring: Ring) -> None:

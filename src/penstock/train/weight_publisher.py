@@ -31,7 +31,7 @@ class Server(Protocol):
     def offer(self, manifest: Manifest) -> None: ...
 
 
-class Offering:
+class WeightPublisher:
     """Publishes versions; each can be had everywhere before `publish` returns. Used by one thread at a time."""
 
     def __init__(self, publisher: Publisher, servers: list[Server], device: DeviceExport | None) -> None:
@@ -61,9 +61,9 @@ class Offering:
 
 
 @contextmanager
-def offering(
+def weight_publisher(
     process: RunMember, lineage: str, weights: WeightsSection, payload: PayloadSection, *, workers: int, on_device: bool
-) -> Iterator[Offering]:
+) -> Iterator[WeightPublisher]:
     """Serves what is published for as long as the body runs."""
     host = payload.host
     places: dict[str, object] = {}
@@ -88,4 +88,4 @@ def offering(
             servers.append(meeting)
             places["meeting"] = meeting.address
         publisher = Publisher(process.run.root, lineage, weights.keep, pipeline=process.pipeline_name, **places)  # type: ignore[arg-type]
-        yield Offering(publisher, servers, DeviceExport(process.run.root) if on_device else None)
+        yield WeightPublisher(publisher, servers, DeviceExport(process.run.root) if on_device else None)

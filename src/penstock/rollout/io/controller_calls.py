@@ -1,4 +1,4 @@
-"""A generation loop's calls to the desk: leases asked for, outcomes delivered, leases given back."""
+"""A generation loop's calls to the controller: leases asked for, outcomes delivered, leases given back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.wire.messages import Delivered, Leased
 logger = logging.getLogger(__name__)
 
 
-class Desk(Protocol):
+class ControllerApi(Protocol):
     """The control plane, as a worker sees it. Retries and reconnects are its own affair."""
 
     async def lease(self, samples: int, wait_s: float) -> Leased: ...
@@ -32,12 +32,12 @@ class Desk(Protocol):
     ) -> Delivered: ...
 
 
-class DeskCalls:
+class ControllerCalls:
     """Each call ends with what follows from it being posted: an answer's events, or the error that ends the run."""
 
     def __init__(
         self,
-        desk: Desk,
+        controller: ControllerApi,
         tracing: Tracing,
         post: Post,
         *,
@@ -47,19 +47,19 @@ class DeskCalls:
     ) -> None:
         self.prefetch = prefetch
         """The setting of this worker: holds unless a lease brings another."""
-        self._desk = desk
+        self._controller = controller
         self._tracing = tracing
         self._post = post
         self._lease_wait_s = lease_wait_s
         self._progressed = progressed
 
     async def ask(self, samples: int, after_s: float, held_samples: int) -> Leased | None:
-        """Consumes one answer of the desk. Waits at most `after_s + lease_wait_s` and the desk's own retries."""
+        """Consumes one answer of the controller. Waits at most `after_s + lease_wait_s` and its retries."""
         try:
             if after_s:
                 await asyncio.sleep(after_s)
             asked = monotonic()
-            answer = await self._desk.lease(samples, self._lease_wait_s)
+            answer = await self._controller.lease(samples, self._lease_wait_s)
         except Exception as error:  # noqa: BLE001 - raised by the loop, once the leases in hand are given back
             self._post(error)
             return None
@@ -80,16 +80,16 @@ class DeskCalls:
         return answer
 
     def ask_ended(self, asking: asyncio.Task[Leased | None]) -> None:
-        """A cancelled ask is an answer too, even if cancelled before it began. The desk gives back what was granted."""
+        """A cancelled ask is an answer too, even if cancelled before it began. What was granted is given back."""
         if asking.cancelled():
             self._post(flow.LeaseAnswered((), "throttled"))
 
     async def deliver(
         self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout], scores: Sequence[Score] = ()
     ) -> Delivered | None:
-        """What the desk said; None when it could not be reached, which ends the run."""
+        """What the controller said; None when it could not be reached, which ends the run."""
         try:
-            answer = await self._desk.deliver(rollouts, failures, (), scores)
+            answer = await self._controller.deliver(rollouts, failures, (), scores)
         except Exception as error:  # noqa: BLE001 - raised by the loop
             self._post(error)
             return None
@@ -101,7 +101,7 @@ class DeskCalls:
 
     async def give_back(self, samples: Sequence[SampleId]) -> None:
         try:
-            await self._desk.deliver((), (), samples)
+            await self._controller.deliver((), (), samples)
         except Exception as error:  # noqa: BLE001 - they expire with this worker anyway
             logger.warning("%d leases could not be given back: %s", len(samples), error)
         self._tracing.count("returned_samples", len(samples))
