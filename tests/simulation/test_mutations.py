@@ -16,7 +16,7 @@ from penstock.records.ids import StepIndex
 from penstock.rollout.io.worker_client import WorkerClient
 from penstock.sim.plan import Plan, Report
 from penstock.sim.storms import Fault
-from penstock.train.data import Loader
+from penstock.train.data import BatchLoader
 from penstock.weights.io.updater import ReplicaUpdater
 from penstock.wire.messages import Delivered
 
@@ -111,14 +111,14 @@ def test_a_skipped_digest_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_early_slot_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = Loader.fetch_and_pack
+    fetch = BatchLoader.fetch_and_pack
 
-    def released(self: Loader, *arguments: Any) -> Any:
+    def released(self: BatchLoader, *arguments: Any) -> Any:
         batch = fetch(self, *arguments)
         batch.report.consumed()
         return batch
 
-    monkeypatch.setattr(Loader, "fetch_and_pack", released)
+    monkeypatch.setattr(BatchLoader, "fetch_and_pack", released)
     assert "are missing" in outcome(plan(TRAINER_DIES))
 
 
