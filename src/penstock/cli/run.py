@@ -21,6 +21,7 @@ from penstock.config.run import Config
 from penstock.engines.hub import cached, directory_of
 from penstock.engines.settings import HubModel
 from penstock.errors import ConfigError, PenstockError
+from penstock.launch.gpus import GpuWatch
 from penstock.launch.local import LocalPlacer
 from penstock.launch.preload import Preloading
 from penstock.launch.slurm import batch_script
@@ -85,8 +86,10 @@ def run_command(
     _say(console, f"run directory: {run.root}")
     for model in _hub_models(resolved):  # once, and before anything waits for it
         _say(console, f"model {model.name}: {directory_of(model)}")
+    gpus = GpuWatch()
     try:
-        outcome = _run(run, resolved, console, preloading)
+        with gpus:
+            outcome = _run(run, resolved, console, preloading)
     except PenstockError as error:
         ending = run.read_ending() if run.in_place else None
         if ending is None or ending["how"] != "failed":  # it did not come to run, or there is nothing to go on with
@@ -95,7 +98,7 @@ def run_command(
         drawn = [] if picture is None else [f"reward curves so far: {picture}"]
         hints = [*drawn, f"logs: {run.root}/logs", f"once mended, go on with: penstock run --resume {run.root}"]
         raise type(error)("\n".join([error.message, *hints])) from error
-    return _conclude(console, run, outcome)
+    return _conclude(console, run, outcome, gpus)
 
 
 def _run(run: RunDir, config: Config, console: Console, preloading: Preloading | None) -> Outcome:
@@ -134,9 +137,10 @@ def ray_launcher() -> ModuleType:
         raise ConfigError(f"runs on Ray need the extra penstock[ray]: {error}") from error
 
 
-def _conclude(console: Console, run: RunDir, outcome: Outcome) -> int:
+def _conclude(console: Console, run: RunDir, outcome: Outcome, gpus: GpuWatch | None = None) -> int:
     ended = "interrupted" if outcome.interrupted else "complete"
-    print_summary(console, run, outcome.status, wall_s=outcome.wall_s, ended=ended)
+    busy = gpus.busy if gpus is not None else lambda since: {}
+    print_summary(console, run, outcome.status, wall_s=outcome.wall_s, ended=ended, busy=busy)
     if outcome.interrupted:
         _say(console, f"go on with: penstock run --resume {run.root}")
         return INTERRUPTED

@@ -113,6 +113,8 @@ class ThrottleState(msgspec.Struct):
     engaged_at: float | None = None
     reported_at: float = 0.0
     engagements: int = 0
+    engaged_s: float = 0.0
+    """Added up over those that ended."""
 
 
 class ThrottleChange(msgspec.Struct, frozen=True):
@@ -140,5 +142,6 @@ def watch_throttle(state: ThrottleState, *, closed: bool, now: float, report_eve
     if not closed and state.engaged_at is not None:
         lasted_s = now - state.engaged_at
         state.engaged_at = None
+        state.engaged_s += lasted_s
         return ThrottleChange("released", lasted_s)
     return None

@@ -53,6 +53,7 @@ class Observer:
             "samples_wrong_weights": state.wrong_weights,
             "throttled": int(state.throttle.engaged_at is not None),
             "throttle_engagements": state.throttle.engagements,
+            "throttled_s": round(state.throttle.engaged_s, 3),
             "workers_alive": sum(not worker.suspected for worker in workers),
             "workers_suspected": sum(worker.suspected for worker in workers),
             "members_evicted": state.members.evicted,

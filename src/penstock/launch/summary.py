@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from penstock.runtime.rundir import RunDir
 SMOOTHING_STEPS = 10
 PLOT_COLUMNS = 3
 LOOPS_SHOWN = 3
+PARTS = {"wait_s": "waited for samples", "step_s": "trained", "publish_s": "published"}
+"""Of a step's time, and what the trainer did in them."""
 REWARD_WINDOW = 10
 """First and final rewards are means over so many steps: single steps are noisy."""
 
@@ -33,6 +35,17 @@ class Curve:
     staleness_max: dict[int, int] = field(default_factory=dict)
     evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
     """By version: the mean reward and its standard error."""
+    times: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Of each step: when it was done, and the seconds that its parts took."""
+
+    def shares(self, throttled_s: float) -> str:
+        """Who waited for whom, as shares of the time from the first step to the last; empty for a run of one step."""
+        steps = [self.times[step] for step in sorted(self.times)]
+        if len(steps) < 2 or (whole_s := steps[-1]["at"] - steps[0]["at"]) <= 0:
+            return ""
+        taken = {part: sum(step.get(part, 0.0) for step in steps[1:]) / whole_s for part in PARTS}
+        trainer = ", ".join(f"{what} {min(1.0, taken[part]):.0%}" for part, what in PARTS.items() if part in taken)
+        return f"trainer: {trainer} of the time; workers waited for the trainer {min(1.0, throttled_s / whole_s):.0%}"
 
     def points(self) -> list[tuple[int, float]]:
         return sorted(self.rewards.items())
@@ -68,6 +81,8 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
                 curve.rewards[entry["step"]] = entry["reward"]
                 curve.staleness_mean[entry["step"]] = entry["staleness_mean"]
                 curve.staleness_max[entry["step"]] = entry["staleness_max"]
+                timed = {name: entry[name] for name in ("at", *PARTS) if isinstance(entry.get(name), int | float)}
+                curve.times[entry["step"]] = timed
             elif entry.get("kind") == "evaluation" and entry.get("eval/reward") is not None:
                 point = (entry["eval/reward"], entry.get("eval/reward_stderr") or 0.0)
                 curves[entry["pipeline"]].evaluations[entry["version"]] = point
@@ -116,8 +131,16 @@ def plot(run: RunDir) -> Path | None:
     return path
 
 
-def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall_s: float, ended: str) -> None:
-    """The last screen of a run."""
+def print_summary(
+    console: Console,
+    run: RunDir,
+    status: dict[str, Any],
+    *,
+    wall_s: float,
+    ended: str,
+    busy: Callable[[float], dict[int, float]] = lambda since: {},
+) -> None:
+    """The last screen of a run. `busy` says which share of the time since then each GPU was busy."""
     curves = read_curves(run.metrics_path)
     picture = plot(run)
     columns = ["pipeline", "steps", "reward\nfirst → final", "samples\ntrained", "dropped", "staleness\nmean / max"]
@@ -140,6 +163,13 @@ def print_summary(console: Console, run: RunDir, status: dict[str, Any], *, wall
         )
     console.print(f"{run.root.name}: {ended} after {wall_s:.0f} s", highlight=False, markup=False, style="bold")
     console.print(table)
+    several = len(status.get("pipelines", {})) > 1
+    for name, one in status.get("pipelines", {}).items():
+        if shares := curves.get(name, Curve()).shares(one.get("throttled_s", 0.0)):
+            console.print(f"{name}: {shares}" if several else shares, highlight=False, markup=False, soft_wrap=True)
+    first = min((step["at"] for curve in curves.values() for step in curve.times.values() if "at" in step), default=0.0)
+    if gpus := ", ".join(f"GPU {gpu} {share:.0%}" for gpu, share in busy(first).items()):
+        console.print(f"busy since the first step: {gpus}", highlight=False)
     lag = status.get("lag")
     if lag:
         console.print(

@@ -1,9 +1,13 @@
 import json
+import os
+import time
 from io import StringIO
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from penstock.launch.gpus import GpuWatch
 from penstock.launch.summary import plot, print_summary, read_curves
 from penstock.runtime.rundir import RunDir
 
@@ -90,3 +94,31 @@ def test_evaluations_are_in_the_summary_and_beside_the_curve(tmp_path: Path):
     assert "first → last" in out.getvalue()
     assert "0.125 → 0.75 ± 0.03" in out.getvalue()
     assert "evaluation" in (run.plots / "rewards.svg").read_text()
+
+
+def test_the_summary_says_who_waited_for_whom_and_how_busy_the_gpus_were(tmp_path: Path):
+    run = RunDir.create(tmp_path, "demo", "", "0")
+    timed = {"wait_s": 0.25, "step_s": 0.6, "publish_s": 0.05}
+    run.metrics_path.write_text("\n".join(json.dumps(json.loads(step(i, 0.5)) | timed) for i in range(11)))
+    one = {"step": 11, "steps": 11, "samples_trained": 88, "throttled_s": 4.0}
+    watch = GpuWatch()
+    watch.samples = [(-1.0, {0: 0.0, 1: 0.0}), (5.0, {0: 0.9, 1: 0.0}), (6.0, {0: 0.8, 1: 0.0})]
+    out = StringIO()
+    status = {"pipelines": {"letters": one}}
+    print_summary(Console(file=out, width=200), run, status, wall_s=12.0, ended="complete", busy=watch.busy)
+    text = out.getvalue()
+    assert "trainer: waited for samples 25%, trained 60%, published 5% of the time" in text
+    assert "workers waited for the trainer 40%" in text
+    assert "busy since the first step: GPU 0 85%" in text
+
+
+def test_the_driver_is_asked_how_busy_the_gpus_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho '0, 40'\necho '1, 0'\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with GpuWatch(every_s=0.01) as watch:
+        deadline = time.monotonic() + 10
+        while not watch.samples and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert watch.busy() == {0: 0.4}

@@ -1,0 +1,60 @@
+"""How busy the GPUs of this machine are during a run, by the driver's own figures. Without a driver: nothing."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from types import TracebackType
+
+log = logging.getLogger(__name__)
+
+QUERY = ("--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits")
+EVERY_S = 2.0
+TIMEOUT_S = 10.0
+IDLE = 0.01
+"""GPUs less busy than this belong to others, or to none."""
+
+
+class GpuWatch:
+    """Samples while it is entered."""
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self.samples: list[tuple[float, dict[int, float]]] = []
+        """When, and which share of the last moments each GPU was busy."""
+        self._every_s = every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gpus", daemon=True)
+
+    def __enter__(self) -> GpuWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(TIMEOUT_S)
+
+    def busy(self, since: float = 0.0) -> dict[int, float]:
+        """The mean share of each GPU that did something since that time of the clock on the wall."""
+        shares: dict[int, list[float]] = {}
+        for at, sample in self.samples:
+            for gpu, share in sample.items() if at >= since else ():
+                shares.setdefault(gpu, []).append(share)
+        means = {gpu: statistics.mean(all_of_it) for gpu, all_of_it in shares.items()}
+        return {gpu: share for gpu, share in means.items() if share > IDLE}
+
+    def _watch(self) -> None:
+        driver = shutil.which("nvidia-smi")
+        while driver is not None and not self._over.wait(self._every_s):
+            try:
+                said = subprocess.run([driver, *QUERY], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+                rows = [line.split(",") for line in said.stdout.splitlines() if line.strip()]
+                self.samples.append((time.time(), {int(gpu): float(share) / 100 for gpu, share in rows}))
+            except (OSError, subprocess.SubprocessError, ValueError) as error:
+                log.info("the GPUs cannot be asked how busy they are: %s", error)
+                return
