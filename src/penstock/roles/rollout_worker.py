@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -41,6 +42,10 @@ from penstock.weights.io.transports import transport_of
 
 log = logging.getLogger(__name__)
 
+SWITCH_S = 0.0005
+"""How long a thread may compute in Python while another waits. The engine's thread comes back from the device at every
+decode step: by Python's default it would wait 5 ms each time that prompts, rewards or payloads are being worked on."""
+
 Parts = tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]
 """Environment, engine, hooks and policy."""
 Make = Callable[[RoleProcess], Parts]
@@ -52,6 +57,7 @@ async def main(process: RoleProcess, make: Make | None = None, evaluate: Evaluat
     pipeline = process.pipeline
     rollout = pipeline.rollout
     torch.set_num_threads(rollout.threads)
+    sys.setswitchinterval(SWITCH_S)
     async with EngineRanks(process, pipeline.engine.processes).started() as engine_ranks:
         await _work(process, engine_ranks, make or partial(build, engine_ranks=engine_ranks), evaluate)
 
