@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.control.io.service import ControlService
 from penstock.control.ledger import Ledger
 from penstock.control.samples import Redo
 from penstock.errors import InvalidTransition, RunFailed
-from penstock.launch.simulated import simulate
+from penstock.launch.simulated import as_test, attempted, minimised, simulate
+from penstock.payload import slot as slots
+from penstock.payload.io.shm import Ring
+from penstock.payload.slot import STATE_MASK
 from penstock.records.ids import StepIndex
 from penstock.rollout.io.worker_client import WorkerClient
+from penstock.sim.parts import Work
 from penstock.sim.plan import Plan, Report
 from penstock.sim.storms import Fault
 from penstock.train.data import BatchLoader
+from penstock.weights import replica
 from penstock.weights.io.updater import ReplicaUpdater
+from penstock.weights.replica import Replica, ReplicaState, Resumed, ResumeEngine
+from penstock.weights.transaction import WeightTransaction
 from penstock.wire.messages import Delivered
 
 W0, W1, TRAINER, CONTROLLER = "p0.rollout.0", "p0.rollout.1", "p0.trainer", "controller"
@@ -33,7 +41,7 @@ STRAGGLING = (
 )
 """Members of groups fail and are issued again, some to a worker that is slow; the others' groups train on."""
 DAMAGED = (Fault(4.0, "damage_weights", for_s=5.0),)
-TRAINER_DIES = tuple(Fault(at_s, "kill", TRAINER) for at_s in (5.0, 12.0, 19.0, 26.0))
+TRAINER_DIES = tuple(Fault(5.0 + 3.1 * number, "kill", TRAINER) for number in range(10))
 CONTROLLER_DIES = tuple(
     one
     for at_s in (5.0, 12.0, 19.0, 26.0)
@@ -150,6 +158,93 @@ def test_a_prompt_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "settle", again)
     monkeypatch.setattr(Ledger, "check", lambda self: None)
     assert "was trained in step 3 and again in step" in outcome(plan(()))
+
+
+def test_a_ledger_that_forgets_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    lose = Ledger.lose_member
+
+    def forgetful(self: Ledger, *arguments: Any, **options: Any) -> Any:
+        lost = lose(self, *arguments, **options)
+        if self.state.dropped["lost"]:
+            self.state.counts["dropped"] -= 1
+        return lost
+
+    monkeypatch.setattr(Ledger, "lose_member", forgetful)
+    assert "the sample table is broken" in outcome(plan((Fault(6.0, "kill", W0), Fault(12.0, "kill", W1))))
+
+
+def test_a_ledger_that_skips_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    acknowledge = Ledger.acknowledge
+
+    def lossy(self: Ledger, step: StepIndex, missing: Any) -> Any:
+        changed = acknowledge(self, step, missing)
+        for prompt in missing:
+            self.state.redo.pop(prompt, None)
+        return changed
+
+    monkeypatch.setattr(Ledger, "acknowledge", lossy)
+    faults = tuple(Fault(at_s, "kill", worker) for at_s in (4.0, 9.0, 14.0, 19.0) for worker in (W0, W1))
+    chosen = msgspec.structs.replace(plan(faults), settings={**SETTINGS, "payload.transport": "tcp"})
+    assert "prompts" in outcome(chosen)
+
+
+def test_a_replica_that_resumes_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Replica._failed
+
+    def careless(self: Replica, event: Any) -> Any:
+        effects = failed(self, event)
+        return [ResumeEngine()] if self.state is ReplicaState.TORN else effects
+
+    monkeypatch.setattr(Replica, "_failed", careless)
+    monkeypatch.setitem(replica.TRANSITIONS, (ReplicaState.TORN, Resumed), ReplicaState.SERVING)
+    monkeypatch.setattr(Replica, "check", lambda self: None)
+    torn = (Fault(6.0, "tear", W0, for_s=20.0),)
+    chosen = msgspec.structs.replace(plan(torn), settings={**SETTINGS, "pipeline.weights.way": "in_place"})
+    assert "an engine generates as version" in outcome(chosen)
+
+
+def test_a_slot_that_is_free_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = slots.take
+    monkeypatch.setattr(slots, "take", lambda *arguments: take(*arguments) & ~STATE_MASK)
+    tight = {**SETTINGS, "pipeline.rollout.ring_slots": 24}
+    assert outcome(msgspec.structs.replace(plan(()), settings=tight)) != "complete"
+
+
+def test_a_slot_that_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ring, "discard", lambda self, refs: len(list(refs)))
+    leaking = Plan(seed=11, steps=200, work=Work(spread=0.9), faults=STRAGGLING, max_staleness=1)
+    assert outcome(leaking) != "complete"
+
+
+def test_a_controller_that_offers_no_weights_ends_the_run_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightTransaction, "_offer", lambda self, member, now, held=None: [])
+    settings = {"control.stall_fail_after_s": 5000.0, "pipeline.weights.min_healthy": 1}
+    assert "replicas served" in outcome(Plan(steps=5, settings=settings))
+
+
+def test_a_failing_seed_is_made_smaller_and_printed_as_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole storm only the fault is left that the mistake needs."""
+    monkeypatch.setattr(ReplicaUpdater, "_staged_digest", lambda self, manifest: manifest.digest)
+    storm = tuple(
+        Fault(at_s, what, target, for_s=3.0, amount=0.1)
+        for at_s, what, target in (
+            (3.0, "repeat", ""),
+            (4.0, "damage_weights", ""),
+            (5.0, "kill", W1),
+            (6.0, "stop", TRAINER),
+            (9.0, "latency", ""),
+            (12.0, "kill", CONTROLLER),
+        )
+    )
+    failing = Plan(seed=11, steps=24, faults=storm)
+    assert "bytes that were never published" in attempted(failing)[0]
+    smaller = minimised(failing, tries=30)
+    assert [one.what for one in smaller.faults] == ["damage_weights"]
+    assert smaller.steps <= 12
+    pasted: dict[str, Any] = {"Plan": Plan, "Fault": Fault, "simulate": simulate}
+    exec(as_test(smaller, "seed_11"), pasted)
+    with pytest.raises(InvalidTransition, match="never published"):
+        pasted["test_seed_11"]()
 
 
 def test_a_reply_before_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:

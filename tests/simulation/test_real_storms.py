@@ -6,7 +6,7 @@ import pytest
 
 from penstock.launch.simulated import simulate
 from penstock.sim.parts import Work
-from penstock.sim.plan import Plan
+from penstock.sim.plan import Plan, mixed
 from penstock.sim.storms import Fault, storm
 from penstock.sim.system import TIMED, System
 
@@ -53,15 +53,24 @@ def test_the_same_seed_gives_the_same_history() -> None:
     assert simulate(stormy(6, steps=12)).digest != first.digest
 
 
-@pytest.mark.parametrize("seed", range(4))
+FOUND = [8, 19, 31, 33, 46]
+"""Seeds that once failed: a rolled-back evaluation, devices at the end of a run, restarts that were used up by a muted
+heartbeat and by kills, a lease whose lost answer was never asked for again."""
+
+
+@pytest.mark.parametrize("seed", FOUND)
 def test_storms(seed: int) -> None:
-    assert simulate(stormy(seed)).complete
+    report = simulate(mixed(seed))
+    assert report.complete, report.ended
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 200))
-def test_many_storms(seed: int) -> None:
-    assert simulate(stormy(seed)).complete
+@pytest.mark.parametrize("first", range(100, 200, 10))
+def test_many_storms(first: int) -> None:
+    """A hundred random shapes of run in random storms."""
+    for seed in range(first, first + 10):
+        report = simulate(mixed(seed))
+        assert report.complete, f"seed {seed}: {report.ended}"
 
 
 @pytest.mark.parametrize(("seed", "for_s"), [(0, 2.4), (1, 2.4), (5066, 2.4), (2, 30.0)])

@@ -19,7 +19,9 @@ FULL_DISK = (
     "no space is left on the disk of the run directory. What was acknowledged is safe: free some space and resume"
 )
 CRASHES_AT_START = 3
-"""A process that never lived for `STEADY_S` gets so many tries: a crash at start is rarely bad luck."""
+"""A process that fails by itself before it has lived for `STEADY_S` gets so many tries: that is rarely bad luck."""
+NOT_ITS_FAULT = ("Stale",)
+"""What a process ends with that the controller has evicted: it was killed, stopped or cut off, and started well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class RestartPolicy:
     max_restarts: int
     restarts: int = 0
     quick_crashes: int = field(default=0)
+    """Ends in a row that came soon after the start, for whatever reason: the pauses grow with them."""
+    failures: int = field(default=0)
+    """Those of its own, in a row: kills in between neither count nor forgive."""
 
     def ended(self, ended: Ended, lived_s: float, last_words: Mapping[str, Any] | None) -> Verdict:
         if ended.exit_code == 0:
@@ -70,8 +75,11 @@ class RestartPolicy:
             return FailTheRun(f"{self.process}: {last_words['message']}", last_words["kind"] == "ConfigError")
         self.quick_crashes = self.quick_crashes + 1 if lived_s < STEADY_S else 1
         self.restarts += 1
-        if last_words is not None and self.quick_crashes > CRASHES_AT_START:
-            return FailTheRun(f"{self.process} failed {self.quick_crashes} times in a row; last: {why}")
+        self.failures = self.failures if lived_s < STEADY_S else 0
+        if last_words is not None and last_words["kind"] not in NOT_ITS_FAULT:
+            self.failures += 1
+            if self.failures > CRASHES_AT_START:
+                return FailTheRun(f"{self.process} failed {self.failures} times in a row; last: {why}")
         if self.restarts > self.max_restarts:
             return FailTheRun(f"{self.process} was restarted {self.max_restarts} times and ended again: {why}")
         delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self.quick_crashes - 1))

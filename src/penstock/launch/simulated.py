@@ -60,6 +60,8 @@ def simulate(plan: Plan) -> Report:
             lines=list(system.history.lines),
             broken=truth.broken,
             points=list(truth.points.values()),
+            troubles=dict(system.payload_net.troubles),
+            turns=truth.turns,
             fired=dict(run.fired),
             status=run.status,
         )

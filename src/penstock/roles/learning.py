@@ -15,7 +15,7 @@ from penstock.payload.io.fetch import BatchFetcher
 from penstock.roles.environments import environment_of
 from penstock.roles.models import objective_of
 from penstock.roles.process import RoleProcess
-from penstock.runtime.offload import Offload
+from penstock.runtime.offload import Offload, offloads
 from penstock.runtime.process import host_id
 from penstock.runtime.ranks import file_store
 from penstock.runtime.tensors import device_at
@@ -75,6 +75,8 @@ def fetcher_of(process: RoleProcess) -> BatchFetcher:
         label=process.name,
         directory=process.ring_directory,
         transport=process.config.payload.transport,
+        wires=process.wires(),
+        threads=offloads(),
     )
 
 

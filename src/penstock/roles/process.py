@@ -7,7 +7,8 @@ import errno
 import logging
 import os
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol
@@ -20,9 +21,13 @@ from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
 from penstock.control.io.heartbeat import Sidecar
 from penstock.errors import ADVICE, LocalProtocolError, PenstockError, sentence_of
+from penstock.payload.io.fetch import WIRES, Transport
 from penstock.payload.io.mapping import DIRECTORY
-from penstock.payload.io.shm import SYSTEM_RANDOM
+from penstock.payload.io.served import served
+from penstock.payload.io.shm import SYSTEM_RANDOM, Ring
+from penstock.payload.io.wire_client import Wire
 from penstock.records.ids import PipelineName
+from penstock.records.payload import RingAddress
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.logs import configure
 from penstock.runtime.member import RunMember, StoppedAtStart
@@ -78,6 +83,14 @@ class RoleProcess(RunMember):
             self.progress,
             every_s=self.config.control.heartbeat_every_s,
         )
+
+    def served(self, ring: Ring) -> AbstractContextManager[RingAddress]:
+        """Serves a ring of this process; its address says how it can be reached."""
+        return served(ring, self.config.payload, self.run.token())
+
+    def wires(self) -> Mapping[Transport, Callable[[], Wire]]:
+        """By which payloads come from other hosts."""
+        return WIRES
 
     def lag_monitor(self) -> LagMonitor:
         """Watches this process's loop as configured."""

@@ -14,7 +14,6 @@ import torch
 from penstock.config.devices import weights_stay_on_device
 from penstock.engines.protocol import Engine
 from penstock.errors import PenstockError
-from penstock.payload.io.served import served
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
 from penstock.roles.process import RoleProcess
@@ -49,7 +48,7 @@ async def main(process: RoleProcess) -> None:
         guardian_pid=seat.guardian_pid,
     )
     try:
-        with served(ring, process.config.payload, process.run.token()) as address:
+        with process.served(ring) as address:
             fetch = await working.run(_meet, seat, address)
             await _keep_step(process, seat, engine, workload, ring, fetch, working)
     finally:

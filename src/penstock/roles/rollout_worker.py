@@ -17,7 +17,6 @@ from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.protocol import Engine, Site
 from penstock.engines.ranks import EngineRanks
 from penstock.envs.protocol import prompts_per_pass
-from penstock.payload.io.served import served
 from penstock.payload.io.shm import Ring
 from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress
@@ -83,7 +82,7 @@ async def _work(process: RoleProcess, engine_ranks: EngineRanks, make: Make, eva
     )
     try:
         with (
-            served(ring, process.config.payload, process.run.token()) as address,
+            process.served(ring) as address,
             evaluate(process, engine, policy) as evaluation,
         ):
             try:

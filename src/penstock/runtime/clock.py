@@ -5,10 +5,14 @@ Loops that must also run in simulation take `monotonic` and `sleep` from here in
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+LOOK_EVERY_S = 0.01
+"""How often a thread in virtual time looks whether what it waits for has come."""
 
 
 class TimeSource(Protocol):
@@ -30,6 +34,20 @@ def monotonic() -> float:
 def sleep(seconds: float) -> None:
     """`time.sleep`, or virtual time in a simulation. Not on a loop."""
     _source.sleep(seconds)
+
+
+def wait_for(condition: threading.Condition, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
+    """`condition.wait_for`, or the same in virtual time; the loop's own thread does not wait there."""
+    if _source is time:
+        return condition.wait_for(predicate, timeout_s)
+    until = monotonic() + timeout_s if timeout_s is not None else float("inf")
+    while not predicate() and monotonic() < until and _source.may_block():  # type: ignore[attr-defined]
+        condition.release()
+        try:
+            sleep(min(LOOK_EVERY_S, until - monotonic()))
+        finally:
+            condition.acquire()
+    return predicate()
 
 
 @contextmanager

@@ -89,8 +89,13 @@ class Offload:
 
 def background(threads: int, name: str) -> Offload:
     """Threads beside the running loop. A loop with virtual time brings its own, whose work takes virtual time."""
+    return offloads()(threads, name)
+
+
+def offloads() -> Callable[[int, str], Offload]:
+    """`background`, for code that makes its threads later and elsewhere than on the loop."""
     loop = asyncio.get_running_loop()
-    return loop.offload(threads, name) if isinstance(loop, OffloadingLoop) else Offload(threads, name)
+    return loop.offload if isinstance(loop, OffloadingLoop) else Offload
 
 
 @runtime_checkable

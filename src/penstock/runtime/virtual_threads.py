@@ -94,6 +94,11 @@ class VirtualThreads:
         self._asleep: set[_Thread] = set()
         self.durations = durations
 
+    @property
+    def in_one(self) -> bool:
+        """Whether the caller is one of them."""
+        return _here.thread is not None
+
     def offload(self, threads: int, name: str) -> Offload:
         return VirtualOffload(self, self._loop, threads, name)
 

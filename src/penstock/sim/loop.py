@@ -277,6 +277,9 @@ class _Time:
     def sleep(self, seconds: float) -> None:
         self._loop.threads.sleep(seconds)
 
+    def may_block(self) -> bool:
+        return self._loop.threads.in_one
+
 
 @contextmanager
 def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterator[VirtualLoop]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.control.io.client import MSGPACK
 from penstock.control.io.memory import Answer
+from penstock.payload.io.memory import Trouble
 from penstock.sim.loop import CURRENT, Process, VirtualLoop
 from penstock.wire.codec import Codec
 from penstock.wire.messages import Reply, Request
@@ -22,6 +24,7 @@ class Weather(Protocol):
     lose: float
     reset: float
     repeat: float
+    corrupt: float
 
 
 class Served(Protocol):
@@ -156,3 +159,40 @@ class NetworkLink:
 
     def send(self, body: bytes, answered: Callable[[Answer], None], failed: Callable[[str], None]) -> None:
         self._network.send(self._process, body, answered, failed)
+
+
+class PayloadNet:
+    """The same weather for payloads that come over the network, and ports that are sick by themselves."""
+
+    def __init__(self, network: Network, random: Random) -> None:
+        self._network = network
+        self._random = random
+        self.owners: dict[int, Process] = {}
+        self.sick: dict[int, Trouble] = {}
+        self.troubles: Counter[str] = Counter()
+
+    @property
+    def latency_s(self) -> float:
+        return self._network.weather.latency_s * (0.5 + self._random.random())
+
+    def trouble(self, port: int, stage: Literal["connect", "ask"]) -> Trouble | None:
+        found = self._trouble(port, stage)
+        if found is not None:
+            self.troubles[found] += 1
+        return found
+
+    def _trouble(self, port: int, stage: Literal["connect", "ask"]) -> Trouble | None:
+        client, owner, weather = CURRENT.get(), self.owners[port], self._network.weather
+        cut = self._network.cut
+        if owner.state == "stopped" or owner.name in cut or (client is not None and client.name in cut):
+            return "silent"
+        if port in self.sick:
+            return self.sick[port]
+        if self._strikes(weather.reset):
+            return "reset"
+        if stage == "ask" and self._strikes(weather.lose):
+            return "confirmation lost"
+        return "corrupt" if stage == "ask" and self._strikes(weather.corrupt) else None
+
+    def _strikes(self, probability: float) -> bool:
+        return probability > 0 and self._random.random() < probability

@@ -20,12 +20,14 @@ from penstock.errors import Aborted
 from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
+from penstock.runtime.clock import sleep
 from penstock.sim.truth import Truth, worth
 from penstock.train.world import ALONE
 
 CHUNKS = 4
 """Decode boundaries at which a simulated generation looks at its engine."""
 LOOK_EVERY_S = 0.05
+NEVER_S = 1e7
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +67,11 @@ class Moods(msgspec.Struct):
     slow: float = 1.0
     crash: bool = False
     """Staging raises something that nothing expects."""
+    damage: bool = False
+    """What is staged or written is not what was brought."""
+    stuck: bool = False
+    """A step of an update never ends."""
+    wake_fails: float = 0.0
     tear: bool = False
     """Writing in place fails half-way."""
     lie: bool = False
@@ -82,15 +89,17 @@ class SimEnvironment:
 class SimEngine(ServingEngine):
     """Serves real weights; draws nothing."""
 
-    def __init__(self, policy: Policy, moods: Moods, truth: Truth, name: str) -> None:
+    def __init__(self, policy: Policy, moods: Moods, truth: Truth, name: str, *, shared: bool) -> None:
+        """Devices that are `shared` are left before others are on them; those of a worker alone end with it."""
         super().__init__(Serving(policy.module), seed=0)
         self.interrupted = False
         self._moods = moods
         self._truth = truth
         self._name = name
+        self._shared = shared
 
     async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
-        self._truth.occupies(self._name, devices)
+        self._truth.occupies(self._name, devices if self._shared else ())
         await super().occupy(devices, timeout_s)
 
     async def vacate(self, timeout_s: float) -> None:
@@ -100,14 +109,26 @@ class SimEngine(ServingEngine):
     def stage(self, tensors: Mapping[str, Any]) -> None:
         if self._moods.crash:
             raise MemoryError("staging failed in simulation")
+        if self._moods.stuck:
+            sleep(NEVER_S)
         super().stage(tensors)
+        if self._moods.damage:
+            next(iter(self.staged_tensors().values())).view(-1)[0] += 0.5
 
     def load_in_place(self, tensors: Mapping[str, Any], version: int, digest: str, timeout_s: float = 60.0) -> float:
         if self._moods.tear:
             for name, tensor in list(self.served_tensors().items())[:2]:
                 tensor.detach().copy_(tensors[name])
             raise OSError("the transfer broke off in simulation")
-        return super().load_in_place(tensors, version, digest, timeout_s)
+        paused_s = super().load_in_place(tensors, version, digest, timeout_s)
+        if self._moods.damage:
+            next(iter(self.served_tensors().values())).detach().view(-1)[0] += 0.5
+        return paused_s
+
+    def wake(self, *arguments: Any) -> Any:
+        if self._moods.wake_fails and self._truth.random.random() < self._moods.wake_fails:
+            raise OSError("the engine could not be woken in simulation")
+        return super().wake(*arguments)
 
     def interrupt(self) -> None:
         self.interrupted = True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import msgspec
 
 from penstock.config.run import Config
 from penstock.sim.parts import Work
-from penstock.sim.storms import Fault
+from penstock.sim.storms import Fault, storm
+
+EVALUATION = {"every_steps": 5, "prompts": 6, "samples": 2, "temperature": 1.0, "timeout_s": 60.0}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,10 @@ class Report(msgspec.Struct, kw_only=True):
     broken: list[str]
     points: list[dict[str, Any]]
     """Evaluations, as they were written down."""
+    troubles: dict[str, int]
+    """What went wrong with payloads on their way."""
+    turns: int
+    """How often a process moved on to a shared device."""
     fired: dict[str, int]
     status: dict[str, Any]
 
@@ -115,6 +122,46 @@ def workers_of(plan: Plan) -> list[str]:
 
 def trainers_of(plan: Plan) -> list[str]:
     return [f"p{number}.trainer" for number in range(plan.pipelines)]
+
+
+def mixed(seed: int) -> Plan:
+    """A random shape of run in a random storm that passes: the run must end well afterwards."""
+    random = Random(f"{seed} mixed")
+    pipelines, settings = random.choice((1, 1, 1, 1, 2, 3)), {}
+    if pipelines > 1 and random.random() < 0.7:
+        settings["pool.devices"] = random.choice((2, 3))
+    if random.random() < 0.4:
+        settings["payload.transport"] = "tcp"
+    if random.random() < 0.4:
+        settings |= {f"pipeline.evaluation.{name}": value for name, value in EVALUATION.items()}
+    if random.random() < 0.3:
+        settings["pipeline.weights.way"] = "in_place"
+    if random.random() < 0.3:
+        settings["pipeline.train.filters"] = ["zero_signal"]
+    by_prompts = random.random() < 0.3
+    settings["pipeline.epochs"] = 1 if by_prompts else None
+    settings["pipeline.train.straggler_wait_s"] = random.choice((0.0, 0.0, 5.0))
+    settings["pipeline.checkpoint.every_steps"] = random.choice((1, 3, 5, 10))
+    plan = Plan(
+        seed=seed,
+        steps=random.choice((20, 30)),
+        workers=random.choice((1, 2, 2, 3)),
+        pipelines=pipelines,
+        groups_per_step=random.choice((1, 4, 4, 6)),
+        group_size=random.choice((2, 2, 4)),
+        max_staleness=random.choice((0, 1, 2, 2, 4)),
+        work=Work(
+            spread=random.choice((0.3, 0.9)),
+            equal_bytes=random.choice((0.0, 0.0, 0.5, 1.0)),
+            equal_rewards=random.choice((0.0, 0.2, 0.6)),
+            poison=random.choice((0.0, 0.0, 0.02)),
+            prompts=random.choice((90, 101)) if by_prompts else None,
+        ),
+        settings=settings,
+    )
+    span_s, every_s = random.choice((40.0, 90.0)), random.choice((4.0, 8.0, 15.0)) / pipelines
+    faults = storm(seed, workers_of(plan), trainers_of(plan), span_s=span_s, every_s=every_s)
+    return msgspec.structs.replace(plan, faults=tuple(faults))
 
 
 def as_test(plan: Plan, name: str) -> str:

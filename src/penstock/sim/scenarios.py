@@ -87,7 +87,7 @@ SCENARIOS = [
         plan=Plan(steps=20, faults=(Fault(10.0, "hang", W0, for_s=3000.0),), settings=IMPATIENT),
         struck_s=10.0,
         says="should deliver them",
-        within_s=75.0,
+        within_s=90.0,
         check=lambda report: report.restarts == 5,
     ),
     Scenario(

@@ -8,6 +8,7 @@ from random import Random
 
 import msgspec
 
+from penstock.payload.io.memory import Trouble
 from penstock.sim.parts import Moods
 from penstock.sim.system import System
 
@@ -83,6 +84,7 @@ KINDS |= {
     "lose": _weather("lose"),
     "reset": _weather("reset"),
     "repeat": _weather("repeat"),
+    "corrupt": _weather("corrupt"),
     "latency": _weather("latency_s"),
     "slow_disk": _weather("commit_s"),
 }
@@ -92,6 +94,18 @@ KINDS |= {
 def full_disk(system: System, one: Fault) -> Callable[[], None]:
     system.sky.disk_full = True
     return lambda: setattr(system.sky, "disk_full", False)
+
+
+@fault
+def sick_port(system: System, one: Fault) -> Callable[[], None] | None:
+    """A payload port of a worker refuses, resets or falls silent, by `amount`: 0, 1 or 2."""
+    net, placed = system.payload_net, system.placed.get(one.target)
+    ports = [port for port, owner in net.owners.items() if placed is not None and owner is placed.process]
+    if not ports:
+        return None
+    troubles: tuple[Trouble, ...] = ("refused", "reset", "silent")
+    net.sick[ports[0]] = troubles[int(one.amount)]
+    return lambda: net.sick.pop(ports[0], None) and None
 
 
 def _mood(field: str) -> Callable[[System, Fault], Callable[[], None] | None]:
@@ -111,8 +125,27 @@ KINDS |= {
     "slow": _mood("slow"),
     "crash": _mood("crash"),
     "tear": _mood("tear"),
+    "damage_memory": _mood("damage"),
+    "stuck_update": _mood("stuck"),
+    "wake_fails": _mood("wake_fails"),
     "lie": _mood("lie"),
 }
+
+
+@fault
+def flip_prefetch(system: System, one: Fault) -> None:
+    """The live setting `rollout.prefetch` is changed."""
+    if system.service is not None:
+        flags = system.service.prefetch
+        system.service.prefetch = {name: not flags.get(name, True) for name in system.service.controller.pipelines}
+
+
+@fault
+def terminate(system: System, one: Fault) -> None:
+    """A process is asked to end by somebody else than its supervisor."""
+    placed = system.placed.get(one.target)
+    if placed is not None and placed.process.alive:
+        system.loop.call_soon(placed.member.stop.request, "received SIGTERM", context=placed.process.context)
 
 
 @fault
@@ -215,6 +248,16 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
             (2, Fault(at_s, "hang", worker, for_s=round(random.uniform(1, 60), 1))),
             (2, Fault(at_s, "hooks_fail", worker, for_s=round(random.uniform(1, 30), 1), amount=0.2)),
             (1, Fault(at_s, "slow", worker, for_s=round(random.uniform(1, 30), 1), amount=8.0)),
+            (1, Fault(at_s, "corrupt", for_s=round(random.uniform(1, 20), 1), amount=0.1)),
+            (1, Fault(at_s, "sick_port", worker, for_s=round(random.uniform(1, 60), 1), amount=random.randrange(3))),
+            (1, Fault(at_s, "terminate", worker)),
+            (1, Fault(at_s, "flip_prefetch")),
+            (1, Fault(at_s, "damage_memory", worker, for_s=round(random.uniform(1, 10), 1))),
+            (1, Fault(at_s, "tear", worker, for_s=round(random.uniform(1, 10), 1))),
+            (1, Fault(at_s, "stuck_update", worker, for_s=round(random.uniform(1, 10), 1))),
+            (1, Fault(at_s, "wake_fails", worker, for_s=round(random.uniform(1, 10), 1), amount=0.3)),
+            (1, Fault(at_s, "lie", worker, for_s=round(random.uniform(1, 10), 1))),
+            (2, Fault(at_s, "cut", f"{worker}.heart", for_s=round(random.uniform(5, 60), 1))),
             (1, Fault(at_s, "damage_checkpoint")),
             (2, Fault(at_s, "damage_weights", for_s=round(random.uniform(0, 10), 1))),
             (1, Fault(at_s, "lose_host", worker)),

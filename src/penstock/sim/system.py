@@ -14,7 +14,7 @@ import logging
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,12 @@ from penstock.control.io.service import ControlService
 from penstock.errors import InvalidTransition, PenstockError, RunFailed
 from penstock.journal.virtual import VirtualJournal
 from penstock.payload.io import mapping as mappings
+from penstock.payload.io.fetch import Transport
+from penstock.payload.io.memory import MemoryExchange, MemoryWire
+from penstock.payload.io.shm import Ring
+from penstock.payload.io.wire_client import Wire
 from penstock.records.ids import MemberId, PipelineName
+from penstock.records.payload import RingAddress
 from penstock.roles import rollout_worker, trainer
 from penstock.roles.controller import service_of
 from penstock.roles.process import UNEXPECTED, RoleProcess
@@ -38,10 +43,11 @@ from penstock.rollout.io.hook_calls import Evaluating
 from penstock.runtime.clock import SystemClock
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.member import StoppedAtStart
+from penstock.runtime.process import host_id
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.tasks import Tasks
 from penstock.sim.loop import CURRENT, Process, VirtualLoop, virtual_loop
-from penstock.sim.network import Network
+from penstock.sim.network import Network, PayloadNet
 from penstock.sim.parts import Moods, SimEngine, SimEnvironment, SimLearner, SimWorkload, Work, small_policy
 from penstock.sim.truth import Truth
 from penstock.train import checkpoint
@@ -83,6 +89,8 @@ class Sky(msgspec.Struct):
     lose: float = 0.0
     reset: float = 0.0
     repeat: float = 0.0
+    corrupt: float = 0.0
+    """Of payloads that come over the network."""
     commit_s: float = 0.002
     disk_full: bool = False
 
@@ -135,6 +143,20 @@ class SimMember(RoleProcess):
 
     def lag_monitor(self) -> LagMonitor:
         return NoLag(self.name)
+
+    @contextmanager
+    def served(self, ring: Ring) -> Iterator[RingAddress]:
+        section, ports = self.config.payload, ()
+        if section.transport == "tcp":
+            exchange, directory = self.system.exchange, self.ring_directory
+            server = exchange.serve(ring.name, self.run.token(), ports=section.ports, directory=directory)
+            self.system.payload_net.owners |= dict.fromkeys(server.ports, self.process)
+            self.process.at_death.append(server.close)
+            ports = server.ports
+        yield ring.address(host_id=host_id(), host=section.host, tcp_ports=ports)
+
+    def wires(self) -> Mapping[Transport, Callable[[], Wire]]:
+        return {"tcp": lambda: MemoryWire(self.system.exchange)}
 
 
 class NoLag(LagMonitor):
@@ -201,7 +223,10 @@ class System:
         self.history = History(loop.time)
         self.said: list[Said] = []
         self.truth = Truth(config.pipeline, loop.time)
+        self.truth.may_miss = config.payload.transport != "shm"  # what lies elsewhere can be out of reach
         self.network = Network(loop, Random(f"{seed} network"), self.sky, self._served)
+        self.payload_net = PayloadNet(self.network, Random(f"{seed} payloads"))
+        self.exchange = MemoryExchange(self.payload_net)
         self.placed: dict[str, Placed] = {}
         self.moods: dict[str, Moods] = {}
         self.service: ControlService | None = None
@@ -327,7 +352,7 @@ class System:
 
     def _learner(self, member: RoleProcess) -> SimLearner:
         pipeline = member.pipeline
-        devices = devices_of(self.config).placements[pipeline.name].train
+        devices = devices_of(self.config).placements[pipeline.name].train if self.config.pool.devices else ()
         progressed = member.progress.moved
         learner = SimLearner(self.work, self.truth, pipeline.name, self.seed, progressed, member.name, devices)
         found = checkpoint.latest(self.run.checkpoints(pipeline.name))
@@ -343,7 +368,7 @@ class System:
             raise ValueError("the engine cannot be built, in simulation")
         if not moods.lasting:
             moods = self.moods[member.name] = Moods()
-        engine = SimEngine(policy, moods, self.truth, member.name)
+        engine = SimEngine(policy, moods, self.truth, member.name, shared=bool(self.config.pool.devices))
         workload = SimWorkload(engine, self.work, moods, self.truth, member.random, self.seed)
         return SimEnvironment(self.work.prompts), engine, workload, policy
 

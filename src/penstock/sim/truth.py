@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from penstock.config.pipeline import PipelineSection
@@ -30,6 +31,7 @@ class Truth:
         self._max_staleness = {one.name: one.train.max_staleness for one in pipelines}
         self._evaluation = {one.name: one.evaluation for one in pipelines}
         self._now = now
+        self.random = Random("engines")
         self.broken: list[str] = []
         self.points: dict[tuple[str, int], dict[str, Any]] = {}
         """Evaluations by pipeline and the version at which they were due."""
@@ -115,6 +117,8 @@ class Truth:
             del self._batches[key]
         for done in [done for done in self._acked[pipeline] if done >= step]:
             del self._acked[pipeline][done]
+        for key in [key for key, point in self.points.items() if key[0] == pipeline and _latest(point) > step]:
+            del self.points[key]
 
     def _gave(self, pipeline: str, batch: Batch) -> None:
         self._batches[pipeline, batch.step] = batch
@@ -163,6 +167,8 @@ class Truth:
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """The controller writes a point down: complete, of one version, and once. Its restart may write it again."""
+        if line.get("skipped", "").startswith("training was rolled back"):
+            return  # it is due again
         name, version, asked = line["pipeline"], line["version"], self._evaluation[line["pipeline"]]
         point = {key: value for key, value in line.items() if key != "at"}
         if self.points.setdefault((name, line["due"]), point) != point:
@@ -201,3 +207,7 @@ class Truth:
         left = issued - len(done) - int(status["prompts_set_aside"]) - filtered
         if left < redo or (not status["in_flight"] and left != redo):
             self.breaks(f"{pipeline}: of {issued} prompts {left} are not accounted for, {redo} are to be issued again")
+
+
+def _latest(point: dict[str, Any]) -> int:
+    return max(point["due"], -1 if point["version"] is None else point["version"])

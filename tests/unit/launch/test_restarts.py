@@ -84,3 +84,11 @@ def test_a_worker_without_a_place_waits_while_another_does_its_work_and_fails_th
     assert without_place(spec, "no CPU is free", []) == FailTheRun(
         "letters.rollout.1 cannot be started: no CPU is free"
     )
+
+
+def test_kills_and_evictions_are_not_failures_of_the_process_itself():
+    policy = RestartPolicy("w", 50)
+    for _ in range(2 * CRASHES_AT_START):
+        assert isinstance(policy.ended(Ended(-9), 1.0, None), RestartAfter)
+        assert isinstance(policy.ended(Ended(1), 1.0, words("Stale")), RestartAfter)
+    assert isinstance(policy.ended(Ended(70), 1.0, words("ValueError")), RestartAfter)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.payload.exchange import MAX_CONSUMED
@@ -14,6 +13,8 @@ from penstock.payload.io.wire_client import WireClient
 from penstock.payload.retry import Failure
 from penstock.records.payload import PayloadRef, RingAddress
 from penstock.runtime.backoff import Backoff
+from penstock.runtime.clock import monotonic, wait_for
+from penstock.runtime.offload import Offload
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +38,21 @@ class Consumption:
     What cannot be passed on in time is warned of: it occupies its ring until the producer ends or discards it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: Callable[[int, str], Offload] = Offload) -> None:
         self._changed = threading.Condition()
+        self._threads = threads
         self._untold: list[_Used] = []
         self._end: float | None = None
         self._cancellation = Cancellation()
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        self._thread: threading.Thread | None = None
+        self._offload: Offload | None = None
+        self._telling = False
 
     def __repr__(self) -> str:
         return f"<Consumption {sum(len(used.refs) for used in self._untold)} payloads to be told of>"
 
     def add(self, client: WireClient, address: RingAddress, refs: Sequence[PayloadRef]) -> None:
-        until = time.monotonic() + GIVE_UP_S
+        until = monotonic() + GIVE_UP_S
         parts = [refs[start : start + MAX_CONSUMED] for start in range(0, len(refs), MAX_CONSUMED)]
         used = [_Used(client, address, tuple(part), until) for part in parts]
         with self._changed:
@@ -58,25 +61,34 @@ class Consumption:
                     _warn(one, Failure("cancelled", "the fetcher was closed before"))
                 return
             self._untold += used
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="payload-consumption", daemon=True)
-                self._thread.start()
+            if self._offload is None:
+                self._offload = self._threads(1, "payload-consumption")
+                self._telling = True
+                self._offload.submit(self._run)
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Try once more to pass on what is left, for `timeout_s` at most."""
         with self._changed:
-            self._end = time.monotonic() + timeout_s
+            self._end = monotonic() + timeout_s
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+            wait_for(self._changed, lambda: not self._telling, timeout_s)
+        if self._offload is not None:
             self._cancellation.cancel("the fetcher is closing")
-            self._thread.join()
+            self._offload.close(timeout_s)
 
     def _run(self) -> None:
+        try:
+            self._tell_all()
+        finally:
+            with self._changed:
+                self._telling = False
+                self._changed.notify_all()
+
+    def _tell_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._untold) or self._end is not None)
+                wait_for(self._changed, lambda: bool(self._untold) or self._end is not None)
                 if not self._untold:
                     return
                 batch, self._untold = self._untold, []
@@ -86,7 +98,7 @@ class Consumption:
                 if not left:
                     self._backoff.reset()
                 elif self._end is None:
-                    self._changed.wait(self._backoff.next_s())
+                    wait_for(self._changed, lambda: self._end is not None, self._backoff.next_s())
 
     def _tell(self, used: _Used) -> bool:
         """True when there is nothing more to do about it."""
@@ -95,11 +107,11 @@ class Consumption:
         failure: Failure | None = Failure("timed_out", "no time was left")
         tried: set[int] = set()
         for _ in range(2):
-            now = time.monotonic()
+            now = monotonic()
             if failure is not None and now < until:
                 deadline = min(until, now + CALL_S)
                 failure = used.client.consume(used.address, used.refs, deadline, tried, self._cancellation)
-        if failure is not None and not last and time.monotonic() < until:
+        if failure is not None and not last and monotonic() < until:
             return False
         if failure is not None:
             _warn(used, failure)

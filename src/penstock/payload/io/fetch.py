@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -28,7 +27,8 @@ from penstock.payload.retry import (
     TimePassed,
 )
 from penstock.records.payload import PayloadRef, RingAddress
-from penstock.runtime.clock import monotonic
+from penstock.runtime.clock import monotonic, wait_for
+from penstock.runtime.offload import Offload
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +138,8 @@ class BatchFetcher:
         transport: Transport | Literal["auto"] = "auto",
         policy: RetryPolicy | None = None,
         buffers: Buffers | None = None,
+        wires: Mapping[Transport, Callable[[], Wire]] | None = None,
+        threads: Callable[[int, str], Offload] = Offload,
     ) -> None:
         self._host_id = host_id
         self._token = token
@@ -153,10 +155,13 @@ class BatchFetcher:
         self._unused: dict[str, int] = {}
         self._transports: dict[str, Transport] = {}
         self._clients: dict[Transport, WireClient] = {}
-        self._consumption = Consumption()
+        self._wires = wires or WIRES
+        self._threads = threads
+        self._consumption = Consumption(threads)
         self._going_on: set[Cancellation] = set()
         self._closed = False
-        self._calls = ThreadPoolExecutor(self._policy.concurrency, thread_name_prefix="payload-call")
+        self._calls: Offload | None = None
+        """Made with the first connection: payloads on the same host need none."""
 
     def __repr__(self) -> str:
         return f"<BatchFetcher {self._label}, transports {self._transports}>"
@@ -204,8 +209,9 @@ class BatchFetcher:
         for cancellation in going_on:
             cancellation.cancel("the fetcher is closing")
         with self._lock:
-            self._ended.wait_for(lambda: not self._going_on, CLOSE_S)
-        self._calls.shutdown()
+            wait_for(self._ended, lambda: not self._going_on, CLOSE_S)
+        if self._calls is not None:
+            self._calls.close(CLOSE_S)
         self._consumption.close(TELL_S)
         with self._lock:
             for reader in self._readers.values():
@@ -250,16 +256,21 @@ class BatchFetcher:
         cancellation: Cancellation,
     ) -> None:
         retry = BatchRetry(wanted, self._policy, monotonic())
-        landed: queue.SimpleQueue[tuple[PayloadRef, Received | Failure | BaseException]] = queue.SimpleQueue()
+        landed: deque[tuple[PayloadRef, Received | Failure | BaseException]] = deque()
+        one_landed = threading.Condition()
+        assert self._calls is not None
         tried: dict[PayloadRef, set[int]] = {}
 
         def call(ref: PayloadRef, deadline: float) -> None:
             ring = wanted[ref]
             ports = tried.setdefault(ref, set())
             try:
-                landed.put((ref, ring.client.read(ring.address, ref, deadline, ports, cancellation)))
-            except BaseException as error:  # noqa: BLE001  raised again by the thread that waits for it
-                landed.put((ref, error))
+                outcome = ring.client.read(ring.address, ref, deadline, ports, cancellation)
+            except Exception as error:  # noqa: BLE001  raised again by the thread that waits for it
+                outcome = error
+            with one_landed:
+                landed.append((ref, outcome))
+                one_landed.notify()
 
         broken: BaseException | None = None
         effects = retry.handle(TimePassed(), monotonic())
@@ -270,10 +281,9 @@ class BatchFetcher:
             if retry.done:
                 break
             now = monotonic()
-            try:
-                ref, outcome = landed.get(timeout=max(0.0, min(retry.wake_at(now) - now, 1.0)))
-            except queue.Empty:
-                ref, outcome = None, None
+            with one_landed:
+                wait_for(one_landed, lambda: bool(landed), max(0.0, min(retry.wake_at(now) - now, 1.0)))
+                ref, outcome = landed.popleft() if landed else (None, None)
             if cancellation.reason is not None:
                 retry.handle(BatchCancelled(cancellation.reason), monotonic())
             if ref is None:
@@ -335,8 +345,9 @@ class BatchFetcher:
             raise ConfigError("the producer offers no port")
         if transport in self._clients:
             return
-        wire = TcpWire() if transport == "tcp" else _ucxx_wire()
-        self._clients[transport] = WireClient(wire, self._token, self._buffers, verify=self._verify)
+        self._clients[transport] = WireClient(self._wires[transport](), self._token, self._buffers, verify=self._verify)
+        if self._calls is None:
+            self._calls = self._threads(self._policy.concurrency, "payload-call")
 
     def _detach_unused(self, addresses: dict[str, RingAddress]) -> None:
         for ring in list(self._transports):
@@ -356,3 +367,6 @@ def _ucxx_wire() -> Wire:
     except ImportError as error:
         raise ConfigError("UCXX is not installed here (pip install 'penstock[ucxx]')") from error
     return UcxxWire()
+
+
+WIRES: Mapping[Transport, Callable[[], Wire]] = {"tcp": TcpWire, "ucxx": _ucxx_wire}

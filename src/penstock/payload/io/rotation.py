@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Collection
 
 from penstock.payload.ports import CallFailed, CallSucceeded, Fault, HealPort, Ports
+from penstock.runtime.clock import monotonic
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Rotation:
         with self._lock:
             if (host, ports) not in self._ports:
                 self._ports[host, ports] = Ports(ports, first_s=self._first_s, cap_s=self._cap_s)
-            return self._ports[host, ports].choose(time.monotonic(), avoid)
+            return self._ports[host, ports].choose(monotonic(), avoid)
 
     def succeeded(self, host: str, ports: tuple[int, ...], port: int) -> None:
         self._tell(host, ports, CallSucceeded(port))
@@ -38,7 +38,7 @@ class Rotation:
 
     def _tell(self, host: str, ports: tuple[int, ...], event: CallSucceeded | CallFailed) -> None:
         with self._lock:
-            effects = self._ports[host, ports].handle(event, time.monotonic())
+            effects = self._ports[host, ports].handle(event, monotonic())
         for effect in effects:
             if isinstance(effect, HealPort):
                 log.info("payload port %s:%d is well again", host, effect.port)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import NamedTuple, Protocol
 
 from penstock.errors import LocalProtocolError, PenstockError, Stale
@@ -27,6 +26,7 @@ from penstock.payload.exchange import (
     TakeSlot,
 )
 from penstock.payload.io.reader import Lease, RingReader
+from penstock.runtime.clock import monotonic
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Service:
             return ServerStatistics(connections=connections, **self._counts)
 
     def new_exchange(self) -> ServerExchange:
-        return ServerExchange(self._token, self.reader.name, self.reader.epoch, time.monotonic(), self._limits)
+        return ServerExchange(self._token, self.reader.name, self.reader.epoch, monotonic(), self._limits)
 
 
 class Outlet(Protocol):
@@ -102,7 +102,7 @@ class Handler:
     def handle(self, event: Event | None) -> None:
         """Feed an event to the exchange, perform what it says, and so on until it waits for the client."""
         while event is not None:
-            effects = self.exchange.handle(event, time.monotonic())
+            effects = self.exchange.handle(event, monotonic())
             event = None
             for effect in effects:
                 outcome = self._perform(effect)

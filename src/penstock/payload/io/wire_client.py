@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -16,6 +15,7 @@ from penstock.payload.io.rotation import Rotation
 from penstock.payload.ports import Fault
 from penstock.payload.retry import Failure
 from penstock.records.payload import PayloadRef, RingAddress
+from penstock.runtime.clock import monotonic
 
 
 class Broken(Transient):
@@ -207,7 +207,7 @@ class WireClient:
                 if not idle:
                     return None
                 connection = idle.pop()
-            if connection.reusable and time.monotonic() - connection.born < self._max_age_s:
+            if connection.reusable and monotonic() - connection.born < self._max_age_s:
                 return connection
             connection.close()
 

@@ -57,8 +57,14 @@ class WorkerClient:
         self._ring = ring
         self._requests = itertools.count()
         self._unread = Unread()
+        self._giving_back: asyncio.Task[None] | None = None
 
     async def lease(self, samples: int, wait_s: float) -> Leased:
+        # An answer that was lost can be had again only until the next request: before that it is waited for.
+        if self._giving_back is not None and not self._giving_back.done():
+            await asyncio.wait([self._giving_back], timeout=wait_s)
+            if not self._giving_back.done():
+                return Leased((), "throttled", "running")
         ask = AskLease(
             pipeline=self._client.pipeline,
             member=self._client.member,
@@ -72,7 +78,7 @@ class WorkerClient:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
             # The controller may grant it all the same: those leases would be lost.
-            self._tasks.spawn("give back a lease", self._give_back(asking))
+            self._giving_back = self._tasks.spawn("give back a lease", self._give_back(asking))
             raise
         if isinstance(answer, PenstockError):
             raise answer
