@@ -124,17 +124,22 @@ def pack_tokens(
     sample_tokens = np.zeros(len(samples), np.int64)
     for sequence in sequences:
         sample_tokens[sequence.sample] += np.count_nonzero(sequence.loss_mask)
-    total = sum(sequence.tokens for sequence in sequences)
+    share = settings.layout == "prefix" and "routed_experts" not in samples[0]
+    forests: list[Any] = []
+    plan: list[list[int]] = []
     limit = settings.micro_batch_tokens
     if settings.micro_batches > 1:
+        total = sum(sequence.tokens for sequence in sequences)
         limit = min(limit, -(-total // settings.micro_batches))
-    forests: list[Any] = []
-    if settings.layout == "padded":
-        plan = plan_micro_batches([sequence.tokens for sequence in sequences], limit)
-    else:
-        share = settings.layout == "prefix" and "routed_experts" not in samples[0]
-        forests = plan_forests(samples, sequences, limit, share=share)
-        plan = [[number] for number in range(len(forests))]
+    while True:
+        if settings.layout == "padded":
+            plan = plan_micro_batches([sequence.tokens for sequence in sequences], limit)
+        else:
+            forests = plan_forests(samples, sequences, limit, share=share)
+            plan = [[number] for number in range(len(forests))]
+        if len(plan) >= min(settings.micro_batches, len(sequences)):
+            break
+        limit = limit * 9 // 10  # what is shared, and how sequences fall, is only known when it is planned
 
     def fill(chosen: list[int]) -> TokenMicroBatch:
         if settings.layout == "padded":

@@ -140,6 +140,17 @@ def test_a_step_that_does_not_fit_goes_on_in_smaller_passes(
     assert "out of device memory" in caplog.text
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "prefix"])
+def test_a_step_has_as_many_updates_as_were_asked_for(layout: Packing) -> None:
+    samples = groups(0, [4, 4, 4])
+    batches = pack_tokens(samples, np.ones(12), PackSettings(layout=layout, micro_batches=3))
+    assert len(batches) >= 3
+    owner = Learner(
+        TokenObjective(policy(), TokenLossSection(), packing=layout), OptimizerSection(minibatches=3, epochs=2)
+    )
+    assert owner.step(batches)["updates"] == 6
+
+
 def test_a_sequence_that_never_fits_fails_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def cramped(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
