@@ -4,6 +4,12 @@ The plain loop is what one writes first: the model and AdamW in bfloat16 (float3
 once, the same GRPO loss. Penstock computes in bfloat16 with float32 masters. Both train the same tokens in passes
 of the same size; the samples are groups that share a prompt, with completions of varying length.
 
+With both layouts `packed` and `prefix`, what it gains to read the prompt of a group once is printed too: it grows with
+the length of the prompt beside that of the completions (`--prompt`, `--completion`) and with the size of a group.
+
+`recomputed` is what a pretrained model on a GPU has by default: `prefix` with activation checkpointing and passes of
+65,536 tokens.
+
 MFU counts 6 FLOPs per parameter and token that a padding-free step without shared prompts would read, beside the
 device's dense bfloat16 peak. Models have random weights: only their shape matters.
 """
@@ -16,20 +22,23 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from penstock.batch.pack import Packing, PackSettings, TokenMicroBatch, pack_tokens
-from penstock.engines.models import LanguagePolicy
+from penstock.engines.models import LanguagePolicy, adapt
 from penstock.engines.tokenizer import CharacterTokenizer
 from penstock.train.objectives import TokenObjective
 from penstock.train.settings import OptimizerSection, TokenLossSection
+from penstock.train.sharding import join_world, shard
 from penstock.train.step import Learner
+from penstock.train.world import ALONE, World
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "inner": 128, "vocabulary": 512},
@@ -122,14 +131,18 @@ def _wait(device: torch.device) -> None:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="penstock bench train", description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="0.5b" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--tokens", type=int, default=65536 if torch.cuda.is_available() else 2048, help="of a step")
+    parser.add_argument("--tokens", type=int, default=65536 if torch.cuda.is_available() else 4096, help="of a step")
     parser.add_argument("--micro-batch", type=int, default=16384, help="tokens of a forward pass")
-    parser.add_argument("--prompt", type=int, default=512 if torch.cuda.is_available() else 64)
+    parser.add_argument("--prompt", type=int, default=512 if torch.cuda.is_available() else 256)
     parser.add_argument("--completion", type=int, default=1024 if torch.cuda.is_available() else 32, help="at most")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--layouts", default="packed,prefix")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--layouts", default="packed,prefix,recomputed", help="a comma between them; see above")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in all of them")
+    parser.add_argument("--fsdp", action="store_true", help="hold the weights as FSDP2 does (train.fsdp)")
+    parser.add_argument("--offload", action="store_true", help="masters and moments in host memory (optimizer.offload)")
+    parser.add_argument("--optimizer", default="torch.optim:AdamW")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank")
     parser.add_argument("--no-plain", action="store_true", help="without the plain loop")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
@@ -140,22 +153,24 @@ def main(argv: Sequence[str]) -> int:
     read = sum(len(sample["token_ids"]) for sample in samples)
     rows: list[dict[str, Any]] = []
 
-    def add(name: str, step: Callable[[], object], parameters: int) -> None:
+    def add(name: str, step: Callable[[], object], parameters: int, computed: int) -> None:
         seconds, peak = measured(step, device, arguments.repeats)
         chip = torch.cuda.get_device_name() if device.type == "cuda" else ""
         flops = next((value for key, value in PEAK_FLOPS.items() if key in chip), None)
         mfu = None if flops is None else 6 * parameters * read / seconds / flops
-        rows.append({"loop": name, "seconds": seconds, "peak_gib": peak, "tokens_per_s": read / seconds, "mfu": mfu})
+        row = {"loop": name, "seconds": seconds, "peak_gib": peak, "tokens_per_s": read / seconds, "mfu": mfu}
+        rows.append(row | {"tokens_computed": computed})
 
     if not arguments.no_plain:
         model = model_of(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         padded = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=arguments.micro_batch))
         step = plain_loop(model, padded, device)
-        add("plain transformers", step, sum(p.numel() for p in model.parameters()))
+        computed = sum(batch.token_ids_RT.size for batch in padded)
+        add("plain transformers", step, sum(p.numel() for p in model.parameters()), computed)
         del model, step
         _forget()
-    for layout in arguments.layouts.split(","):
-        rows_of(arguments, layout, shape, samples, advantages, device, add)
+    for name in arguments.layouts.split(","):
+        rows_of(arguments, name, shape, samples, advantages, device, add)
         _forget()
     first = rows[0]
     for row in rows:
@@ -163,34 +178,67 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps({"model": arguments.model, "tokens": read, "rows": rows}))
         return 0
+    shown = {row["loop"].removeprefix("penstock, "): row for row in rows}
     table = Table(title=f"{arguments.model}, {read} tokens a step, {len(samples)} samples, on {device.type}")
-    for column in ("", "s a step", "tokens/s", "speed", "peak GiB", "memory", "MFU"):
+    for column in ("", "s a step", "tokens/s", "tokens computed", "speed", "peak GiB", "memory", "MFU"):
         table.add_column(column, justify="left" if not column else "right")
     for row in rows:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        figures = f"{row['seconds']:.3f}", f"{row['tokens_per_s']:.0f}", f"{row['speed']:.2f}x"
+        figures = (
+            f"{row['seconds']:.3f}",
+            f"{row['tokens_per_s']:.0f}",
+            str(row["tokens_computed"]),
+            f"{row['speed']:.2f}x",
+        )
         table.add_row(row["loop"], *figures, f"{row['peak_gib']:.1f}", f"{row['memory']:.2f}x", mfu)
     Console().print(table)
+    if "packed" in shown and "prefix" in shown:
+        packed, prefix = shown["packed"], shown["prefix"]
+        print(
+            f"prompts of {arguments.prompt} tokens read once for a group of {arguments.group}: "
+            f"{packed['tokens_computed'] / prefix['tokens_computed']:.2f} times fewer tokens, "
+            f"{packed['seconds'] / prefix['seconds']:.2f} times as fast as packed"
+        )
     return 0
 
 
 def rows_of(
     arguments: argparse.Namespace,
-    layout: Packing,
+    name: str,
     shape: dict[str, Any],
     samples: list[dict[str, np.ndarray]],
     advantages: np.ndarray,
     device: torch.device,
-    add: Callable[[str, Callable[[], object], int], None],
+    add: Callable[[str, Callable[[], object], int, int], None],
 ) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    policy = LanguagePolicy(model_of(shape, device, dtype), CharacterTokenizer("ab"))
-    if arguments.checkpointing:
+    host = torch.device("cpu")
+    sharded = arguments.fsdp
+    policy = LanguagePolicy(model_of(shape, host if sharded else device, dtype), CharacterTokenizer("ab"))
+    parameters = policy.parameter_count()
+    if arguments.lora:
+        policy = adapt(policy, rank=arguments.lora)
+    layout: Packing = "prefix" if name == "recomputed" else name  # type: ignore[assignment]
+    if arguments.checkpointing or name == "recomputed":
         policy.checkpoint_activations()
+    world = ALONE
+    if sharded:
+        world = one_rank(device)
+        policy = shard(policy, world, device)
     objective = TokenObjective(policy, TokenLossSection(), packing=layout)
-    learner = Learner(objective, OptimizerSection(learning_rate=1e-6))
-    batches = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=arguments.micro_batch, layout=layout))
-    add(f"penstock, {layout}", partial(learner.step, batches), policy.parameter_count())
+    settings = OptimizerSection(name=arguments.optimizer, learning_rate=1e-6, offload=arguments.offload)
+    learner = Learner(objective, settings, world=world)
+    learner.onload(device)
+    tokens = 65_536 if name == "recomputed" else arguments.micro_batch
+    batches = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=tokens, layout=layout))
+    computed = sum(batch.token_ids_RT.size for batch in batches)
+    add(f"penstock, {name}", partial(learner.step, batches), parameters, computed)
+
+
+@cache
+def one_rank(device: torch.device) -> World:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    return join_world(store, rank=0, ranks=1, device=device, timeout_s=600)
 
 
 def _forget() -> None:

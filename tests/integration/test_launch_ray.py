@@ -164,8 +164,10 @@ def test_a_lost_supervisor_comes_back_and_terminals_come_and_go(folder: Path, no
 
 
 def test_without_a_cluster_the_run_has_a_ray_of_its_own_that_ends_with_it(folder: Path):
-    run = start(folder, letters(folder, steps=500), "--launcher", "ray")
+    two_ranks = ["--set", "pipeline.letters.train.ranks=2"]  # below the trainer, in the one place that it was given
+    run = start(folder, letters(folder, steps=500), "--launcher", "ray", *two_ranks)
     run.wait_for_step(2, timeout_s=180)
+    assert (run.directory / "logs" / "letters.trainer.rank1.log").exists()
     below = psutil.Process(run.process.pid).children(recursive=True)
     run.interrupt()
     code, output = run.end(120)

@@ -114,3 +114,24 @@ def test_an_adapter_from_a_run_with_a_killed_trainer_to_a_model(folder: Path):
     options = ("--env", "copy", "--prompts", "16", "--max-new-tokens", "4")
     measured = [penstock(folder, "eval", one, *options).splitlines()[-1] for one in (run.directory, "merged")]
     assert measured[0] == measured[1]
+
+
+def test_two_ranks_train_an_adapter_together_and_one_goes_on(folder: Path):
+    base(folder / "base")
+    config = adapting(folder)
+    keys = "[pipeline.train]\nranks = 2"
+    text = config.read_text().replace("[pipeline.train]", keys).replace(f"steps = {STEPS}", "steps = 3")
+    config.write_text(text + "[pipeline.token_loss]\nkl_coefficient = 0.01\n")
+    run = start(folder, config)
+    code, output = run.end(300)
+    assert code == 0, output + run.logs()
+    for manifest in published(run.directory):
+        assert all(".lora_" in spec.name for bucket in manifest.buckets for spec in bucket.tensors)
+    overrides = ["--set", "pipeline.letters.steps=5", "--set", "pipeline.letters.train.ranks=1"]
+    run = start(folder, "--resume", str(run.directory), *overrides)
+    code, output = run.end(300)
+    assert code == 0, output + run.logs()
+    lines = step_lines(run.directory)
+    assert [entry["step"] for entry in lines] == [0, 1, 2, 3, 4]
+    assert lines[0]["kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["kl_reference"] > 0

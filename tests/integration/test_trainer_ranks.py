@@ -59,4 +59,7 @@ def test_a_run_of_two_ranks_is_resumed_on_one(folder: Path):
     run = start(folder, "--resume", str(run.directory), *overrides)
     code, output = run.end(250)
     assert code == 0, output + run.logs()
-    assert {entry["step"] for entry in step_lines(run.directory)} == set(range(done + 4))
+    lines = step_lines(run.directory)
+    assert {entry["step"] for entry in lines} == set(range(done + 4))
+    slowest = 1 - 0.9 * (done + 3) / (done + 4)
+    assert lines[-1]["learning_rate"] == pytest.approx(2e-3 * slowest), "it decays over the new length of the run"

@@ -163,10 +163,11 @@ class PipelineSection(Section):
             raise ValueError(
                 f"train.ranks = {ranks}, but train_devices names {len(self.train_devices)} devices: each rank has one"
             )
-        if ranks > 1 and isinstance(self.model, MlpModel):
+        sharded = ranks > 1 or self.train.fsdp
+        if self.optimizer.offload and sharded:
+            raise ValueError("optimizer.offload is for one rank without train.fsdp; several share the state already")
+        if sharded and isinstance(self.model, MlpModel):
             raise ValueError(f"{ranks} ranks train language models only; a gymnasium policy trains on one device")
-        if ranks > 1 and self.lora is not None:
-            raise ValueError(f"{ranks} ranks train all weights of a model; lora trains on one: set train.ranks = 1")
 
     def _check_ranks(self) -> None:
         rollout = self.rollout

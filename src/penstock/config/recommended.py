@@ -16,6 +16,8 @@ from penstock.rollout.settings import RolloutSection
 MOST_ROWS = 1024
 """More are decoded together only if the configuration says so."""
 PRETRAINED: dict[str, dict[str, Any]] = {"optimizer": {"learning_rate": 1e-6, "beta2": 0.99, "warmup_steps": 10}}
+ADAPTER_RATE = 10.0
+"""An adapter of a pretrained model wants about so many times the learning rate of all its weights."""
 
 RECOMMENDED: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
@@ -38,6 +40,8 @@ def fill_in(pipeline: dict[str, Any]) -> dict[str, Any]:
     filled = dict(pipeline)
     for table, settings in RECOMMENDED.get(str(kind), {}).items():
         given = filled.get(table, {})
+        if table == "optimizer" and settings is PRETRAINED["optimizer"] and filled.get("lora") is not None:
+            settings = settings | {"learning_rate": ADAPTER_RATE * settings["learning_rate"]}
         if isinstance(given, dict):
             filled[table] = settings | given
     return _keep_requests_coming(filled)

@@ -69,6 +69,10 @@ class Policy:
         """The live weights by name: what is published and checkpointed. Not copies."""
         return module_tensors(self.module)
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of `named_tensors`, as they are now."""
+        return {name: tensor.detach().clone() for name, tensor in self.named_tensors().items()}
+
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite every tensor in place. ConfigError, and nothing changed, unless names and shapes agree exactly."""
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})

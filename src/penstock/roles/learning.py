@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from penstock.batch.advantage import resolve
 from penstock.batch.pack import PackSettings
@@ -13,7 +14,7 @@ from penstock.engines.models import LanguagePolicy
 from penstock.errors import ConfigError
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.roles.environments import environment_of
-from penstock.roles.models import objective_of
+from penstock.roles.models import micro_batch_tokens, objective_of
 from penstock.roles.process import RoleProcess
 from penstock.runtime.offload import Offload, offloads
 from penstock.runtime.process import host_id
@@ -42,10 +43,11 @@ def device_of_rank(process: RoleProcess, rank: int) -> torch.device:
 
 def join(process: RoleProcess, rank: int, ranks: int, store: Path) -> World:
     """The ranks of this trainer; waits for all of them."""
-    if ranks == 1:
+    if ranks == 1 and not process.pipeline.train.fsdp:
         return ALONE
+    meeting = file_store(store, ranks) if ranks > 1 else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     device = device_of_rank(process, rank)
-    return join_world(file_store(store, ranks), rank=rank, ranks=ranks, device=device, timeout_s=COLLECTIVE_S)
+    return join_world(meeting, rank=rank, ranks=ranks, device=device, timeout_s=COLLECTIVE_S)
 
 
 def learner_of(process: RoleProcess, world: World, found: checkpoint.Checkpoint | None) -> Learner:
@@ -83,7 +85,7 @@ def fetcher_of(process: RoleProcess) -> BatchFetcher:
 def loader_of(process: RoleProcess, learner: Learner, fetcher: BatchFetcher, fetching: Offload) -> BatchLoader:
     pipeline = process.pipeline
     settings = PackSettings(
-        micro_batch_tokens=pipeline.train.tokens_per_micro_batch,
+        micro_batch_tokens=micro_batch_tokens(pipeline),
         micro_batches=pipeline.optimizer.minibatches,
         layout=learner.objective.packing,
     )

@@ -22,6 +22,7 @@ from penstock.engines.models import (
 from penstock.engines.settings import HubModel, MlpModel, PathModel, TinyModel
 from penstock.runtime.tensors import device_of
 from penstock.train.objectives import EpisodeObjective, Objective, TokenObjective
+from penstock.train.sharding import ShardedPolicy
 
 
 def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
@@ -74,6 +75,17 @@ def _teacher_of(pipeline: PipelineSection) -> LanguagePolicy | None:
     return teacher
 
 
+def recomputes_activations(pipeline: PipelineSection) -> bool:
+    """What this saves makes room for longer passes, and with fewer of them a GPU waits less for the CPU."""
+    chosen = pipeline.train.activation_checkpointing
+    pretrained = isinstance(pipeline.model, HubModel | PathModel)
+    return pretrained and device_of(pipeline.train.device).type == "cuda" if chosen is None else chosen
+
+
+def micro_batch_tokens(pipeline: PipelineSection) -> int:
+    return pipeline.train.tokens_per_micro_batch or (65_536 if recomputes_activations(pipeline) else 16_384)
+
+
 def objective_of(
     config: Config,
     pipeline: PipelineSection,
@@ -84,20 +96,22 @@ def objective_of(
     policy = policy_of(config, pipeline, environment)
     if isinstance(pipeline.model, MlpModel):
         return EpisodeObjective(policy, pipeline.ppo_loss)
-    if pipeline.train.activation_checkpointing and isinstance(policy, LanguagePolicy):
+    if recomputes_activations(pipeline) and isinstance(policy, LanguagePolicy):
         policy.checkpoint_activations()
-    reference: Any = None
-    if pipeline.token_loss.kl_coefficient:
-        adapted = isinstance(policy, AdaptedPolicy)
-        reference = policy.base() if adapted else policy_of(config, pipeline, environment)
-    teacher = _teacher_of(pipeline)
+    trained, reference, teacher = policy, None, _teacher_of(pipeline)
     if sharded is not None:
         assert isinstance(policy, LanguagePolicy)
-        policy = sharded(policy, True)
-        reference = None if reference is None else sharded(reference, False)
+        trained = sharded(policy, True)
         teacher = None if teacher is None else sharded(teacher, False)
+    if pipeline.token_loss.kl_coefficient and isinstance(policy, AdaptedPolicy):
+        assert isinstance(trained, AdaptedPolicy | ShardedPolicy)
+        reference = trained.base()
+    elif pipeline.token_loss.kl_coefficient:
+        reference = policy_of(config, pipeline, environment)
+        assert isinstance(reference, LanguagePolicy)
+        reference = reference if sharded is None else sharded(reference, False)
     return TokenObjective(
-        policy,
+        trained,
         pipeline.token_loss,
         loss=pipeline.train.loss,
         temperature=pipeline.rollout.temperature,

@@ -139,7 +139,8 @@ def _state(learner: Learner) -> dict[str, Tensor]:
     """All but the model's file. The master weights of a sharded policy are its shards, if it computes in less."""
     state = learner.state()
     if isinstance(learner.policy, ShardedPolicy) and learner.policy.dtype != torch.float32:
-        state |= {f"{_MASTER}{name}": tensor.detach() for name, tensor in learner.policy.module.named_parameters()}
+        trained = ((name, p) for name, p in learner.policy.module.named_parameters() if p.requires_grad)
+        state |= {f"{_MASTER}{name}": parameter.detach() for name, parameter in trained}
     return state
 
 

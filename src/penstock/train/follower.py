@@ -94,7 +94,7 @@ class Follower:
             case Consume(step=step):
                 self._batches.pop(step).done()
             case Snapshot(version=version, writing=writing):
-                taken = training.submit(self._copied)
+                taken = training.submit(learner.policy.snapshot)
                 kept = {one: tensors for one, tensors in self._snapshots.items() if one == writing}
                 self._snapshots = kept | {version: taken}
             case WriteParts(version=version, directory=directory):
@@ -114,9 +114,6 @@ class Follower:
     def _step(self, step: StepIndex) -> None:
         batches = self._batches[step].micro_batches
         self._learner.step(batches, self._scores.pop(step, [PriorLogprobs()] * len(batches)))
-
-    def _copied(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self._learner.policy.named_tensors().items()}
 
     def _write(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         write_version_parts(directory, tensors, rank=self._learner.world.rank)

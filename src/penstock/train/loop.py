@@ -142,7 +142,7 @@ class TrainingLoop:
         return True
 
     async def _hand_over(self, batch: PreparedBatch, metrics: dict[str, float]) -> None:
-        self._publishing.offer(Version(batch.step + 1), self._learner.policy.named_tensors())
+        self._publishing.offer(Version(batch.step + 1), self._learner.policy.snapshot())
         await self._client.call(
             AckStep(
                 pipeline=self._client.pipeline,

@@ -1,15 +1,19 @@
 """The optimiser of a policy: its class, its parameter groups, its learning rate, and float32 masters.
 
-A policy in bfloat16 is trained through float32 copies of its parameters: gradients are summed in them, the optimiser
-changes them, and after each update the policy is given what they round to. A step of 1e-6 is far below what bfloat16
-resolves; without masters it is lost.
+A policy in bfloat16 is trained through float32 copies of its parameters: gradients are summed in float32, the optimiser
+changes the copies, and after each update the policy is given what they round to. A step of 1e-6 is far below what
+bfloat16 resolves; without masters it is lost.
+
+With `offload` the masters and the optimiser's state stay in host memory, and the update is computed there, one
+parameter at a time: the device has the policy and one gradient.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,45 +23,81 @@ from penstock.errors import ConfigError
 from penstock.runtime.named import load_callable
 from penstock.train.settings import OptimizerSection
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+"""Classes that update all parameters in one pass, without temporary copies of them, on CPUs and GPUs."""
+
 
 class Optimizer:
     """Changes the trained parameters of a module, by name."""
 
     def __init__(self, module: nn.Module, settings: OptimizerSection) -> None:
         self._settings = settings
+        self._offload = settings.offload
         self._working = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._masters = {name: _master(p) for name, p in self._working.items() if p.dtype != torch.float32}
+        through = {name: p for name, p in self._working.items() if self._offload or p.dtype != torch.float32}
+        home = torch.device("cpu") if self._offload else None
+        self._masters = {name: p.detach().to(home, torch.float32, copy=True) for name, p in through.items()}
         self._trained: dict[str, Tensor] = {**self._working, **self._masters}
+        self._sums: dict[str, Tensor] = {}
+        """Gradients of the parameters with masters, on the device of the policy."""
+        for name, parameter in through.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._sum, name))
         self._inner = _build(self._trained, settings)
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """What gradients are summed in."""
-        return list(self._trained.values())
+    def _sum(self, name: str, source: Tensor) -> None:
+        """Called for every gradient as soon as it is complete."""
+        assert source.grad is not None
+        if name in self._sums:
+            self._sums[name] += source.grad
+        else:
+            self._sums[name] = source.grad.float()
+        source.grad = None
 
     def clip(self) -> float:
         """Shortens the gradient; its norm before."""
-        norm = nn.utils.clip_grad_norm_(self.parameters, self._settings.max_grad_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        found = (self._sums.get(name, parameter.grad) for name, parameter in self._working.items())
+        gradients = [gradient for gradient in found if gradient is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if length > self._settings.max_grad_norm:
+            shorter = self._settings.max_grad_norm / (length + 1e-6)
+            torch._foreach_mul_(gradients, shorter)  # pyright: ignore[reportPrivateImportUsage]
+        return length
 
     def update(self, rate: float) -> None:
         for group in self._inner.param_groups:
             group["lr"] = rate
-        self._inner.step()
-        self._round()
+        if self._offload:
+            for name in [*self._sums]:
+                self._hand_over(name)
+                self._inner.step()  # of this parameter: no other has a gradient
+                self._round([name])
+        else:
+            for name in [*self._sums]:
+                self._hand_over(name)
+            self._inner.step()
+            self._round([*self._masters])
         self.zero_grad()
 
+    def _hand_over(self, name: str) -> None:
+        master = self._masters[name]
+        master.grad = self._sums.pop(name).to(master.device)
+
     def zero_grad(self) -> None:
+        self._sums.clear()
         for parameter in (*self._working.values(), *self._masters.values()):
             parameter.grad = None
 
     def to(self, device: torch.device) -> None:
-        """The optimiser's own memory; the policy's is moved with the policy."""
+        """The optimiser's own memory, unless it stays on the host; the policy's is moved with the policy."""
+        if self._offload:
+            return
         for master in self._masters.values():
             master.data = master.data.to(device)
+        fused = any(group.get("fused") for group in self._inner.param_groups)
         for entries in self._inner.state.values():
             for key, value in entries.items():
-                if isinstance(value, Tensor) and key != "step":  # the optimiser keeps this one on the host
+                if isinstance(value, Tensor) and (fused or key != "step"):  # else it is kept on the host
                     entries[key] = value.to(device)
 
     def state(self) -> dict[str, Tensor]:
@@ -85,26 +125,13 @@ class Optimizer:
                 self._masters[name].data.copy_(tensor)
 
     @torch.no_grad()
-    def _round(self) -> None:
-        if self._masters:
-            working: list[Tensor] = [self._working[name] for name in self._masters]
-            torch._foreach_copy_(working, list(self._masters.values()))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    """A float32 copy that the gradients of `parameter` go to, as soon as each is complete."""
-    master = parameter.detach().float().requires_grad_()
-
-    def hand_over(source: Tensor) -> None:
-        assert source.grad is not None
-        if master.grad is None:
-            master.grad = source.grad.float()
-        else:
-            master.grad += source.grad
-        source.grad = None
-
-    parameter.register_post_accumulate_grad_hook(hand_over)
-    return master
+    def _round(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._masters[name].grad = None
+        if names:
+            working: list[Tensor] = [self._working[name] for name in names]
+            masters = [self._masters[name] for name in names]
+            torch._foreach_copy_(working, masters)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _build(trained: Mapping[str, Tensor], settings: OptimizerSection) -> torch.optim.Optimizer:
@@ -116,7 +143,11 @@ def _build(trained: Mapping[str, Tensor], settings: OptimizerSection) -> torch.o
         "weight_decay": settings.weight_decay,
     }
     taken = inspect.signature(chosen).parameters
-    options = {key: value for key, value in offered.items() if key in taken} | settings.options
+    # Some classes mean something else by the same word: Adafactor's `eps` are two.
+    fits = {key: value for key, value in offered.items() if key in taken and _same_kind(value, taken[key].default)}
+    options = fits | settings.options
+    if chosen in FUSED and not {"foreach", "fused"} & options.keys():
+        options["fused"] = True
     groups = [
         {"params": [p for p in trained.values() if p.ndim > 1]},
         {"params": [p for p in trained.values() if p.ndim <= 1], "weight_decay": 0.0},
@@ -127,6 +158,10 @@ def _build(trained: Mapping[str, Tensor], settings: OptimizerSection) -> torch.o
         return chosen([group for group in groups if group["params"]], **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer {settings.name!r} cannot be made with {options}: {error}") from error
+
+
+def _same_kind(value: object, default: object) -> bool:
+    return isinstance(default, tuple) == isinstance(value, tuple)
 
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:

@@ -54,11 +54,11 @@ class Publishing:
         """Versions that were replaced by a newer one before they could be written."""
 
     def offer(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Takes a snapshot at once; the caller may go on changing the tensors."""
+        """Takes a snapshot over; a waiting one is forgotten."""
         if self._waiting is not None:
             self.skipped += 1
         self._ranks.snapshot(version, self._writing)
-        self._waiting = (version, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+        self._waiting = (version, tensors)
         self._idle.clear()
         self._offered.set()
 

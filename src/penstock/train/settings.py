@@ -38,17 +38,22 @@ class TrainSection(StepSection):
     """Over the last so many tokens before `rollout.max_new_tokens` the reward falls by up to `overlong_penalty`."""
     overlong_penalty: NonNegativeFloat = 1.0
     """With `overlong_tokens`: what a completion of the full length loses."""
-    tokens_per_micro_batch: Positive = 16384
-    """Language models: tokens of one forward and backward pass. Bounds memory; halved when a GPU runs out of it."""
+    tokens_per_micro_batch: Positive | None = None
+    """Language models: tokens of one forward and backward pass. Bounds memory; halved when a GPU runs out of it. By
+    default 65536 with activation checkpointing, and 16384 without."""
     packing: Literal["prefix", "packed", "padded"] = "prefix"
     """Language models: `packed` trains rows without padding; `prefix` also reads the prompt of a group only once;
     `padded` has one sequence in a row, as models with sliding windows or recurrent layers need: they are given it."""
-    activation_checkpointing: bool = False
-    """Language models: keep activations only between layers and compute the others again. Slower, needs less memory."""
+    activation_checkpointing: bool | None = None
+    """Language models: keep activations only between layers and compute the others again, which takes a third more
+    computation and a fraction of the memory. By default for pretrained models on a GPU."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
     threads: Positive = 1
     """Torch threads of the trainer, of each rank."""
+    fsdp: bool = False
+    """One rank, too, holds its weights as FSDP2 does: in float32 only, in bfloat16 one block at a time. 2 bytes less
+    for each parameter of a bfloat16 model. Several ranks always do."""
     ranks: Positive | None = None
     """Processes that train one language model together, each with its part of the weights (FSDP2) and of the batch.
     By default one for each of `train_devices`, or one. They share a machine."""
@@ -135,6 +140,9 @@ class OptimizerSection(Section):
     """Passes over each batch."""
     minibatches: Positive = 1
     """Updates per pass. Language models: a batch is cut into at least so many micro-batches if it has the samples."""
+    offload: bool = False
+    """Keep float32 masters and the optimiser's state in host memory and update there: 12 bytes of a GPU's memory less
+    for each trained parameter, a slower update (raise `train.threads`). For one rank."""
     skip_updates: NonNegative = 3
     """So many updates in a row may have a loss or gradient that is not finite: they are skipped. One more fails the
     run."""

@@ -1,13 +1,16 @@
 """A language model sharded over the ranks of a trainer with FSDP2, each block by itself.
 
-Every rank keeps 1/N of every parameter, in float32. A block's parameters are gathered for its forward and its backward
-pass and dropped again; gradients are summed, not averaged, because the loss is divided by the totals of all ranks. A
-model in bfloat16 is gathered, computed and published in bfloat16; its float32 shards are the master weights.
+Every rank keeps 1/N of every parameter, in float32 if it is trained. A block's parameters are gathered for its forward
+and its backward pass and dropped again; gradients are summed, not averaged, because the loss is divided by the totals
+of all ranks. A model in bfloat16 is gathered, computed and published in bfloat16; its float32 shards are the master
+weights. Of a model with an adapter, the frozen base is in shards of its own dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from penstock.engines.models import LanguagePolicy
+from penstock.engines.models import AdaptedPolicy, LanguagePolicy
 from penstock.errors import ConfigError
 from penstock.runtime.ranks import GroupStore, join_group
 from penstock.runtime.tensors import module_tensors
@@ -29,13 +32,43 @@ class ShardedPolicy(LanguagePolicy):
 
     def __init__(self, policy: LanguagePolicy, dtype: torch.dtype) -> None:
         super().__init__(policy.module, policy.tokenizer)
+        self._whole = policy
+        """Of which only the tensors have changed."""
         self.dtype = dtype
         """In which the model computes and is published."""
+        self._looked_at = True
+
+    def base(self) -> ShardedPolicy:
+        """The model without its adapter, as `AdaptedPolicy.base`."""
+        assert isinstance(self._whole, AdaptedPolicy)
+        base = ShardedPolicy(self._whole.base(), self.dtype)
+        base._looked_at = False
+        return base
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        if not self._looked_at:
+            # FSDP2 finds out in its first pass what is trained, and an adapter that is switched off is not.
+            with torch.no_grad():
+                idle_pass(self.module)
+            self._looked_at = True
+        return self._whole.evaluating()
+
+    def prepare_training(self) -> None:
+        self._whole.prepare_training()
+
+    def save_config(self, directory: Path) -> None:
+        self._whole.save_config(directory)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The weights as they are published. In the dtype of the shards they are live, else copies."""
+        return self._published(copy=False)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return self._published(copy=True)  # not a copy of a copy
+
+    def _published(self, *, copy: bool) -> dict[str, Tensor]:
         return {
-            name: tensor.to(self.dtype) if isinstance(tensor, DTensor) else tensor
+            name: tensor.to(self.dtype if isinstance(tensor, DTensor) else tensor.dtype, copy=copy)
             for name, tensor in self.named_shards().items()
         }
 
@@ -70,7 +103,7 @@ def shard(policy: LanguagePolicy, world: World, device: torch.device, *, masters
     module = policy.module
     dtype = next(module.parameters()).dtype
     full = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    _without_memory(module, torch.float32 if masters else dtype)
+    _without_memory(module, masters=masters)
     mesh = init_device_mesh(device.type, (world.size,))
     precision = MixedPrecisionPolicy()
     if dtype != torch.float32:
@@ -115,10 +148,10 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionP
         part.set_force_sum_reduction_for_comms(True)
 
 
-def _without_memory(module: nn.Module, dtype: torch.dtype) -> None:
+def _without_memory(module: nn.Module, *, masters: bool) -> None:
     """Parameters become empty ones, tied ones stay tied: sharding must touch no device before it is granted.
 
-    Their memory is freed as soon as no caller holds it.
+    Their memory is freed as soon as no caller holds it. As `masters` those that are trained are in float32.
     """
     empty: dict[int, nn.Parameter] = {}
     for owner in module.modules():
@@ -128,6 +161,7 @@ def _without_memory(module: nn.Module, dtype: torch.dtype) -> None:
             if not parameter.is_floating_point():
                 raise ConfigError(f"parameter {name!r} is {parameter.dtype}: quantised models cannot be sharded")
             if id(parameter) not in empty:
+                dtype = torch.float32 if masters and parameter.requires_grad else parameter.dtype
                 meta = torch.empty(parameter.shape, device="meta", dtype=dtype)
                 empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
             owner._parameters[name] = empty[id(parameter)]

@@ -163,6 +163,16 @@ def test_what_is_left_open_is_filled_in_by_kind_of_model(tmp_path: Path):
     assert (pole.optimizer.epochs, pole.optimizer.minibatches, pole.optimizer.schedule) == (2, 4, "linear")
 
 
+@pytest.mark.parametrize(
+    ("tables", "rate"),
+    [({}, 1e-6), ({"lora": {}}, 1e-5), ({"lora": {}, "optimizer": {"learning_rate": 3e-4}}, 3e-4)],
+)
+def test_an_adapter_of_a_pretrained_model_learns_at_ten_times_the_rate(tables: dict[str, object], rate: float):
+    table = {"name": "a", "steps": 1, "env": {"name": "copy"}, "model": {"kind": "path", "path": "m"}} | tables
+    (pipeline,) = validate({"pipeline": [table]}).pipeline
+    assert pipeline.optimizer.learning_rate == pytest.approx(rate)
+
+
 def test_import_paths_survive_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     config = load(write(tmp_path, GOOD), ['run.extra_path=["mine"]'])

@@ -35,7 +35,6 @@ def test_ranks_without_named_devices_take_the_first_of_the_pool_or_one_each():
         ({"pool": 2, "train": {"ranks": 3}}, "trains on 3 ranks, one device each, but pool.devices is 2"),
         ({"pool": 4, "train": {"ranks": 2}, "train_devices": [0]}, "train.ranks = 2, but train_devices names 1"),
         ({"pool": 4, "train_devices": [1, 1]}, "names a device twice"),
-        ({"train": {"ranks": 2}, "lora": {}}, "lora trains on one"),
         (
             {"train": {"ranks": 2}, "model": {"kind": "mlp"}, "env": "gymnasium"},
             "2 ranks train language models only",

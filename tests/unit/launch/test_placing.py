@@ -54,6 +54,12 @@ def test_a_worker_with_ranks_gets_a_gpu_for_each():
     assert asked["letters.rollout"].gpus == 2
 
 
+def test_the_ranks_of_a_trainer_are_one_place():
+    made = config(train={"ranks": 4, "threads": 2})
+    (group,) = (one for one in groups_of(made, with_gpus=True) if one.name == "letters.trainer")
+    assert (group.members, group.needs) == (("letters.trainer",), Needs(cpus=8, gpus=4, directory=True))
+
+
 def test_a_gpu_by_number_is_refused_since_ray_chooses():
     with pytest.raises(ConfigError, match=r"pipeline\.letters\.train\.device = 'cuda:1'.*say 'cuda' or 'auto'"):
         needs(config(train={"device": "cuda:1"}))

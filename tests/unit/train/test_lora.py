@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from penstock.batch.pack import PackSettings, pack_tokens
-from penstock.engines.models import AdaptedPolicy, LanguagePolicy, TinyLanguageModel, adapt, build
+import small_learner
+from penstock.engines.models import AdaptedPolicy, adapt
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import ConfigError
@@ -17,28 +16,13 @@ from penstock.train import checkpoint
 from penstock.train.objectives import TokenObjective
 from penstock.train.settings import OptimizerSection, TokenLossSection
 from penstock.train.step import Learner
+from small_learner import batches
 
 pytest.importorskip("peft")
 
-SPEC = TinyLanguageModel(alphabet="abcdef>", hidden_size=32, layers=2, heads=2, max_positions=32)
-
 
 def policy() -> AdaptedPolicy:
-    made = build(SPEC)
-    assert isinstance(made, LanguagePolicy)
-    return adapt(made, rank=4, alpha=8.0)
-
-
-def batches(seed: int = 0) -> list:
-    rng = np.random.default_rng(seed)
-    samples = []
-    for _ in range(2):
-        prompt = rng.integers(3, 10, 5)
-        for _ in range(4):
-            ids = np.concatenate([prompt, rng.integers(3, 10, 5)]).astype(np.int32)
-            mask = np.array([0] * 5 + [1] * 5, np.uint8)
-            samples.append({"token_ids": ids, "loss_mask": mask, "logprobs": np.full(10, -2.3, np.float32)})
-    return pack_tokens(samples, rng.normal(size=8).astype(np.float32), PackSettings(layout="prefix"))
+    return adapt(small_learner.policy(), rank=4, alpha=8.0)
 
 
 def learner(made: AdaptedPolicy) -> Learner:
@@ -93,8 +77,7 @@ def test_a_checkpoint_holds_the_adapter_and_goes_on_exactly(tmp_path: Path) -> N
 
 
 def test_unknown_targets_are_named() -> None:
-    made = build(SPEC)
-    assert isinstance(made, LanguagePolicy)
+    made = small_learner.policy()
     with pytest.raises(ConfigError, match="nowhere"):
         adapt(made, targets=["nowhere"])
 
@@ -103,8 +86,7 @@ def test_it_is_saved_as_peft_and_transformers_open_it(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    plain = build(SPEC)
-    assert isinstance(plain, LanguagePolicy)
+    plain = small_learner.policy()
     plain.module.save_pretrained(tmp_path / "base")  # type: ignore[operator]
     made = policy()
     owner = learner(made)

@@ -190,6 +190,17 @@ def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
     assert all(torch.isfinite(value) for value in metrics.values())
 
 
+def test_a_discount_of_one_keeps_the_rewards() -> None:
+    policy = build(GymnasiumPolicy((3,), "discrete", 2))
+    assert isinstance(policy, ActorCriticPolicy)
+    rewards, lengths, ended = np.array([1.0, 0.0, 2.0], np.float32), np.array([2, 1]), np.array([1, 1], np.uint8)
+    states, last = np.zeros((3, 3), np.float32), np.zeros((2, 3), np.float32)
+    batch = TrajectoryBatch(states, np.zeros(3, np.int64), np.zeros(3, np.float32), rewards, lengths, ended, last)
+    settings = PpoLossSection(discount=1.0, gae_lambda=1.0)
+    prepared = EpisodeTensors(batch, policy.network, settings, torch.device("cpu"))
+    assert prepared.returns_S.tolist() == pytest.approx([1.0, 0.0, 2.0])
+
+
 def hand_made(current: list[float], old: list[float], behaviour: list[float], advantage: list[float]) -> Tokens:
     """Tokens with these probabilities; the first two are one sequence, the rest another."""
     logs = [torch.tensor(values).log() for values in (current, old, behaviour)]

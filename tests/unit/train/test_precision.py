@@ -10,37 +10,17 @@ import pytest
 import torch
 
 from penstock.batch.pack import PackSettings, pack_tokens
-from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.models import LanguagePolicy
 from penstock.train import checkpoint
 from penstock.train.objectives import TokenObjective
 from penstock.train.settings import OptimizerSection, TokenLossSection
 from penstock.train.step import Learner
-
-SPEC = TinyLanguageModel(alphabet="abcdef>", hidden_size=32, layers=2, heads=2, max_positions=32)
-
-
-def policy(dtype: torch.dtype) -> LanguagePolicy:
-    made = build(SPEC)
-    assert isinstance(made, LanguagePolicy)
-    made.module.to(torch.bfloat16).to(dtype)  # the same numbers in both
-    return made
+from small_learner import batches, policy
 
 
 def learner(dtype: torch.dtype, rate: float = 1e-6) -> Learner:
     objective = TokenObjective(policy(dtype), TokenLossSection(importance="none"), packing="prefix")
     return Learner(objective, OptimizerSection(learning_rate=rate))
-
-
-def batches(seed: int = 0) -> list:
-    rng = np.random.default_rng(seed)
-    samples = []
-    for _ in range(4):
-        prompt = rng.integers(3, 10, 6)
-        for _ in range(4):
-            ids = np.concatenate([prompt, rng.integers(3, 10, 6)]).astype(np.int32)
-            mask = np.array([0] * 6 + [1] * 6, np.uint8)
-            samples.append({"token_ids": ids, "loss_mask": mask, "logprobs": np.full(12, -2.3, np.float32)})
-    return pack_tokens(samples, rng.normal(size=16).astype(np.float32), PackSettings(layout="prefix"))
 
 
 def progress(owner: Learner, steps: int) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from penstock.batch.pack import PackSettings, pack_tokens
-from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, adapt, build
 from penstock.records.ids import Version
 from penstock.runtime.ranks import file_store
 from penstock.runtime.tensors import module_tensors
@@ -34,6 +36,7 @@ OPTIM = OptimizerSection(learning_rate=3e-3, warmup_steps=2, weight_decay=0.01)
 LOSS = TokenLossSection(kl_coefficient=0.05, entropy_coefficient=0.01)
 CPU = torch.device("cpu")
 TIGHT = 1e-5
+PEFT = importlib.util.find_spec("peft") is not None
 
 
 def samples(step: int) -> list[dict[str, np.ndarray]]:
@@ -73,6 +76,13 @@ def learner(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool =
     return Learner(TokenObjective(trained, LOSS, reference=reference), OPTIM, steps=20, world=world)
 
 
+def adapting(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> Learner:
+    """Trains an adapter; the reference is the base, with the adapter off."""
+    adapted = adapt(policy(dtype), rank=2, alpha=4.0)
+    trained = shard(adapted, world, CPU) if sharded else adapted
+    return Learner(TokenObjective(trained, LOSS, reference=trained.base()), OPTIM, steps=20, world=world)
+
+
 def part_of_a_story(world: World, folder: Path, name: str, it: Learner, first: int, end: int) -> None:
     """Trains, saves and publishes under `name`; rank 0 leaves metrics and digest."""
     place = folder / f"{name}-on-{world.size}"
@@ -109,7 +119,35 @@ def rank_of(rank: int, ranks: int, folder: Path) -> None:
         part_of_a_story(world, folder, "resumed", resumed, 3, 5)
         checkpoint.load(checkpoint.verify(folder / "half-on-2" / "step-00000002"), half)
         part_of_a_story(world, folder, "half", half, 2, 2)
+    if PEFT:
+        adapter_story(world, folder)
+    if ranks == 1:
+        assert_activations_are_recomputed(world)
     torch.distributed.destroy_process_group()
+
+
+def assert_activations_are_recomputed(world: World) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    made = policy(torch.float32)
+    made.checkpoint_activations()
+    it = Learner(TokenObjective(shard(made, world, CPU)), OPTIM, world=world)
+    it.step(share(0, world))
+    layers = [layer for layer in made.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    assert layers
+    assert all(layer.training and layer.gradient_checkpointing for layer in layers)
+
+
+def adapter_story(world: World, folder: Path) -> None:
+    if world.size == 2:
+        part_of_a_story(world, folder, "adapter", adapting(world, sharded=True), 0, 3)
+        part_of_a_story(world, folder, "half-adapter", adapting(world, torch.bfloat16, sharded=True), 0, 2)
+        return
+    resumed, half = adapting(world, sharded=True), adapting(world, torch.bfloat16, sharded=True)
+    checkpoint.load(checkpoint.verify(folder / "adapter-on-2" / "step-00000003"), resumed)
+    part_of_a_story(world, folder, "adapter", resumed, 3, 5)
+    checkpoint.load(checkpoint.verify(folder / "half-adapter-on-2" / "step-00000002"), half)
+    part_of_a_story(world, folder, "half-adapter", half, 2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +169,13 @@ def result(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name / "results.json").read_text())
 
 
-def restored(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Learner:
+def restored(
+    folder: Path, name: str, dtype: torch.dtype = torch.float32, make: Callable[..., Learner] = learner
+) -> Learner:
     """By one process, not sharded."""
     found = checkpoint.latest(folder / name)
     assert found is not None
-    it = learner(ALONE, dtype)
+    it = make(ALONE, dtype)
     checkpoint.load(found, it)
     return it
 
@@ -172,6 +212,29 @@ def test_bfloat16_is_trained_through_float32_shards(story: Path) -> None:
     for ranks in (1, 4):
         again = restored(story, f"half-on-{ranks}", torch.bfloat16)
         assert furthest(again, back) == 0, "bitwise the same after a resume on another number of ranks"
+
+
+@pytest.mark.skipif(not PEFT, reason="needs peft: pip install 'penstock[lora]'")
+def test_an_adapter_is_trained_by_any_number_of_ranks(story: Path) -> None:
+    alone = adapting(ALONE)
+    metrics = [alone.step(share(step, ALONE)) for step in range(3)]
+    found = result(story, "adapter-on-2")
+    for expected, seen in zip(metrics, found["metrics"], strict=True):
+        assert seen == pytest.approx(expected, rel=1e-4, abs=TIGHT)
+    back = restored(story, "adapter-on-2", make=adapting)
+    assert furthest(back, alone) < TIGHT
+    assert all(".lora_" in name for name in back.policy.named_tensors())
+    assert found["digest"] == digest_of(back.policy.named_tensors()), "the adapter alone is published"
+    assert (story / "adapter-on-2" / "step-00000003" / "adapter_config.json").is_file()
+    straight = [alone.step(share(step, ALONE)) for step in range(3, 5)]
+    for ranks in (1, 4):
+        assert result(story, f"adapter-on-{ranks}")["metrics"][-1] == pytest.approx(straight[-1], rel=1e-4, abs=TIGHT)
+        assert furthest(restored(story, f"adapter-on-{ranks}", make=adapting), alone) < TIGHT
+    half = restored(story, "half-adapter-on-2", torch.bfloat16, adapting)
+    assert {name.partition("/")[0] for name in half.state()} >= {"master", "exp_avg"}
+    for ranks in (1, 4):
+        again = restored(story, f"half-adapter-on-{ranks}", torch.bfloat16, adapting)
+        assert furthest(again, half) == 0, "bitwise the same after a resume on another number of ranks"
 
 
 def test_the_whole_model_is_in_the_files(story: Path, tmp_path: Path) -> None:
