@@ -27,7 +27,8 @@ class RunSection(Section):
     dir: Path = Path("runs")
     """Where run directories are made."""
     seed: int = 0
-    """Everything random in the run follows from this."""
+    """Every source of random numbers is seeded from this, so that two runs begin alike. They are not the same run:
+    timing decides what is generated together, and with which weights."""
     max_restarts: NonNegative = 10
     """How often one process may be restarted before the run fails."""
     grace_s: Seconds = 10.0
