@@ -18,7 +18,7 @@ from small_learner import batches, policy
 
 
 def learner(dtype: torch.dtype = torch.float32, **settings: Any) -> Learner:
-    options = {"learning_rate": 1e-3, "max_grad_norm": 0.05} | settings
+    options: dict[str, Any] = {"learning_rate": 1e-3, "max_grad_norm": 0.05} | settings
     return Learner(TokenObjective(policy(dtype), packing="prefix"), OptimizerSection(**options))
 
 
