@@ -31,6 +31,8 @@ from penstock.train.settings import (
 from penstock.weights.settings import WeightsSection
 
 MOST_RING_SLOTS = 1 << 20
+WHOLE_MATRICES = ("torch.optim:Adafactor", "torch.optim:Muon")
+"""Optimisers whose state is not laid out as the parameters are."""
 
 
 class PipelineSection(Section):
@@ -166,6 +168,11 @@ class PipelineSection(Section):
         sharded = ranks > 1 or self.train.fsdp
         if self.optimizer.offload and sharded:
             raise ValueError("optimizer.offload is for one rank without train.fsdp; several share the state already")
+        if sharded and self.optimizer.name in WHOLE_MATRICES:
+            raise ValueError(
+                f"optimizer.name = {self.optimizer.name!r} looks at whole matrices, and a rank has some rows only: "
+                "use one rank without train.fsdp, or torch.optim:AdamW"
+            )
         if sharded and isinstance(self.model, MlpModel):
             raise ValueError(f"{ranks} ranks train language models only; a gymnasium policy trains on one device")
 
