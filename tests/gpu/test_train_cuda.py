@@ -140,3 +140,20 @@ def test_a_gaussian_policy_acts_on_a_gpu() -> None:
     actions, logprobs, _, _ = engine.act(np.zeros((3, 4), np.float32))
     assert actions.shape == (3, 2)
     assert np.isfinite(np.asarray(logprobs)).all()
+
+
+def test_masters_on_the_host_give_the_same_update() -> None:
+    found = []
+    for offload in (False, True):
+        made = policy(torch.bfloat16)
+        settings = OptimizerSection(learning_rate=1e-3, offload=offload)
+        learner = Learner(TokenObjective(made, packing="prefix"), settings)
+        learner.onload(CUDA)
+        advantages = np.random.default_rng(1).normal(size=12).astype(np.float32)
+        for step in range(2):
+            learner.step(pack_tokens(samples(step), advantages, PackSettings(layout="prefix")))
+        found.append({name: tensor.float() for name, tensor in made.named_tensors().items()})
+        places = {tensor.device.type for name, tensor in learner.state().items() if "/" in name}
+        assert places == ({"cpu"} if offload else {"cuda"})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, atol=4e-3, rtol=2e-2)
