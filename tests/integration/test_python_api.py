@@ -122,6 +122,10 @@ def test_metrics_are_a_frame_where_pandas_is_installed(tmp_path: Path, monkeypat
         ({"environment": "copi"}, "did you mean 'copy'"),
         ({"reward": lambda prompts, completions: []}, "is a lambda"),
         ({"rollout": {"group_sise": 3}}, "group_size"),
+        ({"enviroment": "copy"}, "did you mean 'environment'"),
+        ({"environment": SimpleNamespace()}, "pass the class itself"),
+        ({"environment": {"rewards": []}}, "needs environment="),
+        ({"config": {"pipeline": [{"name": "a"}]}, "model": None}, "needs model="),
         ({"config": {"pipeline": [{"name": "a"}, {"name": "b"}]}}, "there are several"),
     ],
 )

@@ -40,6 +40,8 @@ from penstock.runtime.rundir import RunDir, write_atomically
 Named = str | Callable[..., Any] | Mapping[str, Any]
 State = Literal["running", "complete", "interrupted", "failed", "killed"]
 
+KEYWORDS = {"environment": "env", "model": "model", "steps": "steps"}
+"""Of `train`: what every run needs, and where it stands in the table of a pipeline."""
 POLL_S = 0.1
 STOP_S = 60.0
 START_S = 30.0
@@ -81,6 +83,7 @@ def train(
     tree = _tree(config)
     _place(tree, _settings(environment, reward, model, steps, name) | settings)
     tree = code.resolve(tree)
+    _check_complete(tree)
     run_table = tree.setdefault("run", {})
     run_table["extra_path"] = [*map(str, run_table.get("extra_path", [])), *map(str, code.paths)]
     resolved = validate(tree, source="penstock.train")
@@ -187,6 +190,20 @@ def _model(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": "path", "path": text}
 
 
+def _check_complete(tree: Mapping[str, Any]) -> None:
+    """Says what is missing by the keyword that gives it; validation would name the key of the TOML."""
+    if not isinstance(tree["pipeline"], list) or len(tree["pipeline"]) != 1:
+        return
+    [pipeline] = tree["pipeline"]
+    missing = [keyword for keyword, key in KEYWORDS.items() if key not in pipeline]
+    if "environment" not in missing and isinstance(pipeline["env"], Mapping) and "name" not in pipeline["env"]:
+        missing.insert(0, "environment")
+    if missing:
+        raise ConfigError(
+            f"penstock.train needs {' and '.join(f'{one}=…' for one in missing)}: see help(penstock.train)"
+        )
+
+
 def _place(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
     """Puts each keyword where it stands in the TOML: in the only pipeline, or beside it."""
     pipelines = tree["pipeline"]
@@ -194,7 +211,7 @@ def _place(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
         if key in Config.model_fields and key != "pipeline":
             table = tree
         elif key not in PipelineSection.model_fields:
-            known = [*PipelineSection.model_fields, *Config.model_fields]
+            known = [*KEYWORDS, *PipelineSection.model_fields, *Config.model_fields]
             raise ConfigError(f"penstock.train has no setting {key!r}{nearest(key, known)}")
         elif isinstance(pipelines, list) and len(pipelines) == 1:
             table = pipelines[0]

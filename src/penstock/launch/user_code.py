@@ -11,11 +11,14 @@ import ast
 import hashlib
 import inspect
 import linecache
+import os
 import re
 import symtable
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from datetime import date, time
+from numbers import Number
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -72,7 +75,15 @@ class UserCode:
             return {name: self._named(value, f"{key}.{name}" if key else name) for name, value in tree.items()}
         if isinstance(tree, list | tuple):
             return [self._named(value, key) for value in tree]
-        return _Written(self.name(tree, key)) if callable(tree) else tree
+        if callable(tree):
+            return _Written(self.name(tree, key))
+        if tree is not None and not isinstance(tree, str | Number | os.PathLike | date | time):
+            kind = type(tree).__name__
+            raise ConfigError(
+                f"{key} is an object of class {kind}, which other processes do not have; pass the class itself, and "
+                f"what it is made with as options: environment={{'name': {kind}, 'options': {{…}}}}"
+            )
+        return tree
 
     def _remember_path(self, module: ModuleType) -> None:
         """Modules beside the script or the notebook are on its own path, not on that of the processes."""
