@@ -14,6 +14,20 @@ BROKEN = 'raise RuntimeError("no network in the cellar")\n'
 HANGING = "import time\ndef init(**kwargs):\n    time.sleep(3600)\n"
 
 
+STAGES = {"lease_s", "prepare_s", "generate_s", "score_s", "deliver_s", "wait_s", "fetch_s", "step_s", "publish_s"}
+EXPECTED = STAGES | {
+    "reward",
+    "reward_std",
+    "completion_length_mean",
+    "completion_length_max",
+    "truncated_share",
+    "groups_without_spread_share",
+    "dropped",
+    "tokens_per_s",
+}
+"""What every line of a step has. Reward functions have `reward/NAME/mean` and `/std`, a GPU its share and memory."""
+
+
 def test_tensorboard_gets_every_step_of_a_run_that_is_resumed(folder: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -29,6 +43,9 @@ def test_tensorboard_gets_every_step_of_a_run_that_is_resumed(folder: Path):
     rewards = {event.step: pytest.approx(event.tensor_proto.float_val[0]) for event in events.Tensors("letters/reward")}
     assert rewards == {entry["step"]: entry["reward"] for entry in step_lines(run.directory)}
     assert len(events.Tensors("letters/reward")) == 24, "each step once"
+    sent_to_the_sink = {tag.removeprefix("letters/") for tag in events.Tags()["tensors"]}
+    assert sent_to_the_sink >= EXPECTED
+    assert all(entry.keys() >= EXPECTED for entry in step_lines(run.directory)), "in every line"
     (run.directory / "sinks" / "tensorboard.offset").unlink()  # as if it had not been told anything
     for sent in (24, 0):
         code, output = start(folder, run.directory, "--to", "tensorboard", command="publish").end(60)

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.journal.writer import Journal
 from penstock.records.ids import MemberId, PipelineName, RunId, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef, RingAddress
-from penstock.records.rollout import Rollout
+from penstock.records.rollout import Rollout, StageTimes
 from penstock.records.weights import Manifest
 from penstock.roles.controller import service_of
 from penstock.runtime.clock import ManualClock
@@ -109,6 +109,24 @@ async def test_a_trained_step_becomes_one_line_however_often_it_is_acknowledged(
     room.lines.close(5.0)
     (line,) = [json.loads(line) for line in room.metrics.read_text().splitlines()]
     assert (line["step"], line["reward"], line["loss"], line["samples"]) == (0, 0.5, 1.5, 2)
+
+
+async def test_every_line_of_a_step_has_the_time_of_each_stage(room: Room):
+    leased = await room.lease(4)
+    first, second = StageTimes(0.1, 2.0, 0.5, 0.3, 0.2, 0.01), StageTimes(0.3, 4.0, 0.5, 0.5, 0.4, 0.03)
+    rollouts = [rollout(sample) for lease in leased.leases for sample in lease.samples]
+    times = [first, second, first, second]
+    delivered = [msgspec.structs.replace(one, times=time) for one, time in zip(rollouts, times, strict=True)]
+    await room.service.call(Deliver(P, W, rollouts=tuple(delivered)))
+    for step in (0, 1):
+        await room.service.call(AskBatch(P, T, step=StepIndex(step)))
+        await room.service.call(AckStep(P, T, step=StepIndex(step), metrics={"wait_s": 7.0, "step_s": 1.0}))
+    room.lines.close(5.0)
+    stages = {"lease_s": 0.3, "prepare_s": 0.2, "queue_s": 0.4, "generate_s": 3.0, "score_s": 0.5, "deliver_s": 0.02}
+    for line in map(json.loads, room.metrics.read_text().splitlines()):  # nothing came before the second: as before
+        assert {name: line[name] for name in stages} == pytest.approx(stages)
+        assert (line["wait_s"], line["step_s"]) == (7.0, 1.0)
+    assert room.service.status()["stages"][P] == pytest.approx(stages | {"wait_s": 7.0, "step_s": 1.0})
 
 
 async def test_a_line_that_died_with_the_controller_is_written_by_the_next(room: Room, tmp_path: Path):

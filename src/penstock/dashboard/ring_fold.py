@@ -140,7 +140,7 @@ class RingFold:
             if group is None or sample in refused:
                 continue
             leased_at = group.leased_at.pop(sample)
-            prepare_s, generate_s, postprocess_s, waited_s = rollout.get("times") or (0.0, 0.0, 0.0, 0.0)
+            prepare_s, generate_s, postprocess_s, waited_s, *_ = rollout.get("times") or (0.0, 0.0, 0.0, 0.0)
             self._spend("wait", at, waited_s)
             self._spend("prepare", at, prepare_s)
             self._spend("generate", at, generate_s)

@@ -53,6 +53,8 @@ class GymnasiumPolicy(msgspec.Struct, frozen=True, tag="gymnasium"):
     action_size: int
     """Number of actions, or of action components."""
     hidden_size: int = 64
+    normalize_observations: bool = False
+    normalize_rewards: bool = False
     seed: int = 0
 
 
@@ -207,6 +209,42 @@ RETURNS_RATE = 0.2
 """How fast the running mean and spread of returns follow a batch."""
 
 
+NORMALIZED_LIMIT = 10.0
+"""Standard deviations at which normalised observations and rewards are cut off."""
+
+
+class RunningStatistics(nn.Module):
+    """Mean and variance of all rows seen so far. Its tensors are part of the weights: replicas read them, the trainer
+    alone adds to them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.variance: Tensor
+        self.count: Tensor
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("variance", torch.ones(size))
+        self.register_buffer("count", torch.zeros(1))
+
+    @torch.no_grad()
+    def add(self, rows: Tensor) -> None:
+        """Rows by columns. Batches with a number that is not finite are left out."""
+        rows = rows.double()
+        if not len(rows) or not torch.isfinite(rows).all():
+            return
+        known, new = self.count.double(), float(len(rows))
+        total, change = known + new, rows.mean(0) - self.mean
+        squares = self.variance * known + rows.var(0, correction=0) * new + change.square() * known * new / total
+        self.mean.add_(change * new / total)
+        self.variance.copy_(squares / total)
+        self.count.copy_(total)
+
+    @property
+    def scale(self) -> Tensor:
+        """What to divide by; 1 for columns that never changed."""
+        return torch.where(self.variance > 1e-8, self.variance, 1.0).sqrt()
+
+
 class ActorCritic(nn.Module):
     """Two separate towers of two tanh layers: the actor's logits or means, and the critic's value."""
 
@@ -235,11 +273,19 @@ class ActorCritic(nn.Module):
         self.register_buffer("return_mean", torch.zeros(1))
         self.register_buffer("return_std", torch.ones(1))
         self.register_buffer("batches", torch.zeros(1))
+        self.observed = RunningStatistics(inputs) if spec.normalize_observations else None
+        self.rewarded = RunningStatistics(1) if spec.normalize_rewards else None
         self.log_std = nn.Parameter(torch.zeros(spec.action_size)) if spec.action_kind == "gaussian" else None
+
+    def _inputs(self, observations: Tensor) -> Tensor:
+        flat = observations.flatten(1)
+        if self.observed is None:
+            return flat
+        return ((flat - self.observed.mean) / self.observed.scale).clamp(-NORMALIZED_LIMIT, NORMALIZED_LIMIT)
 
     def distribution(self, observations: Tensor) -> torch.distributions.Distribution:
         """Over actions, one per observation."""
-        heads = self.actor(observations.flatten(1))
+        heads = self.actor(self._inputs(observations))
         if self.log_std is None:
             return torch.distributions.Categorical(logits=heads, validate_args=False)
         normal = torch.distributions.Normal(heads, self.log_std.exp(), validate_args=False)
@@ -247,7 +293,21 @@ class ActorCritic(nn.Module):
 
     def value(self, observations: Tensor) -> Tensor:
         """Expected discounted return, one per observation. The critic's own output is in units of `return_std`."""
-        return self.critic(observations.flatten(1)).squeeze(-1) * self.return_std + self.return_mean
+        return self.critic(self._inputs(observations)).squeeze(-1) * self.return_std + self.return_mean
+
+    @torch.no_grad()
+    def observe_episodes(self, observations: Tensor, returns: Tensor) -> None:
+        """Follow what is normalised: observations, and the spread of discounted returns that rewards are divided by."""
+        if self.observed is not None:
+            self.observed.add(observations.flatten(1))
+        if self.rewarded is not None:
+            self.rewarded.add(returns.unsqueeze(1))
+
+    def normalized(self, rewards: Tensor) -> Tensor:
+        """Rewards as the losses see them."""
+        if self.rewarded is None:
+            return rewards
+        return (rewards / self.rewarded.scale).clamp(-NORMALIZED_LIMIT, NORMALIZED_LIMIT)
 
     @torch.no_grad()
     def observe_returns(self, returns: Tensor) -> None:
@@ -270,7 +330,7 @@ class ActorCritic(nn.Module):
     def act(self, observations: Tensor, generator: torch.Generator, greedy: bool = False) -> tuple[Tensor, Tensor]:
         """Sampled (or most likely) actions and their log-probabilities, one per observation."""
         with torch.no_grad():
-            heads = self.actor(observations.flatten(1))
+            heads = self.actor(self._inputs(observations))
             if self.log_std is None:
                 logprobs = torch.log_softmax(heads, dim=-1)
                 if greedy:

@@ -75,6 +75,12 @@ class MlpModel(Section):
     """Chooses this table."""
     hidden: Positive = 64
     """Width of its layers."""
+    normalize_observations: bool = False
+    """Subtract the running mean of each observation component and divide by its running spread. The statistics are part
+    of the weights and of checkpoints; evaluation uses them as they are."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running spread of discounted returns and cut them off at 10 spreads, for the loss only. Its
+    value network follows the scale of returns by itself; this is for rewards with rare extremes."""
 
 
 Model = Annotated[TinyModel | PathModel | HubModel | MlpModel, Field(discriminator="kind")]

@@ -130,7 +130,7 @@ class _GroupTale(_Tale):
                 continue
             self.holders.pop(sample)
             self.payloads[tuple(rollout["payload"])] = sample
-            prepare_s, generate_s, postprocess_s, waited_s = rollout.get("times") or (0, 0, 0, 0)
+            prepare_s, generate_s, postprocess_s, waited_s, *_ = rollout.get("times") or (0, 0, 0, 0)
             reason = rollout.get("unscored")
             reward = f"no reward ({reason})" if reason else f"reward {rollout['reward']:g}"
             yield (

@@ -23,6 +23,7 @@ PLAIN_EVERY_S = 5.0
 NOTES_SHOWN = 4
 NAME_COLUMNS = 24
 CURVE_COLUMNS = 60
+STAGES = ("lease", "prepare", "queue", "generate", "score", "deliver", "wait", "fetch", "turn", "step", "publish")
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -134,6 +135,12 @@ class RunView:
             "left": clock(pace.eta_s(one["steps"])),
         }
 
+    def stages(self, name: str, status: dict[str, Any]) -> str:
+        """How long a sample, and a step, is in each stage."""
+        known = status.get("stages", {}).get(name, {})
+        named = [(stage, known[f"{stage}_s"]) for stage in STAGES if known.get(f"{stage}_s")]
+        return " · ".join(f"{'train' if stage == 'step' else stage} {duration(spent)}" for stage, spent in named)
+
     def curve(self, name: str, width: int) -> str:
         """The rewards so far between their lowest and their highest."""
         rewards = list(self._curves.get(name, {}).values())
@@ -163,6 +170,8 @@ class PlainView(RunView):
             awaited = awaited_by(one)
             figures = "  ".join(f"{key} {value}" for key, value in self.figures(name, one).items())
             self._print(f"{name}: step {one['step']}/{one['steps']} ({one['phase']})  {awaited or figures}")
+            if stages := self.stages(name, status):
+                self._print(f"{name}: {stages}")
             if one.get("diagnosis"):
                 self._print(f"{name}: {one['diagnosis']}")
         if self._shares_devices and status.get("pool"):
@@ -199,7 +208,7 @@ class TerminalView(RunView):
         footer = [Text(line, style="dim") for line in (self._title, lag_of(status)) if line]
         pool = status.get("pool") if self._shares_devices else None
         pools: list[RenderableType] = [pool_view.panel_of(pool)] if pool else []
-        panels = [self._panel(name, one) for name, one in status.get("pipelines", {}).items()]
+        panels = [self._panel(name, one, status) for name, one in status.get("pipelines", {}).items()]
         drawn = Group(*panels, *pools, *notes, *footer)
         if len(self._console.render_lines(drawn, pad=False)) >= self._console.height:
             lines = [Text(pool_view.counts_of(pool))] if pool else []
@@ -213,7 +222,7 @@ class TerminalView(RunView):
     def close(self) -> None:
         self._live.stop()
 
-    def _panel(self, name: str, one: dict[str, Any]) -> Panel:
+    def _panel(self, name: str, one: dict[str, Any], status: dict[str, Any]) -> Panel:
         bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None, style="dim", complete_style="green", finished_style="green"),
@@ -229,6 +238,8 @@ class TerminalView(RunView):
         grid.add_row(*(Text(value, style="bold") for value in figures.values()))
         curve = self.curve(name, min(CURVE_COLUMNS, self._console.width - 24))
         rows: list[RenderableType] = [bar, grid, Text(awaited_by(one) or curve, style="green", no_wrap=True)]
+        if stages := self.stages(name, status):
+            rows.append(Text(stages, style="dim", no_wrap=True, overflow="ellipsis"))
         if one.get("diagnosis"):
             rows.append(Text(harmless(one["diagnosis"]), style="bold red"))
         return Panel(Group(*rows), title=Text(f"{shortened(name)} · {one['phase']}"), title_align="left")
@@ -293,6 +304,11 @@ def figure(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """In the unit that suits it."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def shortened(name: str) -> str:

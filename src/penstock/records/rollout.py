@@ -9,13 +9,17 @@ from penstock.records.payload import PayloadRef
 
 
 class StageTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds spent in each stage of generation, for the sample's story."""
+    """Seconds spent in each stage of generation, for the sample's story and the step's line of metrics."""
 
     prepare_s: float = 0.0
     generate_s: float = 0.0
     postprocess_s: float = 0.0
     waited_s: float = 0.0
     """From the lease to the start of generation, less the preparation."""
+    lease_s: float = 0.0
+    """What the ask took that it was granted by."""
+    deliver_s: float = 0.0
+    """What this worker's last delivery before it took."""
 
 
 class Rollout(msgspec.Struct, frozen=True):

@@ -53,12 +53,14 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
             path = directory_of(model) if isinstance(model, HubModel) else model.path
             gguf_file = "" if isinstance(model, HubModel) else model.gguf_file
             return PretrainedLanguageModel(path=str(path), gguf_file=gguf_file or None, dtype=dtype)
-        case MlpModel(hidden=hidden):
+        case MlpModel() as model:
             return GymnasiumPolicy(
                 observation_shape=environment.spaces.observation_shape,
                 action_kind=environment.spaces.action_kind,
                 action_size=environment.spaces.action_size,
-                hidden_size=hidden,
+                hidden_size=model.hidden,
+                normalize_observations=model.normalize_observations,
+                normalize_rewards=model.normalize_rewards,
                 seed=config.run.seed,
             )
 

@@ -99,8 +99,8 @@ class PpoLossSection(Section):
     importance_cap: PositiveFloat = 2.0
     """The largest weight of a stale action."""
     discount: Fraction = 0.98
-    """What a reward is worth one environment step earlier. At 1 an episode that a time limit cuts off is worth as much
-    as one that reaches its goal."""
+    """What a reward is worth one environment step earlier. Below 1 an episode that a time limit cuts off counts as if
+    it went on; at 1 the time limit is an end like any other, and what is learned is the sum of rewards until then."""
     gae_lambda: Fraction = 0.9
     """How far advantages look beyond the value network: 0 one step, 1 to the end."""
     value_coefficient: NonNegativeFloat = 0.5

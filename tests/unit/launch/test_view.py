@@ -73,6 +73,16 @@ def test_plain_lines_do_not_flood():
     assert len(out.getvalue().splitlines()) == 1
 
 
+def test_the_time_of_each_stage_is_shown():
+    stages = {"letters": {"lease_s": 0.0, "generate_s": 0.25, "score_s": 12.0, "wait_s": 0.002, "step_s": 1.5}}
+    for view in (PlainView, lambda console: TerminalView(console, "title")):
+        out = StringIO()
+        shown = view(Console(file=out, width=100, height=40, force_terminal=False))
+        shown.update(STATUS | {"stages": stages})
+        shown.close()
+        assert "generate 250 ms · score 12 s · wait 2 ms · train 1.5 s" in out.getvalue()
+
+
 def test_a_stall_is_shown():
     out = StringIO()
     stalled = PIPELINE | {"diagnosis": "trainer waits for a batch since 61 s"}

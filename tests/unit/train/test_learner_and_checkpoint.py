@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from penstock.batch.pack import TokenMicroBatch, TrajectoryBatch
-from penstock.engines.models import GymnasiumPolicy, LanguagePolicy, ModelSpec, TinyLanguageModel, build
+from penstock.engines.models import (
+    ActorCriticPolicy,
+    GymnasiumPolicy,
+    LanguagePolicy,
+    ModelSpec,
+    TinyLanguageModel,
+    build,
+)
+from penstock.engines.policy import PolicyEngine
 from penstock.errors import ConfigError, RunFailed
-from penstock.runtime.tensors import device_bytes
+from penstock.runtime.tensors import device_bytes, module_tensors
 from penstock.train import checkpoint
 from penstock.train.objectives import EpisodeObjective, Objective, TokenObjective
 from penstock.train.settings import OptimizerSection, PpoLossSection, TokenLossSection
@@ -57,11 +65,13 @@ def control_batches(seed: int) -> list[TrajectoryBatch]:
 
 LANGUAGE = TinyLanguageModel(alphabet="abcdef", hidden_size=16, layers=1, heads=2, max_positions=16)
 CONTROL = GymnasiumPolicy((4,), "discrete", 2, hidden_size=16)
+NORMALIZED = GymnasiumPolicy((4,), "discrete", 2, hidden_size=16, normalize_observations=True, normalize_rewards=True)
 SEVERAL_UPDATES = OptimizerSection(epochs=2, minibatches=2, schedule="linear", decay_steps=10)
 KINDS = {
     "language": (LANGUAGE, TokenLossSection(), OptimizerSection(warmup_steps=3), language_batches),
     "language, several updates": (LANGUAGE, TokenLossSection(), SEVERAL_UPDATES, language_batches),
     "control": (CONTROL, PpoLossSection(), SEVERAL_UPDATES, control_batches),
+    "control, normalised": (NORMALIZED, PpoLossSection(), SEVERAL_UPDATES, control_batches),
 }
 
 
@@ -108,6 +118,55 @@ def test_resuming_gives_the_same_numbers_as_never_stopping(kind: str, tmp_path: 
     assert same(tensors(second), tensors(straight))
 
 
+def test_statistics_of_observations_and_rewards_travel_with_weights_and_checkpoints(tmp_path: Path) -> None:
+    trained = learner(NORMALIZED, PpoLossSection(discount=0.9), OptimizerSection())
+    batches = [control_batches(seed)[0] for seed in range(3)]
+    for batch in batches:
+        trained.step([batch])
+    seen = np.concatenate([batch.observations_S for batch in batches])
+    published = trained.policy.named_tensors()
+    assert published["observed.mean"].numpy() == pytest.approx(seen.mean(0), abs=1e-5)
+    assert published["observed.variance"].numpy() == pytest.approx(seen.var(0), abs=1e-5)
+    assert published["observed.count"].item() == len(seen)
+    returns = [(1 - 0.9**left) / 0.1 for b in batches for n in b.lengths_N for left in range(n, 0, -1)]
+    assert published["rewarded.variance"].item() == pytest.approx(np.var(returns), rel=1e-4)
+
+    checkpoint.save(tmp_path, trained)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    resumed = learner(NORMALIZED, PpoLossSection(discount=0.9), OptimizerSection())
+    checkpoint.load(found, resumed)
+    assert same(tensors(resumed), tensors(trained))
+
+    # A replica, as in generation and evaluation: it normalises with what it was given, and adds nothing of its own.
+    replica = PolicyEngine(build(NORMALIZED).module)
+    strange = np.full((8, 4), 5.0, np.float32)
+    before = replica.act(strange, greedy=True)[1]
+    replica.stage({name: tensor.clone() for name, tensor in published.items()})
+    replica.swap(3, "")
+    after = replica.act(strange, greedy=True)[1]
+    assert not np.array_equal(before, after)
+    assert same(module_tensors(replica.module), published)
+
+
+def test_normalised_policies_see_scaled_observations_and_bounded_rewards() -> None:
+    policy = build(NORMALIZED)
+    assert isinstance(policy, ActorCriticPolicy)
+    network = policy.network
+    rng = np.random.default_rng(0)
+    observations = torch.from_numpy(rng.normal([1000.0, 0.0, -3.0, 7.0], [50.0, 1e-3, 1.0, 0.0], (500, 4)))
+    network.observe_episodes(observations.float(), torch.from_numpy(rng.normal(0, 4.0, 500)))
+    inputs = network._inputs(observations.float())
+    assert inputs.mean(0).tolist() == pytest.approx([0] * 4, abs=1e-2)
+    assert inputs.std(0).tolist() == pytest.approx([1, 1, 1, 0], abs=2e-2)  # one that never changes stays as it is
+    assert network._inputs(torch.full((1, 4), 1e6)).abs().max() == 10
+    assert network.normalized(torch.tensor([4.0, 1e6])).tolist() == pytest.approx([1.0, 10.0], rel=0.1)
+    count = network.observed.count.item()  # type: ignore[union-attr]
+    network.observe_episodes(torch.full((2, 4), torch.nan), torch.zeros(0))
+    assert network.observed.count.item() == count  # type: ignore[union-attr]
+    assert torch.isfinite(network.value(observations.float())).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_metrics_are_finite_and_complete(kind: str) -> None:
     spec, loss, optim, batches = KINDS[kind]
@@ -132,7 +191,7 @@ def test_every_part_of_a_step_is_told_of(kind: str) -> None:
     spec, loss, optim, batches = KINDS[kind]
     told: list[str] = []
     Learner(objective(spec, loss), optim, progressed=told.append).step(batches(0))
-    parts = optim.epochs * (len(batches(0)) if kind != "control" else optim.minibatches)
+    parts = optim.epochs * (len(batches(0)) if not kind.startswith("control") else optim.minibatches)
     assert len([line for line in told if line.startswith("training step 0: ")]) == parts
 
 

@@ -91,25 +91,43 @@ def test_a_tiny_language_model_learns_to_copy_letters(seed: int) -> None:
     assert np.mean(curve[-10:]) > 0.95
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_gymnasium_policy_learns_to_balance_a_pole(seed: int) -> None:
-    steps, episodes = 90, 16
-    spec = GymnasiumPolicy((4,), "discrete", 2, seed=seed)
+@pytest.mark.parametrize(("seed", "normalised"), [(0, False), (1, True)])
+def test_a_gymnasium_policy_learns_to_balance_a_pole(seed: int, normalised: bool) -> None:
+    both = {"normalize_observations": normalised, "normalize_rewards": normalised}
+    curve = returns("CartPole-v1", GymnasiumPolicy((4,), "discrete", 2, seed=seed, **both), 60, {})
+    assert np.mean(curve[:3]) < 60
+    assert np.mean(curve[-10:]) > 400
+
+
+@pytest.mark.parametrize(("seed", "discount"), [(0, 0.99), (1, 1.0)])
+def test_a_gymnasium_policy_learns_from_a_rare_reward(
+    seed: int, discount: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """+1 at the end of a corridor that a random walk seldom reaches in time, and nothing before."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    spec = GymnasiumPolicy((10,), "discrete", 2, seed=seed)
+    curve = returns("corridor:Corridor-v0", spec, 50, {"discount": discount})
+    assert np.mean(curve[:3]) < 0.5
+    assert np.mean(curve[-10:]) > 0.95
+
+
+def returns(id: str, spec: GymnasiumPolicy, steps: int, loss: dict[str, float]) -> list[float]:
+    """The mean return of the episodes of every step."""
+    episodes = 16
     policy, served = build(spec), build(spec)
     assert isinstance(policy, ActorCriticPolicy)
-    objective = EpisodeObjective(policy, PpoLossSection(**RECOMMENDED["mlp"]["ppo_loss"]))
+    objective = EpisodeObjective(policy, PpoLossSection(**RECOMMENDED["mlp"]["ppo_loss"] | loss))
     learner = Learner(objective, OptimizerSection(**RECOMMENDED["mlp"]["optimizer"]), steps=steps)
-    engine = PolicyEngine(served.module, seed=seed)
+    engine = PolicyEngine(served.module, seed=spec.seed)
     weights = OldWeights(engine, learner)
-    environments = [gymnasium.make("CartPole-v1") for _ in range(episodes)]
+    environments = [gymnasium.make(id) for _ in range(episodes)]
     curve = []
     for step in range(steps):
         weights.update()
-        samples = play(environments, engine, seed=1_000_000 * seed + step * episodes)
+        samples = play(environments, engine, seed=1_000_000 * spec.seed + step * episodes)
         learner.step(pack(samples, np.zeros(episodes), PackSettings()))  # type: ignore[arg-type]
-        curve.append(float(np.mean([len(sample["rewards"]) for sample in samples])))
-    assert np.mean(curve[:3]) < 60
-    assert np.mean(curve[-10:]) > 400
+        curve.append(float(np.mean([sample["rewards"].sum() for sample in samples])))
+    return curve
 
 
 def play(environments: list[gymnasium.Env], engine: PolicyEngine, seed: int) -> list[dict[str, np.ndarray]]:

@@ -185,6 +185,10 @@ def test_episode_ends_bootstrap_only_when_cut_off(kind: str) -> None:
     assert prepared.returns_S.tolist() == pytest.approx(
         [1.9, 1.0, 2.71 + 0.729 * future, 1.9 + 0.81 * future, 1.0 + 0.9 * future], abs=1e-4
     )
+    undiscounted = PpoLossSection(discount=1.0, gae_lambda=1.0)  # a time limit is then an end like any other
+    assert EpisodeTensors(batch, policy.network, undiscounted, torch.device("cpu")).returns_S.tolist() == pytest.approx(
+        [2.0, 1.0, 3.0, 2.0, 1.0], abs=1e-4
+    )
     loss, metrics = ppo_loss(prepared, torch.arange(5), policy.network, settings)
     loss.backward()
     assert all(torch.isfinite(value) for value in metrics.values())

@@ -14,9 +14,20 @@ from penstock.control.state import StepSummary
 from penstock.records.ids import PipelineName
 from penstock.runtime.clock import Clock
 from penstock.runtime.metrics import JsonLines
-from penstock.wire.messages import AckStep
+from penstock.wire.messages import AckStep, Deliver
 
 EVERY_S = 2.0
+STAGES = {
+    "lease_s": "lease_s",
+    "prepare_s": "prepare_s",
+    "queue_s": "waited_s",
+    "generate_s": "generate_s",
+    "score_s": "postprocess_s",
+    "deliver_s": "deliver_s",
+}
+"""Of a worker, by metric: the field of `StageTimes`."""
+TRAINER_STAGES = ("wait_s", "fetch_s", "turn_s", "step_s", "publish_s")
+"""Of a step, as the trainer reports them."""
 
 
 class MetricLines:
@@ -27,6 +38,9 @@ class MetricLines:
         self._clock = clock
         self._written: dict[PipelineName, int] = {}
         self._dropped: dict[PipelineName, tuple[int, int]] = {}
+        self._spent: dict[PipelineName, _Spent] = {}
+        self.stages: dict[PipelineName, dict[str, float]] = {}
+        """Seconds of each stage, as in the newest line of a step."""
 
     def complete(self, pipelines: Mapping[PipelineName, PipelineControl], on_file: Iterable[bytes]) -> None:
         """Writes the lines of recent steps and evaluations that are not in the file."""
@@ -47,6 +61,18 @@ class MetricLines:
         self._written[name] = request.step
         self._write_summary(machine, summary, request.metrics)
 
+    def note_delivery(self, request: Deliver) -> None:
+        """The stages of these samples are part of the next step's line."""
+        self._spent.setdefault(request.pipeline, _Spent()).add(request)
+
+    def _stages_since(self, name: PipelineName, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Means over the samples delivered since the line before; if there were none, as in that line."""
+        spent = self._spent.pop(name, None)
+        workers = self.stages.get(name, dict.fromkeys(STAGES, 0.0)) if spent is None else spent.means()
+        stages = {metric: workers[metric] for metric in STAGES}
+        self.stages[name] = stages | {metric: metrics[metric] for metric in TRAINER_STAGES if metric in metrics}
+        return stages
+
     def _write_summary(self, machine: PipelineControl, summary: StepSummary, metrics: Mapping[str, float]) -> None:
         name = machine.settings.name
         self._lines.write(
@@ -60,6 +86,7 @@ class MetricLines:
                 "staleness_mean": summary.staleness_mean,
                 "staleness_max": summary.staleness_max,
                 **self._dropped_since(machine),
+                **self._stages_since(name, metrics),
                 **metrics,
             }
         )
@@ -88,6 +115,23 @@ class MetricLines:
             "eval/length": result.length_mean,
         }
         self._lines.write(line | figures)
+
+
+class _Spent:
+    """Sums of the stage times of samples."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._sums = dict.fromkeys(STAGES, 0.0)
+
+    def add(self, request: Deliver) -> None:
+        self._samples += len(request.rollouts)
+        for rollout in request.rollouts:
+            for metric, field in STAGES.items():
+                self._sums[metric] += getattr(rollout.times, field)
+
+    def means(self) -> dict[str, float]:
+        return {metric: total / max(1, self._samples) for metric, total in self._sums.items()}
 
 
 async def write_gauges(status: Callable[[], Mapping[str, Any]], lines: JsonLines) -> None:

@@ -203,8 +203,11 @@ class ControlService:
             await self.settle()
         if isinstance(reply, Leased) and isinstance(request, messages.AskLease):
             return self._complete(request, reply)
-        if isinstance(request, messages.AckStep) and reply == Ok() and self._lines is not None:
-            self._lines.write_step(request, self.controller.pipelines[name])
+        if self._lines is not None:
+            if isinstance(request, messages.AckStep) and reply == Ok():
+                self._lines.write_step(request, self.controller.pipelines[name])
+            elif isinstance(request, messages.Deliver) and request.rollouts:
+                self._lines.note_delivery(request)
         if isinstance(request, messages.Unregister):
             self.metrics.pop((name, request.member), None)
         return reply
@@ -313,6 +316,7 @@ class ControlService:
             "members": {f"{name}/{member}": values for (name, member), values in self.metrics.items()},
             "evicted": self.evicted | controller.fenced,
             "lag": self._lag() if self._lag is not None else {},
+            "stages": self._lines.stages if self._lines is not None else {},
         }
         if controller.pool is not None:
             status["pool"] = msgspec.to_builtins(controller.pool.status(now))

@@ -47,6 +47,8 @@ class ControllerCalls:
     ) -> None:
         self.prefetch = prefetch
         """The setting of this worker: holds unless a lease brings another."""
+        self.deliver_s = 0.0
+        """What the last delivery took."""
         self._controller = controller
         self._tracing = tracing
         self._post = post
@@ -69,6 +71,7 @@ class ControllerCalls:
             trace.LeaseAnswered(now, samples, granted, answer.verdict, now - asked, held_samples, answer.phase)
         )
         self._tracing.count(f"asks_{answer.verdict}", 1)
+        self._tracing.count("lease_s", now - asked)
         if granted or not held_samples:  # asking in vain while a hook hangs is no progress
             self._progressed(f"lease {answer.verdict}")
         self._post(
@@ -88,11 +91,14 @@ class ControllerCalls:
         self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout], scores: Sequence[Score] = ()
     ) -> Delivered | None:
         """What the controller said; None when it could not be reached, which ends the run."""
+        began = monotonic()
         try:
             answer = await self._controller.deliver(rollouts, failures, (), scores)
         except Exception as error:  # noqa: BLE001 - raised by the loop
             self._post(error)
             return None
+        self.deliver_s = monotonic() - began
+        self._tracing.count("deliver_s", self.deliver_s)
         self._tracing.count("delivered_samples", len(rollouts))
         self._tracing.count("failed_samples", len(failures))
         self._tracing.count("refused_samples", len(answer.refused))

@@ -90,6 +90,7 @@ class Work(msgspec.Struct):
     scores: list[Score] = []
     served: Version = Version(0)
     """What the engine served when it had been generated."""
+    lease_s: float = 0.0
     prepare_s: float = 0.0
     generate_s: float = 0.0
     waited_s: float = 0.0
@@ -138,6 +139,8 @@ class HookCalls:
         self._count = count
         self._tell = tell
         self._progressed = progressed
+        self.deliver_s = 0.0
+        """What the last delivery took, for the samples of the next."""
 
     def prepare(self, tickets: Sequence[flow.Ticket]) -> None:
         self._each(tickets, "prepare", self._prepare_one)
@@ -351,6 +354,8 @@ class HookCalls:
             generate_s=work.generate_s,
             postprocess_s=monotonic() - started,
             waited_s=work.waited_s,
+            lease_s=work.lease_s,
+            deliver_s=self.deliver_s,
         )
         return Rollout(
             sample=sample,

@@ -264,7 +264,8 @@ class Runner:
         effects = self.machine.handle(event, now)
         for ticket in range(first_ticket, self.machine.held.next_ticket):
             if ticket in self.machine.held:
-                self._works[ticket] = Work(self.machine.held[ticket].lease, now)
+                lease_s = event.waited_s if isinstance(event, flow.LeaseAnswered) else 0.0
+                self._works[ticket] = Work(self.machine.held[ticket].lease, now, lease_s=lease_s)
         if self.machine.ending is not None and self._asking is not None:
             self._asking.cancel()
         return effects
@@ -283,6 +284,7 @@ class Runner:
         if await self._calls.deliver(rollouts, failures, scores) is not None:
             for ticket in tickets:
                 del self._works[ticket]
+            self._hooks.deliver_s = self._calls.deliver_s
             self._post(flow.DeliverEnded())
 
     async def _return(self, samples: tuple[SampleId, ...]) -> None:

@@ -48,11 +48,16 @@ class EpisodeTensors:
         lengths_N = torch.from_numpy(batch.lengths_N).to(device)
         ends_N = lengths_N.cumsum(0) - 1
         with torch.no_grad():
+            rewards_S = torch.from_numpy(batch.rewards_S).to(device)
+            # Before anything is computed with them: what replicas drew with older statistics is off-policy data.
+            network.observe_episodes(self.observations_S, discounted_sums(rewards_S, lengths_N, settings.discount))
+            rewards_S = network.normalized(rewards_S)
             values_S = network.value(self.observations_S)
             future_N = network.value(torch.from_numpy(batch.last_observations_N).to(device))
             next_values_S = values_S.roll(-1)
-            next_values_S[ends_N] = future_N * (1 - torch.from_numpy(batch.terminated_N).to(device).float())
-            rewards_S = torch.from_numpy(batch.rewards_S).to(device)
+            cut_off_N = 1 - torch.from_numpy(batch.terminated_N).to(device).float()
+            # Undiscounted returns that go on after a time limit would make never arriving as good as arriving.
+            next_values_S[ends_N] = future_N * cut_off_N if settings.discount < 1 else 0.0
             errors_S = rewards_S + settings.discount * next_values_S - values_S
             self.advantages_S = discounted_sums(errors_S, lengths_N, settings.discount * settings.gae_lambda)
             self.returns_S = self.advantages_S + values_S
