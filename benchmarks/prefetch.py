@@ -2,7 +2,8 @@
 
 Stage mixes are prepare : generate : postprocess. "limit" is the slowest stage run by itself in the same process; "plain
 loop" is what one would write by hand: lease, prepare, generate, postprocess, deliver, one after the other, at the same
-controller and with no runner at all. Rates are taken between the first and the last delivery: filling is not counted.
+controller and with no runner at all. Rates are taken between the first and the last delivery: filling the pipeline does not
+count, nor does the trial in which a worker with prefetch on finds out whether overlapping pays.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ COMPUTING_MIXES = (MIXES[0], MIXES[2])
 LEASES_PER_BATCH = 4
 GROUP = 4
 UNIT_S = 0.03
+TRIAL_BATCHES = 36
+"""With prefetch on a worker tries both ways first; rates are taken after that."""
 ROUND_TRIP_S = 0.002
 """Real workloads: what a lease and a delivery cost over loopback."""
 
@@ -89,6 +92,9 @@ class CountingController:
         self.prompts, self.group, self.round_trip_s = prompts, group, round_trip_s
         self.issued = 0
         self.deliveries: list[tuple[float, int]] = []
+        self.runner: Runner | None = None
+        self.settled_from = 0
+        """The delivery at which the runner had found out whether to overlap."""
 
     async def lease(self, samples: int, wait_s: float) -> Leased:
         if self.round_trip_s:
@@ -107,12 +113,16 @@ class CountingController:
             await asyncio.sleep(self.round_trip_s)
         assert not failures, failures[0].error
         self.deliveries.append((time.perf_counter(), len(rollouts)))
+        if self.runner is not None and not self.runner.machine.overlap.settled:
+            self.settled_from = len(self.deliveries) + 1
         return Delivered()
 
     def rate(self) -> float:
-        """Samples per second between the first and the last delivery."""
-        (begin, first), (end, _) = self.deliveries[0], self.deliveries[-1]
-        return (sum(count for _, count in self.deliveries) - first) / (end - begin)
+        """Samples per second between the first delivery, or the first after a trial that ended, and the last."""
+        taken = (
+            self.deliveries[self.settled_from :] if self.settled_from < len(self.deliveries) - 4 else self.deliveries
+        )
+        return sum(count for _, count in taken[1:]) / (taken[-1][0] - taken[0][0])
 
 
 class NoStore:
@@ -132,7 +142,16 @@ def runner_rate(workload: Any, batches: int, *, prefetch: bool, preparations: in
     controller = CountingController(batches * LEASES_PER_BATCH)
     size = LEASES_PER_BATCH * GROUP
     bounds = Bounds(batch_samples=size, queue_samples=2 * size, preparations=preparations)
-    asyncio.run(Runner(workload, controller, NoStore(), RunnerSettings(bounds=bounds, prefetch=prefetch)).run())
+    return running_rate(workload, controller, RunnerSettings(bounds=bounds, prefetch=prefetch))
+
+
+def running_rate(workload: Any, controller: CountingController, settings: RunnerSettings) -> float:
+    async def run() -> None:
+        runner = Runner(workload, controller, NoStore(), settings)
+        controller.runner = runner if settings.prefetch else None
+        await runner.run()
+
+    asyncio.run(run())
     return controller.rate()
 
 
@@ -209,7 +228,7 @@ def measure(
     taken = [
         (
             limit_rate(workload, mix, batches),
-            runner_rate(workload, batches, prefetch=True),
+            runner_rate(workload, TRIAL_BATCHES + batches, prefetch=True),
             plain_rate(workload, CountingController(batches * LEASES_PER_BATCH), LEASES_PER_BATCH * GROUP),
             runner_rate(workload, batches, prefetch=False),
         )
@@ -218,7 +237,11 @@ def measure(
     limit, on, plain, off = (statistics.median(column) for column in zip(*taken, strict=True))
     of_limit = statistics.median(one[1] / one[0] for one in taken)
     of_plain = statistics.median(one[3] / one[2] for one in taken)
-    table.add_row(name, f"{limit:.0f}", f"{on:.0f}", f"{of_limit:.1%}", f"{plain:.0f}", f"{off:.0f}", f"{of_plain:.1%}")
+    on_off = [one[1] / one[3] for one in taken]
+    ratio = f"{statistics.median(on_off):.2f} ({min(on_off):.2f} to {max(on_off):.2f})"
+    row = [name, f"{limit:.0f}", f"{on:.0f}", f"{of_limit:.1%}", f"{plain:.0f}", f"{off:.0f}", f"{of_plain:.1%}", ratio]
+    table.add_row(*row)
+    results.append(entry(f"prefetch on / off {name}", on, off, "prefetch off", statistics.median(on_off)))
     results.append(entry(f"overlap {name}", on, limit, "slowest stage alone", of_limit))
     results.append(entry(f"prefetch off {name}", off, plain, "plain loop", of_plain))
 
@@ -279,10 +302,11 @@ def real_workloads(results: list[dict[str, Any]], batches: int, rounds: int) -> 
         for _ in range(rounds):
             rates = [plain_rate(workload, CountingController(batches * size // group, group, ROUND_TRIP_S), size)]
             for prefetch in (False, True):
-                controller = CountingController(batches * size // group, group, ROUND_TRIP_S)
+                controller = CountingController(
+                    (TRIAL_BATCHES * prefetch + batches) * size // group, group, ROUND_TRIP_S
+                )
                 settings = RunnerSettings(bounds=Bounds(batch_samples=size, queue_samples=2 * size), prefetch=prefetch)
-                asyncio.run(Runner(workload, controller, NoStore(), settings).run())
-                rates.append(controller.rate())
+                rates.append(running_rate(workload, controller, settings))
             taken.append((rates[0], rates[1], rates[2]))
         plain, off, on = (statistics.median(column) for column in zip(*taken, strict=True))
         off_plain, on_plain, on_off = (
@@ -311,7 +335,8 @@ def main(argv: list[str]) -> int:
         "plain loop",
         "prefetch off",
         "of the plain loop",
-        title="Stage mixes, samples/s",
+        "on / off",
+        title="Stage mixes, samples/s: medians; on / off with its least and most",
     )
     mixes(table, results, batches=8 if arguments.quick else 16, rounds=1 if arguments.quick else 3)
     console = Console(width=120)

@@ -86,7 +86,7 @@ def needs_of(spec: ProcessSpec, config: Config, *, with_gpus: bool) -> Needs:
     rollout = pipeline.rollout
     device = _wants_gpu(rollout.device, with_gpus, f"pipeline.{pipeline.name}.rollout.device")
     gpus = max(rollout.ranks, rollout.devices_per_worker) if device else 0
-    cpus = spec.threads * rollout.ranks + rollout.preparation_processes
+    cpus = spec.threads * rollout.ranks + (rollout.preparation_processes or 0)
     return Needs(cpus, gpus, directory=_reads_weights_files(pipeline))
 
 

@@ -6,7 +6,13 @@ instead, unless another process computes it; every such process makes the enviro
 
 from __future__ import annotations
 
+import logging
 import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +23,57 @@ from penstock.roles.environments import environment_of, evaluation_environment_o
 from penstock.rollout.io.preparation_pool import PreparationPool
 from penstock.runtime.process import watch_parent
 
+log = logging.getLogger(__name__)
+
 _environment: Any = None
 """Of a process of the pool."""
+
+
+MEASURED_PROMPTS = 8
+LONG_S = 0.005
+"""Of computing, for one prompt: less is not worth sending it to another process."""
+
+
+class PromptsMeasured:
+    """The same environment, with its prompts read here until they are measured to compute for long, then elsewhere.
+
+    If the other process cannot be made, or cannot send its prompts, they are read here as before.
+    """
+
+    def __init__(self, environment: Any, elsewhere: Callable[[], PromptsElsewhere]) -> None:
+        """`elsewhere` is called on a thread of its own: generation goes on meanwhile."""
+        self._environment = environment
+        self._make = elsewhere
+        self._elsewhere: PromptsElsewhere | None = None
+        self._starting: threading.Thread | None = None
+        self._spent: deque[float] = deque(maxlen=MEASURED_PROMPTS)
+
+    def prompt(self, position: int) -> Any:
+        elsewhere = self._elsewhere
+        if elsewhere is not None:
+            return elsewhere.prompt(position)
+        began = time.thread_time()  # of this thread alone: what waits for a disk overlaps as it is
+        prompt = self._environment.prompt(position)
+        self._spent.append(time.thread_time() - began)
+        if self._starting is None and len(self._spent) == MEASURED_PROMPTS and statistics.median(self._spent) >= LONG_S:
+            self._starting = threading.Thread(target=self._move, args=(position,), name="preparation", daemon=True)
+            self._starting.start()
+        return prompt
+
+    def _move(self, position: int) -> None:
+        try:
+            elsewhere = self._make()
+            elsewhere.prompt(position)
+        except Exception as error:  # noqa: BLE001 - whatever it is, prompts can be read here
+            log.warning(
+                "prompts compute for long, and are still read in this process: %s: %s", type(error).__name__, error
+            )
+            return
+        log.info("a prompt takes %.3f s of computing: they are read in a process of their own", max(self._spent))
+        self._elsewhere = elsewhere
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
 
 
 class PromptsElsewhere:

@@ -81,7 +81,7 @@ async def _keep_step(
         RingStore(ring, moved),
         fetch,
         share=True,
-        preparations=max(pipeline.rollout.preparations, pipeline.rollout.preparation_processes),
+        preparations=max(pipeline.rollout.preparations, pipeline.rollout.preparation_processes or 0),
         surroundings=surroundings,
     )
     updater = engine.updater(

@@ -23,7 +23,7 @@ from penstock.records.payload import RingAddress
 from penstock.roles.environments import environment_of
 from penstock.roles.evaluating import evaluating
 from penstock.roles.models import policy_of
-from penstock.roles.preparing import PromptsElsewhere, make_rubric
+from penstock.roles.preparing import PromptsElsewhere, PromptsMeasured, make_rubric
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import LEAVE_S, connected, heed_stop, report_gauges
 from penstock.rollout.io.generation import Generation, GenerationLoop
@@ -176,6 +176,11 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
     environment = environment_of(config, pipeline)
     if processes := rollout.preparation_processes:
         environment = PromptsElsewhere(environment, process.run.config_path, pipeline.name, processes)
+    elif processes is None and pipeline.kind == "language":
+        here = environment
+        environment = PromptsMeasured(
+            here, lambda: PromptsElsewhere(here, process.run.config_path, pipeline.name, processes=1)
+        )
     policy = policy_of(config, pipeline, environment)
     site = Site(
         process=process,
@@ -208,6 +213,6 @@ def _settings(process: RoleProcess) -> RunnerSettings:
         queue_bytes=rollout.queue_mb << 20,
         scoring_samples=process.pipeline.env.reward_concurrency * rollout.group_size,
         concurrency=rollout.concurrency,
-        preparations=max(rollout.preparations, rollout.preparation_processes),
+        preparations=max(rollout.preparations, rollout.preparation_processes or 0),
     )
     return RunnerSettings(bounds=bounds, prefetch=rollout.prefetch, drain_s=process.config.run.grace_s / 2)

@@ -7,8 +7,9 @@ Invariants, checked by `check()`:
 - with prefetch on, an ask never brings the waiting line above `queue_samples`; samples on the output side never exceed
   `output_samples` (or one batch, if that is larger); preparation does not start while `queue_bytes` are held;
 - leases wait for their rewards beside the output side, at most `scoring_samples` of them (or one lease);
-- with prefetch off nothing is leased while as many batches as there are engine slots are being made: a plain loop. Only
-  the call that delivers a batch and the one that asks for the next go out together.
+- with prefetch off, or where overlapping was measured to be slower, nothing is leased while as many batches as there
+  are engine slots are being made: a plain loop. Only the call that delivers a batch and the one that asks for the next
+  go out together.
 
 A slow consumer fills the output side, then the line, then stops the asking: nothing piles up.
 """
@@ -48,6 +49,7 @@ from penstock.rollout.flow import (
     Ticket,
 )
 from penstock.rollout.holdings import LINE, OUTPUT, Held, Holdings
+from penstock.rollout.overlap import Overlap
 from penstock.rollout.pacing import Pacing
 
 DELIVER_AFTER_S = 0.05
@@ -82,7 +84,8 @@ class Bounds(msgspec.Struct, frozen=True):
 class Prefetch:
     """The machine. One instance per worker; single-threaded."""
 
-    def __init__(self, bounds: Bounds, *, prefetch: bool = False) -> None:
+    def __init__(self, bounds: Bounds, *, prefetch: bool = False, measured: bool = False) -> None:
+        """`measured`: with prefetch on, overlap only where that is faster than a plain loop."""
         for name in ("batch_samples", "queue_samples", "scoring_samples", "queue_bytes", "concurrency", "preparations"):
             if getattr(bounds, name) < 1:
                 raise LocalProtocolError(f"prefetch bound {name} must be at least 1, found {getattr(bounds, name)}")
@@ -90,6 +93,7 @@ class Prefetch:
         self.prefetch = prefetch
         self.concurrency = bounds.concurrency
         """Batches in the engine at once, as far as its room allows now; never above the bound."""
+        self.overlap = Overlap(bounds.batch_samples, bounds.queue_samples, measured=measured)
         self.ending: str | None = None
         self.finished = False
         self.branches: Counter[str] = Counter()
@@ -152,6 +156,7 @@ class Prefetch:
                 if (held := self._known(ticket)) is not None:
                     self.held.move(held, Stage.FINISHED, now, size_bytes=0)
             case DeliverEnded():
+                self.overlap.delivered(self.held.samples(Stage.DELIVERING), now)
                 for held in list(self.held.at(Stage.DELIVERING).values()):
                     self.held.leave(held, Stage.DELIVERED)
             case ReturnEnded():
@@ -200,6 +205,8 @@ class Prefetch:
             self.held.take(lease, now)
         if event.verdict == "exhausted":
             self.ending = self.ending or "the prompts are exhausted"
+        if not event.leases:
+            self.overlap.disturbed()
         self._pacing.answered(event)
         if self._stopping:
             self._give_back(LINE, effects)
@@ -354,7 +361,7 @@ class Prefetch:
         if self._asking or self.ending is not None:
             return
         bounds = self.bounds
-        if self.prefetch:
+        if self.prefetch and self.overlap.on:
             room = bounds.queue_samples - self.line_samples
             if room < min(bounds.batch_samples, bounds.queue_samples):
                 self.branches["ask_held_queue"] += 1

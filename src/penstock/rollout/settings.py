@@ -53,9 +53,10 @@ class RolloutSection(GroupSection):
     all of them."""
     preparations: Positive = 1
     """Prompts prepared at once."""
-    preparation_processes: NonNegative = 0
+    preparation_processes: NonNegative | None = None
     """Language models: processes that read prompts from the environment. 0 reads them in threads of the worker, which
-    is better unless reading a prompt computes in Python for long."""
+    is better unless reading a prompt computes in Python for long. Unset: threads, until prompts are measured to compute
+    for long; from then on one process."""
     ring_mb: Positive = 64
     """Shared memory for finished samples that the trainer has not fetched yet."""
     ring_slots: Positive = 4096

@@ -69,7 +69,10 @@ class Runner:
         `engine_figures` say how full the engine is (see `protocol.Engine.statistics`)."""
         self.workload = workload
         self.settings = settings
-        self.machine = Prefetch(settings.bounds, prefetch=settings.prefetch)
+        self._awaits = inspect.iscoroutinefunction(workload.generate)
+        # A request engine must be fed while it generates; one that blocks may be better off alone.
+        measured = not self._awaits and settings.bounds.concurrency == 1
+        self.machine = Prefetch(settings.bounds, prefetch=settings.prefetch, measured=measured)
         self._tracing = Tracing(traced)
         self._progressed = progressed
         self._interrupt = interrupt
@@ -96,7 +99,6 @@ class Runner:
             prefetch=settings.prefetch,
             progressed=progressed,
         )
-        self._awaits = inspect.iscoroutinefunction(workload.generate)
         self._inbox: deque[flow.Event | BaseException] = deque()
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -304,6 +306,7 @@ class Runner:
             **depths,
             "prefetch": float(held.prefetch),
             "concurrency": float(held.concurrency),
+            "overlapping": float(held.prefetch and held.overlap.on),
             **branch_counts(held.branches),
         }
 
