@@ -2,8 +2,8 @@
 
 Stage mixes are prepare : generate : postprocess. "limit" is the slowest stage run by itself in the same process; "plain
 loop" is what one would write by hand: lease, prepare, generate, postprocess, deliver, one after the other, at the same
-controller and with no runner at all. Rates are taken between the first and the last delivery: filling the pipeline does not
-count, nor does the trial in which a worker with prefetch on finds out whether overlapping pays.
+controller and with no runner at all. Rates are taken between the first and the last delivery: filling is not counted,
+nor is the trial in which a worker with prefetch on finds out whether overlapping pays.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.records.weights import Manifest
 from penstock.weights.io.collective import BroadcastReceiver, BroadcastSender, Group, Invitation
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import Publisher
+from penstock.weights.io.store import StoreClient, StoreServer
 
 CONTEXT = multiprocessing.get_context("fork")  # a spawned process could not import this file
 DEADLINE_S = 60.0
@@ -50,7 +52,7 @@ def suffering(pipe: Connection, fault: str, timeout_s: float) -> Any:
 def receive(pipe: Connection) -> None:
     """A receiver process: takes part in the groups it is told of, and suffers what it is told to."""
     torch.set_num_threads(1)
-    receiver = BroadcastReceiver()
+    receiver = BroadcastReceiver(b"secret")
     pipe.send("ready")
     while True:
         invitation, manifest, fault, timeout_s = pipe.recv()
@@ -109,7 +111,7 @@ def invite(
 
 
 def test_a_version_reaches_everyone_and_so_does_the_next(tmp_path: Path, receivers: Receivers) -> None:
-    sender = BroadcastSender(tmp_path)
+    sender = BroadcastSender(tmp_path, b"secret")
     for number in (1, 2):
         manifest = publish(tmp_path, number)
         invite(receivers, sender, f"group-{number}", manifest, {}, 30.0)
@@ -119,7 +121,7 @@ def test_a_version_reaches_everyone_and_so_does_the_next(tmp_path: Path, receive
 
 
 def test_building_has_a_deadline_and_names_the_missing(tmp_path: Path, receivers: Receivers) -> None:
-    sender = BroadcastSender(tmp_path)
+    sender = BroadcastSender(tmp_path, b"secret")
     manifest = publish(tmp_path, 1)
     receivers.pipes[0].send((sender.invitation("first", 1, 3), manifest, "", 1.0))
     with pytest.raises(PeerLost, match=r"ranks \[2\] did not join"):
@@ -137,7 +139,7 @@ def test_building_has_a_deadline_and_names_the_missing(tmp_path: Path, receivers
 def test_a_receiver_lost_in_the_middle_breaks_the_group_for_all_and_the_next_group_works(
     tmp_path: Path, receivers: Receivers, fault: str
 ) -> None:
-    sender = BroadcastSender(tmp_path)
+    sender = BroadcastSender(tmp_path, b"secret")
     manifest = publish(tmp_path, 1)
     assert len(manifest.buckets) > 2
     invite(receivers, sender, "first", manifest, {1: fault}, 2.0)
@@ -151,7 +153,7 @@ def test_a_receiver_lost_in_the_middle_breaks_the_group_for_all_and_the_next_gro
 
 
 def test_a_sender_that_never_comes_is_noticed(tmp_path: Path, receivers: Receivers) -> None:
-    sender = BroadcastSender(tmp_path)
+    sender = BroadcastSender(tmp_path, b"secret")
     manifest = publish(tmp_path, 1)
     invite(receivers, sender, "first", manifest, {}, 0.5)
     for pipe in receivers.pipes:
@@ -160,6 +162,29 @@ def test_a_sender_that_never_comes_is_noticed(tmp_path: Path, receivers: Receive
         assert "[0]" in message
 
 
-def test_no_store_is_an_aborted_group() -> None:
+def test_no_store_is_an_aborted_group(tmp_path: Path) -> None:
+    manifest = publish(tmp_path, 1)
     with pytest.raises(Aborted, match="nowhere"):
-        Group(Invitation("nowhere", "127.0.0.1", 1, 1, 2), 0.5)
+        BroadcastReceiver(b"secret").receive(
+            Invitation("nowhere", "127.0.0.1", 1, 1, 2), manifest, build_timeout_s=0.5, receive_timeout_s=0.5
+        )
+
+
+def test_a_store_hears_only_those_who_know_the_token() -> None:
+    server = StoreServer(b"secret", timeout_s=1.0)
+    server.set("key", "value")
+    friend = StoreClient("127.0.0.1", server.port, b"secret", 5.0)
+    assert (friend.get("key"), friend.check(["key", "none"])) == (b"value", False)
+    assert friend.add("count", 2) == server.add("count", 0) == 2
+    assert friend.compare_set("key", "other", "new") == b"value"
+    assert friend.compare_set("answer", "", "new") == b"new"
+    assert friend.delete_key("answer")
+    friend.set("large", b"x" * 100_000)
+    assert len(server.get("large")) == 100_000
+    with pytest.raises(TimeoutError, match="did not come"):
+        server.wait(["none"], timedelta(seconds=0.02))
+    with pytest.raises(OSError):
+        StoreClient("127.0.0.1", server.port, b"guessed", 5.0)
+    server.close(5.0)
+    with pytest.raises(OSError):
+        friend.add("count", 1)

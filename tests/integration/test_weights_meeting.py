@@ -31,10 +31,10 @@ class Stage:
     """A trainer that broadcasts to two replicas."""
 
     def __init__(self, run_dir: Path, build_timeout_s: float) -> None:
-        self.host = BroadcastHost(run_dir, expected=2, build_timeout_s=build_timeout_s, send_timeout_s=60.0)
+        self.host = BroadcastHost(run_dir, b"secret", expected=2, build_timeout_s=build_timeout_s, send_timeout_s=60.0)
         self.publisher = Publisher(run_dir, "l1", keep=8, bucket_bytes=50_000, meeting=self.host.address)
         self.transports = [
-            BroadcastTransport(name, FileTransport(run_dir), invite_timeout_s=20.0) for name in ("a", "b")
+            BroadcastTransport(name, FileTransport(run_dir), b"secret", invite_timeout_s=20.0) for name in ("a", "b")
         ]
 
     def publish(self, version: int) -> Manifest:
@@ -170,13 +170,13 @@ def test_an_overtaken_version_comes_another_way_at_once(
 
 def test_a_trainer_that_is_gone_is_noticed_at_once(tmp_path: Path) -> None:
     manifest = Publisher(tmp_path, "l1", meeting="127.0.0.1:1").publish(Version(1), tensors(1))
-    transport = BroadcastTransport("a", FileTransport(tmp_path))
+    transport = BroadcastTransport("a", FileTransport(tmp_path), b"secret")
     assert digest_of(transport.bring(manifest, DEADLINE_S)) == manifest.digest
     assert (transport.received, transport.fallbacks) == (0, 1)
 
 
 def test_versions_without_a_meeting_come_another_way(tmp_path: Path) -> None:
     manifest = Publisher(tmp_path, "l1").publish(Version(1), tensors(1))
-    transport = BroadcastTransport("a", FileTransport(tmp_path))
+    transport = BroadcastTransport("a", FileTransport(tmp_path), b"secret")
     assert digest_of(transport.bring(manifest, DEADLINE_S)) == manifest.digest
     assert transport.fallbacks == 1

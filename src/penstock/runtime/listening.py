@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Protocol, TypeVar
@@ -55,3 +57,120 @@ def accept_until(
             time.sleep(ACCEPT_PAUSE_S)
             continue
         admit(peer)
+
+
+class Peer:
+    """One connection; a stranger's until its server has seen the token."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.is_stranger = True
+
+    def receive(self, target: memoryview, timeout_s: float | None = None) -> bool:
+        """Fills the target, within `timeout_s` in all; False when the peer closed before its first byte."""
+        return receive(self.connection, target, timeout_s)
+
+
+class ThreadedPort:
+    """A port with one thread per connection, bound when the constructor returns.
+
+    When there are `max_connections`, the oldest stranger makes way for a newcomer.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[Peer], None],
+        name: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_connections: int = 64,
+    ) -> None:
+        """`serve` is called in a thread of its own; its connection is closed when it returns or raises `OSError`."""
+        self._serve = serve
+        self._name = name
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._peers: dict[Peer, None] = {}
+        self.closing = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self.host, self.port = self._listener.getsockname()[:2]
+        self.address = f"{self.host}:{self.port}"
+        self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Connections."""
+        return len(self._peers)
+
+    def close(self, timeout_s: float) -> None:
+        """Ends every connection; returns when no more are accepted, or at the deadline."""
+        self.closing = True
+        with self._lock:
+            connections = [peer.connection for peer in self._peers]
+        for connection in [self._listener, *connections]:
+            _break_off(connection)
+        self._listener.close()
+        self._thread.join(timeout_s)
+
+    def _accept(self) -> None:
+        try:
+            accept_until(lambda: self.closing, self._listener, self._admit, f"{self._name} port {self.address}")
+        except OSError:
+            logger.exception("the %s port %s stopped accepting", self._name, self.address)
+
+    def _admit(self, connection: socket.socket) -> None:
+        newcomer = Peer(connection)
+        with self._lock:
+            leaving = newcomer if self.closing else turned_away(self._peers, newcomer, self._max_connections)
+            if leaving is not None:
+                self._peers.pop(leaving, None)
+            if leaving is not newcomer:
+                self._peers[newcomer] = None
+        if leaving is not None:
+            _break_off(leaving.connection)  # which its thread notices
+        if leaving is newcomer:
+            connection.close()
+            return
+        try:
+            threading.Thread(target=self._serve_one, args=(newcomer,), name=f"{self._name}-serve", daemon=True).start()
+        except RuntimeError as error:  # the system has no more threads for us now
+            logger.warning("%s port %s: a connection was turned away: %s", self._name, self.address, error)
+            self._leave(newcomer)
+
+    def _serve_one(self, peer: Peer) -> None:
+        try:
+            peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._serve(peer)
+        except OSError as error:
+            logger.debug("a connection to the %s port ended: %s", self._name, error)
+        finally:
+            self._leave(peer)
+
+    def _leave(self, peer: Peer) -> None:
+        with self._lock:
+            self._peers.pop(peer, None)
+        peer.connection.close()
+
+
+def receive(connection: socket.socket, target: memoryview, timeout_s: float | None = None) -> bool:
+    """Fills the target, within `timeout_s` in all; False when the peer closed before its first byte."""
+    filled = 0
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while filled < len(target):
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        read = connection.recv_into(target[filled:])
+        if read == 0:
+            if filled == 0:
+                return False
+            raise ConnectionResetError(f"the peer closed after {filled} of {len(target)} bytes")
+        filled += read
+    return True
+
+
+def _break_off(connection: socket.socket) -> None:
+    """Ends whatever another thread is doing on this socket; the peer may have closed it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

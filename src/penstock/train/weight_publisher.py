@@ -83,7 +83,10 @@ def weight_publisher(
             servers.append(by_ucxx)
             places["ucxx_addresses"] = (by_ucxx.address,)
         if weights.transport == "broadcast":
-            meeting = BroadcastHost(process.run.root, host=host, expected=workers, send_timeout_s=weights.deadline_s)
+            token = process.run.token().encode()
+            meeting = BroadcastHost(
+                process.run.root, token, host=host, expected=workers, send_timeout_s=weights.deadline_s
+            )
             open_servers.callback(meeting.close, CLOSE_S)
             servers.append(meeting)
             places["meeting"] = meeting.address

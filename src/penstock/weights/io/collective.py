@@ -6,7 +6,6 @@ never used again. What arrives lies apart from what is served, and is verified l
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import Aborted, PeerLost
 from penstock.records.weights import Manifest
@@ -25,6 +24,7 @@ from penstock.weights.buckets import layout
 from penstock.weights.io.digest import tensor_digest
 from penstock.weights.io.fetch import check_digests, tensor_at
 from penstock.weights.io.files import FileSource
+from penstock.weights.io.store import StoreClient, StoreServer
 from penstock.weights.manifest import check_manifest, describe
 
 _ROLL_CALL = "here"
@@ -44,18 +44,11 @@ class Invitation(msgspec.Struct, frozen=True):
 class Group:
     """One attempt's process group. When it breaks, or not everybody comes (`PeerLost`), nothing was changed."""
 
-    def __init__(self, invitation: Invitation, timeout_s: float, store: Store | None = None) -> None:
+    def __init__(self, invitation: Invitation, timeout_s: float, store: Store) -> None:
         self._invitation = invitation
+        self._store = store  # torch keeps only its own half of a store that is written in Python
         deadline = time.monotonic() + timeout_s
         try:
-            if store is None:
-                store = TCPStore(
-                    invitation.host,
-                    invitation.port,
-                    is_master=False,
-                    timeout=timedelta(seconds=timeout_s),
-                    wait_for_workers=False,
-                )
             own = PrefixStore(invitation.name, store)
             own.set(f"{_ROLL_CALL}/{invitation.rank}", "1")
             self._wait_for_all(own, deadline)
@@ -93,20 +86,10 @@ class Group:
 class BroadcastSender:
     """The trainer's side: hosts the meeting point, and sends versions from their files."""
 
-    def __init__(self, run_dir: Path, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
+    def __init__(self, run_dir: Path, token: bytes, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
         self._run_dir = run_dir
         self._host = host
-        # Left to itself the store would listen on every interface. It owns the listener from here on.
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        port = listener.getsockname()[1]
-        self.store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self.store = StoreServer(token, host=host, timeout_s=timeout_s)
 
     def invitation(self, name: str, rank: int, size: int) -> Invitation:
         return Invitation(name, self._host, self.store.port, rank, size)
@@ -131,7 +114,8 @@ class BroadcastSender:
 class BroadcastReceiver:
     """A replica's side: receives into memory that it uses again; tensors are valid until the next `receive`."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: bytes) -> None:
+        self._token = token
         self._buffers: list[torch.Tensor] = []
 
     def receive(
@@ -139,7 +123,11 @@ class BroadcastReceiver:
     ) -> Mapping[str, torch.Tensor]:
         """The verified version. `PeerLost` or `Aborted` when the group fails: nothing that serves was touched."""
         check_manifest(manifest)
-        group = Group(invitation, build_timeout_s)
+        try:
+            store = StoreClient(invitation.host, invitation.port, self._token, build_timeout_s)
+        except OSError as error:
+            raise Aborted(f"group {invitation.name} could not be built: {error}") from error
+        group = Group(invitation, build_timeout_s, store)
         deadline = time.monotonic() + receive_timeout_s
         sizes = [bucket.size_bytes - len(layout(bucket.tensors).header) for bucket in manifest.buckets]
         if [buffer.numel() for buffer in self._buffers] != sizes:

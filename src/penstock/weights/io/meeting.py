@@ -14,23 +14,22 @@ withdraws. So a replica that has gone is neither invited nor waited for.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import torch
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import Aborted, PeerLost, PenstockError, RemoteProtocolError, Stale
 from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 from penstock.weights.io.collective import BroadcastReceiver, BroadcastSender, Invitation
 from penstock.weights.io.neighbours import WeightTransport
+from penstock.weights.io.store import StoreClient
 from penstock.weights.manifest import check_manifest, describe
 
 logger = logging.getLogger(__name__)
@@ -72,6 +71,7 @@ class BroadcastHost:
     def __init__(
         self,
         run_dir: Path,
+        token: bytes,
         *,
         host: str = "127.0.0.1",
         expected: int = 0,
@@ -79,7 +79,7 @@ class BroadcastHost:
         send_timeout_s: float = 300.0,
     ) -> None:
         """`expected` replicas ask for every version: once all have, none waits any longer."""
-        self._sender = BroadcastSender(run_dir, host)
+        self._sender = BroadcastSender(run_dir, token, host)
         self._expected = expected
         self._build_timeout_s, self._send_timeout_s = build_timeout_s, send_timeout_s
         self._groups = 0
@@ -106,7 +106,8 @@ class BroadcastHost:
     def close(self, timeout_s: float) -> None:
         """Ends the thread, or leaves it to the end of the process if it is inside a group at the deadline."""
         self._closing.set()
-        self._thread.join(timeout_s)
+        self._sender.store.close(timeout_s / 2)
+        self._thread.join(timeout_s / 2)
 
     def _run(self) -> None:
         present = Version(-1)
@@ -176,11 +177,12 @@ class BroadcastTransport:
     Tensors are valid until the next `bring`.
     """
 
-    def __init__(self, member: str, fallback: WeightTransport, *, invite_timeout_s: float = 10.0) -> None:
+    def __init__(self, member: str, fallback: WeightTransport, token: bytes, *, invite_timeout_s: float = 10.0) -> None:
         self._member = member
+        self._token = token
         self._fallback = fallback
         self._invite_timeout_s = invite_timeout_s
-        self._receiver = BroadcastReceiver()
+        self._receiver = BroadcastReceiver(token)
         self._store: tuple[str, Store] | None = None
         self.received = 0
         self.fallbacks = 0
@@ -230,10 +232,7 @@ class BroadcastTransport:
         host, _, port = manifest.meeting.rpartition(":")
         if not host or not port.isdigit():
             raise RemoteProtocolError(f"{describe(manifest)} names meeting {manifest.meeting!r}, expected host:port")
-        # The store's client would go on knocking at a closed door until its timeout.
-        socket.create_connection((host, int(port)), self._invite_timeout_s).close()
-        timeout = timedelta(seconds=self._invite_timeout_s)
-        store = TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
+        store = StoreClient(host, int(port), self._token, self._invite_timeout_s)
         self._store = (manifest.meeting, store)
         return store
 

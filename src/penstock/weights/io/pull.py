@@ -8,7 +8,6 @@ as it arrives.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import socket
@@ -24,7 +23,7 @@ import torch
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
 from penstock.records.weights import Manifest
-from penstock.runtime.listening import accept_until, turned_away
+from penstock.runtime.listening import Peer, ThreadedPort, receive
 from penstock.weights.io.digest import PIECE_BYTES, torch_dtype
 from penstock.weights.io.fetch import BucketSource, fetch, fits
 from penstock.weights.io.files import FileSource, FileTransport
@@ -103,14 +102,6 @@ class Shelf:
         offered.close_if_unused()
 
 
-class _Peer:
-    """One connection; a stranger's until it has sent a request with the token."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.is_stranger = True
-
-
 class ArtifactServer:
     """Serves the newest versions of a run directory. Bound when the constructor returns; one thread per connection."""
 
@@ -132,82 +123,35 @@ class ArtifactServer:
         self._token = token_digest(token)
         self._idle_timeout_s = idle_timeout_s
         self._hello_timeout_s = hello_timeout_s
-        self._max_connections = max_connections
         self._lock = threading.Lock()
-        self._connections: dict[_Peer, None] = {}
-        self._closing = False
         self.served_bytes = 0
         self.refusals = 0
-        self._listener = socket.create_server((host, port), backlog=128)
-        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
-        self._thread = threading.Thread(target=self._accept, name="weights-accept", daemon=True)
-        self._thread.start()
+        self._port = ThreadedPort(self._serve, "weights", host=host, port=port, max_connections=max_connections)
+        self.address = self._port.address
 
     def __repr__(self) -> str:
-        return f"ArtifactServer({self.address}, {len(self._shelf)} versions, {len(self._connections)} connections)"
+        return f"ArtifactServer({self.address}, {len(self._shelf)} versions, {len(self._port)} connections)"
 
     def offer(self, manifest: Manifest) -> None:
         """Serves this version from now on, and only the newest `keep` of those offered."""
         self._shelf.offer(manifest)
 
     def close(self, timeout_s: float) -> None:
-        """Ends every connection; returns when the threads have, or at the deadline."""
-        self._closing = True
-        with self._lock:
-            connections = [peer.connection for peer in self._connections]
+        """Ends every connection."""
         self._shelf.clear()
-        for connection in [self._listener, *connections]:
-            _break_off(connection)
-        self._listener.close()
-        self._thread.join(timeout_s)
+        self._port.close(timeout_s)
 
-    def _accept(self) -> None:
-        try:
-            accept_until(lambda: self._closing, self._listener, self._admit, f"weights port {self.address}")
-        except OSError:
-            logger.exception("the weights port %s stopped accepting: replicas elsewhere get no weights", self.address)
-
-    def _admit(self, connection: socket.socket) -> None:
-        newcomer = _Peer(connection)
-        with self._lock:
-            leaving = newcomer if self._closing else turned_away(self._connections, newcomer, self._max_connections)
-            if leaving is not None:
-                self._connections.pop(leaving, None)
-            if leaving is not newcomer:
-                self._connections[newcomer] = None
-        if leaving is not None:
-            _break_off(leaving.connection)  # which its thread notices
-        if leaving is newcomer:
-            connection.close()
-            return
-        try:
-            threading.Thread(target=self._serve, args=(newcomer,), name="weights-serve", daemon=True).start()
-        except RuntimeError as error:  # the system has no more threads for us now
-            logger.warning("weights port %s: a connection was turned away: %s", self.address, error)
-            self._leave(newcomer)
-
-    def _leave(self, peer: _Peer) -> None:
-        with self._lock:
-            self._connections.pop(peer, None)
-        peer.connection.close()
-
-    def _serve(self, peer: _Peer) -> None:
+    def _serve(self, peer: Peer) -> None:
         connection = peer.connection
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            header = bytearray(REQUEST.size)
-            while not self._closing:
-                wait_s = self._hello_timeout_s if peer.is_stranger else self._idle_timeout_s
-                if not _receive(connection, memoryview(header), wait_s):
-                    return
-                connection.settimeout(self._idle_timeout_s)
-                if not self._answer(connection, REQUEST.unpack(header)):
-                    return
-                peer.is_stranger = False
-        except OSError as error:
-            logger.debug("a weights connection ended: %s", error)
-        finally:
-            self._leave(peer)
+        header = bytearray(REQUEST.size)
+        while not self._port.closing:
+            wait_s = self._hello_timeout_s if peer.is_stranger else self._idle_timeout_s
+            if not peer.receive(memoryview(header), wait_s):
+                return
+            connection.settimeout(self._idle_timeout_s)
+            if not self._answer(connection, REQUEST.unpack(header)):
+                return
+            peer.is_stranger = False
 
     def _answer(self, connection: socket.socket, request: tuple[bytes, bytes, bytes, int, int, int]) -> bool:
         """Sends one range; False when the peer is not worth another word."""
@@ -240,28 +184,6 @@ class ArtifactServer:
 def token_digest(token: bytes) -> bytes:
     """What is sent instead of the token: it fits the request, and a log of it does not give the token away."""
     return hmac.digest(token, b"penstock weights", "sha256")
-
-
-def _break_off(connection: socket.socket) -> None:
-    """Ends whatever another thread is doing on this socket; the peer may have closed it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _receive(connection: socket.socket, target: memoryview, timeout_s: float | None = None) -> bool:
-    """Fills the target, within `timeout_s` in all; False when the peer closed before its first byte."""
-    filled = 0
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    while filled < len(target):
-        if deadline is not None:
-            connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        read = connection.recv_into(target[filled:])
-        if read == 0:
-            if filled == 0:
-                return False
-            raise ConnectionResetError(f"the peer closed after {filled} of {len(target)} bytes")
-        filled += read
-    return True
 
 
 def peer_of(manifest: Manifest, address: str) -> tuple[str, int]:
@@ -318,14 +240,14 @@ class PullSource:
             digest = self._manifest.digest.encode()
             connection.sendall(REQUEST.pack(MAGIC, self._token, digest, bucket, offset, len(target)))
             reply = bytearray(REPLY.size)
-            if not _receive(connection, memoryview(reply)):
+            if not receive(connection, memoryview(reply)):
                 raise ConnectionResetError("closed without an answer")
             status, length = REPLY.unpack(reply)
             check_reply(self._manifest, self._peer, status, length, len(target))
             while target:
                 piece = target[:PIECE_BYTES]
                 connection.settimeout(self._left_s())
-                if not _receive(connection, piece):
+                if not receive(connection, piece):
                     raise ConnectionResetError("closed before the end")
                 yield piece
                 target = target[len(piece) :]

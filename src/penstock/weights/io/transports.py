@@ -44,7 +44,7 @@ def transport_of(
         case "pull":
             return pull
         case "broadcast":
-            return BroadcastTransport(process.member, nearest)
+            return BroadcastTransport(process.member, nearest, token)
         case "auto":
             by_device = device.type == "cuda" and on_device
             return DeviceTransport(process.run.root, device, nearest) if by_device else nearest

@@ -1,0 +1,193 @@
+"""The keys by which a trainer and its replicas find each other for a broadcast, for those who know the run's token.
+
+torch's own store asks no one for a token, and a stranger's bytes stop it for good. This one is what torch's process
+groups need of a store, and no more: a client of it can be handed to them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from penstock.errors import RemoteProtocolError
+from penstock.runtime.listening import Peer, ThreadedPort, receive
+
+MAGIC = b"PSK1"
+HELLO = struct.Struct("<4s32s")
+"""Magic and token digest, once for each connection."""
+LENGTH = struct.Struct("<I")
+MOST_BYTES = 1 << 20
+"""Of one request."""
+HELLO_S = 5.0
+LOOK_EVERY_S = 0.005
+
+
+class Request(msgspec.Struct, array_like=True):
+    op: str
+    key: str
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+
+
+class Keys:
+    """The values. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, bytes] = {}
+
+    def answer(self, request: Request) -> bytes | None:
+        """None where there is no such key."""
+        with self._lock:
+            key, values = request.key, self._values
+            match request.op:
+                case "set":
+                    values[key] = request.value
+                case "add":
+                    values[key] = str(int(values.get(key, b"0")) + request.amount).encode()
+                case "compare_set":
+                    if values.get(key, b"") == request.expected:
+                        values[key] = request.value
+                case "delete":
+                    return values.pop(key, None)
+                case "get":
+                    pass
+                case op:
+                    raise RemoteProtocolError(f"the store was asked to {op!r}")
+            return values.get(key)
+
+
+class KeyStore(Store):
+    """What torch asks of a store, by one kind of request. Waiting is looking again."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__()
+        self.timeout_s = timeout_s
+
+    def ask(self, request: Request) -> bytes | None:
+        raise NotImplementedError
+
+    def set(self, key: str, value: str | bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.ask(Request("set", key, _bytes(value)))
+
+    def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Waits for it."""
+        self.wait([key])
+        return self.ask(Request("get", key)) or b""
+
+    def add(self, key: str, amount: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return int(self.ask(Request("add", key, amount=amount)) or 0)
+
+    def check(self, keys: Sequence[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return all(self.ask(Request("get", key)) is not None for key in keys)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.ask(Request("compare_set", key, _bytes(value), _bytes(expected))) or b""
+
+    def delete_key(self, key: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.ask(Request("delete", key)) is not None
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        deadline = time.monotonic() + (self.timeout_s if timeout is None else timeout.total_seconds())
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the keys {list(keys)} did not come in time")
+            time.sleep(LOOK_EVERY_S)
+
+
+class StoreServer(KeyStore):
+    """Holds the keys, and is a store itself for the process it is in. Bound when the constructor returns."""
+
+    def __init__(self, token: bytes, *, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
+        super().__init__(timeout_s)
+        self._token = token_digest(token)
+        self._keys = Keys()
+        self._port = ThreadedPort(self._serve, "broadcast", host=host, max_connections=256)
+        self.host, self.port = self._port.host, self._port.port
+
+    def ask(self, request: Request) -> bytes | None:
+        return self._keys.answer(request)
+
+    def close(self, timeout_s: float) -> None:
+        self._port.close(timeout_s)
+
+    def _serve(self, peer: Peer) -> None:
+        hello = bytearray(HELLO.size)
+        if not peer.receive(memoryview(hello), HELLO_S):
+            return
+        magic, token = HELLO.unpack(hello)
+        if magic != MAGIC or not hmac.compare_digest(token, self._token):
+            return
+        peer.is_stranger = False
+        peer.connection.settimeout(None)
+        while (body := _read(peer.connection)) is not None:
+            try:
+                answer = self._keys.answer(msgspec.msgpack.decode(body, type=Request))
+            except (msgspec.DecodeError, RemoteProtocolError, ValueError):
+                return  # it has the token, and is no client of this version
+            _write(peer.connection, msgspec.msgpack.encode(answer))
+
+
+class StoreClient(KeyStore):
+    """One connection. Calls from several threads take turns."""
+
+    def __init__(self, host: str, port: int, token: bytes, timeout_s: float) -> None:
+        """`OSError` if no store answers there."""
+        super().__init__(timeout_s)
+        self._lock = threading.Lock()
+        self._connection = socket.create_connection((host, port), timeout_s)
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection.sendall(HELLO.pack(MAGIC, token_digest(token)))
+        self.check([""])  # a wrong token is noticed here
+
+    def ask(self, request: Request) -> bytes | None:
+        with self._lock:
+            self._connection.settimeout(self.timeout_s)
+            _write(self._connection, msgspec.msgpack.encode(request))
+            body = _read(self._connection)
+        if body is None:
+            raise ConnectionResetError("the store closed the connection: it is gone, or the token is another run's")
+        return msgspec.msgpack.decode(body, type=bytes | None)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __del__(self) -> None:
+        if (connection := getattr(self, "_connection", None)) is not None:
+            connection.close()
+
+
+def token_digest(token: bytes) -> bytes:
+    """What is sent instead of the token."""
+    return hmac.digest(token, b"penstock broadcast", "sha256")
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _write(connection: socket.socket, body: bytes) -> None:
+    connection.sendall(LENGTH.pack(len(body)) + body)
+
+
+def _read(connection: socket.socket) -> bytes | None:
+    """One message; None at the end of the connection, or if it is too long."""
+    header = bytearray(LENGTH.size)
+    if not receive(connection, memoryview(header)):
+        return None
+    (length,) = LENGTH.unpack(header)
+    if length > MOST_BYTES:
+        return None
+    body = bytearray(length)
+    receive(connection, memoryview(body))
+    return bytes(body)
