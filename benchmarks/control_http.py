@@ -496,8 +496,18 @@ def main(argv: list[str]) -> int:
 
 SERVERS = {"ours": serve_ours, "usual": serve_usual, "redis": serve_redis}
 LOADS = {"ours": our_workers, "usual": usual_workers, "redis": redis_workers}
+
+
+def redis_release() -> str:
+    if not shutil.which("redis-server"):
+        return "not installed"
+    said = subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=False).stdout.split()
+    return next((word.removeprefix("v=") for word in said if word.startswith("v=")), "of unknown version")
+
+
 USUAL = f"Starlette {version('starlette')}, JSON, httpx {version('httpx')}; no journal"
-NAMES = {"ours": "Penstock", "usual": USUAL, "redis": "Redis streams"}
+REDIS = f"Redis streams, {redis_release()}, append-only file every second"
+NAMES = {"ours": "Penstock", "usual": USUAL, "redis": REDIS}
 
 
 def medians(found: list[dict[str, float]]) -> dict[str, float]:

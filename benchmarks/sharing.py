@@ -4,7 +4,8 @@ Two mixes. *alternating*: on-policy rounds of generation, training and time off 
 samples. *continuous*: generation round after round while training happens elsewhere; here nothing needs to move, and
 the number of moves shows what a rule does to itself. Regimes: `disjoint` and `colocated` are static pools (a pipeline's
 part split between training and generation, or used for both in turn), `plain` is the gap-ratio rule without move cost
-and hysteresis, `shared` is ours. Everybody has started, and the cold start is over, before the counting begins.
+and hysteresis, `shared` is ours. The ratio to quote is the one to the strongest of the others, which is named. All of
+it is simulated: no GPU took part. Everybody has started, and the cold start is over, before the counting begins.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from _models import spread
 from penstock.sim.pool_world import Mix, Outcome, Regime, fewest_moves, simulate
 
 SIZES = ((2, 4), (4, 16), (8, 64), (16, 64), (64, 512), (256, 4096))
@@ -93,29 +95,32 @@ def _compare(name: str, outcomes: dict[Regime, list[Outcome]], console: Console)
     """Ratios of ours to the others, seed by seed."""
     figures: list[dict[str, str | float]] = []
     pairs: list[tuple[Regime, str]] = [(regime, "samples") for regime in outcomes if regime != "shared"]
+    best = max((regime for regime, _ in pairs), key=lambda one: statistics.median(o.samples for o in outcomes[one]))
     for peer, unit in [*pairs, ("plain", "moves_per_round")]:
         mine = [getattr(outcome, unit) for outcome in outcomes["shared"]]
         theirs = [getattr(outcome, unit) for outcome in outcomes[peer]]
         ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
         words = unit.replace("_", " ")
-        console.print(f"  {words} against {peer}: {_spread(ratios, '.2f')}x")
+        strongest = " (the strongest other)" if (peer, unit) == (best, "samples") and len(pairs) > 1 else ""
+        console.print(f"  {words} against {peer}{strongest}: {_spread(ratios, '.2f')}x")
         figures.append(
             {
                 "name": f"{name} {words}",
                 "unit": words,
-                "ours": statistics.mean(mine),
-                "peer": statistics.mean(theirs),
-                "peer_name": peer,
-                "ratio": statistics.mean(ratios),
+                "ours": statistics.median(mine),
+                "peer": statistics.median(theirs),
+                "peer_name": f"{peer}, simulated",
+                "ratio": statistics.median(ratios),
+                "least_ratio": min(ratios),
+                "most_ratio": max(ratios),
             }
         )
     return figures
 
 
 def _spread(values: list[float], form: str) -> str:
-    """Mean, and the standard deviation over the seeds."""
-    mean = format(statistics.mean(values), form)
-    return f"{mean} ± {format(statistics.stdev(values), form)}" if len(values) > 1 else mean
+    """The median, and least to most over the seeds."""
+    return spread(values, form)
 
 
 if __name__ == "__main__":

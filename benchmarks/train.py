@@ -31,6 +31,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from _models import SHAPES, qwen2, release
 from penstock.batch.pack import Packing, PackSettings, TokenMicroBatch, pack_tokens
 from penstock.engines.models import LanguagePolicy, adapt
 from penstock.engines.tokenizer import CharacterTokenizer
@@ -40,32 +41,7 @@ from penstock.train.sharding import join_world, shard
 from penstock.train.step import Learner
 from penstock.train.world import ALONE, World
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "inner": 128, "vocabulary": 512},
-    "135m": {"hidden_size": 576, "layers": 30, "heads": 9, "kv_heads": 3, "inner": 1536, "vocabulary": 49152},
-    "0.5b": {"hidden_size": 896, "layers": 24, "heads": 14, "kv_heads": 2, "inner": 4864, "vocabulary": 151936},
-    "7b": {"hidden_size": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "inner": 18944, "vocabulary": 152064},
-}
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-
-
-def model_of(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=shape["vocabulary"],
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["inner"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        max_position_embeddings=32768,
-        tie_word_embeddings=shape["hidden_size"] < 2048,
-        dtype=dtype,
-    )
-    torch.manual_seed(0)
-    with device:
-        return Qwen2ForCausalLM(config).to(dtype)  # type: ignore[arg-type]
 
 
 def samples_of(arguments: argparse.Namespace, vocabulary: int) -> list[dict[str, np.ndarray]]:
@@ -107,8 +83,8 @@ def plain_loop(model: Any, batches: Sequence[TokenMicroBatch], device: torch.dev
     return step
 
 
-def measured(step: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Median seconds of a step after one to warm up, and peak GiB."""
+def measured(step: Callable[[], object], device: torch.device, repeats: int) -> tuple[list[float], float]:
+    """Seconds of each step after one to warm up, and peak GiB."""
     step()
     seconds: list[float] = []
     if device.type == "cuda":
@@ -120,7 +96,7 @@ def measured(step: Callable[[], object], device: torch.device, repeats: int) -> 
         _wait(device)
         seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return float(np.median(seconds)), peak / 2**30
+    return seconds, peak / 2**30
 
 
 def _wait(device: torch.device) -> None:
@@ -154,19 +130,21 @@ def main(argv: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
 
     def add(name: str, step: Callable[[], object], parameters: int, computed: int) -> None:
-        seconds, peak = measured(step, device, arguments.repeats)
+        every, peak = measured(step, device, arguments.repeats)
+        seconds = float(np.median(every))
         chip = torch.cuda.get_device_name() if device.type == "cuda" else ""
         flops = next((value for key, value in PEAK_FLOPS.items() if key in chip), None)
         mfu = None if flops is None else 6 * parameters * read / seconds / flops
-        row = {"loop": name, "seconds": seconds, "peak_gib": peak, "tokens_per_s": read / seconds, "mfu": mfu}
+        row = {"loop": name, "seconds": seconds, "least_s": min(every), "most_s": max(every)}
+        row |= {"peak_gib": peak, "tokens_per_s": read / seconds, "mfu": mfu}
         rows.append(row | {"tokens_computed": computed})
 
     if not arguments.no_plain:
-        model = model_of(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        model = qwen2(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         padded = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=arguments.micro_batch))
         step = plain_loop(model, padded, device)
         computed = sum(batch.token_ids_RT.size for batch in padded)
-        add("plain transformers", step, sum(p.numel() for p in model.parameters()), computed)
+        add(f"plain loop, {release('transformers')}", step, sum(p.numel() for p in model.parameters()), computed)
         del model, step
         _forget()
     for name in arguments.layouts.split(","):
@@ -185,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     for row in rows:
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         figures = (
-            f"{row['seconds']:.3f}",
+            f"{row['seconds']:.3f} ({row['least_s']:.3f} to {row['most_s']:.3f})",
             f"{row['tokens_per_s']:.0f}",
             str(row["tokens_computed"]),
             f"{row['speed']:.2f}x",
@@ -214,7 +192,7 @@ def rows_of(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     host = torch.device("cpu")
     sharded = arguments.fsdp
-    policy = LanguagePolicy(model_of(shape, host if sharded else device, dtype), CharacterTokenizer("ab"))
+    policy = LanguagePolicy(qwen2(shape, host if sharded else device, dtype), CharacterTokenizer("ab"))
     parameters = policy.parameter_count()
     if arguments.lora:
         policy = adapt(policy, rank=arguments.lora)
