@@ -142,12 +142,12 @@ def replica(
     transport = transport_for(run_dir, device)
     copying = CopyPass(engine.module, device)
     for manifest in manifests:  # the second buffer is in use from the first update on
-        engine.stage(transport.bring(manifest, DEADLINE_S))
+        engine.stage(transport.fetch(manifest, DEADLINE_S))
         engine.swap(manifest.version, manifest.digest, DEADLINE_S)
 
     def staged(manifest: Manifest) -> tuple[float, float]:
         began = time.perf_counter()
-        engine.stage(transport.bring(manifest, DEADLINE_S, verify=False))
+        engine.stage(transport.fetch(manifest, DEADLINE_S, verify=False))
         assert proof(transport, manifest, engine.staged_tensors()) == manifest.digest
         synchronize(device)
         transferred = time.perf_counter() - began
@@ -164,7 +164,7 @@ def replica(
     files = FileTransport(run_dir)
     for turn in range(0 if device == "cpu" else 3):
         began = time.perf_counter()
-        engine.stage(files.bring(manifests[turn % len(manifests)], DEADLINE_S, verify=False))
+        engine.stage(files.fetch(manifests[turn % len(manifests)], DEADLINE_S, verify=False))
         assert digest_of(engine.staged_tensors()) == manifests[turn % len(manifests)].digest
         by_host.append(time.perf_counter() - began)
     barrier.wait(DEADLINE_S)
@@ -180,7 +180,7 @@ def replica(
             manifest = manifests[turn % len(manifests)]
             began = time.perf_counter()
             engine.sleep(DEADLINE_S)
-            engine.load_in_place(transport.bring(manifest, DEADLINE_S), manifest.version, manifest.digest, DEADLINE_S)
+            engine.load_in_place(transport.fetch(manifest, DEADLINE_S), manifest.version, manifest.digest, DEADLINE_S)
             assert digest_of(engine.served_tensors()) == manifest.digest
             engine.wake(DEADLINE_S)
             worlds.append(time.perf_counter() - began)
@@ -228,7 +228,7 @@ async def backlog(run_dir: Path, manifests: list[Manifest], size_mb: int, device
     for _ in range(2):  # the second time in warm memory
         began = time.perf_counter()
         for manifest in manifests:
-            engine.stage(transport.bring(manifest, DEADLINE_S))
+            engine.stage(transport.fetch(manifest, DEADLINE_S))
             engine.swap(manifest.version, manifest.digest)
         load_s = (time.perf_counter() - began) / len(manifests)
     source = Announced(manifests, load_s / 4, 60)

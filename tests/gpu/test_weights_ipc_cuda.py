@@ -65,9 +65,9 @@ class Recorded(FileTransport):
 
     used = 0
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
         self.used += 1
-        return super().bring(manifest, timeout_s, verify=verify)
+        return super().fetch(manifest, timeout_s, verify=verify)
 
 
 class Trainer:
@@ -106,7 +106,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 def update(engine: Serving, transport: DeviceTransport, manifest: Manifest) -> None:
     """As the updater does it."""
-    tensors = transport.bring(manifest, DEADLINE_S, verify=False)
+    tensors = transport.fetch(manifest, DEADLINE_S, verify=False)
     assert {tensor.device.type for tensor in tensors.values()} == {"cuda"}
     engine.stage(tensors)
     assert transport.delivered(manifest, engine.staged_tensors()) == manifest.digest
@@ -122,7 +122,7 @@ def test_versions_go_from_device_to_device_and_serve_as_published(tmp_path: Path
         update(engine, transport, manifest)
         assert output(engine.module) == made
         assert digest_of(engine.served_tensors()) == manifest.digest, "the proof on the host says the same"
-    assert (files.used, transport.brought, transport.fallbacks) == (0, 3, 0)
+    assert (files.used, transport.fetched, transport.fallbacks) == (0, 3, 0)
 
 
 def test_a_slot_that_was_overwritten_is_stale_not_torn(tmp_path: Path, trainer: Trainer) -> None:
@@ -135,13 +135,13 @@ def test_a_slot_that_was_overwritten_is_stale_not_torn(tmp_path: Path, trainer: 
     # A copy that began before and ended after the slot was used again: what it holds is another version.
     slot = transport._open(described.slot)
     assert slot is not None
-    transport._brought = (described, slot.clone())
-    tensors = views(transport._brought[1], tensors_of(first))
+    transport._fetched = (described, slot.clone())
+    tensors = views(transport._fetched[1], tensors_of(first))
     assert not (tmp_path / first.directory / DEVICE_FILE).exists()
     with pytest.raises(Stale, match="made way"):
         transport.delivered(first, tensors)
     # Asked for again it comes from its files, which are still there.
-    assert digest_of(transport.bring(first, DEADLINE_S)) == first.digest
+    assert digest_of(transport.fetch(first, DEADLINE_S)) == first.digest
     assert transport.fallbacks == 1
 
 
@@ -149,13 +149,13 @@ def test_damage_on_the_device_is_noticed_there(tmp_path: Path, trainer: Trainer)
     transport = DeviceTransport(tmp_path, torch.device("cuda"), Recorded(tmp_path))
     manifest, _ = trainer.publish(1)
     for damaged in (False, True):
-        staged = transport.bring(manifest, DEADLINE_S, verify=False)
+        staged = transport.fetch(manifest, DEADLINE_S, verify=False)
         if damaged:
             next(iter(staged.values())).view(torch.uint8).view(-1)[7] ^= 1
         assert (transport.delivered(manifest, staged) == manifest.digest) is not damaged
-    copied = {name: tensor.clone() for name, tensor in transport.bring(manifest, DEADLINE_S, verify=False).items()}
+    copied = {name: tensor.clone() for name, tensor in transport.fetch(manifest, DEADLINE_S, verify=False).items()}
     assert transport.delivered(manifest, copied) == manifest.digest, "copies are proved on the host"
-    assert transport.bring(manifest, DEADLINE_S), "and what is brought to be written in place is verified beforehand"
+    assert transport.fetch(manifest, DEADLINE_S), "and what is brought to be written in place is verified beforehand"
 
 
 def test_a_trainer_that_is_gone_does_not_hurt_what_was_copied(tmp_path: Path, trainer: Trainer) -> None:

@@ -31,7 +31,7 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
 
 async def fail_to_load(room: Room, times: int) -> None:
     for _ in range(times):
-        failed = ReportReplica(P, W, state="serving", version=Version(0), digest="d0", error="bring: damaged")
+        failed = ReportReplica(P, W, state="serving", version=Version(0), digest="d0", error="fetch: damaged")
         assert await room.service.call(failed) == messages.Ok()
 
 

@@ -98,7 +98,7 @@ def weights(folder: Path) -> Iterator[tuple[Address, Ask]]:
         manifest = publisher.publish(Version(1), {"weight": torch.ones(100)})
         server.offer(manifest)
         host, _, port = server.address.rpartition(":")
-        yield (host, int(port)), lambda: _no(PullTransport(b"secret").bring(manifest, SERVED_WITHIN_S))
+        yield (host, int(port)), lambda: _no(PullTransport(b"secret").fetch(manifest, SERVED_WITHIN_S))
     finally:
         server.close(5.0)
 

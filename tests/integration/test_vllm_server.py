@@ -174,7 +174,7 @@ class Bench:
             self.report,
             self.engine,
             way="in_place",
-            prove=self.engine.served_digest,
+            verify=self.engine.served_digest,
             poll_s=0.2,
             change_timeout_s=60.0,
             retry_first_s=0.02,

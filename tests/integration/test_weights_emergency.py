@@ -53,14 +53,14 @@ files.Publisher.publish = damaging
 FAILING = (
     DAMAGING.replace("last[0] ^ 1", "last[0]")
     + f"""
-bring = files.FileTransport.bring
+fetch = files.FileTransport.fetch
 
 def failing(self, manifest, timeout_s, **options):
     if manifest.version >= {DAMAGED_FROM} and not Path(__file__).with_name("healed").exists():
         raise RuntimeError("it cannot be loaded")
-    return bring(self, manifest, timeout_s, **options)
+    return fetch(self, manifest, timeout_s, **options)
 
-files.FileTransport.bring = failing
+files.FileTransport.fetch = failing
 """
 )
 
@@ -88,7 +88,7 @@ def test_a_version_that_no_worker_can_load_is_published_afresh(folder: Path, cod
     assert ("no new prompts are issued" in controller) is restarts
     assert (f"all replicas are restarted, from version {DAMAGED_FROM - 1}" in controller) is restarts
     assert ("a replica serves again" in controller) is restarts
-    assert restarts or "is asked for a checkpoint: bring: weights file bucket-00000.safetensors is not" in controller
+    assert restarts or "is asked for a checkpoint: fetch: weights file bucket-00000.safetensors is not" in controller
     assert "saving out of turn" in saved
     assert saved.count("training letters from step") == 1, "the trainer went on"
     healed = int((folder / "healed").read_text())

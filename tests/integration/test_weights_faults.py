@@ -365,17 +365,17 @@ def witness(stage: Stage) -> list[str]:
 STAGED = [
     ("poll", "transient"),
     ("poll", "kill"),
-    ("bring", "raise"),
-    ("bring", "transient"),
-    ("bring", "damage"),
-    ("bring", "kill"),
-    ("bring", "hang"),
+    ("fetch", "raise"),
+    ("fetch", "transient"),
+    ("fetch", "damage"),
+    ("fetch", "kill"),
+    ("fetch", "hang"),
     ("stage", "raise"),
     ("stage", "damage"),
     ("stage", "kill"),
     ("stage", "hang"),
-    ("prove", "raise"),
-    ("prove", "kill"),
+    ("verify", "raise"),
+    ("verify", "kill"),
     ("swap", "raise"),
     ("swap", "kill"),
     ("swap", "hang"),
@@ -383,14 +383,14 @@ STAGED = [
     ("report", "kill"),
 ]
 IN_PLACE = [
-    ("bring", "raise"),
-    ("bring", "damage"),
-    ("bring", "kill"),
-    ("quiesce", "raise"),
-    ("quiesce", "kill"),
-    ("quiesce", "hang"),
-    ("quiesced", "raise"),
-    ("quiesced", "kill"),
+    ("fetch", "raise"),
+    ("fetch", "damage"),
+    ("fetch", "kill"),
+    ("pause", "raise"),
+    ("pause", "kill"),
+    ("pause", "hang"),
+    ("paused", "raise"),
+    ("paused", "kill"),
     ("write", "raise"),
     ("write", "damage"),
     ("write", "kill"),
@@ -426,7 +426,7 @@ async def test_a_fault_at_any_step(stage_for: Callable[..., Any], engine: str, w
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["transient", "damage", "kill"])
 async def test_a_fault_while_a_version_is_pulled(stage_for: Callable[..., Any], way: str, kind: str) -> None:
-    async with stage_for("policy", way, transport="pull", step="bring", kind=kind) as stage:
+    async with stage_for("policy", way, transport="pull", step="fetch", kind=kind) as stage:
         one = stage.publish(seed=11)
         await until(lambda: bool(witness(stage)), f"the fault strikes: {stage.transaction}")
         await until(lambda: stage.everyone_serves(one), f"version 1 is served: {stage.transaction}")
@@ -457,7 +457,7 @@ async def test_a_source_that_goes_away_and_comes_back_tears_nobody(stage_for: Ca
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["raise", "kill", "damage"])
 async def test_a_fault_at_the_very_first_load(stage_for: Callable[..., Any], way: str, kind: str) -> None:
-    async with stage_for("policy", way, step="bring", kind=kind, from_version=0) as stage:
+    async with stage_for("policy", way, step="fetch", kind=kind, from_version=0) as stage:
         await until(lambda: bool(witness(stage)), "the fault strikes")
         await until(lambda: stage.everyone_serves(stage.published[0]), f"version 0 is served: {stage.transaction}")
         assert stage.assert_nothing_torn_was_served() > 0

@@ -54,10 +54,10 @@ class Stage:
         assert all(looked.acquire(timeout=DEADLINE_S) for _ in range(4))
         self.host._waiting = plain
 
-    def bring(self, *transports: BroadcastTransport, manifest: Manifest) -> list[str]:
+    def fetch(self, *transports: BroadcastTransport, manifest: Manifest) -> list[str]:
         """Digests of what each of them got, all at the same time."""
         with ThreadPoolExecutor(len(transports)) as pool:
-            found = [pool.submit(transport.bring, manifest, DEADLINE_S) for transport in transports]
+            found = [pool.submit(transport.fetch, manifest, DEADLINE_S) for transport in transports]
             return [digest_of(one.result()) for one in found]
 
 
@@ -79,7 +79,7 @@ def test_all_who_ask_get_each_version_in_one_group(stage_for: Callable[..., Stag
     stage = stage_for()
     for version in range(1, 9):
         manifest = stage.publish(version)
-        assert stage.bring(*stage.transports, manifest=manifest) == [manifest.digest] * 2
+        assert stage.fetch(*stage.transports, manifest=manifest) == [manifest.digest] * 2
         stage.host_looked_again()
     assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(8, 0)] * 2
     assert (stage.host.sent, stage.host.broken) == (8, 0)
@@ -97,16 +97,16 @@ def test_one_that_gave_up_waiting_is_not_waited_for_later(
     plain = other._receiver.receive
     monkeypatch.setattr(other._receiver, "receive", stay_away)
     first = stage.publish(1)
-    assert stage.bring(other, manifest=first) == [first.digest]  # and leaves the host waiting in its group
+    assert stage.fetch(other, manifest=first) == [first.digest]  # and leaves the host waiting in its group
     second = stage.publish(2)
     impatient._invite_timeout_s = 0.2
-    assert stage.bring(impatient, manifest=second) == [second.digest]
+    assert stage.fetch(impatient, manifest=second) == [second.digest]
     assert stage.host.broken == 0, "the host was not busy any more: nobody had to give up"
     stage.host_looked_again()
     monkeypatch.setattr(other._receiver, "receive", plain)
     impatient._invite_timeout_s = 20.0
     third = stage.publish(3)
-    assert stage.bring(*stage.transports, manifest=third) == [third.digest] * 2
+    assert stage.fetch(*stage.transports, manifest=third) == [third.digest] * 2
     stage.host_looked_again()
     assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(1, 1), (1, 1)]
     assert (stage.host.sent, stage.host.broken) == (1, 1)
@@ -116,15 +116,15 @@ def test_a_version_that_is_published_afresh_is_still_broadcast(stage_for: Callab
     stage = stage_for()
     stage.publish(1)
     manifest = stage.publish(1)
-    assert stage.bring(*stage.transports, manifest=manifest) == [manifest.digest] * 2
+    assert stage.fetch(*stage.transports, manifest=manifest) == [manifest.digest] * 2
     assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(1, 0)] * 2
 
 
 def test_whoever_asks_alone_is_not_kept_waiting_for_others(stage_for: Callable[..., Stage]) -> None:
     stage = stage_for()
     manifest = stage.publish(1)
-    assert stage.bring(stage.transports[0], manifest=manifest) == [manifest.digest]
-    assert stage.bring(stage.transports[1], manifest=manifest) == [manifest.digest]
+    assert stage.fetch(stage.transports[0], manifest=manifest) == [manifest.digest]
+    assert stage.fetch(stage.transports[1], manifest=manifest) == [manifest.digest]
     assert [transport.received for transport in stage.transports] == [1, 1]
 
 
@@ -143,13 +143,13 @@ def test_one_that_asks_and_does_not_come_costs_this_broadcast_only(
     monkeypatch.setattr(absent._receiver, "receive", stay_away)
     first = stage.publish(1)
     present._invite_timeout_s = 1.0  # which bounds the building of its group too
-    assert stage.bring(absent, present, manifest=first) == [first.digest] * 2
+    assert stage.fetch(absent, present, manifest=first) == [first.digest] * 2
     assert came, "the fault did not strike"
     assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(0, 1), (0, 1)]
     monkeypatch.setattr(absent._receiver, "receive", plain)
     present._invite_timeout_s = 20.0
     second = stage.publish(2)
-    assert stage.bring(absent, present, manifest=second) == [second.digest] * 2
+    assert stage.fetch(absent, present, manifest=second) == [second.digest] * 2
     assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(1, 1), (1, 1)]
     assert stage.host.broken == 1
 
@@ -161,22 +161,22 @@ def test_an_overtaken_version_comes_another_way_at_once(
     first, second, third = (stage.publish(version) for version in (1, 2, 3))
     for number, overtaken in enumerate((first, second), 1):
         with caplog.at_level(logging.DEBUG):
-            assert stage.bring(stage.transports[0], manifest=overtaken) == [overtaken.digest]
+            assert stage.fetch(stage.transports[0], manifest=overtaken) == [overtaken.digest]
         assert stage.transports[0].fallbacks == number
         assert caplog.text.count("broadcasts a newer version") == number
-    assert stage.bring(stage.transports[0], manifest=third) == [third.digest]
+    assert stage.fetch(stage.transports[0], manifest=third) == [third.digest]
     assert stage.transports[0].received == 1
 
 
 def test_a_trainer_that_is_gone_is_noticed_at_once(tmp_path: Path) -> None:
     manifest = Publisher(tmp_path, "l1", meeting="127.0.0.1:1").publish(Version(1), tensors(1))
     transport = BroadcastTransport("a", FileTransport(tmp_path), b"secret")
-    assert digest_of(transport.bring(manifest, DEADLINE_S)) == manifest.digest
+    assert digest_of(transport.fetch(manifest, DEADLINE_S)) == manifest.digest
     assert (transport.received, transport.fallbacks) == (0, 1)
 
 
 def test_versions_without_a_meeting_come_another_way(tmp_path: Path) -> None:
     manifest = Publisher(tmp_path, "l1").publish(Version(1), tensors(1))
     transport = BroadcastTransport("a", FileTransport(tmp_path), b"secret")
-    assert digest_of(transport.bring(manifest, DEADLINE_S)) == manifest.digest
+    assert digest_of(transport.fetch(manifest, DEADLINE_S)) == manifest.digest
     assert transport.fallbacks == 1

@@ -65,11 +65,11 @@ def published(run_dir: Path, server: ArtifactServer, version: int) -> Manifest:
 def test_what_was_published_arrives(tmp_path: Path, server: ArtifactServer, streams: int) -> None:
     transport = PullTransport(TOKEN, streams=streams)
     first = published(tmp_path, server, 1)
-    got = transport.bring(first, 20.0)
+    got = transport.fetch(first, 20.0)
     assert digest_of(got) == first.digest
     where = {name: tensor.data_ptr() for name, tensor in got.items()}
     second = published(tmp_path, server, 2)
-    got = transport.bring(second, 20.0)
+    got = transport.fetch(second, 20.0)
     assert digest_of(got) == second.digest
     assert where == {name: tensor.data_ptr() for name, tensor in got.items()}  # the same memory again
     assert server.served_bytes == 2 * sum(tensor.nbytes for tensor in tensors(1).values())
@@ -82,16 +82,16 @@ def test_a_removed_version_is_served_while_it_is_offered_and_stale_afterwards(
     first = published(tmp_path, server, 1)
     published(tmp_path, server, 2)
     assert not (tmp_path / first.directory).exists()
-    assert digest_of(transport.bring(first, 20.0)) == first.digest
+    assert digest_of(transport.fetch(first, 20.0)) == first.digest
     published(tmp_path, server, 3)
     with pytest.raises(Stale, match="newest"):
-        transport.bring(first, 20.0)
+        transport.fetch(first, 20.0)
 
 
 def test_strangers_are_refused(tmp_path: Path, server: ArtifactServer) -> None:
     manifest = published(tmp_path, server, 1)
     with pytest.raises(RemoteProtocolError, match="refused"):
-        PullTransport(b"guess").bring(manifest, 20.0)
+        PullTransport(b"guess").fetch(manifest, 20.0)
     assert server.refusals > 0
     assert server.served_bytes == 0
 
@@ -115,9 +115,9 @@ def test_a_dead_server_and_a_silent_one_are_transient(tmp_path: Path, server: Ar
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(Transient):
-            PullTransport(TOKEN).bring(msgspec.structs.replace(manifest, addresses=(address,)), 0.3)
+            PullTransport(TOKEN).fetch(msgspec.structs.replace(manifest, addresses=(address,)), 0.3)
     with pytest.raises(Transient):
-        PullTransport(TOKEN).bring(msgspec.structs.replace(manifest, addresses=(address,)), 5.0)
+        PullTransport(TOKEN).fetch(msgspec.structs.replace(manifest, addresses=(address,)), 5.0)
 
 
 def test_a_transfer_cut_off_in_the_middle_is_transient_and_the_next_succeeds(
@@ -146,10 +146,10 @@ def test_a_transfer_cut_off_in_the_middle_is_transient_and_the_next_succeeds(
         addresses = (f"127.0.0.1:{listener.getsockname()[1]}", server.address)
         manifest = msgspec.structs.replace(manifest, addresses=addresses)
         with pytest.raises(Transient):
-            transport.bring(manifest, 20.0)
+            transport.fetch(manifest, 20.0)
         thread.join(10.0)
     assert cut
-    assert digest_of(transport.bring(manifest, 20.0)) == manifest.digest  # from the other address
+    assert digest_of(transport.fetch(manifest, 20.0)) == manifest.digest  # from the other address
 
 
 def test_bytes_changed_on_the_way_are_noticed(tmp_path: Path, server: ArtifactServer) -> None:
@@ -160,14 +160,14 @@ def test_bytes_changed_on_the_way_are_noticed(tmp_path: Path, server: ArtifactSe
     path.write_bytes(body)
     for streams in (1, 3):
         with pytest.raises(RemoteProtocolError, match=manifest.buckets[1].file):
-            PullTransport(TOKEN, streams=streams).bring(manifest, 20.0)
+            PullTransport(TOKEN, streams=streams).fetch(manifest, 20.0)
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     server = ArtifactServer(tmp_path, TOKEN)
     for version in range(5):
-        PullTransport(TOKEN).bring(published(tmp_path, server, version), 20.0)
+        PullTransport(TOKEN).fetch(published(tmp_path, server, version), 20.0)
     server.close(5.0)
     assert threads() == []
     assert len(os.listdir("/proc/self/fd")) == before
@@ -176,10 +176,10 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 def test_the_nearest_way_is_taken(tmp_path: Path, server: ArtifactServer) -> None:
     manifest = published(tmp_path, server, 1)
     here = NearestTransport("there", FileTransport(tmp_path), PullTransport(TOKEN))
-    assert digest_of(here.bring(manifest, 20.0)) == manifest.digest
+    assert digest_of(here.fetch(manifest, 20.0)) == manifest.digest
     assert server.served_bytes == 0
     away = NearestTransport("elsewhere", FileTransport(tmp_path), PullTransport(TOKEN))
-    assert digest_of(away.bring(manifest, 20.0)) == manifest.digest
+    assert digest_of(away.fetch(manifest, 20.0)) == manifest.digest
     assert server.served_bytes > 0
 
 

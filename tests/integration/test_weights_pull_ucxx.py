@@ -66,39 +66,39 @@ def test_versions_arrive_one_after_the_other_and_removed_ones_while_they_are_off
 ) -> None:
     pulling = transport()
     first = published(tmp_path, server, 1)
-    assert digest_of(pulling.bring(first, DEADLINE_S)) == first.digest
+    assert digest_of(pulling.fetch(first, DEADLINE_S)) == first.digest
     second = published(tmp_path, server, 2)
-    assert digest_of(pulling.bring(second, DEADLINE_S)) == second.digest
+    assert digest_of(pulling.fetch(second, DEADLINE_S)) == second.digest
     assert not (tmp_path / first.directory).exists()
-    assert digest_of(pulling.bring(first, DEADLINE_S)) == first.digest
+    assert digest_of(pulling.fetch(first, DEADLINE_S)) == first.digest
     published(tmp_path, server, 3)
     with pytest.raises(Stale, match="newest"):
-        pulling.bring(first, DEADLINE_S)
+        pulling.fetch(first, DEADLINE_S)
     assert server.served_bytes == 3 * sum(tensor.nbytes for tensor in tensors(1).values())
 
 
 def test_strangers_are_refused_and_others_still_served(tmp_path: Path, server: UcxxArtifactServer) -> None:
     manifest = published(tmp_path, server, 1)
     with pytest.raises(RemoteProtocolError, match="wrong token"):
-        transport(b"guess").bring(manifest, DEADLINE_S)
+        transport(b"guess").fetch(manifest, DEADLINE_S)
     assert server.refusals == 1
-    assert digest_of(transport().bring(manifest, DEADLINE_S)) == manifest.digest
+    assert digest_of(transport().fetch(manifest, DEADLINE_S)) == manifest.digest
 
 
 def test_a_server_on_loopback_is_out_of_reach_by_other_interfaces(tmp_path: Path, server: UcxxArtifactServer) -> None:
     manifest = published(tmp_path, server, 1)
     elsewhere = server.address.replace("127.0.0.1", outside_address())
     with pytest.raises(Transient):
-        transport().bring(msgspec.structs.replace(manifest, ucxx_addresses=(elsewhere,)), 3.0)
+        transport().fetch(msgspec.structs.replace(manifest, ucxx_addresses=(elsewhere,)), 3.0)
     assert server.served_bytes == 0
-    assert digest_of(transport().bring(manifest, DEADLINE_S)) == manifest.digest
+    assert digest_of(transport().fetch(manifest, DEADLINE_S)) == manifest.digest
 
 
 def test_a_closed_server_frees_its_port_whatever_its_connections_were_doing(tmp_path: Path) -> None:
     server = UcxxArtifactServer(tmp_path, TOKEN, ucxx_core)
     manifest = published(tmp_path, server, 1)
     idle = transport()
-    assert digest_of(idle.bring(manifest, DEADLINE_S)) == manifest.digest
+    assert digest_of(idle.fetch(manifest, DEADLINE_S)) == manifest.digest
     port = int(server.address.rpartition(":")[2])
     worker = ucxx_core.Worker()
     stranger = ucxx_core.core.UCXEndpoint.create(worker.ucx, "127.0.0.1", port, True)
@@ -137,10 +137,10 @@ def test_a_trainer_that_is_killed_ends_the_transfer_and_not_the_replica(
         assert process.stdout is not None
         manifest = msgspec.json.decode(process.stdout.readline(), type=Manifest)
         pulling = transport()
-        assert digest_of(pulling.bring(manifest, DEADLINE_S)) == manifest.digest
+        assert digest_of(pulling.fetch(manifest, DEADLINE_S)) == manifest.digest
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
     with pytest.raises(Transient):
-        pulling.bring(manifest, 5.0)
+        pulling.fetch(manifest, 5.0)
     successor = published(tmp_path, server, 2)
-    assert digest_of(pulling.bring(successor, DEADLINE_S)) == successor.digest
+    assert digest_of(pulling.fetch(successor, DEADLINE_S)) == successor.digest

@@ -220,11 +220,11 @@ class Failing:
     def __init__(self, inner: FileTransport, errors: list[Exception]) -> None:
         self.inner, self.errors, self.fired = inner, errors, 0
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         if manifest.version > 0 and self.errors:
             self.fired += 1
             raise self.errors.pop(0)
-        return self.inner.bring(manifest, timeout_s, verify=verify)
+        return self.inner.fetch(manifest, timeout_s, verify=verify)
 
 
 async def two_versions(bench: Bench) -> None:
@@ -273,13 +273,13 @@ async def test_a_step_that_never_ends_gives_the_replica_up(tmp_path: Path) -> No
     loop = asyncio.get_running_loop()
 
     class Hanging(FileTransport):
-        def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
+        def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
             asyncio.run_coroutine_threadsafe(release.wait(), loop).result(30)
-            return super().bring(manifest, timeout_s, verify=verify)
+            return super().fetch(manifest, timeout_s, verify=verify)
 
-    bench = Bench(tmp_path, "staged", transport=Hanging(tmp_path), bring_timeout_s=0.02, grace_s=0.02)
+    bench = Bench(tmp_path, "staged", transport=Hanging(tmp_path), fetch_timeout_s=0.02, grace_s=0.02)
     bench.publish(0)
-    with pytest.raises(PeerLost, match=r"'bring'.*replaced"):
+    with pytest.raises(PeerLost, match=r"'fetch'.*replaced"):
         async with asyncio.timeout(20):
             await bench.updater.run()
     release.set()

@@ -183,7 +183,7 @@ class FaultyEngine:
         return self.engine.served_tensors()
 
     def staged_tensors(self) -> Mapping[str, Tensor]:
-        self.fault.strike("prove")
+        self.fault.strike("verify")
         return self.engine.staged_tensors()
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
@@ -212,9 +212,9 @@ class FaultyEngine:
         self.engine.relabel(version, timeout_s)
 
     def sleep(self, timeout_s: float) -> None:
-        self.fault.strike("quiesce")
+        self.fault.strike("pause")
         self.engine.sleep(timeout_s)
-        self.fault.strike("quiesced")
+        self.fault.strike("paused")
 
     def wake(self, timeout_s: float) -> None:
         self.fault.strike("resume")
@@ -226,12 +226,12 @@ class FaultyTransport:
         self.inner: Any = PullTransport(TOKEN) if case.transport == "pull" else FileTransport(Path(case.run_dir))
         self.fault = fault
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, Tensor]:
         self.fault.version = manifest.version
         if self.fault.case.kind != "damage":
-            self.fault.strike("bring")
-        tensors = self.inner.bring(manifest, timeout_s, verify=verify)
-        if self.fault.case.kind == "damage" and self.fault.due("bring"):
+            self.fault.strike("fetch")
+        tensors = self.inner.fetch(manifest, timeout_s, verify=verify)
+        if self.fault.case.kind == "damage" and self.fault.due("fetch"):
             tensors[next(iter(tensors))].view(-1)[0] += 1.0  # a private mapping: the file stays as it is
         return tensors
 
@@ -282,7 +282,7 @@ def replica(case: Case) -> int:
         FaultyTransport(case, fault),
         way=case.way,  # type: ignore[arg-type]
         poll_s=0.5,
-        bring_timeout_s=0.5,
+        fetch_timeout_s=0.5,
         change_timeout_s=0.5,
         report_timeout_s=1.0,
         grace_s=2.0,

@@ -11,7 +11,7 @@ from penstock.records.ids import Version
 from penstock.weights.replica import (
     Died,
     Mismatched,
-    Quiesced,
+    Paused,
     Replica,
     ReplicaEffect,
     ReplicaEvent,
@@ -61,9 +61,9 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule()
-    def quiesce(self) -> None:
+    def pause(self) -> None:
         self.generating = False
-        self.tell(Quiesced())
+        self.tell(Paused())
 
     @precondition(lambda self: self.alive and not self.generating)
     @rule(version=VERSIONS, bucket=st.integers(0, BUCKETS - 1))
@@ -101,7 +101,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             self.generating = False
             self.tell(Mismatched(self.replica.digest, "?"))
 
-    @precondition(lambda self: self.replica.state in (S.LOADED, S.QUIESCED))
+    @precondition(lambda self: self.replica.state in (S.LOADED, S.PAUSED))
     @rule()
     def resume(self) -> None:
         self.generating = True
@@ -117,7 +117,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         raise AssertionError(f"a mixture was resumed: {self.replica}")
 
     @precondition(lambda self: self.alive)
-    @rule(step=st.sampled_from(["bring", "stage", "swap", "write", "prove"]))
+    @rule(step=st.sampled_from(["fetch", "stage", "swap", "write", "verify"]))
     def fail(self, step: str) -> None:
         self.obey(self.tell(UpdateFailed(step, "boom")))
 

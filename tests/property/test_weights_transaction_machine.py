@@ -113,7 +113,7 @@ class TransactionMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.offers)
     @rule(
-        data=st.data(), outcome=st.sampled_from(["serves", "staged failure", "torn", "mismatch", "quiesced", "silence"])
+        data=st.data(), outcome=st.sampled_from(["serves", "staged failure", "torn", "mismatch", "paused", "silence"])
     )
     def take_an_offer(self, data: st.DataObject, outcome: str) -> None:
         member = data.draw(st.sampled_from(sorted(self.offers)))
@@ -128,15 +128,15 @@ class TransactionMachine(RuleBasedStateMachine):
             case "staged failure":
                 state = S.SERVING if held else S.STALE
                 version = held.version if held else Version(-1)
-                self.tell(ReplicaReported(member, state, version, held.digest if held else "", error="bring: boom"))
+                self.tell(ReplicaReported(member, state, version, held.digest if held else "", error="fetch: boom"))
             case "torn":
                 self.holds[member] = None
                 self.tell(ReplicaReported(member, S.TORN, Version(-1), "", error="write: boom"))
             case "mismatch":
                 self.holds[member] = None
                 self.tell(ReplicaReported(member, S.SERVING, manifest.version, "f" * 32))
-            case "quiesced":
-                self.tell(ReplicaReported(member, S.QUIESCED, Version(-1), "", error="resume: boom"))
+            case "paused":
+                self.tell(ReplicaReported(member, S.PAUSED, Version(-1), "", error="resume: boom"))
             case "silence":
                 pass
 

@@ -36,7 +36,7 @@ from penstock.weights.replica import (
     AbandonReplica,
     Died,
     Mismatched,
-    Quiesced,
+    Paused,
     Replica,
     ReplicaEffect,
     ReplicaEvent,
@@ -281,12 +281,12 @@ class World:
         if not process.alive or manifest.digest == process.replica.held:
             return
         process.question += 1  # the poll is answered
-        if self.strikes("killed while bringing"):
+        if self.strikes("killed while fetching"):
             self.kill(process.member, "killed")
-        elif self.strikes("bring failed"):
-            self.after(0.1, lambda: self.fail(process, "bring"))
+        elif self.strikes("fetch failed"):
+            self.after(0.1, lambda: self.fail(process, "fetch"))
         else:
-            steps = self.staged if process.way == "staged" else self.quiesce
+            steps = self.staged if process.way == "staged" else self.pause
             self.after(process.slow, lambda: steps(process, manifest))
 
     def staged(self, process: Process, manifest: Manifest) -> None:
@@ -302,18 +302,18 @@ class World:
             self.done(process)
             return
         process.generating = False
-        process.replica.handle(Quiesced(), self.now)
+        process.replica.handle(Paused(), self.now)
         if damaged:
             process.memory[1] = "damaged"
         self.prove(process, manifest)
 
-    def quiesce(self, process: Process, manifest: Manifest) -> None:
+    def pause(self, process: Process, manifest: Manifest) -> None:
         if not process.alive:
             return
         process.generating = False
-        self.event(process, Quiesced())
-        if self.strikes("quiesced, then failed"):
-            self.fail(process, "quiesce")
+        self.event(process, Paused())
+        if self.strikes("paused, then failed"):
+            self.fail(process, "pause")
             return
         self.event(process, WriteBegan())
         self.after(0.05, lambda: self.write(process, manifest, 0))
@@ -334,14 +334,14 @@ class World:
         if not process.alive:
             return
         if process.memory == [manifest.digest] * BUCKETS:
-            if process.replica.state is ReplicaState.QUIESCED:  # a staged swap while quiesced replaces everything
+            if process.replica.state is ReplicaState.PAUSED:  # a staged swap while paused replaces everything
                 self.event(process, WriteBegan())
             self.event(process, Verified(manifest.version, manifest.digest))
             self.obey(process, [ResumeEngine()])
             self.done(process)
         else:
             self.event(process, Mismatched(manifest.digest, "damaged"))
-            self.fail(process, "prove")
+            self.fail(process, "verify")
 
     def done(self, process: Process) -> None:
         process.backoff_s = 0.05
@@ -377,14 +377,14 @@ def simulate(seed: int, replicas: int = 1000, fault_rate: float = 0.01) -> World
 def test_a_thousand_replicas_come_through_every_fault() -> None:
     world = simulate(seed=1)
     expected = {
-        "bring failed",
+        "fetch failed",
         "stage failed",
         "write failed",
         "bucket damaged",
         "damaged in memory",
-        "quiesced, then failed",
+        "paused, then failed",
         "resume failed",
-        "killed while bringing",
+        "killed while fetching",
         "killed while writing",
         "offer lost",
         "report lost",
@@ -405,7 +405,7 @@ def test_without_faults_nobody_is_fenced_or_evicted() -> None:
     assert world.fired.keys() <= {"trainer died", "controller died"}
 
 
-@pytest.mark.parametrize("fault", ["bring failed", "offer lost"])
+@pytest.mark.parametrize("fault", ["fetch failed", "offer lost"])
 def test_a_fleet_that_can_load_nothing_fails_with_one_sentence(fault: str) -> None:
     world = World(3, replicas=5, fault_rate=1.0, faults_until=1e9, train_until=1e9, only=fault)
     world.run(until=1000.0)

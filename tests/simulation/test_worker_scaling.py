@@ -11,7 +11,7 @@ from penstock.sim.parts import Work
 from penstock.sim.plan import Plan, Report
 from penstock.sim.storms import Fault
 
-SLOW_GENERATION = Work(sample_s=2.0, step_s=0.1, bring_s=0.05, publish_s=0.02)
+SLOW_GENERATION = Work(sample_s=2.0, step_s=0.1, fetch_weights_s=0.05, publish_s=0.02)
 
 
 def run(workers: int, **plan: Any) -> Report:

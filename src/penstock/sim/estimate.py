@@ -53,8 +53,8 @@ def durations_in(root: Path) -> Work:
                     generated.setdefault(name, []).append(
                         (values["generate_s"], values["batches"], values.get("postprocess_s", 0.0))
                     )
-                if values.get("weights_last_bring_s"):
-                    brought.append(values["weights_last_bring_s"])
+                if values.get("weights_last_fetch_s"):
+                    brought.append(values["weights_last_fetch_s"])
     batches = sum(seen[-1][1] - seen[0][1] for seen in generated.values())
     spent_s = sum(seen[-1][0] - seen[0][0] for seen in generated.values())
     scored_s = sum(seen[-1][2] - seen[0][2] for seen in generated.values())
@@ -63,7 +63,7 @@ def durations_in(root: Path) -> Work:
     return Work(
         sample_s=spent_s / batches,
         step_s=statistics.mean(steps[2:]),
-        bring_s=statistics.median(brought) if brought else 0.01,
+        fetch_weights_s=statistics.median(brought) if brought else 0.01,
         publish_s=0.01,
         fetch_s=statistics.mean(fetched[2:]),
         postprocess_s=scored_s / batches,

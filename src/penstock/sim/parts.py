@@ -1,6 +1,6 @@
 """What stands in for a model: an engine and a learner of which only durations and outcomes are drawn from a seed.
 
-Their weights are real tensors, published as real files, staged, proved and swapped by the real updater.
+Their weights are real tensors, published as real files, staged, verified and swapped by the real updater.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     sample_s: float = 1.0
     """One batch of samples, the longest of which ends it."""
     step_s: float = 0.5
-    bring_s: float = 0.1
+    fetch_weights_s: float = 0.1
     publish_s: float = 0.05
     fetch_s: float = 0.005
     """One batch, with its packing."""

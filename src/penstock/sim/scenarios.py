@@ -112,7 +112,7 @@ SCENARIOS = [
     Scenario(
         name="half-applied-engine",
         elsewhere="prime-rl #3599: a retry posts again into a half-applied engine and the run dies",
-        here="a replica that received any byte in place is torn: it serves nothing until a whole version is proved",
+        here="a replica that received any byte in place is torn: it serves nothing until a whole version is verified",
         plan=Plan(
             steps=20,
             faults=(Fault(10.0, "tear", W0, for_s=8.0),),
@@ -126,7 +126,7 @@ SCENARIOS = [
         name="slow-sync",
         elsewhere="prime-rl #3599: a sync takes 72 min",
         here="generation goes on with the old version, within the staleness bound, while the new one is brought",
-        plan=Plan(steps=12, work=Work(bring_s=40.0)),
+        plan=Plan(steps=12, work=Work(fetch_weights_s=40.0)),
         check=lambda report: max(report.staleness) <= 2,
     ),
     Scenario(
@@ -206,8 +206,8 @@ SCENARIOS = [
     Scenario(
         name="serves-before-weights",
         elsewhere="miles #1724: a recovered engine serves before its weights arrive",
-        here="an engine that was started again is fenced until it holds a proved version, however long that takes",
-        plan=Plan(steps=20, work=Work(bring_s=8.0), faults=(Fault(20.0, "kill", W0), Fault(45.0, "kill", W1))),
+        here="an engine that was started again is fenced until it holds a verified version, however long that takes",
+        plan=Plan(steps=20, work=Work(fetch_weights_s=8.0), faults=(Fault(20.0, "kill", W0), Fault(45.0, "kill", W1))),
         struck_s=20.0,
         says="p0.rollout.0 ended (killed by SIGKILL)",
         within_s=1.0,

@@ -70,7 +70,7 @@ KILLED = -9
 NEVER_S = 1e7
 TIMED = {
     "step": "step_s",
-    "bring": "bring_s",
+    "fetch": "fetch_weights_s",
     "publish": "publish_s",
     "fetch_and_pack": "fetch_s",
     "postprocess": "postprocess_s",

@@ -81,7 +81,7 @@ class Coordination:
             self.tell(events.TrainerLeft(), now)
 
     def tell(self, event: events.TransactionEvent, now: float) -> events.OfferVersion | None:
-        """Feeds one event, and gives the offer that it brought the asker, if it did."""
+        """Feeds one event, and gives the offer it made to the asker, if it did."""
         offered: events.OfferVersion | None = None
         newest = self.transaction.newest
         for effect in self.transaction.handle(event, now):

@@ -29,7 +29,7 @@ class TrainerLost(msgspec.Struct, frozen=True):
 
 
 class TrainerLeft(msgspec.Struct, frozen=True):
-    """There is no trainer, and none need be brought back: it left by itself."""
+    """There is no trainer, and none is expected back: it left by itself."""
 
 
 class TrainerReturned(msgspec.Struct, frozen=True):

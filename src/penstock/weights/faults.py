@@ -1,7 +1,7 @@
 """What the controller does about each fault of a weight update: the table, and nothing else.
 
 A row says what follows for a replica in a given state, how often, and what then. `CHOOSE` stands where safety leaves
-a choice; the policy makes it. Actions for a QUIESCED or LOADED replica are carried out by the replica itself, which
+a choice; the policy makes it. Actions for a PAUSED or LOADED replica are carried out by the replica itself, which
 also acts so when it hears nothing from the controller.
 """
 
@@ -20,7 +20,7 @@ Policy = Literal["restore", "evict", "fail"]
 
 class Fault(StrEnum):
     LOAD_FAILED = "load failed"
-    """One replica could not bring, stage or write a version, or the proof of it failed."""
+    """One replica could not fetch, stage or write a version, or verify it."""
     UPDATE_OVERDUE = "update overdue"
     """One replica was offered a version and did not report by the deadline."""
     VERSION_DAMAGED = "version damaged"
@@ -63,22 +63,22 @@ _SYSTEMIC = (_A.STOP_ADMISSION, _A.CHECKPOINT, _A.RESTART_FLEET)
 
 TABLE: tuple[Row, ...] = (
     Row(_F.LOAD_FAILED, _S.SERVING, (_A.KEEP_SERVING, _A.RETRY), 2, (_A.EVICT,)),
-    Row(_F.LOAD_FAILED, _S.QUIESCED, (_A.RESUME_OLD, _A.RETRY), 2, (_A.EVICT,)),
+    Row(_F.LOAD_FAILED, _S.PAUSED, (_A.RESUME_OLD, _A.RETRY), 2, (_A.EVICT,)),
     Row(_F.LOAD_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE), 2, (_A.FENCE, _A.EVICT)),
     Row(_F.LOAD_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 2, (_A.FENCE, _A.EVICT)),
     Row(_F.LOAD_FAILED, _S.LOADED, (_A.COMMIT,)),
     Row(_F.VERSION_DAMAGED, _S.SERVING, (_A.KEEP_SERVING, _A.CHECKPOINT)),
-    Row(_F.VERSION_DAMAGED, _S.QUIESCED, (_A.RESUME_OLD, _A.CHECKPOINT)),
+    Row(_F.VERSION_DAMAGED, _S.PAUSED, (_A.RESUME_OLD, _A.CHECKPOINT)),
     Row(_F.VERSION_DAMAGED, _S.LOADED, (_A.COMMIT, _A.CHECKPOINT)),
     Row(_F.VERSION_DAMAGED, _S.TORN, (_A.FENCE, _A.CHECKPOINT)),
     Row(_F.VERSION_DAMAGED, _S.STALE, (_A.FENCE, _A.CHECKPOINT)),
     Row(_F.UPDATE_OVERDUE, _S.SERVING, (_A.KEEP_SERVING, _A.RETRY), 1, (_A.EVICT,)),
-    Row(_F.UPDATE_OVERDUE, _S.QUIESCED, (_A.FENCE, _A.EVICT)),
+    Row(_F.UPDATE_OVERDUE, _S.PAUSED, (_A.FENCE, _A.EVICT)),
     Row(_F.UPDATE_OVERDUE, _S.LOADED, (_A.FENCE, _A.EVICT)),
     Row(_F.UPDATE_OVERDUE, _S.TORN, (_A.FENCE, _A.EVICT)),
     Row(_F.UPDATE_OVERDUE, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.FENCE, _A.EVICT)),
     Row(_F.ALL_FAILED, _S.SERVING, (_A.KEEP_SERVING, _A.RETRY), 1, _SYSTEMIC),
-    Row(_F.ALL_FAILED, _S.QUIESCED, (_A.RESUME_OLD, _A.RETRY), 1, _SYSTEMIC),
+    Row(_F.ALL_FAILED, _S.PAUSED, (_A.RESUME_OLD, _A.RETRY), 1, _SYSTEMIC),
     Row(_F.ALL_FAILED, _S.LOADED, (_A.COMMIT, _A.RETRY), 1, _SYSTEMIC),
     Row(_F.ALL_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE), 1, (_A.FENCE, *_SYSTEMIC)),
     Row(_F.ALL_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.FENCE, *_SYSTEMIC)),

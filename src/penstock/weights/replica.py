@@ -26,7 +26,7 @@ MAX_INTERRUPTIONS = 3
 class ReplicaState(StrEnum):
     SERVING = "serving"
     """Generating with one complete, verified version."""
-    QUIESCED = "quiesced"
+    PAUSED = "paused"
     """Not generating; its version is still complete."""
     TORN = "torn"
     """Holds a mixture, or bytes that are not what was published. Must not generate."""
@@ -37,7 +37,7 @@ class ReplicaState(StrEnum):
     DEAD = "dead"
 
 
-class Quiesced(msgspec.Struct, frozen=True):
+class Paused(msgspec.Struct, frozen=True):
     """No forward pass runs, and none will begin."""
 
 
@@ -96,7 +96,7 @@ class Restarted(msgspec.Struct, frozen=True):
 
 
 ReplicaEvent: TypeAlias = (
-    Quiesced | WriteBegan | Verified | Swapped | Relabelled | Mismatched | Resumed | UpdateFailed | Died | Restarted
+    Paused | WriteBegan | Verified | Swapped | Relabelled | Mismatched | Resumed | UpdateFailed | Died | Restarted
 )
 
 
@@ -125,25 +125,25 @@ ReplicaEffect: TypeAlias = ResumeEngine | ReportReplicaState | AbandonReplica
 _S = ReplicaState
 
 TRANSITIONS: dict[tuple[ReplicaState, type[msgspec.Struct]], ReplicaState] = {
-    (_S.SERVING, Quiesced): _S.QUIESCED,
+    (_S.SERVING, Paused): _S.PAUSED,
     (_S.SERVING, Swapped): _S.SERVING,
     (_S.SERVING, Relabelled): _S.SERVING,
     (_S.SERVING, Mismatched): _S.TORN,
     (_S.SERVING, Resumed): _S.SERVING,
-    (_S.QUIESCED, Quiesced): _S.QUIESCED,
-    (_S.QUIESCED, Resumed): _S.SERVING,
-    (_S.QUIESCED, WriteBegan): _S.TORN,
-    (_S.QUIESCED, Mismatched): _S.TORN,
-    (_S.TORN, Quiesced): _S.TORN,
+    (_S.PAUSED, Paused): _S.PAUSED,
+    (_S.PAUSED, Resumed): _S.SERVING,
+    (_S.PAUSED, WriteBegan): _S.TORN,
+    (_S.PAUSED, Mismatched): _S.TORN,
+    (_S.TORN, Paused): _S.TORN,
     (_S.TORN, WriteBegan): _S.TORN,
     (_S.TORN, Mismatched): _S.TORN,
     (_S.TORN, Verified): _S.LOADED,
-    (_S.LOADED, Quiesced): _S.LOADED,
+    (_S.LOADED, Paused): _S.LOADED,
     (_S.LOADED, WriteBegan): _S.TORN,
     (_S.LOADED, Mismatched): _S.TORN,
     (_S.LOADED, Verified): _S.LOADED,
     (_S.LOADED, Resumed): _S.SERVING,
-    (_S.STALE, Quiesced): _S.STALE,
+    (_S.STALE, Paused): _S.STALE,
     (_S.STALE, WriteBegan): _S.TORN,
     (_S.STALE, Mismatched): _S.TORN,
     (_S.STALE, Verified): _S.LOADED,
@@ -178,7 +178,7 @@ class Replica:
     @property
     def held(self) -> Held:
         """The complete version it holds, if any: what a published one is compared with."""
-        complete = (ReplicaState.SERVING, ReplicaState.QUIESCED, ReplicaState.LOADED)
+        complete = (ReplicaState.SERVING, ReplicaState.PAUSED, ReplicaState.LOADED)
         return Held(self.version, self.digest) if self.state in complete else NOTHING_HELD
 
     def handle(self, event: ReplicaEvent, now: float) -> list[ReplicaEffect]:
@@ -210,13 +210,13 @@ class Replica:
         if target in (ReplicaState.TORN, ReplicaState.STALE):
             self.digest = ""
         # These pass within one update, which ends with another event.
-        quiet = isinstance(event, Quiesced | WriteBegan | Verified | Mismatched)
+        quiet = isinstance(event, Paused | WriteBegan | Verified | Mismatched)
         return [] if quiet or target is ReplicaState.DEAD else [self._report()]
 
     def _failed(self, event: UpdateFailed) -> list[ReplicaEffect]:
         if self.state is ReplicaState.DEAD:
             raise InvalidTransition(f"an update cannot fail in a dead replica: {self!r}")
-        if event.transient and event.step == "bring" and self.interruptions < MAX_INTERRUPTIONS:
+        if event.transient and event.step == "fetch" and self.interruptions < MAX_INTERRUPTIONS:
             # Most likely its source is being replaced: that will be heard of sooner than this can be mended.
             self.interruptions += 1
             return []
@@ -228,7 +228,7 @@ class Replica:
                 return [ResumeEngine()]
             return [self._report(), AbandonReplica(f"the engine could not be resumed: {self.first_error}")]
         self.failures += event.damaged is None  # a new process would find the same damage
-        if self.state in (ReplicaState.QUIESCED, ReplicaState.LOADED):
+        if self.state in (ReplicaState.PAUSED, ReplicaState.LOADED):
             return [ResumeEngine()]  # the report follows, with the error, when it serves again
         effects: list[ReplicaEffect] = [self._report()]
         if self.failures >= self._max_failures and self.state in (ReplicaState.TORN, ReplicaState.STALE):

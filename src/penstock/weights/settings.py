@@ -21,7 +21,7 @@ class WeightsSection(Section):
     deadline_s: Seconds = 60.0
     """How long one update of one worker may take."""
     on_fault: Literal["restore", "evict", "fail"] = "restore"
-    """What becomes of an engine that holds a mixture of versions: it is brought to a whole one, its worker is replaced,
+    """What becomes of an engine that holds a mixture of versions: it is given a whole one, its worker is replaced,
     or the run fails."""
     min_healthy: NonNegative = 0
     """Workers that must serve: none of them is replaced while fewer others do."""

@@ -141,7 +141,7 @@ class AskWeights(Call, tag="ask_weights", frozen=True):
 class ReportReplica(Call, tag="report_replica", frozen=True):
     """What an engine serves now: recomputed digest, not a promise."""
 
-    state: Literal["serving", "quiesced", "torn", "loaded", "stale"]
+    state: Literal["serving", "paused", "torn", "loaded", "stale"]
     version: Version
     digest: str
     pause_s: float = 0.0

@@ -16,7 +16,7 @@ from penstock.weights.replica import (
     AbandonReplica,
     Died,
     Mismatched,
-    Quiesced,
+    Paused,
     Replica,
     ReplicaEvent,
     ReplicaState,
@@ -33,7 +33,7 @@ from penstock.weights.replica import (
 S = ReplicaState
 OLD, NEW = "a" * 32, "b" * 32
 EVENTS: list[ReplicaEvent] = [
-    Quiesced(),
+    Paused(),
     WriteBegan(),
     Verified(Version(2), NEW),
     Swapped(Version(2), NEW),
@@ -46,9 +46,9 @@ TO_SERVING: list[ReplicaEvent] = [Verified(Version(1), OLD), Resumed()]
 PATHS: dict[ReplicaState, list[ReplicaEvent]] = {
     S.STALE: [],
     S.SERVING: TO_SERVING,
-    S.QUIESCED: [*TO_SERVING, Quiesced()],
-    S.TORN: [*TO_SERVING, Quiesced(), WriteBegan()],
-    S.LOADED: [*TO_SERVING, Quiesced(), WriteBegan(), Verified(Version(2), NEW)],
+    S.PAUSED: [*TO_SERVING, Paused()],
+    S.TORN: [*TO_SERVING, Paused(), WriteBegan()],
+    S.LOADED: [*TO_SERVING, Paused(), WriteBegan(), Verified(Version(2), NEW)],
     S.DEAD: [*TO_SERVING, Died("killed")],
 }
 
@@ -89,7 +89,7 @@ def test_torn_is_left_only_through_a_verified_version_or_death() -> None:
 
 def test_serving_is_entered_only_from_complete_versions() -> None:
     sources = {state for (state, _), target in TRANSITIONS.items() if target is S.SERVING}
-    assert sources == {S.SERVING, S.QUIESCED, S.LOADED}
+    assert sources == {S.SERVING, S.PAUSED, S.LOADED}
 
 
 def test_dead_comes_back_only_as_stale() -> None:
@@ -99,15 +99,15 @@ def test_dead_comes_back_only_as_stale() -> None:
 @pytest.mark.parametrize("state", [S.SERVING, S.TORN, S.STALE])
 def test_a_failure_where_nothing_can_be_resumed_is_reported(state: ReplicaState) -> None:
     replica = replica_in(state)
-    (report,) = replica.handle(UpdateFailed("bring", "no route"), 1.0)
+    (report,) = replica.handle(UpdateFailed("fetch", "no route"), 1.0)
     assert isinstance(report, ReportReplicaState)
-    assert (report.state, report.error) == (state, "bring: no route")
+    assert (report.state, report.error) == (state, "fetch: no route")
     assert bool(report.digest) is (state is S.SERVING)
 
 
 def test_a_transfer_that_breaks_off_is_begun_again_a_few_times_before_it_counts() -> None:
     replica = replica_in(S.SERVING)
-    broken = UpdateFailed("bring", "reset", transient=True)
+    broken = UpdateFailed("fetch", "reset", transient=True)
     for _ in range(MAX_INTERRUPTIONS):
         assert replica.handle(broken, 1.0) == []
         assert (replica.failures, replica.first_error) == (0, "")
@@ -117,12 +117,12 @@ def test_a_transfer_that_breaks_off_is_begun_again_a_few_times_before_it_counts(
     assert [type(effect) for effect in replica.handle(UpdateFailed("swap", "x", True), 4.0)] == [ReportReplicaState]
 
 
-@pytest.mark.parametrize(("state", "version", "digest"), [(S.QUIESCED, 1, OLD), (S.LOADED, 2, NEW)])
+@pytest.mark.parametrize(("state", "version", "digest"), [(S.PAUSED, 1, OLD), (S.LOADED, 2, NEW)])
 def test_a_failure_with_a_complete_version_resumes_it(state: ReplicaState, version: int, digest: str) -> None:
     replica = replica_in(state)
-    assert replica.handle(UpdateFailed("quiesce", "slow"), 1.0) == [ResumeEngine()]
+    assert replica.handle(UpdateFailed("pause", "slow"), 1.0) == [ResumeEngine()]
     (report,) = replica.handle(Resumed(), 1.0)
-    assert report == ReportReplicaState(S.SERVING, Version(version), digest, "quiesce: slow")
+    assert report == ReportReplicaState(S.SERVING, Version(version), digest, "pause: slow")
 
 
 def test_resuming_is_tried_a_few_times_and_then_the_replica_is_given_up() -> None:
@@ -149,7 +149,7 @@ def test_a_replica_that_cannot_be_refitted_is_given_up_with_its_first_error() ->
 def test_a_damaged_version_is_reported_and_never_costs_the_process(state: ReplicaState) -> None:
     replica, damaged = replica_in(state), Held(Version(2), NEW)
     for _ in range(20):
-        (report,) = replica.handle(UpdateFailed("bring", "damaged", damaged=damaged), 1.0)
+        (report,) = replica.handle(UpdateFailed("fetch", "damaged", damaged=damaged), 1.0)
         assert isinstance(report, ReportReplicaState)
         assert report.damaged == damaged
     (report,) = replica.handle(UpdateFailed("stage", "x"), 2.0)
@@ -160,7 +160,7 @@ def test_a_damaged_version_is_reported_and_never_costs_the_process(state: Replic
 def test_a_serving_replica_is_never_given_up_for_failed_updates() -> None:
     replica = replica_in(S.SERVING)
     for _ in range(20):
-        assert [type(e) for e in replica.handle(UpdateFailed("bring", "x"), 1.0)] == [ReportReplicaState]
+        assert [type(e) for e in replica.handle(UpdateFailed("fetch", "x"), 1.0)] == [ReportReplicaState]
     assert len(replica.later_errors) <= 8
     replica.handle(Swapped(Version(2), NEW), 2.0)
     assert (replica.failures, replica.first_error) == (0, "")
@@ -168,11 +168,11 @@ def test_a_serving_replica_is_never_given_up_for_failed_updates() -> None:
 
 def test_a_dead_replica_has_no_updates() -> None:
     with pytest.raises(InvalidTransition):
-        replica_in(S.DEAD).handle(UpdateFailed("bring", "x"), 1.0)
+        replica_in(S.DEAD).handle(UpdateFailed("fetch", "x"), 1.0)
 
 
 @pytest.mark.parametrize("state", list(S))
 def test_what_is_held_is_claimed_only_when_complete(state: ReplicaState) -> None:
-    complete = state in (S.SERVING, S.QUIESCED, S.LOADED)
+    complete = state in (S.SERVING, S.PAUSED, S.LOADED)
     assert bool(replica_in(state).held.digest) is complete
     assert replica_in(state).may_serve is (state is S.SERVING)

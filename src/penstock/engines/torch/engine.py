@@ -242,7 +242,7 @@ class TorchEngine(ServingEngine):
         finished: list[Result] = []
         with self.serving.step() as (version, digest), self._on_stream():
             if self._shards is not None:
-                self._shards.bring(self.model, digest)
+                self._shards.fetch(self.model, digest)
             self._take_news()
             self._rows.make_room(self._seating.seated, self._seating.longest_tokens)
             for row in self._rows.step(version, digest):

@@ -4,7 +4,7 @@ Requests, seating, draws and versions are rank 0's alone. Whatever it does to it
 the other ranks first, through a socket to each; then all ranks do it, and the model's own collectives (`tp_plan` of
 transformers) meet inside. Tokens are drawn by rank 0 and given to the others: ranks cannot drift apart.
 
-Rank 0 also keeps the whole model in host memory. A version is staged, proven and swapped there, as for an engine of one
+Rank 0 also keeps the whole model in host memory. A version is staged, verified and swapped there, as on one
 rank; before the next step every rank takes its part of it: all change their weights between the same two steps.
 """
 
@@ -179,7 +179,7 @@ class Shards:
     def device(self) -> torch.device:
         return self.group.device
 
-    def bring(self, whole: nn.Module, digest: str) -> None:
+    def fetch(self, whole: nn.Module, digest: str) -> None:
         """Rank 0: all ranks hold what the whole model holds. Between two steps."""
         if self.held != digest:
             self.group.tell(Load())

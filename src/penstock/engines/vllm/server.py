@@ -2,7 +2,7 @@
 
 The server listens on a socket in a private directory of the run. Its calls for weights and pauses know no key, so only
 the file system can guard them; and a socket file always leads to the newest server, never to one left from before.
-It starts with made-up numbers: nothing may be generated before a published version is loaded and proved.
+It starts with made-up numbers: nothing may be generated before a published version is loaded and verified.
 """
 
 from __future__ import annotations

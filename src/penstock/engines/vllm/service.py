@@ -100,7 +100,7 @@ class VllmService:
         way: Way,
         deadline_s: float,
     ) -> ReplicaUpdater:
-        """The server has no second buffer and proves its weights itself."""
+        """The server has no second buffer and verifies its weights itself."""
         self._updater = ReplicaUpdater(
             self.weights,
             source,
@@ -108,7 +108,7 @@ class VllmService:
             self.weights,
             way="in_place",
             change_timeout_s=deadline_s,
-            prove=self.weights.served_digest,
+            verify=self.weights.served_digest,
         )
         return self._updater
 

@@ -1,13 +1,13 @@
 """Drives the weights of a vLLM server through its own calls: pause, start, update, finish, resume.
 
 vLLM keeps its weights in its own process and overwrites them, so this is the in-place way with the same states: from
-`start` on the replica is TORN until one complete version is in and proved. The server's checksum endpoint is the
+`start` on the replica is TORN until one complete version is in and verified. The server's checksum endpoint is the
 proof: checksums are remembered for each digest when a version was first loaded completely (every bucket verified
-inside the server), and compared whenever that version must be proved again. A server that answers an update with an
+inside the server), and compared whenever that version must be verified again. A server that answers an update with an
 error keeps running but must not be resumed; one that dies or hangs is replaced.
 
 Off its devices by order of the pool, a server on a GPU has its weights in host memory and no cache; on CPU it only
-stands still. Either way its weights are proved again before it goes on.
+stands still. Either way its weights are verified again before it goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VllmEngine:
     """One server as the engine *and* the transport of a `ReplicaUpdater` with `way="in_place"`.
 
     engine = VllmEngine("path/of/the/socket", run_dir)
-    ReplicaUpdater(engine, source, report, engine, way="in_place", prove=engine.served_digest)
+    ReplicaUpdater(engine, source, report, engine, way="in_place", verify=engine.served_digest)
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class VllmEngine:
         self._vacated = False
         self.version = -1
         self.digest = ""
-        """Of the complete version it holds; empty from the first byte of another until that is proved."""
+        """Of the complete version it holds; empty from the first byte of another until that is verified."""
 
     def close(self) -> None:
         self._client.close()
@@ -81,7 +81,7 @@ class VllmEngine:
 
     # The transport's side
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         """Verifies the files here, before the server is touched; the server reads them itself."""
         tensors = map_version(self._run_dir, manifest, verify=verify)
         self._manifests = {manifest.digest: manifest}
@@ -99,7 +99,7 @@ class VllmEngine:
         """One whole cycle in the server. It must be paused: updating a running server kills it."""
         manifest = self._manifests.get(digest)
         if manifest is None or not self._paused:
-            raise LocalProtocolError(f"version {version} was not brought, or the server is not paused: {self!r}")
+            raise LocalProtocolError(f"version {version} was not fetched, or the server is not paused: {self!r}")
         began = time.monotonic()
 
         def left_s() -> float:
@@ -154,7 +154,7 @@ class VllmEngine:
         self._paused = self._vacated = True
 
     def occupy(self, timeout_s: float) -> None:
-        """Back on the devices, with the weights it had, proved; a server without any stays paused. Harmless twice."""
+        """Back on the devices, with the weights it had, verified; a server without any stays paused. Harmless twice."""
         if not self._vacated:
             return
         self._call("POST", "/wake_up", timeout_s)
@@ -183,7 +183,7 @@ class VllmEngine:
         return self._call("POST", "/weight_checker", timeout_s, action="checksum")["checksums"]
 
     def served_tensors(self) -> Mapping[str, torch.Tensor]:
-        raise LocalProtocolError("a vLLM server keeps its tensors to itself: pass `prove=engine.served_digest`")
+        raise LocalProtocolError("a vLLM server keeps its tensors to itself: pass `verify=engine.served_digest`")
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         raise LocalProtocolError("a vLLM server has no second buffer: use way='in_place'")

@@ -5,9 +5,9 @@ which slot holds it and how another process opens that slot (CUDA IPC); the proc
 no other user can read it. A slot is used again for a later version: the file is removed before, so a replica that was
 too slow learns that its copy is a mixture, and asks for the newest version.
 
-Delivery is proved on the device (`device_digest`): what the replica will serve is compared with what the trainer
+Delivery is verified on the device (`device_digest`): what the replica will serve is compared with what the trainer
 published, without a detour over the host. Whatever stands in the way (another device, another host, a driver that
-refuses) makes the replica bring the version as it would without this module.
+refuses) makes the replica fetch the version as it would without this module.
 """
 
 from __future__ import annotations
@@ -167,33 +167,33 @@ class DeviceTransport:
         self._uuid = device_uuid(self._device)
         self._fallback = fallback
         self._opened: dict[SlotHandle, torch.Tensor] = {}
-        self._brought: tuple[DeviceCopy, torch.Tensor] | None = None
-        """What the trainer said of the version that was brought last, and the copy of it."""
+        self._fetched: tuple[DeviceCopy, torch.Tensor] | None = None
+        """What the trainer said of the version that was fetched last, and the copy of it."""
         self._refused = ""
-        self.brought = 0
+        self.fetched = 0
         self.fallbacks = 0
 
     def __repr__(self) -> str:
         return (
-            f"DeviceTransport({self._device}, {self.brought} on the device, {self.fallbacks} otherwise{self._refused})"
+            f"DeviceTransport({self._device}, {self.fetched} on the device, {self.fallbacks} otherwise{self._refused})"
         )
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         check_manifest(manifest)
-        self._brought = None
+        self._fetched = None
         copy = self._described(manifest)
         slot = self._open(copy.slot) if copy is not None else None
         if copy is None or slot is None:
             self.fallbacks += 1
-            return self._fallback.bring(manifest, timeout_s, verify=verify)
+            return self._fallback.fetch(manifest, timeout_s, verify=verify)
         specs = tensors_of(manifest)
         if slot.numel() != placement(specs)[1]:
             raise RemoteProtocolError(f"{describe(manifest)} does not fit the slot of {slot.numel()} bytes it is in")
-        self.brought += 1
-        if self.brought == 1:
+        self.fetched += 1
+        if self.fetched == 1:
             logger.info("versions come from the trainer's memory on this device")
         flat = torch.empty_like(slot).copy_(slot)
-        self._brought = (copy, flat)
+        self._fetched = (copy, flat)
         tensors = views(flat, specs)
         if verify and self.delivered(manifest, tensors) != manifest.digest:
             raise RemoteProtocolError(f"what lies on the device is not {describe(manifest)}")
@@ -201,10 +201,10 @@ class DeviceTransport:
 
     def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
         """The manifest's digest if these are, bit for bit, the weights that were published under it; else another."""
-        brought, self._brought = self._brought, None
-        if brought is None or brought[0].digest != manifest.digest or not _lie_in(brought[1], staged, manifest):
+        fetched, self._fetched = self._fetched, None
+        if fetched is None or fetched[0].digest != manifest.digest or not _lie_in(fetched[1], staged, manifest):
             return digest_of(staged)
-        copy, flat = brought
+        copy, flat = fetched
         found = device_digest(flat, tensors_of(manifest))
         if found == copy.device_digest:
             return manifest.digest

@@ -42,7 +42,7 @@ def fits(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> bool:
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
-    """Raises with the first difference between the tensors held and those the version brings."""
+    """Raises with the first difference between the tensors held and those of the version."""
     wanted = {spec.name: spec for spec in tensors_of(manifest)}
     missing, surplus = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or surplus:

@@ -326,7 +326,7 @@ def map_version(run_dir: Path, manifest: Manifest, *, verify: bool = True) -> di
 
 
 class FileTransport:
-    """Brings versions out of a run directory on this host (or on a file system shared with the trainer's)."""
+    """Fetches versions out of a run directory on this host (or on a file system shared with the trainer's)."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -336,6 +336,6 @@ class FileTransport:
         check_manifest(manifest)
         return (_inside(self._run_dir, manifest) / MANIFEST_FILE).exists()
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
         """Tensors valid as long as they are held. Mapping a local file needs no deadline of its own."""
         return map_version(self._run_dir, manifest, verify=verify)

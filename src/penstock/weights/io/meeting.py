@@ -172,9 +172,9 @@ class BroadcastHost:
 
 
 class BroadcastTransport:
-    """A replica's side: takes part in broadcasts, and brings the version by `fallback` where that fails.
+    """A replica's side: takes part in broadcasts, and fetches the version by `fallback` where that fails.
 
-    Tensors are valid until the next `bring`.
+    Tensors are valid until the next `fetch`.
     """
 
     def __init__(self, member: str, fallback: WeightTransport, token: bytes, *, invite_timeout_s: float = 10.0) -> None:
@@ -188,9 +188,9 @@ class BroadcastTransport:
         self.fallbacks = 0
 
     def __repr__(self) -> str:
-        return f"BroadcastTransport({self._member}, {self.received} received, {self.fallbacks} brought another way)"
+        return f"BroadcastTransport({self._member}, {self.received} received, {self.fallbacks} fetched another way)"
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         """Always verified when it came by broadcast: hashing what has just arrived costs next to nothing."""
         check_manifest(manifest)
         began = time.monotonic()
@@ -209,7 +209,7 @@ class BroadcastTransport:
                 return tensors
         self.fallbacks += 1
         left_s = max(1.0, timeout_s - (time.monotonic() - began))
-        return self._fallback.bring(manifest, left_s, verify=verify)
+        return self._fallback.fetch(manifest, left_s, verify=verify)
 
     def _receive(self, manifest: Manifest, timeout_s: float) -> Mapping[str, torch.Tensor]:
         until = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""What an updater asks of its neighbours: the engine it updates, who tells it of versions, and what brings them."""
+"""What an updater asks of its neighbours: the engine it updates, who tells it of versions, and what fetches them."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class ManifestSource(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Brings a version's bytes into this host's memory."""
+    """Fetches a version's bytes into this host's memory."""
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         """The version's tensors; `verify=False` leaves the digests to the caller. Blocks.
 
         `Stale` when the version is gone, `Transient` when it may be had later, `RemoteProtocolError` when its bytes
@@ -73,8 +73,8 @@ class WeightTransport(Protocol):
 
 
 @runtime_checkable
-class SelfProving(Protocol):
-    """A transport that can prove delivery where the memory lies, faster than by the manifest's own hash."""
+class SelfVerifying(Protocol):
+    """A transport that can verify delivery where the memory lies, faster than by the manifest's own hash."""
 
     def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
         """The manifest's digest if and only if these tensors are that version. `Stale` when it made way meanwhile."""

@@ -268,7 +268,7 @@ class OtherTransport(Protocol):
 
 
 class PullTransport:
-    """Brings versions over the network, into memory it uses again: tensors are valid until the next `bring`."""
+    """Fetches versions over the network, into memory it uses again: tensors are valid until the next `fetch`."""
 
     def __init__(self, token: bytes, *, streams: int = 4, ucxx: OtherTransport | None = None) -> None:
         """`ucxx` carries versions that name an address for it; over TCP, `streams` connections are used at once."""
@@ -280,7 +280,7 @@ class PullTransport:
         self._buffers: dict[str, torch.Tensor] = {}
         self._turn = 0
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         """Always verified: hashing what has just arrived costs next to nothing."""
         check_manifest(manifest)
         by_ucxx = self._ucxx is not None and bool(manifest.ucxx_addresses)
@@ -315,7 +315,7 @@ class NearestTransport:
         self._files = files
         self._pull = pull
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         here = manifest.host_id in ("", self._host_id) and self._files.sees(manifest)
         near = here or not manifest.addresses
-        return (self._files if near else self._pull).bring(manifest, timeout_s, verify=verify)
+        return (self._files if near else self._pull).fetch(manifest, timeout_s, verify=verify)

@@ -1,10 +1,10 @@
 """Keeps one engine's weights at the newest published version.
 
-    staged:    poll → bring → stage → prove → swap → report                 generation goes on; second buffer
-    in place:  poll → bring → quiesce → write → prove → resume → report     generation stands still; no second buffer
+    staged:    poll → fetch → stage → verify → swap → report                generation goes on; second buffer
+    in place:  poll → fetch → pause → write → verify → resume → report      generation stands still; no second buffer
     relabel:   poll → relabel → report                                      a version whose bytes are already served
 
-The proof is the digest of the very memory that serves afterwards, taken before it does.
+It is verified by the digest of the very memory that serves afterwards, taken before it does.
 
 The newest version wins: one update runs at a time, nothing is queued, and what was published meanwhile is skipped.
 """
@@ -28,12 +28,12 @@ from penstock.runtime.clock import Clock, SystemClock
 from penstock.runtime.offload import Offload, background
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.fetch import check_fit
-from penstock.weights.io.neighbours import Engine, ManifestSource, SelfProving, WeightTransport
+from penstock.weights.io.neighbours import Engine, ManifestSource, SelfVerifying, WeightTransport
 from penstock.weights.manifest import check_manifest, describe
 from penstock.weights.replica import (
     AbandonReplica,
     Mismatched,
-    Quiesced,
+    Paused,
     Relabelled,
     Replica,
     ReplicaEffect,
@@ -80,7 +80,7 @@ class UpdaterStatistics(msgspec.Struct):
     behind: int = 0
     """Versions between the one served and the newest one heard of."""
     last_pause_s: float = 0.0
-    last_bring_s: float = 0.0
+    last_fetch_s: float = 0.0
     last_update_s: float = 0.0
 
     def values(self) -> dict[str, float]:
@@ -100,7 +100,7 @@ class ReplicaUpdater:
         *,
         way: Way = "staged",
         poll_s: float = 10.0,
-        bring_timeout_s: float = 300.0,
+        fetch_timeout_s: float = 300.0,
         change_timeout_s: float = 60.0,
         report_timeout_s: float = 60.0,
         grace_s: float = 5.0,
@@ -108,9 +108,9 @@ class ReplicaUpdater:
         retry_first_s: float = 0.5,
         retry_cap_s: float = 5.0,
         clock: Clock | None = None,
-        prove: Callable[[], str] | None = None,
+        verify: Callable[[], str] | None = None,
     ) -> None:
-        """`prove` gives the digest of what is served, for engines whose tensors lie in another process."""
+        """`verify` gives the digest of what is served, for engines whose tensors lie in another process."""
         self._max_failures = max_failures
         self.replica = Replica(max_failures=max_failures)
         self.statistics = UpdaterStatistics()
@@ -118,10 +118,10 @@ class ReplicaUpdater:
         self._source = source
         self._report = report
         self._transport = transport
-        self._prover = prove
+        self._verifier = verify
         self._way: Way = way
         self._poll_s = poll_s
-        self._bring_timeout_s = bring_timeout_s
+        self._fetch_timeout_s = fetch_timeout_s
         self._change_timeout_s = change_timeout_s
         self._report_timeout_s = report_timeout_s
         self._grace_s = grace_s
@@ -200,7 +200,7 @@ class ReplicaUpdater:
             else:
                 update = self._staged if self._way == "staged" else self._in_place
             await update(manifest, offload)
-        except Stale as error:  # found while bringing it, before anything that serves was touched: a newer one exists
+        except Stale as error:  # found while fetching it, before anything that serves was touched: a newer one exists
             self.statistics.overtaken += 1
             logger.info("%s", error)
             await asyncio.sleep(self._backoff.next_s())
@@ -218,17 +218,17 @@ class ReplicaUpdater:
             logger.debug("%s is served after a pause of %.1f ms", describe(manifest), 1e3 * self._pause_s)
 
     async def _staged(self, manifest: Manifest, offload: Offload) -> None:
-        # One proof is enough, of the memory that will serve; where it fails, the bytes are looked at as they came.
-        tensors = await self._bring(manifest, offload, verify=False)
+        # It is verified once, in the memory that will serve; where that fails, the bytes are looked at as they came.
+        tensors = await self._fetch(manifest, offload, verify=False)
         await self._do("stage", offload, self._engine.stage, tensors)
         del tensors
-        found = await self._do("prove", offload, self._staged_digest, manifest)
+        found = await self._do("verify", offload, self._staged_digest, manifest)
         if found != manifest.digest:
-            await self._bring(manifest, offload, verify=True)
+            await self._fetch(manifest, offload, verify=True)
             raise RemoteProtocolError(f"what was staged is not {describe(manifest)}: its memory has digest {found}")
         if not self.replica.may_serve:
-            await self._do("quiesce", offload, self._engine.sleep, self._change_timeout_s)
-            self._tell(Quiesced())
+            await self._do("pause", offload, self._engine.sleep, self._change_timeout_s)
+            self._tell(Paused())
         self._pause_s = await self._do(
             "swap", offload, self._engine.swap, manifest.version, manifest.digest, self._change_timeout_s
         )
@@ -239,10 +239,10 @@ class ReplicaUpdater:
             await self._perform([ResumeEngine()], offload)
 
     async def _in_place(self, manifest: Manifest, offload: Offload) -> None:
-        tensors = await self._bring(manifest, offload, verify=True)
-        quiesced_at = self._clock.now()
-        await self._do("quiesce", offload, self._engine.sleep, self._change_timeout_s)
-        self._tell(Quiesced())
+        tensors = await self._fetch(manifest, offload, verify=True)
+        paused_at = self._clock.now()
+        await self._do("pause", offload, self._engine.sleep, self._change_timeout_s)
+        self._tell(Paused())
         self._tell(WriteBegan())
         await self._do(
             "write",
@@ -254,9 +254,9 @@ class ReplicaUpdater:
             self._change_timeout_s,
         )
         del tensors
-        await self._prove(manifest, offload)
+        await self._verify(manifest, offload)
         self._tell(Verified(manifest.version, manifest.digest))
-        self._pause_s = self._clock.now() - quiesced_at
+        self._pause_s = self._clock.now() - paused_at
         await self._perform([ResumeEngine()], offload)
 
     async def _relabel(self, manifest: Manifest, offload: Offload) -> None:
@@ -265,18 +265,18 @@ class ReplicaUpdater:
         await self._do("relabel", offload, self._engine.relabel, manifest.version, self._change_timeout_s)
         await self._perform(self._tell(Relabelled(manifest.version)), offload)
 
-    async def _bring(self, manifest: Manifest, offload: Offload, *, verify: bool) -> Mapping[str, torch.Tensor]:
+    async def _fetch(self, manifest: Manifest, offload: Offload, *, verify: bool) -> Mapping[str, torch.Tensor]:
         began = self._clock.now()
-        bring = partial(self._transport.bring, manifest, self._bring_timeout_s, verify=verify)
-        tensors = await self._do("bring", offload, bring, timeout_s=self._bring_timeout_s)
-        self.statistics.last_bring_s = self._clock.now() - began
-        if self._prover is None:
+        fetch = partial(self._transport.fetch, manifest, self._fetch_timeout_s, verify=verify)
+        tensors = await self._do("fetch", offload, fetch, timeout_s=self._fetch_timeout_s)
+        self.statistics.last_fetch_s = self._clock.now() - began
+        if self._verifier is None:
             check_fit(self._engine.served_tensors(), manifest)
         return tensors
 
-    async def _prove(self, manifest: Manifest, offload: Offload) -> None:
+    async def _verify(self, manifest: Manifest, offload: Offload) -> None:
         """Compares the digest of the engine's own memory; a mixture is fenced at once."""
-        found = await self._do("prove", offload, self._served_digest)
+        found = await self._do("verify", offload, self._served_digest)
         if found == manifest.digest:
             return
         await self._fence(manifest.digest, found, offload)
@@ -299,12 +299,12 @@ class ReplicaUpdater:
 
     def _staged_digest(self, manifest: Manifest) -> str:
         staged = self._engine.staged_tensors()
-        if isinstance(self._transport, SelfProving):
+        if isinstance(self._transport, SelfVerifying):
             return self._transport.delivered(manifest, staged)
         return digest_of(staged)
 
     def _served_digest(self) -> str:
-        return digest_of(self._engine.served_tensors()) if self._prover is None else self._prover()
+        return digest_of(self._engine.served_tensors()) if self._verifier is None else self._verifier()
 
     async def _do(
         self, step: str, offload: Offload, function: Callable[..., T], *arguments: Any, timeout_s: float | None = None
@@ -331,7 +331,7 @@ class ReplicaUpdater:
     async def _failed(self, error: Exception, offload: Offload, manifest: Manifest) -> None:
         step, text = self._step, str(error) or type(error).__name__
         logger.warning("update failed at step %r: %s; %r", step, text, self.replica)
-        if self.replica.may_serve and step != "bring" and not self._wedged:
+        if self.replica.may_serve and step != "fetch" and not self._wedged:
             await self._recheck(offload)
         damaged = manifest.held if isinstance(error, Damaged) else None
         effects = self._tell(UpdateFailed(step, text, isinstance(error, Transient), damaged))
