@@ -5,6 +5,7 @@ All ports are attacked the same way, and the same is asked of each. A new port j
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -28,12 +29,16 @@ from running import letters, outside_address, start, trained_steps, wait_for
 from test_dashboard_http import Watched
 
 from penstock.control.io.heartbeat import Line
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.requests import Sampling
+from penstock.engines.torch.engine import TorchEngine
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
 from penstock.payload.io.tcp_client import TcpWire
 from penstock.payload.io.wire_client import WireClient
 from penstock.records.ids import MemberId, Version
+from penstock.rollout.io.endpoint import Endpoint
 from penstock.runtime.rundir import RunDir
 from penstock.weights.io.collective import BroadcastSender
 from penstock.weights.io.files import Publisher
@@ -189,6 +194,31 @@ def weights_by_ucx(folder: Path) -> Iterator[tuple[Address, Ask]]:
         server.close(5.0)
 
 
+@contextmanager
+def agents(folder: Path) -> Iterator[tuple[Address, Ask]]:
+    torch.set_num_threads(1)
+    policy = build(TinyLanguageModel(alphabet="ab>", hidden_size=16, layers=1, heads=2, max_positions=32))
+    assert isinstance(policy, LanguagePolicy)
+    engine = TorchEngine(policy.module, pad_id=0)
+    endpoint = Endpoint(engine, policy.tokenizer, Sampling(max_new_tokens=2), None)
+    serving = threading.Thread(target=asyncio.run, args=(endpoint.run(),))
+    serving.start()
+    key, _ = endpoint.open()
+
+    def ask() -> None:
+        headers, body = {"authorization": f"Bearer {key}"}, {"model": "policy", "prompt": "a>"}
+        page = f"{endpoint.base_url}/completions"
+        httpx.post(page, json=body, headers=headers, timeout=SERVED_WITHIN_S, trust_env=False).raise_for_status()
+
+    try:
+        port = httpx.URL(endpoint.base_url).port
+        assert port is not None
+        yield ("127.0.0.1", port), ask
+    finally:
+        endpoint.close()
+        serving.join(30)
+
+
 PORTS: dict[str, Callable[[Path], AbstractContextManager[tuple[Address, Ask]]]] = {
     "control": control,
     "dashboard": dashboard,
@@ -197,6 +227,7 @@ PORTS: dict[str, Callable[[Path], AbstractContextManager[tuple[Address, Ask]]]] 
     "broadcast": broadcast,
     "payloads by UCX": payloads_by_ucx,
     "weights by UCX": weights_by_ucx,
+    "agents": agents,
 }
 """Each gives an address, and one exchange of a client of the run on a connection of its own."""
 
