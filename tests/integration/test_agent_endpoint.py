@@ -8,17 +8,21 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from openai import APIError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from penstock.batch.assemble import sequences_of
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
-from penstock.engines.requests import Sampling
+from penstock.engines.requests import Completion, Sampling
+from penstock.engines.tokenizer import PretrainedTokenizer
 from penstock.engines.torch.engine import TorchEngine
 from penstock.envs.io.agents import Agent
 from penstock.rollout.io.agent_workload import episode_of
 from penstock.rollout.io.endpoint import Endpoint
+from penstock.rollout.io.language_workload import chat_of
+from unit.envs.test_envs_chat import FAMILIES, FIVE_TURNS, TOOLS, tokenizer_of
 
 
 @asynccontextmanager
@@ -205,3 +209,75 @@ def test_an_agent_as_a_program_is_told_where_to_ask_and_prints_its_reward() -> N
     assert agent.play("http://x/v1", "key", 0).reward == 3.0
     with pytest.raises(RuntimeError, match="exit code 3"):
         Agent(command=["python3", "-c", "raise SystemExit(3)"]).play("http://x/v1", "key", 0)
+
+
+class Scripted:
+    """An engine that draws what it is told to, in as many pieces as it is asked for."""
+
+    max_positions = None
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
+        ids, self.left = self.left[: sampling.max_new_tokens], self.left[sampling.max_new_tokens :]
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        ending = "length" if self.left else "stop"
+        return Completion(np.array(ids, np.int32), logprobs, np.array([[0, 1]], np.int32), ending, 1, "one")
+
+    def forget(self, cache_key: object) -> None: ...
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("odd", [False, True], ids=["canonical", "odd"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_five_turns_with_tools_are_one_sequence_by_the_template(family: str, odd: bool, stream: bool) -> None:
+    template, special, bos, eos = FAMILIES[family]
+    tokenizer = PretrainedTokenizer(tokenizer_of(template, special, bos, eos))
+    inner: Any = tokenizer.inner
+    engine: Any = Scripted()
+    endpoint = Endpoint(engine, tokenizer, Sampling(200, stop_ids=tokenizer.stop_ids), chat_of(tokenizer, None))
+    messages: list[Any] = [user("What is 1 + 2 + 4?")]
+    whole: list[Any] = [*messages]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(endpoint.run())
+        key, recorded = endpoint.open()
+        async with client_of(endpoint, key) as client:
+            for said, reply in FIVE_TURNS:
+                before = inner.apply_chat_template(whole, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+                turn = inner.apply_chat_template([*whole, said], tools=TOOLS, tokenize=False)[len(before) :]
+                turn = turn[: turn.index(eos) + len(eos)]
+                engine.left = tokenizer.encode(turn.replace(": ", ":  ") if odd else turn)
+                asked: Any = {"model": "policy", "messages": messages, "tools": TOOLS, "stream": stream}
+                answer = await client.chat.completions.create(**asked)
+                message = await _collected(answer) if stream else answer.choices[0].message.model_dump()
+                assert bool(message["tool_calls"]) == bool(said.get("tool_calls"))
+                assert message["content"].strip() == said["content"]
+                calls = message["tool_calls"] or []
+                reply = [one | ({"tool_call_id": calls[0]["id"]} if calls else {}) for one in reply]
+                messages += [{name: value for name, value in message.items() if value is not None}, *reply]
+                whole += [said, *reply]
+            fork = [*messages[:3], user("Rather 9?")]
+            engine.left = tokenizer.encode(f"No.{eos}")
+            await client.chat.completions.create(model="policy", messages=fork, tools=TOOLS)  # type: ignore[arg-type]
+        endpoint.close()
+    *calls, forked = recorded.calls
+    stream_ids = [*calls[-1].context, *calls[-1].drawn.token_ids.tolist()]
+    if not odd:
+        expected = tokenizer.encode(inner.apply_chat_template(whole, tools=TOOLS, tokenize=False))
+        assert stream_ids == expected[: len(stream_ids)]
+    [one] = sequences_of([episode_of(calls).arrays()])
+    assert sum(high - low for low, high in one.stretches) == len(stream_ids)
+    first = [*calls[0].context, *calls[0].drawn.token_ids.tolist()]
+    assert forked.context[: len(first)] == first
+    assert len(sequences_of([episode_of(recorded.calls).arrays()])) == 2
+
+
+async def _collected(stream: Any) -> dict[str, Any]:
+    """The message of a stream, as its client puts it together."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    async for chunk in stream:
+        delta = chunk.choices[0].delta
+        message["content"] += delta.content or ""
+        message["tool_calls"] += [call.model_dump(exclude={"index"}) for call in delta.tool_calls or ()]
+    return message | {"tool_calls": message["tool_calls"] or None}

@@ -84,6 +84,17 @@ class Chat:
             history += [assistant_message(self.without_end(drawn)), *reply]
         return turn
 
+    def continuation(
+        self, history: Sequence[ChatMessage], context: str, drawn: str, reply: Sequence[ChatMessage]
+    ) -> str | None:
+        """What the template writes after a completion that was drawn after `context`, the writing of `history`; None if
+        it rewrites what came before."""
+        try:
+            turn = self._continued(history, [context], drawn, reply)
+        except ConfigError:
+            return None
+        return turn.text if turn.back_to is None else None
+
     def conversation(
         self, messages: Sequence[ChatMessage], completions: Sequence[str], replies: Sequence[Sequence[ChatMessage]]
     ) -> list[ChatMessage]:
@@ -110,8 +121,10 @@ class Chat:
         kept = not reasoning or reasoning in whole[len(context) :]
         marked = self._written([*history, {"role": "assistant", "content": MARK}, *reply])
         before, _, after = marked.rpartition(MARK)
-        if kept and before.startswith(context) and not before[len(context) :].strip():
-            return Turn(_after(after, ended))
+        # An earlier completion that stayed as drawn differs from how the template writes it now.
+        for begun in (context, self._written(history)) if kept else ():
+            if before.startswith(begun) and not before[len(begun) :].strip():
+                return Turn(_after(after, ended))
         for number in reversed(range(len(began))):
             if whole.startswith(began[number]):
                 return Turn(whole[len(began[number]) :], number)

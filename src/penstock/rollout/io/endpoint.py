@@ -46,6 +46,9 @@ class Call(msgspec.Struct):
     """The context and the completion, as a request that goes on from here would begin."""
     session: str = ""
     """The request's `X-Session-ID`: which of several agents asked."""
+    messages: list[ChatMessage] = []
+    """Of a chat by template: the request's, as the template was given them."""
+    tools: list[Any] = []
 
 
 class Recorded(msgspec.Struct):
@@ -58,6 +61,17 @@ class Recorded(msgspec.Struct):
     """Why a completion could not be drawn: no fault of the agent's."""
 
 
+def spoken(tokenizer: Any, stop_ids: Sequence[int], drawn: Completion) -> str:
+    """A completion's text without the token that ended it. Where there is a template, other special tokens may be the
+    marks of tool calls and reasoning, and stay."""
+    tokens = drawn.token_ids.tolist()
+    inner = getattr(tokenizer, "inner", None)
+    if getattr(inner, "chat_template", None) is None:
+        return tokenizer.decode(tokens)
+    ended = drawn.ending == "stop" and tokens[-1:] and tokens[-1] in stop_ids
+    return inner.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
+
+
 class _Asked(msgspec.Struct):
     """One request, ready for the engine."""
 
@@ -68,13 +82,15 @@ class _Asked(msgspec.Struct):
     session: str
     stops: tuple[str, ...]
     tokenizer: Any
+    messages: list[ChatMessage] = []
+    tools: list[Any] = []
     head: dict[str, Any] = msgspec.field(
         default_factory=lambda: {"id": f"cmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": MODEL}
     )
 
     def said(self, drawn: Completion) -> str:
         """The text so far: without a character that is not complete, and without the request's own stop strings."""
-        text = self.tokenizer.decode(drawn.token_ids.tolist())
+        text = spoken(self.tokenizer, self.sampling.stop_ids, drawn)
         ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         text = text[: min(ends)] if ends else text
         return text.rstrip("\ufffd") if drawn.ending != "stop" else text
@@ -177,8 +193,13 @@ class Endpoint:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise _Refused(400, "'messages' must be a list of messages")
-        text = self._rendered(messages, body.get("tools") or [])
-        call = self._asked(request, episode, text, self._ids(episode, text), body)
+        tools = body.get("tools") or []
+        if self._chat is not None:
+            messages = [_incoming(message) for message in messages]
+        text, ids = self._goes_on(episode, messages, tools) or self._begins(episode, messages, tools)
+        call = self._asked(request, episode, text, ids, body)
+        if self._chat is not None:
+            call.messages, call.tools = messages, tools
 
         def message(said: str) -> ChatMessage:
             return _outgoing(assistant_message(said)) if self._chat is not None else _assistant(said)
@@ -262,13 +283,46 @@ class Endpoint:
             raise _Refused(400, f"'{field}' must be a list of token ids below {size}")
         return ids
 
-    def _rendered(self, messages: Sequence[ChatMessage], tools: Sequence[Any]) -> str:
+    def _begins(
+        self, episode: Recorded, messages: Sequence[ChatMessage], tools: Sequence[Any]
+    ) -> tuple[str, list[int]]:
+        """The text of a conversation, and its tokens."""
         if self._chat is None:
-            return "".join(str(message.get("content") or "") for message in messages)
-        try:
-            return self._chat.with_tools(tools).opening([_incoming(message) for message in messages])
-        except ConfigError as error:
-            raise _Refused(400, str(error)) from error
+            text = "".join(str(_incoming(message)["content"]) for message in messages)
+        else:
+            try:
+                text = self._chat.with_tools(tools).opening(messages)
+            except ConfigError as error:
+                raise _Refused(400, str(error)) from error
+        return text, self._ids(episode, text)
+
+    def _goes_on(
+        self, episode: Recorded, messages: list[ChatMessage], tools: list[Any]
+    ) -> tuple[str, list[int]] | None:
+        """The same for one that goes on from an earlier call by the message that was its answer, whichever way the
+        template would write that: it stays as it was drawn."""
+        if self._chat is None:
+            return None
+        chat = self._chat.with_tools(tools)
+        for call in sorted(episode.calls, key=lambda call: -len(call.messages)):
+            known = len(call.messages)
+            if not known or call.tools != tools or messages[:known] != call.messages or len(messages) == known:
+                continue
+            drawn = self._written(call.drawn)
+            said = spoken(self._tokenizer, self._sampling.stop_ids, call.drawn)
+            if _facts(messages[known]) != _facts(_incoming(_outgoing(assistant_message(said)))):
+                continue
+            context = call.text.removesuffix(drawn)
+            added = chat.continuation(call.messages, context, drawn, messages[known + 1 :])
+            if added is not None:
+                ids = [*call.context, *call.drawn.token_ids.tolist(), *self._encoded(added)]
+                return call.text + added, ids
+        return None
+
+    def _written(self, drawn: Completion) -> str:
+        """With its special tokens."""
+        inner, tokens = getattr(self._tokenizer, "inner", None), drawn.token_ids.tolist()
+        return inner.decode(tokens, skip_special_tokens=False) if inner else self._tokenizer.decode(tokens)
 
     def _ids(self, episode: Recorded, text: str) -> list[int]:
         """The tokens of a request: those of the earlier call that it goes on from, and what is new."""
@@ -351,10 +405,8 @@ class Endpoint:
                 self._engine.forget(key)
 
     def _record(self, asked: _Asked, drawn: Completion) -> None:
-        inner = getattr(self._tokenizer, "inner", None)
-        tokens = drawn.token_ids.tolist()
-        said = inner.decode(tokens, skip_special_tokens=False) if inner else self._tokenizer.decode(tokens)
-        asked.episode.calls.append(Call(asked.ids, drawn, asked.text + said, asked.session))
+        text = asked.text + self._written(drawn)
+        asked.episode.calls.append(Call(asked.ids, drawn, text, asked.session, asked.messages, asked.tools))
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -419,6 +471,10 @@ def _outgoing(message: ChatMessage) -> ChatMessage:
         for call in message.get("tool_calls", ())
     ]
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def _facts(message: ChatMessage) -> list[Any]:
+    return [message.get(name) or None for name in ("role", "content", "reasoning_content", "tool_calls")]
 
 
 def _incoming(message: Any) -> ChatMessage:
