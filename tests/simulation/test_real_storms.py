@@ -6,11 +6,13 @@ import pytest
 
 from penstock.launch.simulated import simulate
 from penstock.sim.parts import Work
-from penstock.sim.plan import Plan, mixed
+from penstock.sim.plan import Plan, Report, mixed
 from penstock.sim.storms import Fault, storm
 from penstock.sim.system import TIMED, System
 
 WORKERS = ["p0.rollout.0", "p0.rollout.1"]
+SETTLED_WITHIN_S = 60.0
+"""After the last fault: processes that were suspected are heard again or replaced by then."""
 
 
 def stormy(seed: int, *, steps: int = 30, span_s: float = 90.0, every_s: float = 8.0) -> Plan:
@@ -98,3 +100,33 @@ def test_a_worker_whose_ring_was_deleted_is_replaced(seed: int) -> None:
     said = report.first_said("was deleted or moved")
     assert said is not None
     assert said < 8.0 + 5.0
+
+
+def pace(report: Report, steps: int) -> float:
+    """Seconds per step over the last of them."""
+    times = report.steps["p0"]
+    return (times[-1] - times[-1 - steps]) / steps
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_after_a_storm_the_pace_of_an_undisturbed_run_returns(seed: int) -> None:
+    """The storm ends after a minute; what it left behind is over soon after."""
+    storming = stormy(seed, steps=120, span_s=45.0, every_s=5.0)
+    ceased_s = max(one.at_s + one.for_s for one in storming.faults)
+    report, calm = simulate(storming), simulate(Plan(seed=seed, steps=120))
+    times = report.steps["p0"]
+    left = sum(at > ceased_s + SETTLED_WITHIN_S for at in times)
+    assert left > 20, "the run was over before the storm"
+    assert pace(report, left - 1) < 1.25 * pace(calm, 60)
+
+
+def test_what_reaches_nothing_any_more_ends_within_its_bound() -> None:
+    """No call waits for ever: a worker and a trainer that are cut off for good give up, each with a sentence."""
+    names = (*WORKERS, "p0.trainer")
+    faults = tuple(Fault(10.0, "cut", name, for_s=3000.0) for name in names)
+    settings = {"control.reconnect_s": 30.0, "run.max_restarts": 4, "control.stall_fail_after_s": 400.0}
+    report = simulate(Plan(steps=40, faults=faults, settings=settings))
+    assert not report.complete
+    assert report.virtual_s < 10.0 + 500.0
+    for name in names:
+        assert any(one.process == name and one.at < 10.0 + 60.0 for one in report.said), name

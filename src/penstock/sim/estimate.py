@@ -10,12 +10,14 @@ import msgspec
 import orjson
 
 from penstock.config.load import load
+from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.errors import ConfigError
 from penstock.runtime.rundir import RunDir
 from penstock.sim.parts import Work
 from penstock.sim.plan import Plan, Report
 
+Simulate = Callable[[Plan], Report]
 STEPS = 60
 WARM_UP = 0.25
 """Share of the steps that are not counted: the start is not the pace."""
@@ -35,55 +37,70 @@ class Point(msgspec.Struct, frozen=True):
         return "trainer" if self.trainer_idle < self.workers_idle else "workers"
 
 
-def durations_in(root: Path) -> Work:
-    """How long things took in a run, from its metrics."""
+def durations_in(root: Path, pipeline: str) -> Work:
+    """How long things took in a run for one of its pipelines, from its metrics: what shares its cores is in them."""
     steps: list[float] = []
+    ended: list[float] = []
     fetched: list[float] = []
+    published: list[float] = []
     generated: dict[str, list[tuple[float, float, float]]] = {}
     brought: list[float] = []
     path = RunDir.open(root).metrics_path
     for line in path.read_bytes().splitlines() if path.exists() else ():
         entry = orjson.loads(line)
-        if entry["kind"] == "step":
+        if entry["kind"] == "step" and entry["pipeline"] == pipeline:
             steps.append(entry["step_s"])
+            ended.append(entry["at"])
+            published.append(entry.get("publish_s", 0.01))
             fetched.append(entry["fetch_s"])
         elif entry["kind"] == "gauges":
             for name, values in entry["processes"].items():
+                if not name.startswith(f"{pipeline}."):
+                    continue
                 if "generate_s" in values and "batches" in values:
                     generated.setdefault(name, []).append(
                         (values["generate_s"], values["batches"], values.get("postprocess_s", 0.0))
                     )
-                if values.get("weights_last_fetch_s"):
-                    brought.append(values["weights_last_fetch_s"])
+                if values.get("weights_last_update_s"):
+                    brought.append(values["weights_last_update_s"])
     batches = sum(seen[-1][1] - seen[0][1] for seen in generated.values())
     spent_s = sum(seen[-1][0] - seen[0][0] for seen in generated.values())
     scored_s = sum(seen[-1][2] - seen[0][2] for seen in generated.values())
     if len(steps) < 4 or not batches:
         raise ConfigError(f"{root} has too few steps to measure durations from: train a little longer")
+    step_s = statistics.mean(steps[2:])
+    # Between two steps: the acknowledgement, and at times a wait for samples, which is simulated and not counted here.
+    between = [now - before - took for before, now, took in zip(ended[1:], ended[2:], steps[2:], strict=False)]
+    between_s = max(0.0, sorted(between)[len(between) // 5])
     return Work(
         sample_s=spent_s / batches,
-        step_s=statistics.mean(steps[2:]),
-        fetch_weights_s=statistics.median(brought) if brought else 0.01,
-        publish_s=0.01,
+        step_s=step_s + between_s,
+        fetch_weights_s=statistics.mean(brought) if brought else 0.01,
+        publish_s=statistics.mean(published[2:]),
         fetch_s=statistics.mean(fetched[2:]),
         postprocess_s=scored_s / batches,
         save_s=0.05,
         latency_s=0.0005,
         commit_s=0.001,
-        spread=0.2,
+        spread=min(0.9, 3**0.5 * statistics.pstdev(steps[2:]) / step_s),
     )
 
 
-def estimate(config_path: Path, run: Path | None, simulate: Callable[[Plan], Report]) -> list[Point]:
-    """The configuration as it is, with one more worker, and with a larger staleness bound."""
+def estimate(config_path: Path, run: Path | None, simulate: Simulate) -> list[Point]:
+    """Each pipeline as it is configured, with one more worker, and with a larger staleness bound."""
     config = load(config_path)
-    work = durations_in(run) if run is not None else Work()
-    pipeline = config.pipeline[0]
+    return [point for one in config.pipeline for point in _points(config, one, run, simulate)]
+
+
+def _points(config: Config, pipeline: PipelineSection, run: Path | None, simulate: Simulate) -> list[Point]:
+    work = durations_in(run, pipeline.name) if run is not None else Work()
     workers, bound = pipeline.rollout.workers, pipeline.train.max_staleness
+    title = f"{pipeline.name}: " if len(config.pipeline) > 1 else ""
+    alone = config.model_copy(update={"pipeline": [pipeline]})
 
     def point(name: str, workers: int, bound: int) -> Point:
-        plan = Plan(steps=min(pipeline.steps, STEPS), work=work, config=simulated(config, workers, bound))
-        return _measured(name, simulate(plan), workers)
+        plan = Plan(steps=min(pipeline.steps, STEPS), work=work, config=simulated(alone, workers, bound))
+        return _measured(title + name, simulate(plan), workers)
 
     return [
         point("as configured", workers, bound),
@@ -104,7 +121,6 @@ def simulated(config: Config, workers: int, bound: int) -> Config:
                 "train": one.train.model_copy(update={"max_staleness": bound, "device": "cpu"}),
                 "weights": one.weights.model_copy(update={"transport": "files"}),
                 "samples": one.samples.model_copy(update={"save_every_steps": 0}),
-                "evaluation": one.evaluation.model_copy(update={"every_steps": 0}),
             }
         )
         for one in config.pipeline
