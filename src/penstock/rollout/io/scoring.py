@@ -20,6 +20,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 import time
 import traceback
@@ -31,6 +32,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.envs import rewards
 from penstock.envs.rewards import Columns, NoReward, Rubric, Scored, Values, awaited_values_of, is_async, values_of
 from penstock.envs.settings import RewardSection
 from penstock.errors import PenstockError, RunFailed
@@ -45,6 +47,8 @@ PROCESSES = 8
 """At most, where a function moved into processes because it hung."""
 IDLE_S = 60.0
 """A thread with nothing to do ends after so long, and its process with it."""
+OWN_FILES = {__file__, rewards.__file__, threading.__file__}
+"""Not shown in the stack of a call."""
 START_S = 300.0
 """A process may take so long to import the reward functions."""
 
@@ -62,6 +66,10 @@ class _Call(msgspec.Struct, eq=False):
     stoppable: bool = False
     """It runs where it can be stopped: in a process, or as a coroutine."""
     abandoned: bool = False
+    thread: int = 0
+    """Where it runs, if it does so in a thread."""
+    task: asyncio.Task[Any] | None = None
+    """The same for a coroutine."""
 
 
 class Scoring:
@@ -251,6 +259,7 @@ class Scoring:
             call = self._waiting.popleft()
             call.began = time.monotonic()
             call.stoppable = self._in_processes
+            call.thread = 0 if self._in_processes else threading.get_ident()
             self._running.add(call)
             return call
 
@@ -300,7 +309,8 @@ class Scoring:
             oldest = min(running, key=lambda call: call.began)
             if (ran_s := now - oldest.began) > TOLD_AFTER_S:
                 name = self.rubric.names[oldest.function]
-                self._progressed(f"reward {name} running for {ran_s:.0f} s, {len(running)} calls in flight")
+                calls = f"{len(running)} calls in flight" if len(running) > 1 else "one call in flight"
+                self._progressed(f"reward {name} running for {ran_s:.0f} s, {calls}{_place(oldest)}")
             for call in running:
                 if now - call.began > self.settings.reward_timeout_s and not call.stoppable:
                     self._leave_behind(call)
@@ -346,6 +356,7 @@ class Scoring:
         async with self._slots:
             call.began = time.monotonic()
             call.stoppable = True
+            call.task = asyncio.current_task()
             with self._lock:
                 self._running.add(call)
             values: Values = []
@@ -373,6 +384,25 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
         loop.run_until_complete(asyncio.wait([task]))
     loop.close()
+
+
+def _place(call: _Call) -> str:
+    """Where a call is now, as far as it can be seen from here: the innermost lines of its stack."""
+    lines: list[str] = []
+    if call.task is not None:
+        frames = [(frame, frame.f_lineno) for frame in call.task.get_stack()]
+        awaited: Any = call.task.get_coro()
+        while (awaited := getattr(awaited, "cr_await", None)) is not None and hasattr(awaited, "cr_frame"):
+            if awaited.cr_frame is not None:
+                frames.append((awaited.cr_frame, awaited.cr_frame.f_lineno))
+    else:
+        frames = [*traceback.walk_stack(sys._current_frames().get(call.thread))] if call.thread else []
+        frames.reverse()
+    for frame, line in frames:
+        code = frame.f_code
+        if code.co_filename not in OWN_FILES:
+            lines.append(f"{os.path.basename(code.co_filename)}:{line} {code.co_name}")
+    return "".join(f", at {line}" for line in reversed(lines[-2:]))
 
 
 def _missed(name: str, timeout_s: float, completions: int) -> Values:
