@@ -158,6 +158,11 @@ class PipelineControl:
         """Who waits for what, since when, and who should have moved."""
         return self.observer.diagnose(now)
 
+    def slow_reward(self) -> str:
+        """What a worker says of a reward function that runs for long; empty if none does."""
+        said = [member.doing for member in self.members.having("rollout")]
+        return next((doing for doing in said if doing.startswith("reward ")), "")
+
     def check(self) -> None:
         """Raises if an invariant of the ledger, the admission or the phase is broken."""
         self.ledger.check()

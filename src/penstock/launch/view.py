@@ -136,10 +136,12 @@ class RunView:
         }
 
     def stages(self, name: str, status: dict[str, Any]) -> str:
-        """How long a sample, and a step, is in each stage."""
+        """How long a sample, and a step, is in each stage, and which reward function is slow right now."""
         known = status.get("stages", {}).get(name, {})
         named = [(stage, known[f"{stage}_s"]) for stage in STAGES if known.get(f"{stage}_s")]
-        return " · ".join(f"{'train' if stage == 'step' else stage} {duration(spent)}" for stage, spent in named)
+        shown = [f"{'train' if stage == 'step' else stage} {duration(spent)}" for stage, spent in named]
+        slow = status.get("slow", {}).get(name)
+        return " · ".join([*shown, harmless(slow)] if slow else shown)
 
     def curve(self, name: str, width: int) -> str:
         """The rewards so far between their lowest and their highest."""

@@ -78,9 +78,10 @@ def test_the_time_of_each_stage_is_shown():
     for view in (PlainView, lambda console: TerminalView(console, "title")):
         out = StringIO()
         shown = view(Console(file=out, width=100, height=40, force_terminal=False))
-        shown.update(STATUS | {"stages": stages})
+        shown.update(STATUS | {"stages": stages, "slow": {"letters": "reward judge running for 9 s"}})
         shown.close()
-        assert "generate 250 ms · score 12 s · wait 2 ms · train 1.5 s" in out.getvalue()
+        expected = "generate 250 ms · score 12 s · wait 2 ms · train 1.5 s · reward judge running for 9 s"
+        assert expected in out.getvalue()
 
 
 def test_a_stall_is_shown():
