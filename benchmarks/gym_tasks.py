@@ -48,7 +48,14 @@ TASKS = {
     "pendulum": Task("Pendulum-v1", -200.0, 100),
     "corridor": Task("corridor:Corridor-v0", 0.95, 60),
     "corridor, discount 1": Task("corridor:Corridor-v0", 0.95, 60, settings="[pipeline.ppo_loss]\ndiscount = 1.0"),
-    "lunarlander": Task("LunarLander-v3", 200.0, 300, model="normalize_observations = true"),
+    "lunarlander": Task(
+        "LunarLander-v3",
+        200.0,
+        300,
+        model="normalize_observations = true",
+        settings="[pipeline.ppo_loss]\ndiscount = 0.999\ngae_lambda = 0.98\nentropy_coefficient = 0.01\n"
+        "[pipeline.optimizer]\nlearning_rate = 1e-3",
+    ),
 }
 
 

@@ -1,0 +1,1 @@
+../../../../benchmarks/_models.py
