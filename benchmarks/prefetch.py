@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import inspect
 import json
 import statistics
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +165,13 @@ def plain_rate(workload: Any, controller: CountingController, size: int) -> floa
         while leases := (await controller.lease(size, 0.0)).leases:
             prepared = [workload.prepare(lease) for lease in leases]
             generated = workload.generate(workload.collate(prepared))
+            if inspect.isawaitable(generated):
+                generated = await generated
             rollouts: list[Rollout] = []
             for lease, one, result in zip(leases, prepared, generated, strict=True):
                 outcomes = workload.postprocess(one, result)
+                if isinstance(outcomes, Future):
+                    outcomes = await asyncio.wrap_future(outcomes)
                 for sample, outcome in zip(lease.samples, outcomes, strict=True):
                     payload = store.write(outcome.arrays)
                     rollouts.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -48,6 +49,32 @@ async def test_a_full_disk_is_one_clear_sentence_and_loses_nothing_acknowledged(
     assert again.last_seq == acknowledged[-1]
     await again.committed(again.append(A, 0.0, b"there is space again"))
     again.close(10)
+
+
+@pytest.mark.parametrize("fault", ["deleted", "replaced by a copy", "replaced by another file"])
+async def test_a_journal_that_is_not_the_one_on_disk_any_more_ends_the_run_with_that_sentence(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "LOOK_EVERY_S", 0.02)
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path, RUN)
+    await journal.committed(journal.append(A, 0.0, b"before"))
+    if fault == "deleted":
+        path.unlink()
+    else:
+        other = tmp_path / "other"
+        other.write_bytes(path.read_bytes() if fault == "replaced by a copy" else b"something else")
+        os.replace(other, path)
+
+    async def go_on() -> None:
+        while True:
+            await journal.committed(journal.append(A, 1.0, b"after"))
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(RunFailed, match="was deleted or replaced while the run went on; what it held since is lost"):
+        await asyncio.wait_for(go_on(), 30)
+    with contextlib.suppress(RunFailed):
+        journal.close(10)
 
 
 async def test_many_waiters_share_few_commits(tmp_path: Path) -> None:

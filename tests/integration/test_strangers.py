@@ -23,6 +23,7 @@ from pathlib import Path
 import control_io_controller
 import httpx
 import msgspec
+import psutil
 import pytest
 import torch
 from running import letters, outside_address, start, trained_steps, wait_for
@@ -328,24 +329,36 @@ def test_strangers_keep_no_client_out(
     assert max(during) < 1e3 * SERVED_WITHIN_S
 
 
+def listening(pid: int) -> list[Address]:
+    """Of a process and all below it."""
+    found: set[Address] = set()
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            lines = process.net_connections(kind="tcp")
+            found |= {(line.laddr.ip, line.laddr.port) for line in lines if line.status == psutil.CONN_LISTEN}
+    return sorted(found)
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_pace_under_attack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every attack at once on the control port of a run that trains."""
-    run = start(folder, letters(folder, steps=100_000))
+    """Every attack at once on every port of a run that trains: control, payloads, weights by pull and by broadcast."""
+    extra = '[pipeline.weights]\ntransport = "broadcast"\n[payload]\ntransport = "tcp"\n'
+    run = start(folder, letters(folder, steps=100_000, extra=extra))
     run.wait_for_step(5)
-    endpoint = RunDir.open(run.directory).read_endpoint()
-    assert endpoint is not None
+    ports = listening(run.process.pid)
+    assert len(ports) >= 4, ports
     rates: list[float] = []
     with ExitStack() as stack:
         for attacked in (False, True):
             if attacked:
-                for attack in ATTACKS:
-                    attack((endpoint.host, endpoint.port), stack)
+                for port in ports:
+                    for attack in ATTACKS:
+                        attack(port, stack)
             before, began = trained_steps(run.directory), time.monotonic()
             time.sleep(8.0)
             rates.append((trained_steps(run.directory) - before) / (time.monotonic() - began))
     with capsys.disabled():
-        sys.stderr.write(f"\nsteps/s: {rates[0]:.1f} before, {rates[1]:.1f} under attack\n")
+        sys.stderr.write(f"\nsteps/s, {len(ports)} ports: {rates[0]:.1f} before, {rates[1]:.1f} under attack\n")
     ended_early = run.process.poll()
     run.interrupt()
     assert run.end()[0] == 130

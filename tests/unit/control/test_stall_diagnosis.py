@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from penstock.control import effects
+from penstock.errors import Transient
+from penstock.payload.io.shm import Ring
 from penstock.records.ids import MemberId, PipelineName
+from penstock.rollout.io import worker_client
+from penstock.rollout.io.worker_client import RingStore
 from penstock.wire import messages
 
 P = PipelineName("p")
@@ -39,6 +44,27 @@ def test_a_worker_that_keeps_its_samples_is_named(drive):
     assert "Worker w holds 4 samples and should deliver them" in line
     assert "last progress 6" in line
     assert "in 'generate'" in line
+
+
+def test_a_worker_whose_ring_is_full_is_not_said_to_generate(drive, tmp_path, monkeypatch):
+    """From the full ring through what the worker reports to the sentence, which names who does not fetch."""
+    monkeypatch.setattr(worker_client, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(worker_client, "WRITE_S", 0.1)
+    ring = Ring.create("run-1", capacity_bytes=64 * 1024, slots=1, directory=str(tmp_path))
+    reported: list[str] = []
+    store = RingStore(ring, reported.append)
+    store.write({"rewards": np.zeros(4, np.float32)})
+    with pytest.raises(Transient, match="payloads are waiting"):
+        store.write({"rewards": np.zeros(4, np.float32)})
+    ring.close()
+    d = drive(stall_after_s=60, max_staleness=0)
+    d.join("w")
+    d.lease(4)
+    (line,) = lines(beating(d, 65, "w", "t", doing=reported[-1], stuck="w"))
+    assert "Worker w holds 4 samples" in line
+    assert "in 'ring full: " in line
+    assert "1 payloads are waiting and no consumer has attached" in line
+    assert "generat" not in line
 
 
 def test_a_trainer_that_keeps_its_batch_is_named(drive):
