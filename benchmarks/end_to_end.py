@@ -11,6 +11,7 @@ average, and the plain loop waits for the longest.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -26,10 +27,8 @@ from typing import Any
 
 import torch
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "inner": 128, "vocabulary": 512},
-    "0.5b": {"hidden_size": 896, "layers": 24, "heads": 14, "kv_heads": 2, "inner": 4864, "vocabulary": 151936},
-}
+from _models import EOS, PAD, SHAPES, qwen2, release, spread
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz>"
 
 
@@ -41,23 +40,10 @@ def by_parity(prompts: Sequence[Any], completions: Sequence[str], **columns: Any
 def save_model(shape: dict[str, int], directory: Path) -> None:
     """A random Qwen2 of this shape with a tokenizer of single letters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=shape["vocabulary"],
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["inner"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
-    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {letter: 3 + at for at, letter in enumerate(LETTERS)}
+    qwen2(shape, torch.device("cpu"), torch.float32, positions=4096).save_pretrained(directory)
+    vocabulary = {"<pad>": PAD, "</s>": EOS, "<unk>": 2} | {letter: 3 + at for at, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
     tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
@@ -66,8 +52,8 @@ def save_model(shape: dict[str, int], directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-def plain_loop(directory: Path, options: argparse.Namespace, device: torch.device) -> float:
-    """Samples a second, the median over its steps."""
+def plain_loop(directory: Path, options: argparse.Namespace, device: torch.device) -> list[float]:
+    """Samples a second of each step after the first."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -99,7 +85,7 @@ def plain_loop(directory: Path, options: argparse.Namespace, device: torch.devic
         if device.type == "cuda":
             torch.cuda.synchronize()
         rates.append(options.samples / (time.monotonic() - began))
-    return statistics.median(rates[1:] or rates)
+    return rates[1:] or rates
 
 
 def stop_ids(options: argparse.Namespace) -> list[int]:
@@ -159,8 +145,10 @@ def busy_share(stop: threading.Event, found: list[float]) -> None:
             found.append(float(said.stdout.split()[0]) / 100)
 
 
-def penstock_run(directory: Path, options: argparse.Namespace, folder: Path, *, vllm: bool) -> dict[str, float]:
-    """Samples a second between the first third of the steps and the last one, and how busy the GPU was meanwhile."""
+def penstock_run(
+    directory: Path, options: argparse.Namespace, folder: Path, *, vllm: bool
+) -> tuple[list[float], float]:
+    """Samples a second in the second and the last third of the steps, and how busy the GPU was meanwhile."""
     folder.mkdir()
     path = folder / "run.toml"
     path.write_text(configuration(directory, options, folder / "runs", vllm))
@@ -177,8 +165,9 @@ def penstock_run(directory: Path, options: argparse.Namespace, folder: Path, *, 
     at = [line["at"] for line in steps if line["kind"] == "step"]
     first = len(at) // 3
     last = max(1, round((len(at) - first) / len(at) * len(shares)))
-    rate = options.samples * (len(at) - 1 - first) / (at[-1] - at[first])
-    return {"rate": rate, "busy": statistics.mean(shares[-last:]) if shares else 0.0}
+    ends = (first, (first + len(at)) // 2, len(at) - 1)
+    rates = [options.samples * (b - a) / (at[b] - at[a]) for a, b in itertools.pairwise(ends)]
+    return rates, statistics.mean(shares[-last:]) if shares else 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -204,22 +193,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         save_model(SHAPES[options.model], folder / "model")
         plain = plain_loop(folder / "model", options, device)
         for engine in ("torch", "vllm") if options.vllm_python else ("torch",):
-            found = penstock_run(folder / "model", options, folder / engine, vllm=engine == "vllm")
+            rates, busy = penstock_run(folder / "model", options, folder / engine, vllm=engine == "vllm")
             figures.append(
                 {
                     "name": f"samples/s with {engine}, {what}",
                     "unit": "samples/s",
-                    "ours": found["rate"],
-                    "peer": plain,
-                    "ratio": found["rate"] / plain,
-                    "gpu_busy": found["busy"],
+                    "ours": statistics.median(rates),
+                    "peer": statistics.median(plain),
+                    "peer_name": f"plain loop, {release('transformers')}, {release('torch')}",
+                    "peer_settings": f"micro-batches of {options.micro_batch} tokens, {options.plain_steps} steps",
+                    "ratio": statistics.median(rates) / statistics.median(plain),
+                    "ours_rounds": rates,
+                    "peer_rounds": plain,
+                    "gpu_busy": busy,
                 }
             )
     for figure in figures:
         print(
-            f"{figure['name']}: penstock {figure['ours']:.1f}, plain loop {plain:.1f}, ratio {figure['ratio']:.2f}, "
-            f"GPU busy {figure['gpu_busy']:.0%}"
+            f"{figure['name']}: penstock {spread(figure['ours_rounds'], '.1f')}, {figure['peer_name']} "
+            f"{spread(plain, '.1f')}, ratio {figure['ratio']:.2f}, GPU busy {figure['gpu_busy']:.0%}"
         )
+    if not options.vllm_python:
+        print("vLLM: left out, no --vllm-python was given")
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2))
 

@@ -1,10 +1,10 @@
 """Tokens per second of decoding: the torch engine beside `generate`, vLLM if there is one, and the memory's limit.
 
 Every completion has the same length (no early stop), unless `--lengths geometric`: then each ends with the same chance
-at every step, after a quarter of `--new` on average, and `generate` waits for the longest. vLLM is asked where it is
-installed, or through `--vllm-python` (default: PENSTOCK_VLLM_PYTHON), the interpreter of an environment that has it and
-this package. Models have the shape of well-known small ones and random weights.
-"Limit" is what the memory allows if every step read each weight, key and value once and did nothing else.
+at every step, after a quarter of `--new` on average, and `generate` waits for the longest, which flatters the engine.
+vLLM is asked where it is installed, or through `--vllm-python` (default: PENSTOCK_VLLM_PYTHON), the interpreter of an
+environment that has it and this package. Models have the shape and vocabulary of well-known small ones and random
+weights. "Limit" is what the memory allows if every step read each weight, key and value once and did nothing else.
 """
 
 from __future__ import annotations
@@ -26,45 +26,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from _models import EOS, SHAPES, qwen2, release, spread
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch.engine import TorchEngine
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden": 128, "inner": 512, "layers": 1, "heads": 4, "kv_heads": 4, "vocabulary": 64},
-    "7M": {"hidden": 256, "inner": 1024, "layers": 6, "heads": 4, "kv_heads": 4, "vocabulary": 1024},
-    "135M": {"hidden": 576, "inner": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "vocabulary": 49152},
-    "0.5B": {"hidden": 896, "inner": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151936},
-}
-EOS = 1
-
 
 def model_of(shape: dict[str, int], device: torch.device, positions: int) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.backends.cuda.enable_cudnn_sdp(False)
-    config = Qwen2Config(
-        vocab_size=shape["vocabulary"],
-        hidden_size=shape["hidden"],
-        intermediate_size=shape["inner"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=EOS,
-    )
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model: Any = Qwen2ForCausalLM(config)
-    model = model.to(device=device, dtype=dtype).eval()
+    model = qwen2(shape, device, dtype, positions=positions).eval()
     model.config._attn_implementation = "sdpa"
     return model
 
 
-def seconds(work: Callable[[], int], rounds: int, warm: int = 1) -> float:
-    """Tokens per second: the median of so many rounds."""
+def rates_of(work: Callable[[], int], rounds: int, warm: int = 1) -> list[float]:
+    """Tokens per second of so many rounds."""
     for _ in range(warm):
         work()
     rates = []
@@ -74,7 +50,7 @@ def seconds(work: Callable[[], int], rounds: int, warm: int = 1) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         rates.append(tokens / (time.monotonic() - began))
-    return statistics.median(rates)
+    return rates
 
 
 def bandwidth(device: torch.device) -> float:
@@ -82,7 +58,7 @@ def bandwidth(device: torch.device) -> float:
     size = (2 << 30) if device.type == "cuda" else (256 << 20)
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * seconds(lambda: target.copy_(source).numel(), 5, 2)
+    return 2 * statistics.median(rates_of(lambda: target.copy_(source).numel(), 5, 2))
 
 
 def limit(model: Any, rows: int, prompt: int, new: int, bytes_per_s: float) -> float:
@@ -131,7 +107,7 @@ def by_engine(engine: TorchEngine, prompts: list[list[int]], sampling: Sampling)
     return sum(len(one.token_ids) for one in asyncio.run(all_at_once()))
 
 
-def by_vllm(shape: dict[str, int], prompts: list[list[int]], chosen: Any) -> float | None:
+def by_vllm(shape: dict[str, int], prompts: list[list[int]], chosen: Any) -> list[float] | None:
     """In this interpreter, if it has vLLM."""
     try:
         import vllm  # pyright: ignore[reportMissingImports]
@@ -163,10 +139,10 @@ def by_vllm(shape: dict[str, int], prompts: list[list[int]], chosen: Any) -> flo
             made = server.generate(asked, how, use_tqdm=False)
             return sum(len(one.outputs[0].token_ids) for one in made)
 
-        return seconds(work, chosen.rounds)
+        return rates_of(work, chosen.rounds)
 
 
-def by_vllm_elsewhere(name: str, rows: int, chosen: Any) -> float | None:
+def by_vllm_elsewhere(name: str, rows: int, chosen: Any) -> list[float] | None:
     """The same in the interpreter that is named."""
     flags = ["--shapes", name, "--rows", str(rows), "--lengths", chosen.lengths, "--only-vllm", "--json"]
     for key in ("prompt", "new", "rounds"):
@@ -189,12 +165,12 @@ def measured(model: Any, name: str, rows: int, chosen: Any, bytes_per_s: float) 
     room = {"rows": rows, "cache_tokens": rows * (chosen.prompt + chosen.new + 64)}
     line: dict[str, Any] = {}
     if "library" not in without:
-        line["generate"] = seconds(lambda: by_library(model, prompts, chosen.new, stops), chosen.rounds)
+        line["generate"] = rates_of(lambda: by_library(model, prompts, chosen.new, stops), chosen.rounds)
     engine = TorchEngine(model, pad_id=0, version=1, digest="d", **room)
-    line["engine"] = seconds(lambda: by_engine(engine, prompts, sampling), chosen.rounds, warm=2)
+    line["engine"] = rates_of(lambda: by_engine(engine, prompts, sampling), chosen.rounds, warm=2)
     if "eager" not in without and on_gpu:
         eager = TorchEngine(model, pad_id=0, version=1, digest="d", graphs=False, **room)
-        line["eager"] = seconds(lambda: by_engine(eager, prompts, sampling), chosen.rounds)
+        line["eager"] = rates_of(lambda: by_engine(eager, prompts, sampling), chosen.rounds)
     if "vllm" not in without:
         elsewhere = chosen.vllm_python
         line["vllm"] = by_vllm_elsewhere(name, rows, chosen) if elsewhere else by_vllm(shape, prompts, chosen)
@@ -217,7 +193,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shapes = (chosen.shapes or ("135M,0.5B" if device.type == "cuda" else "tiny,7M")).split(",")
+    shapes = (chosen.shapes or ("135m,0.5b" if device.type == "cuda" else "7m,135m")).split(",")
     rows_list = [int(one) for one in chosen.rows.split(",")]
     if chosen.quick:
         rows_list, chosen.rounds, chosen.new = rows_list[:2], 1, min(chosen.new, 32)
@@ -242,11 +218,17 @@ def main(arguments: list[str]) -> int:
         table.add_column(column, justify="right")
     for line in found:
         table.add_row(*(_shown(line.get(column)) for column in columns))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(f"medians (least to most); `generate` of {release('transformers')}, sampling with a dynamic cache")
+    if not any(line.get("vllm") for line in found):
+        console.print("vLLM: left out, it needs a GPU and an interpreter that has it")
     return 0
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return spread(value)
     return "–" if value is None else f"{value:,.0f}" if isinstance(value, float) else str(value)
 
 
