@@ -55,7 +55,7 @@ def durations_in(root: Path, pipeline: str) -> Work:
             fetched.append(entry["fetch_s"])
         elif entry["kind"] == "gauges":
             for name, values in entry["processes"].items():
-                if not name.startswith(f"{pipeline}."):
+                if not name.startswith(f"{pipeline}/"):
                     continue
                 if "generate_s" in values and "batches" in values:
                     generated.setdefault(name, []).append(
