@@ -152,7 +152,8 @@ def by_vllm_elsewhere(name: str, rows: int, chosen: Any) -> list[float] | None:
     done = subprocess.run(
         [chosen.vllm_python, __file__, *flags], env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1])["found"][0]["vllm"]
+    [said] = [line for line in done.stdout.splitlines() if line.startswith('{"device"')]  # among the server's own lines
+    return json.loads(said)["found"][0]["vllm"]
 
 
 def measured(model: Any, name: str, rows: int, chosen: Any, bytes_per_s: float) -> dict[str, Any]:

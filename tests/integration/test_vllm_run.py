@@ -166,6 +166,23 @@ def test_a_run_on_vllm_learns_and_survives_the_loss_of_its_server_and_of_its_wor
     assert max(sum(rewards[at : at + 5]) / 5 for at in range(len(rewards) - 4)) > 0.8, rewards
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@needs_vllm
+def test_adapters_are_loaded_while_the_server_goes_on(folder: Path) -> None:
+    pytest.importorskip("peft")
+    run = started(folder, "", letters="steps = 12\n[pipeline.lora]\nrank = 8\n")
+    code, output = run.end(START_S)
+    assert code == 0, output + run.logs()
+    calls = (run.directory / "logs" / f"{WORKER}.vllm.log").read_text()
+    assert calls.count('"POST /v1/load_lora_adapter') > 6, "every version that was served is an adapter of its own"
+    assert '"POST /v1/unload_lora_adapter' in calls
+    assert calls.count('"POST /pause') == calls.count('"POST /resume') <= 2, "nothing stands still for a new adapter"
+    steps = step_lines(run.directory)
+    assert abs(steps[0]["ratio_max"] - 1.0) < 1e-3  # the server's log-probabilities are those of the trainer's model
+    assert all(abs(step["ratio_mean"] - 1.0) < 0.2 for step in steps)
+
+
 def first_orders(run: Running) -> dict[str, float]:
     """When each worker was first given a device, by name."""
     found: dict[str, float] = {}

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -84,16 +85,22 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def completion_of(
-    body: bytes, held: tuple[int, str], known_as: Callable[[int, str], int] = lambda version, digest: version
+    body: bytes,
+    held: tuple[int, str],
+    known_as: Callable[[int, str], int] = lambda version, digest: version,
+    adapter: tuple[int, str] | None = None,
 ) -> Completion:
     """What the server answered, checked. `held` are the weights to name where no token was drawn, `known_as` the
-    version of weights that have a label."""
+    version of weights that have a label; all tokens were drawn with `adapter`, if there is one."""
     try:
         choice = _decode(body).choices[0]
         ending = ENDINGS[choice.finish_reason]
-        found = [span for span in choice.weight_versions or () if span.start < span.end]
-        labels = [(span.start, *_parsed(span.version)) for span in found]
-        spans = [(start, known_as(version, digest), digest) for start, version, digest in labels]
+        if adapter is None:
+            found = [span for span in choice.weight_versions or () if span.start < span.end]
+            labels = [(span.start, *_parsed(span.version)) for span in found]
+            spans = [(start, known_as(version, digest), digest) for start, version, digest in labels]
+        else:  # the server's labels are of the base model
+            spans = [(0, *adapter)] if choice.token_ids else []
     except (msgspec.DecodeError, IndexError, KeyError, ValueError) as error:
         raise RemoteProtocolError(f"the vLLM server's answer cannot be read ({error!r}): {body[:300]!r}") from error
     drawn = choice.logprobs.content if choice.logprobs is not None else []
@@ -131,16 +138,18 @@ class VllmRequests:
         max_positions: int,
         held: Callable[[], tuple[int, str]] = lambda: (-1, ""),
         known_as: Callable[[int, str], int] = lambda version, digest: version,
+        in_use: Callable[[], AbstractContextManager[tuple[str, int, str]]] | None = None,
         fate: Callable[[], str] = lambda: "",
         deadline_s: float = 1800.0,
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
         """`held` says which weights the server holds, `fate` how it ended; `known_as` is that of `completion_of`;
-        `deadline_s` bounds one completion."""
+        `in_use` gives a completion its adapter; `deadline_s` bounds one completion."""
         self._calls = SocketCalls(address)
         self.max_positions: int | None = max_positions
         self._held = held
         self._known_as = known_as
+        self._in_use = in_use
         self._fate = fate
         self._deadline_s = deadline_s
         self._progressed = progressed
@@ -169,8 +178,18 @@ class VllmRequests:
             return Completion(
                 nothing, nothing.astype(np.float32), nothing.reshape(0, 2), "interrupted", version, digest
             )
+        if self._in_use is None:
+            return await self._complete(context, sampling, None)
+        with self._in_use() as adapter:
+            return await self._complete(context, sampling, adapter)
+
+    async def _complete(
+        self, context: Sequence[int], sampling: Sampling, adapter: tuple[str, int, str] | None
+    ) -> Completion:
         request_id = str(next(self._numbers))
         body = {"request_id": request_id, "token_ids": list(context), "sampling_params": sampling_params(sampling)}
+        if adapter is not None:
+            body["model"] = adapter[0]
         self._in_flight.add(request_id)
         try:
             # A cancelled call closes its connection, and the server aborts requests without a reader.
@@ -186,7 +205,7 @@ class VllmRequests:
         if status >= 400:
             raise RemoteProtocolError(f"the vLLM server refused a request ({status}): {answer[:300]!r}")
         self._progressed()
-        return completion_of(answer, self._held(), self._known_as)
+        return completion_of(answer, self._held(), self._known_as, adapter[1:] if adapter is not None else None)
 
     def forget(self, cache_key: object) -> None:
         """The server keeps and drops prefixes by itself."""

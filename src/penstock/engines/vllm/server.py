@@ -70,13 +70,24 @@ class ServerSettings(msgspec.Struct, frozen=True):
     eager: bool = False
     """Without compiled graphs: starts sooner, decodes slower."""
     accelerator: bool = False
+    lora_rank: int = 0
+    """Of adapters that are loaded beside the model, whose weights are then read from its directory; 0: none."""
     seed: int = 0
     options: tuple[str, ...] = ()
     """Further flags, last, so that they win."""
 
 
+ADAPTERS = 4
+"""In one batch: completions in flight may have begun with that many versions."""
+
+
 def command(settings: ServerSettings, parent_pid: int) -> list[str]:
-    flags = ["--model", str(settings.model), "--load-format", "dummy", "--skip-tokenizer-init"]
+    flags = ["--model", str(settings.model), "--skip-tokenizer-init"]
+    if settings.lora_rank:
+        flags += ["--enable-lora", "--max-lora-rank", str(settings.lora_rank)]
+        flags += ["--max-loras", str(ADAPTERS), "--max-cpu-loras", str(2 * ADAPTERS)]
+    else:
+        flags += ["--load-format", "dummy"]
     flags += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
     flags += ["--max-num-seqs", str(settings.max_requests), "--seed", str(settings.seed)]
     flags += ["--uds", SOCKET, "--disable-uvicorn-access-log"]
@@ -107,6 +118,8 @@ def environment(settings: ServerSettings) -> dict[str, str]:
         "OMP_NUM_THREADS": str(settings.threads),
         "PENSTOCK_OWNS_VLLM": "1",  # for the plugin, which is loaded by every vLLM of that environment
     }
+    if settings.lora_rank:
+        chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if settings.eager:
         chosen["TORCHDYNAMO_DISABLE"] = "1"  # small helpers of the sampler would still be compiled, for many seconds
     return chosen

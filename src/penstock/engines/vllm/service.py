@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from penstock.engines.models import LanguagePolicy
+from penstock.engines.models import AdaptedPolicy, LanguagePolicy
 from penstock.engines.requests import Completion, Sampling
+from penstock.engines.vllm.adapters import VllmAdapters, export_base, rank_of
 from penstock.engines.vllm.requests import VllmRequests, label
 from penstock.engines.vllm.server import ServerSettings, VllmServer, check_interpreter
 from penstock.engines.vllm.settings import VllmEngineSection
@@ -61,14 +62,18 @@ class VllmService:
         self.max_positions: int | None = settings.max_length
         self.server = VllmServer(settings)
         address = self.server.address()
-        self.weights = VllmEngine(
-            address, process.run.root, label=label, fate=self.server.fate, runs=lambda: self._answers
-        )
+        known: dict[str, Any] = {"fate": self.server.fate, "runs": lambda: self._answers}
+        self.weights: VllmEngine = VllmEngine(address, process.run.root, label=label, **known)
+        self._adapters: VllmAdapters | None = None
+        if isinstance(policy, AdaptedPolicy):
+            home = settings.home / "adapters"
+            self.weights = self._adapters = VllmAdapters(address, process.run.root, policy, home, **known)
         self.requests = VllmRequests(
             address,
             max_positions=settings.max_length,
             held=lambda: (self.weights.version, self.weights.digest),
             known_as=self.weights.known_as,
+            in_use=self._adapters.in_use if self._adapters is not None else None,
             fate=self.server.fate,
             deadline_s=section.request_s,
             progressed=lambda: process.progress.moved("generating"),
@@ -100,13 +105,13 @@ class VllmService:
         way: Way,
         deadline_s: float,
     ) -> ReplicaUpdater:
-        """The server has no second buffer and verifies its weights itself."""
+        """The server has no second buffer, but for adapters, and verifies its weights itself."""
         self._updater = ReplicaUpdater(
             self.weights,
             source,
             report,
             self.weights,
-            way="in_place",
+            way="in_place" if self._adapters is None else "staged",
             change_timeout_s=deadline_s,
             verify=self.weights.served_digest,
         )
@@ -222,8 +227,10 @@ def server_settings(
     folder = process.run.root / "engines" / process.pipeline_name
     home = folder / process.name
     home.mkdir(parents=True, exist_ok=True)
+    adapted = isinstance(policy, AdaptedPolicy)
     return ServerSettings(
-        model=export_config(policy, folder),
+        model=export_base(policy, folder / "base") if adapted else export_config(policy, folder),
+        lora_rank=rank_of(policy) if adapted else 0,
         home=home,
         log=process.run.log_path(f"{process.name}.vllm"),
         python=python,
