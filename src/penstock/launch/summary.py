@@ -20,8 +20,8 @@ from penstock.runtime.rundir import RunDir
 SMOOTHING_STEPS = 10
 PLOT_COLUMNS = 3
 LOOPS_SHOWN = 3
-PARTS = {"wait_s": "waited for samples", "step_s": "trained", "publish_s": "published"}
-"""Of a step's time, and what the trainer did in them."""
+PARTS = ("step_s", "turn_s")
+"""What the trainer does one after the other; it fetches batches and publishes weights meanwhile."""
 REWARD_WINDOW = 10
 """First and final rewards are means over so many steps: single steps are noisy."""
 
@@ -43,9 +43,11 @@ class Curve:
         steps = [self.times[step] for step in sorted(self.times)]
         if len(steps) < 2 or (whole_s := steps[-1]["at"] - steps[0]["at"]) <= 0:
             return ""
-        taken = {part: sum(step.get(part, 0.0) for step in steps[1:]) / whole_s for part in PARTS}
-        trainer = ", ".join(f"{what} {min(1.0, taken[part]):.0%}" for part, what in PARTS.items() if part in taken)
-        return f"trainer: {trainer} of the time; workers waited for the trainer {min(1.0, throttled_s / whole_s):.0%}"
+        trained, devices = (sum(step.get(part, 0.0) for step in steps[1:]) / whole_s for part in PARTS)
+        waited = f"waited for samples {max(0.0, 1 - trained - devices):.0%}"
+        waited += f" and for devices {devices:.0%}" if devices >= 0.005 else ""
+        workers = f"the workers waited for the trainer {min(1.0, throttled_s / whole_s):.0%}"
+        return f"the trainer trained {min(1.0, trained):.0%} of the time and {waited}; {workers}"
 
     def points(self) -> list[tuple[int, float]]:
         return sorted(self.rewards.items())

@@ -98,7 +98,7 @@ def test_evaluations_are_in_the_summary_and_beside_the_curve(tmp_path: Path):
 
 def test_the_summary_says_who_waited_for_whom_and_how_busy_the_gpus_were(tmp_path: Path):
     run = RunDir.create(tmp_path, "demo", "", "0")
-    timed = {"wait_s": 0.25, "step_s": 0.6, "publish_s": 0.05}
+    timed = {"wait_s": 0.9, "step_s": 0.6, "turn_s": 0.1, "publish_s": 0.05}
     run.metrics_path.write_text("\n".join(json.dumps(json.loads(step(i, 0.5)) | timed) for i in range(11)))
     one = {"step": 11, "steps": 11, "samples_trained": 88, "throttled_s": 4.0}
     watch = GpuWatch()
@@ -107,8 +107,8 @@ def test_the_summary_says_who_waited_for_whom_and_how_busy_the_gpus_were(tmp_pat
     status = {"pipelines": {"letters": one}}
     print_summary(Console(file=out, width=200), run, status, wall_s=12.0, ended="complete", busy=watch.busy)
     text = out.getvalue()
-    assert "trainer: waited for samples 25%, trained 60%, published 5% of the time" in text
-    assert "workers waited for the trainer 40%" in text
+    assert "the trainer trained 60% of the time and waited for samples 30% and for devices 10%" in text
+    assert "the workers waited for the trainer 40%" in text
     assert "busy since the first step: GPU 0 85%" in text
 
 
