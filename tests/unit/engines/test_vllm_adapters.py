@@ -56,7 +56,7 @@ def engine(policy: Any, tmp_path: Path) -> Iterator[tuple[VllmAdapters, Server]]
 def publish(engine: VllmAdapters, policy: Any, directory: Path, version: int) -> str:
     tensors = {name: tensor + version for name, tensor in policy.named_tensors().items()}
     manifest = Publisher(directory, "l").publish(Version(version), tensors)
-    engine.stage(engine.bring(manifest, 1.0))
+    engine.stage(engine.fetch(manifest, 1.0))
     assert digest_of(engine.staged_tensors()) == manifest.digest, "what the server reads is what was published"
     assert engine.swap(version, manifest.digest, 1.0) == 0.0
     assert engine.served_digest() == manifest.digest

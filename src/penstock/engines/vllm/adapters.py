@@ -92,14 +92,14 @@ class VllmAdapters(VllmEngine):
         self._staged = self._serving = ""
         self._loaded_names.clear()
 
-    def bring(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
+    def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         self._newest = manifest
-        return super().bring(manifest, timeout_s, verify=verify)
+        return super().fetch(manifest, timeout_s, verify=verify)
 
     def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Writes the adapter's files and has the server load them, under a new name."""
         if self._newest is None:
-            raise LocalProtocolError("no adapter was brought, so none can be staged")
+            raise LocalProtocolError("no adapter was fetched, so none can be staged")
         name = f"v{self._newest.version}-{self._newest.digest[:16]}"
         directory = self._home / name
         directory.mkdir(parents=True, exist_ok=True)
