@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden": 64, "inner": 128, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 512},
+    "tiny": {"hidden": 64, "inner": 128, "layers": 2, "heads": 2, "kv_heads": 1, "vocabulary": 512},
     "7m": {"hidden": 256, "inner": 1024, "layers": 6, "heads": 4, "kv_heads": 4, "vocabulary": 32000},
     "135m": {"hidden": 576, "inner": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "vocabulary": 49152},
     "0.5b": {"hidden": 896, "inner": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151936},
