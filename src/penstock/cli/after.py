@@ -44,6 +44,8 @@ def eval_command(
     table: dict[str, Any] | None = None
     if env is not None:
         table = {"name": env, "options": dict(_option("--option", text) for text in options)}
+    elif not path.is_dir():
+        raise ConfigError(f"{path} is not a directory; expected a run or a model")
     elif not (path / "run.json").exists():
         raise ConfigError(f"{path} is a model, which has no environment of its own: name one with --env")
     one = _offline().saved(path, pipeline=pipeline, step=step, env=table)
@@ -53,7 +55,8 @@ def eval_command(
         rollout = one.pipeline.rollout.model_copy(update={"max_new_tokens": max_new_tokens})
         one = _offline().replaced(one, rollout)
     found = _offline().evaluate(one, prompts=prompts, samples=samples, temperature=temperature)
-    typer.echo(one.title)
+    limit = "" if one.pipeline.kind != "language" else f", at most {one.pipeline.rollout.max_new_tokens} new tokens"
+    typer.echo(f"{one.title}{limit}")
     typer.echo(
         f"reward {found.mean:.4g}, 95 % interval {found.low:.4g} to {found.high:.4g}, "
         f"{found.prompts} prompts, {found.samples} samples" + (f", {found.failed} failed" if found.failed else "")
