@@ -184,9 +184,9 @@ async def test_a_batch_is_awaited_and_woken_by_the_delivery(run: Controller) -> 
 
 async def test_a_throttled_lease_is_awaited_and_woken_by_a_worker_that_leaves(run: Controller) -> None:
     other = MemberId("other")
-    await run.call(register())
     await run.call(register(other))
     await run.call(messages.AskLease(A, other, request=1, samples=4, version=Version(0)))
+    await run.call(register())
     async with asyncio.TaskGroup() as group:
         asking = group.create_task(run.call(lease(1, wait_s=20)))
         await wait_until_held(run, "ask_lease")

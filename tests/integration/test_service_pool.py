@@ -181,7 +181,7 @@ async def test_nobody_is_fenced_because_the_controller_itself_was_away(enter: Ca
     room.service.tick()
     assert not room.service.status()["evicted"]
     assert room.share(LEFT)["awake"] == 1
-    room.pass_time(CONTROL.startup_grace_s + 1)
+    room.pass_time(CONTROL.evict_after_s + 3)
     assert set(room.service.status()["evicted"]) == {"l0"}, "it is as silent as before, and now that counts"
 
 

@@ -188,7 +188,7 @@ def weights_by_ucx(folder: Path) -> Iterator[tuple[Address, Ask]]:
 
         def ask() -> None:
             transport = PullTransport(b"secret", ucxx=UcxxConnection(b"secret", ucx))
-            _no(transport.bring(manifest, SERVED_WITHIN_S))
+            _no(transport.fetch(manifest, SERVED_WITHIN_S))
 
         yield (host, int(port)), ask
     finally:
