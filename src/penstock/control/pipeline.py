@@ -190,7 +190,7 @@ class PipelineControl:
         if first:
             state.started_at = state.last_event_at = state.progressed_at = now
         could_lease, awaited, newest = self.admission.can_lease(), state.ledger.awaiting_count, state.newest
-        workers = self._workers()
+        live = len(state.members.live)  # counting workers at every event would cost more than the event
         could_batch = self._can_give_batch(state.last_event_at)
         lacked, pinned = self.evaluation.lacks_evaluator, self.evaluation.evaluators
         excused = self._excuse_absence(now)
@@ -206,7 +206,7 @@ class PipelineControl:
                 self.members.hear(event.member, now)
         self._watch(effects, now)
         opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
-        opened |= self._workers() < workers  # the part of each has grown
+        opened |= len(state.members.live) < live  # the part of each may have grown
         lacks = self.evaluation.lacks_evaluator and (not lacked or state.newest != newest)
         if (opened and self.admission.can_lease()) or lacks:
             effects.append(Announce("leases"))
