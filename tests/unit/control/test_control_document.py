@@ -39,4 +39,4 @@ def test_the_page_names_every_reason():
 def test_the_page_names_only_events_and_effects_that_exist():
     named = set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b", PAGE.read_text()))
     known = {name for module in (events, effects, messages, controller) for name in vars(module)}
-    assert named - known == {"SampleTable", "SimSettings"}
+    assert named - known == {"SampleTable"}
