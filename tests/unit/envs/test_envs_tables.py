@@ -46,3 +46,24 @@ def test_formulas_are_compared_by_what_they_mean() -> None:
     pytest.importorskip("math_verify")
     said = ["so it is $\\frac{1}{2}$", "so it is $\\frac{1}{3}$", "$1$"]
     assert math_verify(["p"] * 3, said, ["0.5", "0.5", None]) == [1.0, 0.0, None]
+
+
+def test_a_table_may_be_stored_in_any_usual_way(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    arrow = pytest.importorskip("pyarrow")
+    table = datasets.Dataset.from_dict({"question": ["1+1", "2+2"], "solution": ["two", "four"]})
+    table.save_to_disk(str(tmp_path / "saved"))
+    table.to_json(str(tmp_path / "t.jsonl"))
+    table.to_csv(str(tmp_path / "t.csv"))
+    (tmp_path / "named").mkdir()  # as on the hub: a directory with files of splits
+    table.to_parquet(str(tmp_path / "named" / "test-00000.parquet"))
+    schema = table.data.table.schema
+    with arrow.OSFile(str(tmp_path / "t.arrow"), "wb") as file, arrow.ipc.new_stream(file, schema) as writer:
+        writer.write_table(table.data.table)
+    columns = {"prompt": "question", "answer": "solution"}
+    for name in ("saved", "t.jsonl", "t.csv", "t.arrow", "named"):
+        options = {"path": str(tmp_path / name), "columns": columns, "shuffle": False}
+        environment = make_environment("dataset", options | ({"split": "test"} if name == "named" else {}))
+        assert (environment.rows, environment.prompt(1).text) == (2, "2+2"), name
+        assert environment.prompt(3).columns["answer"] == "four", name
+        environment.close()
