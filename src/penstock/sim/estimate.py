@@ -20,7 +20,7 @@ from penstock.sim.plan import Plan, Report
 Simulate = Callable[[Plan], Report]
 STEPS = 60
 WARM_UP = 0.25
-"""Share of the steps that are not counted: the start is not the pace."""
+"""Share of the steps that are not counted, in the run and in the simulation: the start is not the pace."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -63,26 +63,27 @@ def durations_in(root: Path, pipeline: str) -> Work:
                     )
                 if values.get("weights_last_update_s"):
                     brought.append(values["weights_last_update_s"])
-    batches = sum(seen[-1][1] - seen[0][1] for seen in generated.values())
-    spent_s = sum(seen[-1][0] - seen[0][0] for seen in generated.values())
-    scored_s = sum(seen[-1][2] - seen[0][2] for seen in generated.values())
+    ranges = [(seen[int(WARM_UP * len(seen))], seen[-1]) for seen in generated.values()]
+    spent_s, batches, scored_s = (sum(last[one] - first[one] for first, last in ranges) for one in range(3))
     if len(steps) < 4 or not batches:
         raise ConfigError(f"{root} has too few steps to measure durations from: train a little longer")
-    step_s = statistics.mean(steps[2:])
+    warm = max(2, int(WARM_UP * len(steps)))
+    step_s = statistics.mean(steps[warm:])
     # Between two steps: the acknowledgement, and at times a wait for samples, which is simulated and not counted here.
-    between = [now - before - took for before, now, took in zip(ended[1:], ended[2:], steps[2:], strict=False)]
+    times = zip(ended[warm - 1 :], ended[warm:], steps[warm:], strict=False)
+    between = [now - before - took for before, now, took in times]
     between_s = max(0.0, sorted(between)[len(between) // 5])
     return Work(
         sample_s=spent_s / batches,
         step_s=step_s + between_s,
         fetch_weights_s=statistics.mean(brought) if brought else 0.01,
-        publish_s=statistics.mean(published[2:]),
-        fetch_s=statistics.mean(fetched[2:]),
+        publish_s=statistics.mean(published[warm:]),
+        fetch_s=statistics.mean(fetched[warm:]),
         postprocess_s=scored_s / batches,
         save_s=0.05,
         latency_s=0.0005,
         commit_s=0.001,
-        spread=min(0.9, 3**0.5 * statistics.pstdev(steps[2:]) / step_s),
+        spread=min(0.9, 3**0.5 * statistics.pstdev(steps[warm:]) / step_s),
     )
 
 
