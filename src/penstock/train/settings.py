@@ -18,13 +18,13 @@ from penstock.records.section import (
     Section,
 )
 
-LOSSES = ("grpo", "dr_grpo", "gspo", "cispo", "dppo", "distill")
+LOSSES = ("grpo", "dr_grpo", "gspo", "cispo", "dppo", "distill", "reinforce")
 """The names of `losses.tokens.NAMED`, which need no torch."""
 
 
 class TrainSection(StepSection):
     loss: str = "grpo"
-    """Language models: `grpo`, `dr_grpo`, `gspo`, `cispo`, `dppo`, `distill`, or your own as
+    """Language models: `grpo`, `dr_grpo`, `gspo`, `cispo`, `dppo`, `distill`, `reinforce`, or your own as
     `package.module:function`."""
     teacher: Path | None = None
     """For `distill`: the directory of a language model with the same vocabulary; it may be larger. The student learns

@@ -9,7 +9,7 @@ import torch
 from penstock.batch.pack import TokenMicroBatch, TrajectoryBatch
 from penstock.engines.models import ActorCriticPolicy, GymnasiumPolicy, LanguagePolicy, TinyLanguageModel, build
 from penstock.train.losses.ppo import EpisodeTensors, discounted_sums, ppo_loss
-from penstock.train.losses.tokens import Tokens, cispo, dppo, grpo, gspo
+from penstock.train.losses.tokens import Tokens, cispo, dppo, grpo, gspo, reinforce
 from penstock.train.objectives import PriorLogprobs, TokenObjective, Totals
 from penstock.train.scores import TokenTensors, chunked_scores
 from penstock.train.settings import PpoLossSection, TokenLossSection
@@ -237,6 +237,15 @@ def test_gspo_by_hand() -> None:
 def test_cispo_by_hand() -> None:
     tokens = hand_made([0.3, 0.1, 0.8, 0.6], [0.3, 0.1, 0.8, 0.6], [0.1, 0.2, 0.8, 0.4], [1.0, -1.0, 2.0, -1.0])
     loss, metrics = cispo(tokens, TokenLossSection(importance_cap=2.0))
+    loss.sum().backward()
+    assert tokens.current_M.grad is not None
+    assert tokens.current_M.grad.tolist() == pytest.approx([-2.0, 0.5, -2.0, 1.5], rel=1e-5)
+    assert metrics["capped_fraction"].item() == 1
+
+
+def test_reinforce_by_hand() -> None:
+    tokens = hand_made([0.3, 0.1, 0.8, 0.6], [0.3, 0.1, 0.8, 0.6], [0.1, 0.2, 0.8, 0.4], [1.0, -1.0, 2.0, -1.0])
+    loss, metrics = reinforce(tokens, TokenLossSection(importance="truncate", importance_cap=2.0))
     loss.sum().backward()
     assert tokens.current_M.grad is not None
     assert tokens.current_M.grad.tolist() == pytest.approx([-2.0, 0.5, -2.0, 1.5], rel=1e-5)

@@ -148,6 +148,16 @@ def distill(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[st
     return -advantage_M * tokens.current_M, metrics
 
 
+def reinforce(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
+    """The plain policy gradient, with stale tokens weighed as `importance` says. Nothing is clipped: for one update per
+    batch.
+
+        loss_t = −w_t · A · log π,   w_t = old / μ
+    """
+    weight_M, capped_M = behaviour_weight(tokens.old_M - tokens.behaviour_M, settings)
+    return -weight_M * tokens.advantage_M * tokens.current_M, {"capped_fraction": capped_M.sum()}
+
+
 NAMED: dict[str, tuple[TokenLoss, Average]] = {
     "grpo": (grpo, "token"),
     "dr_grpo": (grpo, "constant"),
@@ -155,6 +165,7 @@ NAMED: dict[str, tuple[TokenLoss, Average]] = {
     "cispo": (cispo, "token"),
     "dppo": (dppo, "token"),
     "distill": (distill, "token"),
+    "reinforce": (reinforce, "token"),
 }
 """With the average each is defined with, which `token_loss.average` overrides. Dr. GRPO is GRPO summed over tokens and
 divided by a constant, so that long answers are neither favoured nor spared."""
