@@ -164,4 +164,4 @@ def test_a_run_over_two_ranks_loses_one_of_them_and_no_prompt(folder: Path, pref
     assert_exact(run, code, output, prompts=40)
     assert "letters.rollout.0 ended (PeerLost" in output
     log = (run.directory / "logs" / "letters.rollout.0.rank1.log").read_text()
-    assert "ended in good order" in log, "its successor left together with its worker"
+    assert "ended gracefully" in log, "its successor left together with its worker"
