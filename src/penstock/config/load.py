@@ -93,7 +93,12 @@ def _beside(folder: Path, path: Any) -> Any:
 
 def dump(config: Config) -> str:
     """The resolved configuration as TOML; loading it again gives an equal `Config`."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    tree = config.model_dump(mode="json", exclude_none=True)
+    for pipeline, table in zip(config.pipeline, tree["pipeline"], strict=True):
+        unused = "token_loss" if pipeline.kind == "gymnasium" else "ppo_loss"
+        if getattr(pipeline, unused) == type(getattr(pipeline, unused))():  # the user wrote nothing there
+            del table[unused]
+    return tomli_w.dumps(tree)
 
 
 def _apply(tree: dict[str, Any], override: str) -> Location:

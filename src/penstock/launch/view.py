@@ -162,6 +162,8 @@ class PlainView(RunView):
         super().__init__(shares_devices=shares_devices)
         self._console = console
         self._last_at = 0.0
+        self._over: set[str] = set()
+        """Pipelines whose last line was printed."""
 
     def show(self, status: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -169,6 +171,10 @@ class PlainView(RunView):
             return
         self._last_at = now
         for name, one in status.get("pipelines", {}).items():
+            if name in self._over:
+                continue
+            if one["phase"] in ("complete", "stopped"):
+                self._over.add(name)
             awaited = awaited_by(one)
             figures = "  ".join(f"{key} {value}" for key, value in self.figures(name, one).items())
             self._print(f"{name}: step {one['step']}/{one['steps']} ({one['phase']})  {awaited or figures}")

@@ -259,6 +259,17 @@ def test_the_end_of_a_log_is_read_and_no_more(run: RunDir):
     assert all(line.startswith("line ") for line in tail.splitlines())
 
 
+def test_a_link_among_the_logs_is_not_followed(run: RunDir, tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text("not of this run\n")
+    run.log_path("linked").symlink_to(secret)
+    run.log_path("controller").write_text("of this run\n")
+    reader = opened(run)
+    assert reader.log_tail("controller") == "of this run\n"
+    assert "not of this run" not in str(reader._logs) + "".join(reader.log_tail(name) for name in reader._logs)
+    assert "linked" not in reader._logs
+
+
 def test_a_shelf_lists_its_runs_and_opens_no_other(tmp_path: Path):
     runs = [RunDir.create(tmp_path, name, CONFIG, "0.1.0") for name in ("a", "b")]
     write_steps(runs[0], 0, 1)

@@ -73,6 +73,20 @@ def test_plain_lines_do_not_flood():
     assert len(out.getvalue().splitlines()) == 1
 
 
+def test_a_pipeline_that_is_over_has_one_last_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("penstock.launch.view.PLAIN_EVERY_S", 0.0)
+    out = StringIO()
+    view = PlainView(Console(file=out, width=300))
+    for phase in ("running", "complete", "complete", "complete"):
+        view.update({"pipelines": {"short": PIPELINE | {"phase": phase}, "long": PIPELINE}})
+    lines = out.getvalue().splitlines()
+    assert [line[:25] for line in lines if line.startswith("short")] == [
+        "short: step 3/10 (running",
+        "short: step 3/10 (complet",
+    ]
+    assert len([line for line in lines if line.startswith("long")]) == 4
+
+
 def test_the_time_of_each_stage_is_shown():
     stages = {"letters": {"lease_s": 0.0, "generate_s": 0.25, "score_s": 12.0, "wait_s": 0.002, "step_s": 1.5}}
     for view in (PlainView, lambda console: TerminalView(console, "title")):
