@@ -51,7 +51,7 @@ TASKS = {
     "lunarlander": Task(
         "LunarLander-v3",
         200.0,
-        300,
+        180,
         model="normalize_observations = true",
         settings="[pipeline.ppo_loss]\ndiscount = 0.999\ngae_lambda = 0.98\nentropy_coefficient = 0.01\n"
         "[pipeline.optimizer]\nlearning_rate = 1e-3",
