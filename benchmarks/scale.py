@@ -13,7 +13,7 @@ import heapq
 import itertools
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -65,9 +65,9 @@ class Load:
         self.now = 0.0
         self.every = every
         self.calls: Counter[str] = Counter()
-        self.cost_s: Counter[str] = Counter()
+        self.cost_s: defaultdict[str, float] = defaultdict(float)
         self.steps = self.samples = self.deaths = 0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._timed("start", lambda: self.controller.start(0.0, resumed=False, new_life=True))
         for number in range(pipelines):
@@ -77,7 +77,7 @@ class Load:
             self.after(self.random.random() * 5, lambda name=name, number=number: Worker(self, name, number))
         self.after(0.0, self.tick)
 
-    def after(self, delay_s: float, what: Callable[[], None]) -> None:
+    def after(self, delay_s: float, what: Callable[[], object]) -> None:
         heapq.heappush(self._heap, (self.now + delay_s, next(self._numbers), what))
 
     def run(self, seconds: float) -> None:

@@ -94,14 +94,15 @@ def _table(title: str, outcomes: dict[Regime, list[Outcome]]) -> Table:
 def _compare(name: str, outcomes: dict[Regime, list[Outcome]], console: Console) -> list[dict[str, str | float]]:
     """Ratios of ours to the others, seed by seed."""
     figures: list[dict[str, str | float]] = []
-    pairs: list[tuple[Regime, str]] = [(regime, "samples") for regime in outcomes if regime != "shared"]
-    best = max((regime for regime, _ in pairs), key=lambda one: statistics.median(o.samples for o in outcomes[one]))
-    for peer, unit in [*pairs, ("plain", "moves_per_round")]:
+    others: list[Regime] = [regime for regime in outcomes if regime != "shared"]
+    best = max(others, key=lambda regime: statistics.median(outcome.samples for outcome in outcomes[regime]))
+    pairs: list[tuple[Regime, str]] = [*((regime, "samples") for regime in others), ("plain", "moves_per_round")]
+    for peer, unit in pairs:
         mine = [getattr(outcome, unit) for outcome in outcomes["shared"]]
         theirs = [getattr(outcome, unit) for outcome in outcomes[peer]]
         ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
         words = unit.replace("_", " ")
-        strongest = " (the strongest other)" if (peer, unit) == (best, "samples") and len(pairs) > 1 else ""
+        strongest = " (the strongest other)" if (peer, unit) == (best, "samples") and len(others) > 1 else ""
         console.print(f"  {words} against {peer}{strongest}: {_spread(ratios, '.2f')}x")
         figures.append(
             {

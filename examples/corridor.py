@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 
 
-class Corridor(gymnasium.Env[np.ndarray, int]):
+class Corridor(gymnasium.Env[np.ndarray, np.int64]):
     """Action 0 walks left, 1 right. The observation is one-hot."""
 
     def __init__(self, length: int = 10) -> None:
@@ -28,7 +28,7 @@ class Corridor(gymnasium.Env[np.ndarray, int]):
         self._place = 0
         return self._observation(), {}
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict]:
         self._place = max(0, self._place + (1 if action == 1 else -1))
         arrived = self._place == self.length - 1
         return self._observation(), float(arrived), arrived, False, {}
@@ -37,4 +37,4 @@ class Corridor(gymnasium.Env[np.ndarray, int]):
         return np.eye(self.length, dtype=np.float32)[self._place]
 
 
-gymnasium.register("Corridor-v0", entry_point=Corridor, max_episode_steps=30)
+gymnasium.register("Corridor-v0", entry_point="corridor:Corridor", max_episode_steps=30)

@@ -97,6 +97,7 @@ async def test_a_stream_has_the_tokens_as_they_come() -> None:
     assert chat.drawn.versions.tolist() == [[0, 3]]
     assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "length"]
     assert "".join(chunk.choices[0].text for chunk in texts) == policy.tokenizer.decode(text.drawn.token_ids.tolist())
+    assert texts[-1].usage is not None
     assert texts[-1].usage.total_tokens == len(text.context) + 24
     # Drawn in pieces or at once, it is the same distribution: log-probabilities are those of one pass over the whole.
     for call in recorded.calls:

@@ -18,7 +18,7 @@ EVALUATED = {f"pipeline.evaluation.{name}": value for name, value in EVALUATION.
 
 
 def run(*faults: Fault, **plan: Any) -> Report:
-    report = simulate(Plan(faults=faults, **({"seed": 3} | plan)))
+    report = simulate(Plan(faults=faults, **{"seed": 3, **plan}))
     assert report.complete, report.ended
     return report
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from penstock.engines.models import GymnasiumPolicy, Policy, build
 from penstock.engines.serving import Serving, ServingEngine
@@ -125,10 +126,10 @@ class SimEngine(ServingEngine):
             next(iter(self.served_tensors().values())).detach().view(-1)[0] += 0.5
         return paused_s
 
-    def wake(self, *arguments: Any) -> Any:
+    def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:
         if self._moods.wake_fails and self._truth.random.random() < self._moods.wake_fails:
             raise OSError("the engine could not be woken in simulation")
-        return super().wake(*arguments)
+        super().wake(timeout_s, device)
 
     def interrupt(self) -> None:
         self.interrupted = True
@@ -209,11 +210,11 @@ class SimWorkload:
         self._maybe_fail("generate")
         return drawn
 
-    def postprocess(self, lease: PromptLease, drawn: Drawn) -> list[Outcome]:
+    def postprocess(self, prepared: PromptLease, generated: Drawn) -> list[Outcome]:
         self._maybe_fail("postprocess")
         return [
-            self._outcome(lease, member, sample, drawn)
-            for member, sample in zip(lease.members, lease.samples, strict=True)
+            self._outcome(prepared, member, sample, generated)
+            for member, sample in zip(prepared.members, prepared.samples, strict=True)
         ]
 
     def _outcome(self, lease: PromptLease, member: int, sample: int, drawn: Drawn) -> Outcome:

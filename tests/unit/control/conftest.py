@@ -84,7 +84,7 @@ class Driver:
             answer = self.send(messages.Register(P, MemberId(trainer), "trainer", step=at))
             assert isinstance(answer, messages.Registered)
 
-    def ask(self, samples: int = 2, member: str = "w", version: int | None = None, **seen: int) -> Any:
+    def ask(self, samples: int = 2, member: str = "w", version: int | None = None, **seen: Any) -> Any:
         """Asks with a fresh request number, which a refusal does not use up."""
         name = MemberId(member)
         serves = self.control.newest if version is None else Version(version)

@@ -23,7 +23,8 @@ Trouble = Fault | Literal["silent", "confirmation lost"]
 class Carrier(Protocol):
     """Carries requests: how long one takes, and what goes wrong with it."""
 
-    latency_s: float
+    @property
+    def latency_s(self) -> float: ...
 
     def trouble(self, port: int, stage: Literal["connect", "ask"]) -> Trouble | None: ...
 

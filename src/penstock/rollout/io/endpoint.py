@@ -66,7 +66,7 @@ def spoken(tokenizer: Any, stop_ids: Sequence[int], drawn: Completion) -> str:
     marks of tool calls and reasoning, and stay."""
     tokens = drawn.token_ids.tolist()
     inner = getattr(tokenizer, "inner", None)
-    if getattr(inner, "chat_template", None) is None:
+    if inner is None or getattr(inner, "chat_template", None) is None:
         return tokenizer.decode(tokens)
     ended = drawn.ending == "stop" and tokens[-1:] and tokens[-1] in stop_ids
     return inner.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
