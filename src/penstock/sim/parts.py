@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from penstock.engines.models import GymnasiumPolicy, Policy, build
 from penstock.engines.serving import Serving, ServingEngine
@@ -126,7 +125,7 @@ class SimEngine(ServingEngine):
             next(iter(self.served_tensors().values())).detach().view(-1)[0] += 0.5
         return paused_s
 
-    def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:
+    def wake(self, timeout_s: float = 60.0, device: Any = None) -> None:
         if self._moods.wake_fails and self._truth.random.random() < self._moods.wake_fails:
             raise OSError("the engine could not be woken in simulation")
         super().wake(timeout_s, device)
