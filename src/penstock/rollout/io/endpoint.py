@@ -474,7 +474,10 @@ def _outgoing(message: ChatMessage) -> ChatMessage:
 
 
 def _facts(message: ChatMessage) -> list[Any]:
-    return [message.get(name) or None for name in ("role", "content", "reasoning_content", "tool_calls")]
+    """What makes two messages the same, however a client has put them together."""
+    calls = [(call["function"].get("name"), call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    said = (message.get("content") or "").strip()
+    return [message.get("role"), said, message.get("reasoning_content") or None, calls]
 
 
 def _incoming(message: Any) -> ChatMessage:
