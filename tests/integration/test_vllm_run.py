@@ -177,7 +177,7 @@ def test_adapters_are_loaded_while_the_server_goes_on(folder: Path) -> None:
     calls = (run.directory / "logs" / f"{WORKER}.vllm.log").read_text()
     assert calls.count('"POST /v1/load_lora_adapter') > 6, "every version that was served is an adapter of its own"
     assert '"POST /v1/unload_lora_adapter' in calls
-    assert calls.count('"POST /pause') == calls.count('"POST /resume') <= 2, "nothing stands still for a new adapter"
+    assert calls.count('"POST /resume') == 1, "once it had its first adapter, nothing stood still for another"
     steps = step_lines(run.directory)
     assert abs(steps[0]["ratio_max"] - 1.0) < 1e-3  # the server's log-probabilities are those of the trainer's model
     assert all(abs(step["ratio_mean"] - 1.0) < 0.2 for step in steps)
