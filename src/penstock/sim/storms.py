@@ -72,10 +72,16 @@ def cut(system: System, one: Fault) -> Callable[[], None]:
 
 def _weather(field: str) -> Callable[[System, Fault], Callable[[], None]]:
     def blow(system: System, one: Fault) -> Callable[[], None]:
-        before = getattr(system.sky, field)
-        setattr(system.sky, field, one.amount)
         calm = {"latency_s": system.work.latency_s, "commit_s": system.work.commit_s}.get(field, 0.0)
-        return lambda: setattr(system.sky, field, calm if before == one.amount else before)
+        blowing = system.blowing[field]  # storms overlap: each ends for itself, and the last one is followed by calm
+        blowing.append(one.amount)
+        setattr(system.sky, field, one.amount)
+
+        def end() -> None:
+            blowing.remove(one.amount)
+            setattr(system.sky, field, blowing[-1] if blowing else calm)
+
+        return end
 
     return blow
 

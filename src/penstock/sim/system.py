@@ -13,7 +13,7 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -220,6 +220,8 @@ class System:
         self.run = RunDir.create(root, "run", "", "simulated")
         self.random = Random(f"{seed} system")
         self.sky = Sky(latency_s=work.latency_s, commit_s=work.commit_s)
+        self.blowing: defaultdict[str, list[float]] = defaultdict(list)
+        """The storms of each kind that have not ended, by field of the sky."""
         self.history = History(loop.time)
         self.said: list[Said] = []
         self.truth = Truth(config.pipeline, loop.time)

@@ -50,7 +50,7 @@ class Truth:
         self._trained: dict[tuple[str, int], dict[int, list[int]]] = {}
         self._acked: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self.moved_at: dict[str, float] = {}
-        """When a lease was given, a delivery taken or a step acknowledged."""
+        """When a lease was given, a delivery taken, a step acknowledged, or the trainer came back."""
         self.on_device: dict[int, str] = {}
         """Which process really is on each device of the pool."""
         self.turns = 0
@@ -96,6 +96,8 @@ class Truth:
                 self._published[manifest.digest][manifest.version] = self._contents[pipeline, manifest.version]
             case messages.Register(pipeline=pipeline, role="trainer", step=step), messages.Registered():
                 self._trainer_began(pipeline, int(step or 0))
+                if pipeline in self.moved_at:  # a trainer that came back begins anew
+                    self.moved_at[pipeline] = self._now()
             case messages.AskBatch(pipeline=pipeline), messages.BatchReady(batch=batch):
                 self._gave(pipeline, batch)
             case messages.AskLease(pipeline=pipeline), messages.Leased(leases=leases) if leases:

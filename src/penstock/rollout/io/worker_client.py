@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -111,24 +111,36 @@ class WorkerClient:
         returned: Sequence[SampleId],
         scores: Sequence[Score] = (),
     ) -> Delivered:
-        reply = await self._client.call(
-            Deliver(
-                pipeline=self._client.pipeline,
-                member=self._client.member,
-                rollouts=tuple(rollouts),
-                failures=tuple(failures),
-                returned=tuple(returned),
-                scores=tuple(scores),
-            )
+        message = Deliver(
+            pipeline=self._client.pipeline,
+            member=self._client.member,
+            rollouts=tuple(rollouts),
+            failures=tuple(failures),
+            returned=tuple(returned),
+            scores=tuple(scores),
         )
+        try:
+            reply = await self._client.call(message)
+        except asyncio.CancelledError:
+            # The loop ended before the answer, as in a drain that took too long. This worker goes on: without a second
+            # delivery it would hold those leases for ever.
+            if not self._process.stop.requested:
+                self._tasks.spawn("deliver again", self._deliver_again(message))
+            raise
+        return self._delivered(message, reply)
+
+    async def _deliver_again(self, message: Deliver) -> None:
+        self._delivered(message, await self._client.call(message))
+
+    def _delivered(self, message: Deliver, reply: Any) -> Delivered:
         if not isinstance(reply, Delivered):
             raise RemoteProtocolError(f"the controller answered a delivery with {reply!r}")
         refused = set(reply.refused)
-        for rollout in rollouts:
+        for rollout in message.rollouts:
             if rollout.sample not in refused:
                 self._unread.delivered(rollout.version, rollout.payload)
         if reply.refused:
-            self._ring.discard(rollout.payload for rollout in rollouts if rollout.sample in refused)
+            self._ring.discard(rollout.payload for rollout in message.rollouts if rollout.sample in refused)
         return reply
 
     async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:

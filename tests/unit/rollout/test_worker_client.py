@@ -1,0 +1,51 @@
+"""Deliveries outlive the loop that made them: a worker that is put to sleep goes on living, with its leases."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from penstock.records.ids import SampleId
+from penstock.rollout.io.worker_client import WorkerClient
+from penstock.runtime.tasks import Tasks
+from penstock.wire.messages import Deliver, Delivered
+
+
+class Deaf:
+    """A controller whose first answer is lost."""
+
+    pipeline, member = "p", "p.rollout.0-1"
+
+    def __init__(self) -> None:
+        self.heard: list[Deliver] = []
+
+    async def call(self, message: Deliver) -> Delivered:
+        self.heard.append(message)
+        if len(self.heard) == 1:
+            await asyncio.sleep(3600)
+        return Delivered()
+
+
+async def cut_off(*, stopping: bool) -> list[Deliver]:
+    """A delivery that is cancelled before its answer; what the controller heard of it."""
+    controller = Deaf()
+    process = cast(Any, SimpleNamespace(stop=SimpleNamespace(requested=stopping)))
+    async with Tasks() as tasks:
+        worker = WorkerClient(process, cast(Any, controller), tasks, cast(Any, None), cast(Any, None))
+        delivery = asyncio.create_task(worker.deliver((), (), [SampleId(7)]))
+        await asyncio.sleep(0)
+        delivery.cancel()
+        await asyncio.wait([delivery])
+        assert delivery.cancelled()
+    return controller.heard
+
+
+async def test_a_delivery_that_was_cut_off_is_made_again() -> None:
+    first, second = await cut_off(stopping=False)
+    assert first == second
+    assert second.returned == (SampleId(7),)
+
+
+async def test_a_worker_that_stops_does_not_deliver_again() -> None:
+    assert len(await cut_off(stopping=True)) == 1  # its leases go back when it unregisters
