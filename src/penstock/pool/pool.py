@@ -73,8 +73,8 @@ class Pool:
 
     def _can_wait(self, event: ev.Event) -> bool:
         """Whether a plan can wait for the next tick: nothing is blocked by what happened."""
-        if isinstance(event, ev.WorkerJoined):
-            return self._entry(event.pipeline).demand.remaining == 0
+        if isinstance(event, ev.WorkerJoined):  # workers come by the thousand, and each plan looks at all of them
+            return self._entry(event.pipeline).waiting_since is None
         if isinstance(event, ev.DemandCounted):
             return self._entry(event.pipeline).waiting_since is not None or self._table.serving(event.pipeline) > 0
         return isinstance(event, ev.MoveDone)
