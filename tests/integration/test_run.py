@@ -59,7 +59,7 @@ def test_a_killed_process_is_replaced_and_the_run_completes(folder: Path, victim
 
 def test_a_frozen_worker_is_found_out_killed_and_replaced(folder: Path):
     """It does not die and its heartbeat goes on: only its lack of progress gives it away."""
-    control = "[control]\nsuspect_after_s = 2\nreap_after_s = 4\nwedged_after_s = 5\n"
+    control = "[control]\nsuspect_after_s = 2\nevict_after_s = 4\nwedged_after_s = 5\n"
     run = start(folder, letters(folder, steps=60, extra=control))
     run.wait_for_step(3)
     frozen = run.child("letters.rollout.0")

@@ -23,31 +23,12 @@ from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.shards import ShardGroup, Shards
 from penstock.errors import ConfigError, PeerLost
 from penstock.runtime.tensors import module_tensors
+from torch_ranks import CACHE_TOKENS, CPU, ROWS, follow, model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-CPU = torch.device("cpu")
-ROWS, CACHE_TOKENS = 6, 512
 TOLERANCE = 1e-5
 """Of a log-probability: sums over a layer's width are made in two parts."""
-
-
-def model(seed: int) -> Any:
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 128,
-    }
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=97, tie_word_embeddings=True, **sizes, **heads))
-
-
-def follow(store: str, end: socket.socket) -> None:
-    torch.set_num_threads(1)
-    group = ShardGroup(Path(store), 1, 2, [end], CPU)
-    Shards(model(0), group).follow(ROWS, CACHE_TOKENS, graphs=False)
 
 
 @pytest.fixture(scope="module")

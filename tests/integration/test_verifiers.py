@@ -156,7 +156,8 @@ def test_an_environment_is_played_by_position_and_one_agent_of_it_is_the_sample(
         assert held_out.play(base_url, "key", 0).reward == 2.0
 
     # The process is killed in the middle of an episode: that fails, and the next one has another process.
-    [process] = [one for one in psutil.Process().children() if "verifiers_bridge.py" in " ".join(one.cmdline())]
+    alive = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+    [process] = [one for one in alive if "verifiers_bridge.py" in " ".join(one.cmdline())]
     with model("b") as (base_url, asked):
         killer = threading.Thread(target=lambda: (wait_for(lambda: asked, 60), process.kill()))
         killer.start()
