@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 

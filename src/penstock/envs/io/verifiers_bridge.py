@@ -47,7 +47,8 @@ class Bridge:
         from verifiers.v1.agent import Agents  # type: ignore[import-not-found]
         from verifiers.v1.configs.agent import agent_config_fields  # type: ignore[import-not-found]
 
-        standing: Any = Agents(self.env.config, lambda name, config: SimpleNamespace(trainable=True))
+        stand_in: Any = lambda name, config: SimpleNamespace(trainable=True)  # noqa: E731 - typed as verifiers has it
+        standing: Any = Agents(self.env.config, stand_in)
         await self.env.setup(standing)
         fields = agent_config_fields(self.env.config).items()
         return [
