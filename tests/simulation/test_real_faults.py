@@ -54,8 +54,9 @@ def test_faults_of_one_kind_cost_no_prompt(faults: tuple[Fault, ...]) -> None:
     assert epoch(*faults)["prompts_set_aside"] == 0
 
 
-@pytest.mark.parametrize(("what", "amount"), [("lose", 0.15), ("reset", 0.2), ("repeat", 0.4), ("latency", 0.3)])
+@pytest.mark.parametrize(("what", "amount"), [("lose", 0.03), ("reset", 0.2), ("repeat", 0.4), ("latency", 0.3)])
 def test_a_bad_network_loses_and_doubles_nothing(what: str, amount: float) -> None:
+    """Short of what makes a worker pass for dead: then its samples are lost, and drawn again."""
     status = epoch(Fault(2.0, what, for_s=400.0, amount=amount))
     assert status["dropped_lost"] == status["dropped_failed"] == 0
 
