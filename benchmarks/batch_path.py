@@ -319,7 +319,7 @@ def process(role: str, pipe: Connection, folder: Path, workload: Workload, round
 
 
 class Memcpy:
-    """The limit: a plain copy of so many bytes, between arrays that are warm."""
+    """The limit: a plain copy of the same bytes, between arrays that are warm."""
 
     def __init__(self, size_bytes: int) -> None:
         self._source = np.ones(size_bytes, np.uint8)

@@ -2,7 +2,7 @@
 
 A synthetic run directory: a million lines of metrics (half of them steps, half gauges) and a journal of two hundred
 thousand events. Beside each figure, in the same run: reading the same bytes once (the physical limit), and decoding
-every line and event once and doing nothing with them (the limit for whoever looks into them).
+every line and event once and doing nothing with them (the limit for any reader).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def plain_loop(directory: Path, options: argparse.Namespace, device: torch.devic
 
 
 def stop_ids(options: argparse.Namespace) -> list[int]:
-    """Tokens that end a completion: so many that one in a quarter of `tokens` is among them, none of them a letter."""
+    """Tokens that end a completion, none of them a letter. A random model draws one in `tokens / 4` tokens."""
     if options.lengths == "equal":
         return []
     vocabulary = SHAPES[options.model]["vocabulary"]

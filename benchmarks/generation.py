@@ -40,7 +40,7 @@ def model_of(shape: dict[str, int], device: torch.device, positions: int) -> Any
 
 
 def rates_of(work: Callable[[], int], rounds: int, warm: int = 1) -> list[float]:
-    """Tokens per second of so many rounds."""
+    """Tokens per second of each round."""
     for _ in range(warm):
         work()
     rates = []

@@ -82,7 +82,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 class Source:
-    """Bytes to send. Walks through more memory than caches hold: nobody is to find what the one before left there."""
+    """Bytes to send. Walks through more memory than caches hold, so that none is read from a cache."""
 
     def __init__(self, largest: int) -> None:
         self._bytes = np.tile(np.frombuffer(os.urandom(16 * MB), np.uint8), max(8, 2 * largest // (16 * MB)))

@@ -180,7 +180,7 @@ def check_samples(samples: Sequence[Sample]) -> None:
 
 
 class _Memory:
-    """A controller with so many prompts, and a store without end."""
+    """A controller with a number of prompts, and a payload store without a limit."""
 
     def __init__(self, positions: range, group_size: int) -> None:
         self._left = list(positions)

@@ -143,7 +143,7 @@ async def test_an_episode_that_raises_costs_itself_alone() -> None:
     assert 1 < len(failed) < len(outcomes)
 
 
-async def test_a_lost_engine_is_nobodys_fault() -> None:
+async def test_a_lost_engine_fails_no_sample() -> None:
     workload = workload_for(Echo(), max_turns=3)
     engine = workload.engine
     assert isinstance(engine, TorchEngine)

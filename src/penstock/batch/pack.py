@@ -22,7 +22,7 @@ from penstock.batch.assemble import Sample, TokenSequence, sequences_of
 from penstock.errors import RemoteProtocolError
 
 Allocate = Callable[[int], np.ndarray]
-"""Memory of at least so many bytes, as uint8; what it holds does not matter."""
+"""Memory of at least that many bytes, as uint8; what it holds does not matter."""
 
 Spread = Callable[[Callable[[list[int]], "TokenMicroBatch"], list[list[int]]], "Iterable[TokenMicroBatch]"]
 """Like `map`; that of a thread pool, say: nearly all of packing is copying, which needs no interpreter."""
@@ -41,7 +41,7 @@ class PackSettings(msgspec.Struct, frozen=True):
     micro_batch_tokens: int = 16_384
     """Rows times width, padding included. A single longer sequence is given a micro-batch of its own."""
     micro_batches: int = 1
-    """At least so many, if there are as many rows: one for each update."""
+    """The least number of micro-batches, if there are as many rows: one for each update."""
     layout: Packing = "padded"
     """One sequence per row; or one row without padding; or that, with common beginnings only once."""
 
@@ -116,7 +116,7 @@ def pack_tokens(
     spread: Spread = map,
     allocate: Allocate = fresh,
 ) -> list[TokenMicroBatch]:
-    """Micro-batches of at most so many tokens. `spread` may fill them in several threads.
+    """Micro-batches of at most `settings.micro_batch_tokens` tokens. `spread` may fill them in several threads.
 
     Each takes its memory from `allocate`, once; the micro-batch is good until that memory is used again.
     """

@@ -41,7 +41,7 @@ class PipelineSection(Section):
     steps: Positive
     """Optimiser steps to train."""
     epochs: Positive | None = None
-    """Stop after so many passes over a finite environment, if that comes before `steps`."""
+    """Passes over a finite environment after which to stop, if that comes before `steps`."""
     weight: PositiveFloat = 1.0
     """Share of the pool in proportion to other pipelines."""
     min_workers: NonNegative = 0

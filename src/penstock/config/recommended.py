@@ -17,7 +17,7 @@ MOST_ROWS = 1024
 """More are decoded together only if the configuration says so."""
 PRETRAINED: dict[str, dict[str, Any]] = {"optimizer": {"learning_rate": 1e-6, "beta2": 0.99, "warmup_steps": 10}}
 ADAPTER_RATE = 10.0
-"""An adapter of a pretrained model wants about so many times the learning rate of all its weights."""
+"""The learning rate of an adapter, as a multiple of the rate for all weights of a pretrained model."""
 
 RECOMMENDED: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {

@@ -2,7 +2,7 @@
 
 `handle(event, now)` takes a request of a member, or the passing of time, and returns what to do, the reply first. It
 has no clock, no socket and no randomness. The member table is each pipeline's: replicas and pool workers are added and
-removed in the turn in which a member joins or leaves. The pool also expires members by a lease of its own.
+removed in the turn in which a member joins or leaves. No other table expires members.
 
 Two kinds of state. Pipelines and pool are *journalled*: every event that changed one of them comes out as a `Record`,
 and replaying the records gives the same state bit for bit. What is known of the replicas is *soft*: after a restart it

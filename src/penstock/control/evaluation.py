@@ -34,7 +34,7 @@ from penstock.weights.published import PublishedVersions
 IDLE_SHARE = 0.25
 """Of the deadline: how long an evaluator may hold nothing, though there is more to do, before it counts as gone."""
 MAX_FAILURES = 3
-"""A sample that fails so often is left out of the result, and counted."""
+"""Failures after which a sample is left out of the result, and counted."""
 
 
 class Evaluation:

@@ -91,7 +91,7 @@ class Ledger:
         return bool(state.redo) or state.prompt_limit is None or state.next_prompt < state.prompt_limit
 
     def limit_prompts(self, count: int) -> bool:
-        """The stream has so many prompts; False if another number was said before, which holds."""
+        """Sets the number of prompts of the stream; False if another number was set before, which holds."""
         if self.state.prompt_limit is None:
             self.state.prompt_limit = count
         return self.state.prompt_limit == count

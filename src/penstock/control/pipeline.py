@@ -413,7 +413,7 @@ class PipelineControl:
         return [Ok(), Log("info", f"{self.settings.name}: {line}")], True
 
     def _forget_processes(self, now: float) -> int:
-        """No process is left, nor what they had made and not trained: so many prompts are issued again."""
+        """Processes and untrained samples are gone; returns how many prompts are issued again."""
         state = self.state
         lost = self.ledger.lose_payloads()
         self.ledger.take_released()
@@ -449,11 +449,11 @@ class PipelineControl:
         """Why a run that began by the present settings cannot go on by others; empty if it can."""
         former, table = self.settings, self.state.ledger
         if wanted.group_size != former.group_size and table.next_sample:
-            return f"rollout.group_size must stay {former.group_size}, since its samples were made in groups of so many"
+            return f"rollout.group_size must stay {former.group_size}, the size of the groups in the journal"
         if wanted.filters != former.filters and table.next_sample:
             return f"train.filters must stay {list(former.filters)}, since its groups were judged by those"
         if wanted.steps is not None and wanted.steps < table.version:
-            return f"steps must be at least {table.version}, since so many are trained already; found {wanted.steps}"
+            return f"steps must be at least {table.version}, which are trained already; found {wanted.steps}"
         return ""
 
     # -- workers ------------------------------------------------------------------------------------------------

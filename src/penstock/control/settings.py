@@ -56,7 +56,7 @@ class EvaluationSection(Section):
     """Measuring versions while training goes on: on prompts that are not trained, never trained themselves."""
 
     every_steps: NonNegative = 0
-    """Evaluate the first version, every so many after it, and the last; 0 evaluates none."""
+    """Steps between evaluations; the first and the last version are evaluated too. 0 evaluates none."""
     prompts: Positive = 64
     """Prompts, or starting states, of one evaluation: the same ones every time."""
     samples: Positive = 1
@@ -89,15 +89,15 @@ class GroupSection(Section):
     """Of `[pipeline.rollout]`."""
 
     workers: Positive = 1
-    """Processes that generate samples. Leases are divided among so many from the start, and among more if more
+    """Processes that generate samples. Leases are divided among this number from the start, and among more if more
     register."""
     group_size: Positive = 8
     """Samples per prompt."""
     max_failures: Positive = 3
-    """A prompt that fails so often is set aside with its error."""
+    """Failures after which a prompt is set aside with its error."""
     max_losses: Positive | None = None
-    """A prompt whose workers die so often is set aside too: it may be what kills them. Off by default: workers die for
-    other reasons."""
+    """Deaths of its workers after which a prompt is set aside too: it may be what kills them. Off by default: workers
+    die for other reasons."""
 
 
 class StepSection(Section):
@@ -106,7 +106,7 @@ class StepSection(Section):
     groups_per_step: Positive = 16
     """Prompts per optimiser step."""
     max_staleness: NonNegative = 2
-    """No sample is trained more than so many versions after the weights it was generated with."""
+    """The most versions between the weights that generated a sample and those that train on it."""
     straggler_wait_s: NonNegativeFloat = 0.0
     """How long a full batch waits for groups that would be outdated without it, so that long samples are not left out.
     0 never waits: they are generated again."""

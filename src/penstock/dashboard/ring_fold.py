@@ -62,7 +62,7 @@ class RingFold:
         self.stages: dict[str, Series] = {stage: Series() for stage in STAGES}
         """Seconds, over time."""
         self.staleness: Counter[int] = Counter()
-        """How many samples were given to the trainer so many versions after the one they were made with."""
+        """Samples given to the trainer, by how many versions after the one they were made with."""
         self.rewards: dict[str, Series] = {name: Series() for name in ("low", "mean", "high")}
         """Over steps: the 10th percentile, the mean and the 90th percentile of each batch."""
         self.lengths = Series()

@@ -68,7 +68,7 @@ class Series:
         self._low[first:], self._high[first:] = np.inf, -np.inf
 
     def points(self, at_most: int = CAPACITY) -> Points:
-        """The curve in at most so many points."""
+        """The curve in at most that many points."""
         used = int(np.flatnonzero(self._count)[-1]) + 1 if self._count.any() else 0
         per_row = max(1, -(-used // at_most))
         count = _rows(self._count[:used], per_row, 0).sum(1)

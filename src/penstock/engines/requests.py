@@ -24,7 +24,7 @@ class Sampling(msgspec.Struct, frozen=True):
     greedy: bool = False
     """Takes the most likely token instead; the log-probabilities stay those of the distribution."""
     top_k: int | None = None
-    """Draws only from so many most likely tokens, and those just as likely as the last of them."""
+    """Draws only from the k most likely tokens, and those just as likely as the last of them."""
     top_p: float = 1.0
     """Draws only from the most likely tokens that together have at least this probability."""
     min_p: float = 0.0

@@ -20,7 +20,7 @@ class RewardSection(Section):
     most."""
     reward_processes: NonNegative | None = None
     """Processes of each worker that run reward functions which are not `async def`. Unset: threads, until a call misses
-    its deadline there; a thread cannot be stopped, so all later calls go to up to 8 processes. A number: so many
+    its deadline there; a thread cannot be stopped, so all later calls go to up to 8 processes. A number: that many
     processes from the start, for rewards that compute in Python for long or may hang without releasing the interpreter.
     0: threads only."""
     reward_on_error: float | None = None

@@ -7,4 +7,4 @@ from penstock.records.section import Positive, Section
 
 class JournalSection(Section):
     snapshot_every_events: Positive = 20_000
-    """A restarted controller replays no more than about so many events."""
+    """About the largest number of events that a restarted controller replays."""

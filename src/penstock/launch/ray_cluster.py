@@ -49,11 +49,11 @@ def check_address(configured: str) -> str:
     try:  # Ray itself would try for minutes
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except OSError as error:
-        raise ConfigError(_nobody(address, error)) from error
+        raise ConfigError(_no_answer(address, error)) from error
     return address
 
 
-def _nobody(address: str, error: Exception) -> str:
+def _no_answer(address: str, error: Exception) -> str:
     return (
         f"no Ray cluster answers at {address!r} ({first_line(error)}); start one with `ray start --head`, give its "
         "address in launch.address or RAY_ADDRESS, or leave both empty for a Ray on this machine"
@@ -75,7 +75,7 @@ def connected(configured: str, cpus: float) -> Iterator[str]:
             **own,
         )
     except (RayError, OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(_nobody(address, error)) from error
+        raise ConfigError(_no_answer(address, error)) from error
     try:
         yield "a Ray of its own on this machine" if address == LOCAL else f"the Ray cluster at {address}"
     finally:

@@ -19,7 +19,7 @@ FULL_DISK = (
     "no space is left on the disk of the run directory. What was acknowledged is safe: free some space and resume"
 )
 CRASHES_AT_START = 3
-"""A process that fails by itself before it has lived for `STEADY_S` gets so many tries: that is rarely bad luck."""
+"""Tries of a process that fails by itself before it has lived for `STEADY_S`: that is rarely bad luck."""
 NOT_ITS_FAULT = ("Stale",)
 """What a process ends with that the controller has evicted: it was killed, stopped or cut off, and started well."""
 

@@ -23,7 +23,7 @@ LOOPS_SHOWN = 3
 PARTS = ("step_s", "turn_s")
 """What the trainer does one after the other; it fetches batches and publishes weights meanwhile."""
 REWARD_WINDOW = 10
-"""First and final rewards are means over so many steps: single steps are noisy."""
+"""Steps over which first and final rewards are averaged: single steps are noisy."""
 
 
 @dataclass(slots=True)

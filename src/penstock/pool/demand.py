@@ -38,7 +38,7 @@ class Demand(msgspec.Struct):
         return self.pace_samples / self.pace_worker_s if self.pace_worker_s else 0.0
 
     def count(self, remaining: int, completed: int, workers: int, now: float) -> bool:
-        """Take in a count, made while so many workers served; False if it changes too little to matter."""
+        """Take in a count, made while `workers` served; False if it changes too little to matter."""
         if remaining < 0 or completed < self.completed:
             raise LocalProtocolError(
                 f"a count of {remaining} samples to generate and {completed} completed after {self.completed}: the "

@@ -24,7 +24,7 @@ class PipelineView(msgspec.Struct, frozen=True):
     useful: int
     """The most bundles it can put to use: by remaining work, by quota, by processes that exist."""
     worth: int = 1_000_000
-    """Beyond its equal part, unused devices are worth taking until it has so many bundles: one more would not
+    """Beyond its equal part, unused devices are worth taking until it has this number of bundles: one more would not
     repay its waking."""
     overdue: bool = True
     """It has been below its share for as long as a move takes to repay: it may have workers that others are using."""

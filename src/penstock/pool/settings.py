@@ -11,7 +11,7 @@ class PoolSection(Section):
     devices: NonNegative = 0
     """Devices shared by all pipelines: CPU slots, or GPUs where there are any. 0 gives every process its own."""
     payback: NonNegativeFloat = 13.5
-    """A worker is woken beyond its pipeline's equal part only for so many times the work that is lost while it wakes.
+    """A worker is woken beyond its pipeline's equal part only for this multiple of the work lost while it wakes.
     Half of that time a place where others train must be free; twice that time a pipeline must be below its share before
     busy workers change hands. Lower makes better use of the devices, higher moves less."""
     turn_s: Seconds = 10.0

@@ -45,7 +45,7 @@ class Overlap:
         return not self._measured or self._rest_until is not None
 
     def delivered(self, samples: int, now: float) -> None:
-        """So many samples have left. A window begins and ends with a delivery."""
+        """Samples were delivered. A window begins and ends with a delivery."""
         if not self._measured:
             return
         if self._rest_until is not None:
@@ -63,7 +63,7 @@ class Overlap:
             self._next_window(self._window + 1, now)
 
     def disturbed(self) -> None:
-        """The desk had nothing to give: what is measured now would say nothing of the stages. Begin the window anew."""
+        """The controller had no lease to give, so the window says nothing of the stages. Begin it anew."""
         if not self.settled:
             self._restart_window()
 

@@ -24,7 +24,7 @@ class RolloutSection(GroupSection):
     temperature: PositiveFloat = 1.0
     """Language models: of the sampling."""
     top_k: Positive | None = None
-    """Draw only from so many most likely tokens. With this, `top_p` or `min_p` the samples come from a narrower policy
+    """Draw only from the k most likely tokens. With this, `top_p` or `min_p` the samples come from a narrower policy
     than the one that is trained: their recorded log-probabilities are those of the narrower one, so the importance
     weight of an up-to-date token is the share p <= 1 of the full distribution that was left, and what was cut off is
     never learned about. `token_loss.importance = "none"` weighs all tokens alike instead."""

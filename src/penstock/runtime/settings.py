@@ -11,7 +11,7 @@ class LagSection(Section):
     period_s: Seconds = 0.1
     """Between two looks at how late the loop is."""
     window: Positive = 600
-    """The percentiles are over so many looks."""
+    """How many measurements the percentiles cover."""
     stall_s: Seconds = 0.5
     """A loop blocked for so long is reported while it blocks, with the stack that blocks it."""
     warn_p99_s: Seconds = 0.1

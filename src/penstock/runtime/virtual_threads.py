@@ -130,7 +130,7 @@ class VirtualThreads:
 
 
 class VirtualOffload(Offload):
-    """Behaves as `Offload` with so many threads; the work is done at the end of the time it takes."""
+    """Behaves as `Offload` with that number of threads; the work is done at the end of the time it takes."""
 
     def __init__(self, threads: VirtualThreads, loop: asyncio.AbstractEventLoop, count: int, name: str) -> None:
         self._name = name

@@ -15,8 +15,8 @@ from penstock.pool.requests import serve_requests
 def plain_plan(snapshot: Snapshot) -> Plan:
     """The plain gap-ratio rule, for pipelines with bundles of one size: every gap is a reason to move.
 
-    Target = remaining share of the devices rounded to whole bundles, at least one; while somebody is below its target
-    and its share, it takes a free place, or one from whoever is furthest above. No cap by demand, no turns, no band.
+    Target = remaining share of the devices rounded to whole bundles, at least one; a pipeline below its target and
+    its share takes a free place, or one from the pipeline that is furthest above. No cap by demand, no turns, no band.
     """
     occupancy = Occupancy(snapshot)
     serve_requests(snapshot, occupancy)

@@ -140,7 +140,7 @@ class PoolWorld:
                 case ev.GrantDevices():
                     self._by_name[effect.pipeline].train(len(effect.devices))
                 case ev.RejectRequest() | ev.FenceMember():
-                    raise AssertionError(f"nobody fails in this world, yet: {effect}")
+                    raise AssertionError(f"no worker fails in this simulation, yet: {effect}")
 
     def _tick(self) -> None:
         self.tell(ev.TimePassed())
@@ -201,7 +201,7 @@ class _Pipeline:
         self.completed = 0
         self.began = 0.0
         self.queue: deque[float] = deque()
-        """Seconds of work left in each sample that nobody is generating."""
+        """Seconds of work left in each sample that no worker is generating."""
         # The plain rule knows nothing of demand caps and costs.
         frugal = world.regime != "plain"
         world.tell(
@@ -347,8 +347,8 @@ def fewest_moves(mix: Mix, round_s: float) -> float:
 
     Generation must fit into what training and the time apart leave of the round, which takes a number of devices on
     average. Workers kept over the pause stand idle through it, and device time bounds how many those can be; nor can
-    they be more than the devices nobody trains on, because a stay on any other ends with the next training. Whoever
-    is not kept is woken once and put to sleep once. Stragglers and waking times are left out; rounds are taken as even.
+    they be more than the devices without training, because a stay on any other ends with the next training. A worker
+    that is not kept is woken once and put to sleep once. Stragglers and waking times are left out; rounds are even.
     """
     pause_s = mix.train_s + mix.apart_s
     generating_s = mix.samples_per_device * mix.part * mix.sample_s / mix.concurrency

@@ -148,7 +148,7 @@ class TokenObjective:
         return TokenWork(self, batches, scores, device)
 
     def fit(self, tokens: int) -> None:
-        """Forward passes of so many tokens do not fit into the device's memory: halve them from now on."""
+        """Forward passes of `tokens` tokens do not fit into the device's memory: halve them from now on."""
         self.limit_tokens = max(1, tokens // 2)
         log.warning(
             "out of device memory with %d tokens in a micro-batch: going on with at most %d. Set "

@@ -165,7 +165,7 @@ def _same_kind(value: object, default: object) -> bool:
 
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:
-    """Of that step of so many. A function of the step alone: to resume needs no state."""
+    """The rate of a step, of `steps` in all. A function of the step alone: to resume needs no state."""
     fraction = min(1.0, (step + 1) / (settings.warmup_steps + 1))
     progress = min(1.0, step / (settings.decay_steps or steps))
     if settings.schedule == "linear":

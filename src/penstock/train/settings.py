@@ -35,7 +35,7 @@ class TrainSection(StepSection):
     """Completions that were cut off at the token limit: train on them, or leave their tokens out of the loss. Their
     rewards count in their group's advantages either way."""
     overlong_tokens: NonNegative = 0
-    """Over the last so many tokens before `rollout.max_new_tokens` the reward falls by up to `overlong_penalty`."""
+    """The stretch of tokens before `rollout.max_new_tokens` over which the reward falls by up to `overlong_penalty`."""
     overlong_penalty: NonNegativeFloat = 1.0
     """With `overlong_tokens`: what a completion of the full length loses."""
     tokens_per_micro_batch: Positive | None = None
@@ -131,7 +131,7 @@ class OptimizerSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after warm-up. Models of kind `tiny` and `mlp`: `linear`."""
     warmup_steps: NonNegative = 0
-    """The learning rate rises from zero over so many steps."""
+    """Steps over which the learning rate rises from zero."""
     decay_steps: Positive | None = None
     """With `linear` and `cosine`: the step at which `final_fraction` is reached; the pipeline's `steps` by default."""
     final_fraction: Fraction = 0.1
@@ -139,7 +139,7 @@ class OptimizerSection(Section):
     epochs: Positive = 1
     """Passes over each batch."""
     minibatches: Positive = 1
-    """Updates per pass. Language models: a batch is cut into at least so many micro-batches if it has the samples."""
+    """Updates per pass. Language models: a batch is cut into at least as many micro-batches if it has the samples."""
     offload: bool = False
     """Keep float32 masters and the optimiser's state in host memory and update there: 12 bytes of a GPU's memory less
     for each trained parameter, a slower update (raise `train.threads`). For one rank."""
@@ -166,6 +166,6 @@ class CheckpointSection(Section):
 
 class SamplesSection(Section):
     save_every_steps: NonNegative = 10
-    """Write readable samples to `rollouts/` every so many steps; 0 never."""
+    """Steps between readable samples in `rollouts/`; 0 writes none."""
     save_count: Positive = 8
     """Samples of each such step."""

@@ -45,7 +45,7 @@ class RowCache:
         return (0, 0) if self._held is None else (self._held.shape[2], self._held.shape[3])
 
     def make_room(self, rows: int, columns: int, used_rows: int) -> bool:
-        """Room for so many rows of so many columns; the first `used_rows` keep what they hold. True if it moved."""
+        """Room for that many rows and columns; the first `used_rows` keep what they hold. True if it moved."""
         if rows <= self.shape[0] and columns <= self.shape[1]:
             return False
         columns = min(-(-columns // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE, self._tokens // rows)
@@ -81,7 +81,7 @@ class RowCache:
             held[:, :, target, :columns] = held[:, :, source, :columns]
 
     def aim(self, rows: Tensor | int, positions_BQ: Tensor, columns: int) -> None:
-        """The next forward reads these rows (or the first so many) up to `columns`, and writes at these positions.
+        """The next forward reads these rows (a number: the first ones) up to `columns`, and writes at these positions.
 
         Negative positions are padding: they land in the last column there is, which no row sees before it has written
         it itself.

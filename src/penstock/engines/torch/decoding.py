@@ -130,7 +130,7 @@ class Decoding:
         return Output(_packed(tokens_B, logprobs_B))
 
     def step(self, rows: int, columns: int, kind: Kind, generator: torch.Generator) -> Output:
-        """One token for each of the first so many places, which all are shorter than `columns`."""
+        """One token for each of the first `rows` places, which all are shorter than `columns`."""
         columns = self._width(columns)
         if not (self._ids_S.is_cuda and self._graphs_wanted):
             return Output(self._step(rows, columns, kind, generator))

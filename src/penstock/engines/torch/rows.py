@@ -26,7 +26,7 @@ from penstock.engines.torch.sampling import Kind, kind_of
 READ_TOKENS = 8192
 """Read by one forward at most, padding included, so that a long context does not hold up the rows that decode."""
 READ_COSTS_STEPS = 3
-"""Reading on a GPU takes as long as so many decode steps, however little is read: it waits until it is worth that."""
+"""What a prefill on a GPU costs in decode steps, however short: it waits until it is worth that."""
 
 
 class Owner(Protocol):
@@ -128,7 +128,7 @@ class Rows:
         """Read into the cache so far, beside those that were drawn."""
 
     def make_room(self, rows: int, longest_tokens: int) -> None:
-        """For so many rows, none of which will become longer than this."""
+        """For a number of rows, none of which will become longer than this."""
         if self._cache.make_room(max(rows, self._used), longest_tokens, used_rows=self._used):
             self._decoding.allocate()
 

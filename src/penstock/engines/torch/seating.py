@@ -123,7 +123,7 @@ class Seating:
         return not self._waiting and not self._seated
 
     def fits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens can ever sit down."""
+        """Whether a request of that many tokens can ever be placed."""
         return tokens <= self.cache_tokens
 
     def handle(self, event: Event, now: float) -> list[Effect]:

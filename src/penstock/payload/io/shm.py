@@ -45,7 +45,7 @@ GROW_PAUSE_S = 0.5
 """Before memory is asked for again after the file system was full."""
 HARVEST_WRITES = 64
 """Every write looks whether the oldest payload was given back, because its memory is warm where fresh one is not; after
-so many writes it looks at all of them, for what was given back out of turn."""
+this number of writes it looks at all of them, for what was given back out of turn."""
 
 SYSTEM_RANDOM = SystemRandom()
 

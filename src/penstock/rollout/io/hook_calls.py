@@ -102,7 +102,7 @@ class Work(msgspec.Struct):
         self.prepared = self.generated = None
 
 
-def is_nobodys_fault(error: BaseException) -> bool:
+def is_infrastructure_error(error: BaseException) -> bool:
     """A lost engine, a broken reward function, an exit are no lease's fault."""
     return not isinstance(error, Exception) or isinstance(error, PeerLost | RunFailed)
 
@@ -120,7 +120,7 @@ class HookCalls:
         count: Callable[[str, float], None],
         tell: Callable[[trace.Trace], None],
         progressed: Callable[[str], None],
-        ends_the_run: Callable[[BaseException], bool] = is_nobodys_fault,
+        ends_the_run: Callable[[BaseException], bool] = is_infrastructure_error,
         evaluating: Evaluating | None = None,
         later: Later | None = None,
     ) -> None:

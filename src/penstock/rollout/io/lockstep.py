@@ -33,7 +33,7 @@ from penstock.records.weights import Manifest
 from penstock.rollout import cadence, flow, trace
 from penstock.rollout.cadence import Cadence
 from penstock.rollout.hooks import Workload
-from penstock.rollout.io.hook_calls import HookCalls, Store, Work, is_nobodys_fault
+from penstock.rollout.io.hook_calls import HookCalls, Store, Work, is_infrastructure_error
 from penstock.rollout.io.rank_fetch import Fetch, News, Orders
 from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
 from penstock.runtime.offload import Offload
@@ -108,7 +108,7 @@ class Lockstep:
             tell=self.tracing.tell,
             progressed=surroundings.progressed,
             # In a tensor-parallel group a rank that skips a prompt leaves the others waiting inside the engine.
-            ends_the_run=is_nobodys_fault if share or fetch.ranks == 1 else lambda error: True,
+            ends_the_run=is_infrastructure_error if share or fetch.ranks == 1 else lambda error: True,
         )
 
     def run(self) -> None:

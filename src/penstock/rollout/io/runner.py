@@ -206,7 +206,7 @@ class Runner:
         return self._finished
 
     async def _look_at_engine(self) -> None:
-        """Produces a look at how full the engine is, every so often; cancelled at the end."""
+        """Reports how full the engine is, every second; cancelled at the end."""
         preempted = self._engine_figures().get("preemptions", 0.0)
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

@@ -7,7 +7,7 @@ Where a reward function runs:
 | marked `inline`        | the postprocessing thread, at once           | (has none: it takes microseconds)      |
 | `async def`            | one event loop in a thread of its own        | is cancelled                           |
 | any other              | threads of the worker, `concurrency` at most | is left behind; moves into processes   |
-| other, `processes` set | so many processes, started when needed       | its process is killed and replaced     |
+| other, `processes` set | that many processes, started when needed     | its process is killed and replaced     |
 
 A thread cannot be stopped, a process can: the first call that misses its deadline in a thread moves all later ones into
 processes, unless those were ruled out (`processes = 0`). The samples of a call that missed its deadline have no reward.

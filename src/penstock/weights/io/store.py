@@ -75,6 +75,7 @@ class KeyStore(Store):
         self.timeout_s = timeout_s
 
     def ask(self, request: Request) -> bytes | None:
+        """The server answers it itself, a client sends it."""
         raise NotImplementedError
 
     def set(self, key: str, value: str | bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -189,5 +190,4 @@ def _read(connection: socket.socket) -> bytes | None:
     if length > MOST_BYTES:
         return None
     body = bytearray(length)
-    receive(connection, memoryview(body))
-    return bytes(body)
+    return bytes(body) if receive(connection, memoryview(body)) else None
