@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import control_io_controller
 import httpx
@@ -110,15 +111,16 @@ def weights(folder: Path) -> Iterator[tuple[Address, Ask]]:
 
 
 @contextmanager
-def payloads(folder: Path) -> Iterator[tuple[Address, Ask]]:
+def served_ring(folder: Path, server_of: Any, wire: Any, ports: str) -> Iterator[tuple[Address, Ask]]:
+    """A ring whose one payload is read through a port; `ports` is the field of its address that names the port."""
     ring = Ring.create("run-1", capacity_bytes=1 << 20, slots=8, directory=str(folder))
-    server = TcpServer(ring.name, "secret", directory=str(folder), ports=(0,))
+    server = server_of(ring.name, "secret", directory=str(folder), ports=(0,))
     payload = ring.write([b"fine"], timeout_s=5)
 
     def ask() -> None:
-        client = WireClient(TcpWire(), "secret", Buffers())
+        client = WireClient(wire(), "secret", Buffers())
         try:
-            address = ring.address(host_id="elsewhere", tcp_ports=server.ports)
+            address = ring.address(host_id="elsewhere", **{ports: server.ports})
             answer = client.read(address, payload, time.monotonic() + SERVED_WITHIN_S, set(), Cancellation())
         finally:
             client.close()
@@ -126,9 +128,14 @@ def payloads(folder: Path) -> Iterator[tuple[Address, Ask]]:
 
     try:
         yield ("127.0.0.1", server.ports[0]), ask
+        server.check()
     finally:
         server.close()
         ring.close()
+
+
+def payloads(folder: Path) -> AbstractContextManager[tuple[Address, Ask]]:
+    return served_ring(folder, TcpServer, TcpWire, "tcp_ports")
 
 
 @contextmanager
@@ -146,31 +153,12 @@ def broadcast(folder: Path) -> Iterator[tuple[Address, Ask]]:
         sender.store.close(5.0)
 
 
-@contextmanager
-def payloads_by_ucx(folder: Path) -> Iterator[tuple[Address, Ask]]:
+def payloads_by_ucx(folder: Path) -> AbstractContextManager[tuple[Address, Ask]]:
     pytest.importorskip("ucxx")
     from penstock.payload.io.ucxx import UcxxServer
     from penstock.payload.io.ucxx_client import UcxxWire
 
-    ring = Ring.create("run-1", capacity_bytes=1 << 20, slots=8, directory=str(folder))
-    server = UcxxServer(ring.name, "secret", directory=str(folder), ports=(0,))
-    payload = ring.write([b"fine"], timeout_s=5)
-
-    def ask() -> None:
-        client = WireClient(UcxxWire(), "secret", Buffers())
-        try:
-            address = ring.address(host_id="elsewhere", ucxx_ports=server.ports)
-            answer = client.read(address, payload, time.monotonic() + SERVED_WITHIN_S, set(), Cancellation())
-        finally:
-            client.close()
-        assert isinstance(answer, Received), answer
-
-    try:
-        yield ("127.0.0.1", server.ports[0]), ask
-        server.check()
-    finally:
-        server.close()
-        ring.close()
+    return served_ring(folder, UcxxServer, UcxxWire, "ucxx_ports")
 
 
 @contextmanager
