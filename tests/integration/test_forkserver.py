@@ -30,7 +30,7 @@ def forkserver(running: Running) -> psutil.Process:
 
 
 def test_forked_processes_are_children_of_the_supervisor_and_restart_after_a_kill(tmp_path: Path):
-    running = start(tmp_path, letters(tmp_path, steps=30))
+    running = start(tmp_path, letters(tmp_path, steps=80))
     trainer = running.child("letters.trainer", 60)
     assert trainer.ppid() == running.process.pid
     running.wait_for_step(3)

@@ -46,14 +46,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(folder: Path):
 
 @pytest.mark.parametrize("victim", ["letters.rollout.0", "letters.trainer", "controller"])
 def test_a_killed_process_is_replaced_and_the_run_completes(folder: Path, victim: str):
-    run = start(folder, letters(folder, steps=25))
+    run = start(folder, letters(folder, steps=80))
     run.wait_for_step(3)
     before = run.child(victim)
     before.send_signal(signal.SIGKILL)
     wait_for(lambda: run.child(victim).pid != before.pid, 30, f"a new {victim}")
     code, output = run.end()
     assert code == 0, output + run.logs()
-    assert {entry["step"] for entry in step_lines(run.directory)} == set(range(25))
+    assert {entry["step"] for entry in step_lines(run.directory)} == set(range(80))
     assert "SIGKILL" in output
 
 
