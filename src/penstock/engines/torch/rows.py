@@ -25,8 +25,8 @@ from penstock.engines.torch.sampling import Kind, kind_of
 
 READ_TOKENS = 8192
 """Read by one forward at most, padding included, so that a long context does not hold up the rows that decode."""
-READ_COSTS_STEPS = 3
-"""What a prefill on a GPU costs in decode steps, however short: it waits until it is worth that."""
+READ_COSTS_STEPS = {"cuda": 3}
+"""What a prefill costs in decode steps, however short: it waits until it is worth that. On a CPU it is one step."""
 
 
 class Owner(Protocol):
@@ -222,8 +222,8 @@ class Rows:
         if not unread:
             return
         self._unread_steps += len(unread)
-        cheap = self._engine.device.type != "cuda" or not decoding
-        if not cheap and self._unread_steps < READ_COSTS_STEPS * len(self.rows):
+        costs_steps = READ_COSTS_STEPS.get(self._engine.device.type, 1)
+        if decoding and self._unread_steps < costs_steps * len(self.rows):
             return
         self._unread_steps = 0
         shared: dict[tuple[int, tuple[int, ...]], list[Row]] = {}
