@@ -68,7 +68,8 @@ class Talk(vf.Harness[vf.HarnessConfig]):
             for _ in range(2):
                 body = {"model": ctx.model, "messages": messages}
                 answer = await client.post(f"{endpoint}/chat/completions", json=body)
-                answer.raise_for_status()
+                if answer.is_error:
+                    break  # as environments do that count it as a lost game
                 said = answer.json()["choices"][0]["message"]["content"]
                 if said.strip() == data.answer:
                     break
@@ -104,7 +105,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def model(said: str) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+def model(said: str, status: int = 200) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """A server that always says the same; what it was asked, with the session of each request."""
     asked: list[tuple[str, Any]] = []
 
@@ -120,8 +121,8 @@ def model(said: str) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
                 "object": "chat.completion",
                 "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             }
-            data = json.dumps(answer).encode()
-            self.send_response(200)
+            data = json.dumps(answer if status == 200 else {"error": {"message": said}}).encode()
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -149,6 +150,9 @@ def test_an_environment_is_played_by_position_and_one_agent_of_it_is_the_sample(
     assert (first.reward, first.parts) == (0.0, {"repeated": 0.0, "turns": 2.0})
     assert [session for session, _ in asked].index(second.session) == 1
     assert [messages for session, messages in asked if session == first.session][1][-1]["content"] == "?"
+
+    with model("the context is too long", 400) as (base_url, _), pytest.raises(RuntimeError, match="is too long"):
+        environment.play(base_url, "key", 0)
 
     held_out = environment.hold_out(4)
     assert (environment.rows, held_out.rows) == (12, 4)

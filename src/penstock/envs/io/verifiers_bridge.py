@@ -87,7 +87,8 @@ class Bridge:
             del os.environ[variable]
         spoke = [trace for trace in episode.traces if trace.num_turns and trace.agent.name in asked["agents"]]
         if not spoke:
-            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            refused = [call.error for trace in episode.traces for call in trace.calls if call.error is not None]
+            errors = [*refused, *episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RuntimeError(_why(errors) or f"none of {', '.join(asked['agents'])} asked for a completion")
         trace = min(spoke, key=lambda trace: asked["agents"].index(trace.agent.name))
         rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
