@@ -70,7 +70,7 @@ from penstock.wire.messages import (
 TURNS = 50
 LAYERS, EXPERTS = 48, 8
 GROUP = 8
-PACK = PackSettings(micro_batch_tokens=32_768)
+PACK = PackSettings(micro_batch_tokens=32_768, layout="padded")
 PROBE_S = 0.002
 THREADS = len(os.sched_getaffinity(0))
 DEADLINE_S = 120.0

@@ -48,7 +48,9 @@ class LedgerLoad:
 
     def __init__(self, in_flight: int) -> None:
         self.ledger = Ledger(
-            groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_staleness=10**9, max_filtered_per_step=0
+            PipelineSettings(
+                name=PipelineName("p"), groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_staleness=10**9
+            )
         )
         self.random = Random(0)
         self.leases = [self._lease() for _ in range(in_flight // GROUP_SIZE)]

@@ -29,6 +29,7 @@ from rich.table import Table
 from _models import EOS, SHAPES, qwen2, release, spread
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch.engine import TorchEngine
+from penstock.engines.torch.settings import TorchEngineSection
 
 
 def model_of(shape: dict[str, int], device: torch.device, positions: int) -> Any:
@@ -163,14 +164,15 @@ def measured(model: Any, name: str, rows: int, chosen: Any, bytes_per_s: float) 
     if chosen.only_vllm:
         return {"vllm": by_vllm(shape, prompts, chosen)}
     sampling = Sampling(max_new_tokens=chosen.new, stop_ids=stops)
-    room = {"rows": rows, "cache_tokens": rows * (chosen.prompt + chosen.new + 64)}
+    room = TorchEngineSection(rows=rows, cache_tokens=rows * (chosen.prompt + chosen.new + 64))
     line: dict[str, Any] = {}
     if "library" not in without:
         line["generate"] = rates_of(lambda: by_library(model, prompts, chosen.new, stops), chosen.rounds)
-    engine = TorchEngine(model, pad_id=0, version=1, digest="d", **room)
+    engine = TorchEngine(model, room, pad_id=0, version=1, digest="d")
     line["engine"] = rates_of(lambda: by_engine(engine, prompts, sampling), chosen.rounds, warm=2)
     if "eager" not in without and on_gpu:
-        eager = TorchEngine(model, pad_id=0, version=1, digest="d", graphs=False, **room)
+        without_graphs = room.model_copy(update={"graphs": False})
+        eager = TorchEngine(model, without_graphs, pad_id=0, version=1, digest="d")
         line["eager"] = rates_of(lambda: by_engine(eager, prompts, sampling), chosen.rounds)
     if "vllm" not in without:
         elsewhere = chosen.vllm_python

@@ -144,7 +144,7 @@ def runner_rate(workload: Any, batches: int, *, prefetch: bool, preparations: in
     controller = CountingController(batches * LEASES_PER_BATCH)
     size = LEASES_PER_BATCH * GROUP
     bounds = Bounds(batch_samples=size, queue_samples=2 * size, preparations=preparations)
-    return running_rate(workload, controller, RunnerSettings(bounds=bounds, prefetch=prefetch))
+    return running_rate(workload, controller, RunnerSettings(drain_s=10.0, bounds=bounds, prefetch=prefetch))
 
 
 def running_rate(workload: Any, controller: CountingController, settings: RunnerSettings) -> float:
@@ -268,11 +268,12 @@ def language() -> tuple[Any, int, int]:
     from penstock.engines.torch.engine import TorchEngine
     from penstock.envs.tasks import Copy
     from penstock.rollout.io.language_workload import LanguageWorkload
+    from penstock.rollout.settings import RolloutSection
 
     policy = build(TinyLanguageModel(alphabet=Copy().alphabet))
     assert isinstance(policy, LanguagePolicy)
     engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id)
-    return LanguageWorkload(Copy(), engine, policy.tokenizer, max_new_tokens=5), 128, 8
+    return LanguageWorkload(Copy(), engine, policy.tokenizer, RolloutSection(max_new_tokens=5)), 128, 8
 
 
 def cartpole() -> tuple[Any, int, int]:
@@ -311,7 +312,9 @@ def real_workloads(results: list[dict[str, Any]], batches: int, rounds: int) -> 
                 controller = CountingController(
                     (TRIAL_BATCHES * prefetch + batches) * size // group, group, ROUND_TRIP_S
                 )
-                settings = RunnerSettings(bounds=Bounds(batch_samples=size, queue_samples=2 * size), prefetch=prefetch)
+                settings = RunnerSettings(
+                    drain_s=10.0, bounds=Bounds(batch_samples=size, queue_samples=2 * size), prefetch=prefetch
+                )
                 rates.append(running_rate(workload, controller, settings))
             taken.append((rates[0], rates[1], rates[2]))
         plain, off, on = (statistics.median(column) for column in zip(*taken, strict=True))

@@ -34,6 +34,7 @@ from rich.table import Table
 from _models import SHAPES, qwen2, release
 from penstock.batch.pack import Packing, PackSettings, TokenMicroBatch, pack_tokens
 from penstock.engines.models import LanguagePolicy, adapt
+from penstock.engines.settings import LoraSection
 from penstock.engines.tokenizer import CharacterTokenizer
 from penstock.train.objectives import TokenObjective
 from penstock.train.settings import OptimizerSection, TokenLossSection
@@ -141,7 +142,9 @@ def main(argv: Sequence[str]) -> int:
 
     if not arguments.no_plain:
         model = qwen2(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        padded = pack_tokens(samples, advantages, PackSettings(micro_batch_tokens=arguments.micro_batch))
+        padded = pack_tokens(
+            samples, advantages, PackSettings(micro_batch_tokens=arguments.micro_batch, layout="padded")
+        )
         step = plain_loop(model, padded, device)
         computed = sum(batch.token_ids_RT.size for batch in padded)
         add(f"plain loop, {release('transformers')}", step, sum(p.numel() for p in model.parameters()), computed)
@@ -195,7 +198,7 @@ def rows_of(
     policy = LanguagePolicy(qwen2(shape, host if sharded else device, dtype), CharacterTokenizer("ab"))
     parameters = policy.parameter_count()
     if arguments.lora:
-        policy = adapt(policy, rank=arguments.lora)
+        policy = adapt(policy, LoraSection(rank=arguments.lora))
     layout: Packing = "prefix" if name == "recomputed" else name  # type: ignore[assignment]
     if arguments.checkpointing or name == "recomputed":
         policy.checkpoint_activations()

@@ -241,7 +241,7 @@ async def backlog(run_dir: Path, manifests: list[Manifest], size_mb: int, device
             if message.version >= source.count - 1:
                 finished.set()
 
-    updater = ReplicaUpdater(engine, source, report, transport, poll_s=1.0)
+    updater = ReplicaUpdater(engine, source, report, transport, way="staged", poll_s=1.0)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         task = group.create_task(updater.run())
         await finished.wait()

@@ -39,6 +39,7 @@ from penstock.rollout.io.language_workload import LanguageWorkload
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.io.scoring import Scoring
 from penstock.rollout.prefetch import Bounds
+from penstock.rollout.settings import RolloutSection
 from penstock.wire.messages import Delivered, Leased
 
 __all__ = ["Sample", "SimulatedEngine", "check_samples", "play", "play_workload"]
@@ -143,9 +144,8 @@ def play(
         environment,
         SimulatedEngine(answers, tokenizer=tokenizer),
         tokenizer,
+        RolloutSection(max_new_tokens=max_new_tokens, max_turns=max_turns),
         scoring=Scoring(rubric_of(section, environment), all_inline=True),
-        max_new_tokens=max_new_tokens,
-        max_turns=max_turns,
     )
     try:
         return play_workload(workload, prompts=prompts, group_size=group_size, first=first, tokenizer=tokenizer)
@@ -160,7 +160,7 @@ def play_workload(
     costs its prompt, as in a run; PeerLost and RunFailed are raised. `tokenizer` decodes the text of samples."""
     memory = _Memory(range(first, first + prompts), group_size)
     bounds = Bounds(batch_samples=4 * group_size, queue_samples=8 * group_size)
-    asyncio.run(Runner(workload, memory, memory, RunnerSettings(bounds=bounds)).run())
+    asyncio.run(Runner(workload, memory, memory, RunnerSettings(bounds=bounds, drain_s=10.0)).run())
     return [memory.sample(number, tokenizer) for number in range(prompts * group_size)]
 
 
@@ -173,7 +173,7 @@ def check_samples(samples: Sequence[Sample]) -> None:
         assert math.isfinite(sample.reward), f"{which} has the reward {sample.reward}"
         assert sample.length > 0, f"{which} has nothing to train"
         try:
-            batches = pack([sample.arrays], np.ones(1), PackSettings())
+            batches = pack([sample.arrays], np.ones(1), PackSettings(layout="padded"))
         except (PenstockError, KeyError, ValueError) as error:
             raise AssertionError(f"{which} cannot be trained: {type(error).__name__}: {error}") from error
         assert batches, f"{which} cannot be trained: its arrays are {', '.join(sample.arrays)}"

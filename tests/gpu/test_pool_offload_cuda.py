@@ -46,7 +46,9 @@ def learner(optim: OptimizerSection = OptimizerSection(learning_rate=1e-4)) -> L
     spec = TinyLanguageModel(hidden_size=2048, layers=2, heads=16)
     policy, reference = build(spec), build(spec)
     assert isinstance(reference, LanguagePolicy)
-    return Learner(TokenObjective(policy, TokenLossSection(kl_coefficient=0.1), reference=reference), optim)
+    return Learner(
+        TokenObjective(policy, TokenLossSection(kl_coefficient=0.1), reference=reference, packing="padded"), optim
+    )
 
 
 def weight_bytes(it: Learner) -> int:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch.engine import TorchEngine
+from penstock.engines.torch.settings import TorchEngineSection
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -43,7 +44,7 @@ def complete_all(engine: TorchEngine, contexts: list[list[int]], sampling: Sampl
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.1)])
 def test_logprobs_of_rows_of_many_lengths(dtype: torch.dtype, tolerance: float) -> None:
-    engine = TorchEngine(model(128, 4, dtype), pad_id=0, rows=7)
+    engine = TorchEngine(model(128, 4, dtype), TorchEngineSection(rows=7), pad_id=0)
     contexts = [list(range(1, 2 + 9 * index)) for index in range(20)]
     for context, completion in zip(contexts, complete_all(engine, contexts, Sampling(max_new_tokens=32)), strict=True):
         ids = torch.tensor([[*context, *completion.token_ids.tolist()]], device="cuda")
@@ -66,7 +67,7 @@ def test_a_sleep_gives_back_rows_and_kept_conversations_too() -> None:
             threading.Timer(0.2, engine.wake).start()
 
     before = torch.cuda.memory_allocated()
-    engine = TorchEngine(model(1024, 8, torch.bfloat16), pad_id=0, rows=4, progressed=nap)
+    engine = TorchEngine(model(1024, 8, torch.bfloat16), TorchEngineSection(rows=4), pad_id=0, progressed=nap)
     completions = complete_all(engine, [list(range(500))] * 4 + [[1, 2]] * 4, Sampling(max_new_tokens=16))
     assert [len(completion.token_ids) for completion in completions] == [16] * 8
     assert held["asleep"] - before < 0.05 * (held["awake"] - before)

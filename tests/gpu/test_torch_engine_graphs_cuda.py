@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch.engine import TorchEngine
+from penstock.engines.torch.settings import TorchEngineSection
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -42,7 +43,7 @@ def fresh_logprobs(engine: TorchEngine, context: list[int], drawn: Completion, t
 
 def test_rows_that_join_and_leave_captured_steps_draw_what_they_draw_alone() -> None:
     chance = random.Random(1)
-    engine = TorchEngine(model(), pad_id=0, rows=13, cache_tokens=13 * 400)
+    engine = TorchEngine(model(), TorchEngineSection(rows=13, cache_tokens=13 * 400), pad_id=0)
     wanted = [
         (
             [chance.randrange(500) for _ in range(chance.choice([1, 3, 40, 200]))],
@@ -70,7 +71,7 @@ def test_rows_that_join_and_leave_captured_steps_draw_what_they_draw_alone() -> 
 
 
 def test_draws_of_a_captured_step_differ_from_one_another_and_follow_the_distribution() -> None:
-    engine = TorchEngine(model(), pad_id=0, rows=256, cache_tokens=256 * 64, seed=3)
+    engine = TorchEngine(model(), TorchEngineSection(rows=256, cache_tokens=256 * 64), pad_id=0, seed=3)
     completions = engine.generate([[1, 2, 3]], Sampling(max_new_tokens=20, top_k=3), repeats=[256])
     assert len({tuple(one.token_ids) for one in completions}) > 200
     with torch.inference_mode():
@@ -91,7 +92,8 @@ def test_a_swap_keeps_the_captured_steps_and_a_sleep_drops_them() -> None:
             engine.stage({name: tensor * 0.5 for name, tensor in engine.served_tensors().items()})
             engine.swap(2, "two")
 
-    engine = TorchEngine(model(), pad_id=0, rows=4, cache_tokens=4 * 256, version=1, digest="one", progressed=count)
+    settings = TorchEngineSection(rows=4, cache_tokens=4 * 256)
+    engine = TorchEngine(model(), settings, pad_id=0, version=1, digest="one", progressed=count)
     context = [5, 6, 7]
     [first] = engine.generate([context], Sampling(max_new_tokens=100))
     captured = engine._rows._decoding.captured

@@ -41,7 +41,7 @@ class Bench:
         self.ring = Ring.create("run", capacity_bytes=1 << 20, slots=16, directory=str(folder))
         self.fetcher = BatchFetcher(host_id="here", directory=str(folder))
         self.offload = Offload(3, "feed")
-        settings = PackSettings(micro_batch_tokens=2 * TOKENS)
+        settings = PackSettings(micro_batch_tokens=2 * TOKENS, layout="padded")
         self.feed = BatchLoader(self.fetcher, self.offload, dr_grpo, settings)
 
     def prepare(self, step: int) -> PreparedBatch:

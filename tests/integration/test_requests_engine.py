@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch.engine import TorchEngine
+from penstock.engines.torch.settings import TorchEngineSection
 from penstock.errors import ConfigError, PeerLost
 
 T = TypeVar("T")
@@ -54,8 +55,11 @@ class Steps:
         self.then.get(self.taken, lambda: None)()
 
 
-def engine_with(steps: Callable[[], None] = lambda: None, **options: Any) -> TorchEngine:
-    return TorchEngine(tiny_model(), pad_id=0, progressed=steps, **{"cache_tokens": 40_000, **options})
+def engine_with(
+    steps: Callable[[], None] = lambda: None, *, version: int = 0, digest: str = "", **options: int
+) -> TorchEngine:
+    settings = TorchEngineSection(**{"cache_tokens": 40_000, **options})
+    return TorchEngine(tiny_model(), settings, pad_id=0, progressed=steps, version=version, digest=digest)
 
 
 async def within(work: Coroutine[Any, Any, T]) -> T:

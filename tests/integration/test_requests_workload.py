@@ -16,6 +16,7 @@ import torch
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch.engine import TorchEngine
+from penstock.engines.torch.settings import TorchEngineSection
 from penstock.envs.protocol import Prompt
 from penstock.envs.tasks import Copy
 from penstock.errors import Aborted, PeerLost
@@ -27,6 +28,7 @@ from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
+from penstock.rollout.settings import RolloutSection
 from penstock.wire.messages import Delivered, Leased
 
 DEADLINE_S = 60.0
@@ -54,8 +56,12 @@ def policy_of() -> LanguagePolicy:
 def workload_for(environment: Any, **options: Any) -> LanguageWorkload:
     policy = policy_of()
     progressed = options.pop("progressed", lambda: None)
-    engine = TorchEngine(policy.module, pad_id=0, version=3, digest="three", rows=16, progressed=progressed)
-    return LanguageWorkload(environment, engine, policy.tokenizer, **{"max_new_tokens": 5, **options})
+    engine = TorchEngine(
+        policy.module, TorchEngineSection(rows=16), pad_id=0, version=3, digest="three", progressed=progressed
+    )
+    kept = options.pop("kept", None)
+    settings = RolloutSection(**{"max_new_tokens": 5, **options})
+    return LanguageWorkload(environment, engine, policy.tokenizer, settings, kept=kept)
 
 
 def lease(position: int, samples: int = 3) -> PromptLease:
@@ -231,7 +237,9 @@ class Store:
 async def test_an_abandoned_runner_keeps_what_its_requests_had(tmp_path: Path) -> None:
     workload = workload_for(Echo(), max_turns=3, max_new_tokens=10, kept=KeptEpisodes(tmp_path))
     controller = ControllerApi()
-    settings = RunnerSettings(bounds=Bounds(batch_samples=4, queue_samples=8, concurrency=8), return_s=30.0)
+    settings = RunnerSettings(
+        drain_s=10.0, bounds=Bounds(batch_samples=4, queue_samples=8, concurrency=8), return_s=30.0
+    )
     runner = Runner(workload, controller, Store(), settings, interrupt=workload.engine.interrupt)
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         running = group.create_task(runner.run())

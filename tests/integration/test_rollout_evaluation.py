@@ -22,6 +22,7 @@ from penstock.rollout.io.hook_calls import Evaluating
 from penstock.rollout.io.language_workload import LanguageWorkload
 from penstock.rollout.io.runner import Runner, RunnerSettings
 from penstock.rollout.prefetch import Bounds
+from penstock.rollout.settings import RolloutSection
 from penstock.wire.messages import Delivered, Leased
 
 
@@ -123,7 +124,11 @@ def run(
 ) -> None:
     bounds = Bounds(batch_samples=batch_samples, queue_samples=64)
     runner = Runner(
-        workload, controller, store, RunnerSettings(bounds=bounds, prefetch=prefetch), evaluating=evaluating
+        workload,
+        controller,
+        store,
+        RunnerSettings(drain_s=10.0, bounds=bounds, prefetch=prefetch),
+        evaluating=evaluating,
     )
     asyncio.run(runner.run())
 
@@ -176,8 +181,9 @@ def test_greedy_evaluations_leave_no_trace_in_training_samples():
         assert isinstance(policy, LanguagePolicy)
         engine = TorchEngine(policy.module, pad_id=policy.tokenizer.pad_id, seed=5, version=3, digest="d")
         controller = ControllerApi(leases)
-        workload = LanguageWorkload(environment, engine, policy.tokenizer, max_new_tokens=4)
-        held_out = LanguageWorkload(Copy(seed=1), engine, policy.tokenizer, greedy=True, max_new_tokens=4)
+        settings = RolloutSection(max_new_tokens=4)
+        workload = LanguageWorkload(environment, engine, policy.tokenizer, settings)
+        held_out = LanguageWorkload(Copy(seed=1), engine, policy.tokenizer, settings, greedy=True)
         tokens: list[Any] = []
 
         class Tokens(Store):

@@ -68,7 +68,7 @@ class Store:
     def discard(self, payloads): pass
 
 bounds = Bounds(batch_samples=4, queue_samples=8)
-settings = RunnerSettings(bounds=bounds, prefetch=options["prefetch"])
+settings = RunnerSettings(drain_s=10.0, bounds=bounds, prefetch=options["prefetch"])
 print(asyncio.run(Runner(Workload(), ControllerApi(), Store(), settings).run()))
 """
 

@@ -27,6 +27,7 @@ from penstock.rollout.hooks import Failed, Finished, Unusable
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
 from penstock.rollout.io.preparation_pool import PreparationPool
+from penstock.rollout.settings import RolloutSection
 
 
 class Echo(Copy):
@@ -54,7 +55,9 @@ def workload_for(environment: Any, **options: Any) -> LanguageWorkload:
     policy = build(TinyLanguageModel(alphabet=Copy().alphabet, hidden_size=16, layers=1, heads=2, max_positions=48))
     assert isinstance(policy, LanguagePolicy)
     engine = TorchEngine(policy.module, pad_id=0, version=3, digest="three", seed=options.pop("seed", 0))
-    return LanguageWorkload(environment, engine, policy.tokenizer, **{"max_new_tokens": 5, **options})
+    kept = options.pop("kept", None)
+    settings = RolloutSection(**{"max_new_tokens": 5, **options})
+    return LanguageWorkload(environment, engine, policy.tokenizer, settings, kept=kept)
 
 
 def lease(position: int, samples: int = 3, min_version: int = 0) -> PromptLease:

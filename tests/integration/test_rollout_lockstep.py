@@ -91,7 +91,7 @@ around = Surroundings(traced=lambda told: report["traces"].append(type(told).__n
 
 async def lead():
     bounds = Bounds(batch_samples=4)
-    group = GroupRunner(ControllerApi(), RunnerSettings(bounds=bounds, prefetch=options["prefetch"]))
+    group = GroupRunner(ControllerApi(), RunnerSettings(drain_s=10.0, bounds=bounds, prefetch=options["prefetch"]))
     lockstep = Lockstep(Workload(), Store(), fetch, leader=group, share=options["share"], surroundings=around)
     loop = asyncio.get_running_loop()
     stepping = loop.run_in_executor(None, lockstep.run)

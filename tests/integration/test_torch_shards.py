@@ -20,10 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch.engine import TorchEngine
+from penstock.engines.torch.settings import TorchEngineSection
 from penstock.engines.torch.shards import ShardGroup, Shards
 from penstock.errors import ConfigError, PeerLost
 from penstock.runtime.tensors import module_tensors
 from torch_ranks import CACHE_TOKENS, CPU, ROWS, follow, model
+
+SETTINGS = TorchEngineSection(rows=ROWS, cache_tokens=CACHE_TOKENS)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -40,7 +43,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TorchEngin
     theirs.close()
     whole = model(0)
     shards = Shards(whole, ShardGroup(store, 0, 2, [ours], CPU))
-    yield TorchEngine(whole, pad_id=0, rows=ROWS, cache_tokens=CACHE_TOKENS, seed=5, shards=shards), other
+    yield TorchEngine(whole, SETTINGS, pad_id=0, seed=5, shards=shards), other
     other.kill()
     other.join()
     ours.close()
@@ -48,7 +51,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TorchEngin
 
 
 def alone(seed: int) -> TorchEngine:
-    return TorchEngine(model(seed), pad_id=0, rows=ROWS, cache_tokens=CACHE_TOKENS, seed=5)
+    return TorchEngine(model(seed), SETTINGS, pad_id=0, seed=5)
 
 
 PROMPTS = [[3, 4, 5, 6], [7, 8], [9] * 20, [10, 11, 12], [13], [14, 15], [16, 17, 18], [19]]

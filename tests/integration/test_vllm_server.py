@@ -26,6 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.vllm.requests import VllmRequests, label
 from penstock.engines.vllm.server import ServerSettings, VllmServer
+from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.engines.vllm.weights import VllmEngine
 from penstock.errors import PeerLost
 from penstock.records.ids import Version
@@ -89,10 +90,11 @@ class Server:
                 model=directory / "model",
                 home=directory / "home",
                 log=directory / "log",
+                engine=VllmEngineSection(max_requests=8, eager=True),
                 python=PYTHON,
+                dtype="float32",
                 max_length=256,
-                max_requests=8,
-                eager=True,
+                threads=1,
             )
         )
         self.owned.launch()

@@ -34,8 +34,6 @@ from penstock.weights.events import (
     FailRun,
     MembershipReconciled,
     OfferVersion,
-    ReplicaJoined,
-    ReplicaLost,
     ReplicaReported,
     RestartFleet,
     Ticked,
@@ -149,6 +147,7 @@ class Stage:
         self.published: list[Manifest] = []
         self.seeds: dict[str, int] = {}
         self.cases: dict[MemberId, Any] = {}
+        self.alive: set[MemberId] = set()
         self.failed = ""
         self.evictions: list[str] = []
         self.reports: list[ReplicaReported] = []
@@ -262,7 +261,8 @@ class Stage:
         )
         self.cases[member] = case
         self.nursery.start(self.tag_of(member), "replica", case)
-        self.tell(ReplicaJoined(member))
+        self.alive.add(member)
+        self.tell(MembershipReconciled(frozenset(self.alive)))
         return member
 
     async def supervise(self) -> None:
@@ -275,7 +275,8 @@ class Stage:
                     gone.add(member)
                     code = self.nursery.codes[self.tag_of(member)]
                     assert code in (3, -signal.SIGKILL), f"{member} ended with {code}"
-                    self.tell(ReplicaLost(member, f"ended with {code}"))
+                    self.alive.discard(member)
+                    self.tell(MembershipReconciled(frozenset(self.alive)))
                     if not self.failed:
                         self.start(member[0])
             self.tell(Ticked())

@@ -191,7 +191,7 @@ def test_branches_that_lie_are_refused(branches: np.ndarray) -> None:
         "branches": branches,
     }
     with pytest.raises(RemoteProtocolError, match="make no sense"):
-        pack_tokens([sample], np.zeros(1), PackSettings())
+        pack_tokens([sample], np.zeros(1), PackSettings(layout="padded"))
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -204,7 +204,7 @@ def test_any_branches_are_packed_within_the_sample_or_refused(rows: list[tuple[i
         "branches": np.array(rows, np.int32),
     }
     try:
-        packed = pack_tokens([sample], np.zeros(1), PackSettings())
+        packed = pack_tokens([sample], np.zeros(1), PackSettings(layout="padded"))
     except RemoteProtocolError:
         return
     trained = [token for batch in packed for token in batch.token_ids_RT[batch.loss_mask_RT != 0].tolist()]

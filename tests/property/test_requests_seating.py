@@ -138,4 +138,4 @@ TestSeating = Engine.TestCase
 
 def test_an_engine_without_room_is_refused() -> None:
     with pytest.raises(LocalProtocolError, match="at least one row"):
-        Seating(0, 10)
+        Seating(0, 10, 0)

@@ -9,14 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.errors import InvalidTransition
 from penstock.records.ids import Version
 from penstock.weights.replica import (
-    Died,
     Mismatched,
     Paused,
     Replica,
     ReplicaEffect,
     ReplicaEvent,
     ReplicaState,
-    Restarted,
     Resumed,
     ResumeEngine,
     Swapped,
@@ -43,7 +41,6 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.replica = Replica()
         self.memory = [-1] * BUCKETS
         self.generating = False
-        self.alive = True
         self.now = 0.0
 
     def tell(self, event: ReplicaEvent) -> list[ReplicaEffect]:
@@ -59,26 +56,25 @@ class ReplicaMachine(RuleBasedStateMachine):
                 self.generating = True
                 self.obey(self.tell(Resumed()))
 
-    @precondition(lambda self: self.alive)
     @rule()
     def pause(self) -> None:
         self.generating = False
         self.tell(Paused())
 
-    @precondition(lambda self: self.alive and not self.generating)
+    @precondition(lambda self: not self.generating)
     @rule(version=VERSIONS, bucket=st.integers(0, BUCKETS - 1))
     def write_one_bucket(self, version: int, bucket: int) -> None:
         self.tell(WriteBegan())
         self.memory[bucket] = version
 
-    @precondition(lambda self: self.alive and not self.generating)
+    @precondition(lambda self: not self.generating)
     @rule(version=VERSIONS)
     def write_all_and_prove(self, version: int) -> None:
         self.tell(WriteBegan())
         self.memory = [version] * BUCKETS
         self.tell(Verified(Version(version), digest(version)))
 
-    @precondition(lambda self: self.alive and self.replica.state in (S.TORN, S.LOADED, S.STALE))
+    @precondition(lambda self: self.replica.state in (S.TORN, S.LOADED, S.STALE))
     @rule(expected=VERSIONS)
     def prove(self, expected: int) -> None:
         if self.complete() and self.memory[0] == expected:
@@ -116,23 +112,16 @@ class ReplicaMachine(RuleBasedStateMachine):
             return
         raise AssertionError(f"a mixture was resumed: {self.replica}")
 
-    @precondition(lambda self: self.alive)
     @rule(step=st.sampled_from(["fetch", "stage", "swap", "write", "verify"]))
     def fail(self, step: str) -> None:
         self.obey(self.tell(UpdateFailed(step, "boom")))
 
-    @precondition(lambda self: self.alive)
-    @rule()
-    def die(self) -> None:
-        self.tell(Died("killed"))
-        self.alive = self.generating = False
-        self.memory = [-1] * BUCKETS
-
-    @precondition(lambda self: not self.alive)
     @rule()
     def restart(self) -> None:
-        self.tell(Restarted())
-        self.alive = True
+        """A new process, and a new machine with it."""
+        self.replica = Replica()
+        self.generating = False
+        self.memory = [-1] * BUCKETS
 
     @invariant()
     def only_one_complete_version_generates(self) -> None:

@@ -15,8 +15,6 @@ from penstock.weights.events import (
     FenceReplica,
     MembershipReconciled,
     OfferVersion,
-    ReplicaJoined,
-    ReplicaLost,
     ReplicaReported,
     Ticked,
     TrainerLost,
@@ -101,7 +99,7 @@ class TransactionMachine(RuleBasedStateMachine):
     def join(self, member: MemberId) -> None:
         if member not in self.holds and member not in self.evicted:
             self.holds[member] = None
-            self.tell(ReplicaJoined(member))
+            self.tell(MembershipReconciled(frozenset(self.holds)))
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
@@ -145,7 +143,7 @@ class TransactionMachine(RuleBasedStateMachine):
         if member in self.holds:
             del self.holds[member]
             self.offers.pop(member, None)
-            self.tell(ReplicaLost(member, "killed"))
+            self.tell(MembershipReconciled(frozenset(self.holds)))
             self.evicted.discard(member)
 
     @rule(live=st.frozensets(member_of))

@@ -21,8 +21,6 @@ from penstock.weights.events import (
     FailRun,
     MembershipReconciled,
     OfferVersion,
-    ReplicaJoined,
-    ReplicaLost,
     ReplicaReported,
     RestartTrainer,
     Ticked,
@@ -34,7 +32,6 @@ from penstock.weights.events import (
 from penstock.weights.published import HISTORY, PublishedVersions
 from penstock.weights.replica import (
     AbandonReplica,
-    Died,
     Mismatched,
     Paused,
     Replica,
@@ -213,7 +210,7 @@ class World:
         slow = 10.0 if number % 50 == 0 else self.random.uniform(0.5, 2.0)
         process = Process(member, "in_place" if number % 3 == 0 else "staged", slow)
         self.processes[member] = process
-        self.tell(ReplicaJoined(member))
+        self.tell(MembershipReconciled(frozenset(self.processes)))
         self.after(self.random.uniform(0.0, 1.0), lambda: self.ask(process))
 
     def kill(self, member: MemberId, why: str) -> None:
@@ -221,8 +218,7 @@ class World:
         if process is None:
             return
         process.alive = process.generating = False
-        process.replica.handle(Died(why), self.now)
-        self.tell(ReplicaLost(member, why))
+        self.tell(MembershipReconciled(frozenset(self.processes)))
         self.after(self.random.uniform(1.0, 3.0), lambda: self.start(int(member.split("-")[0])))
 
     def event(self, process: Process, event: ReplicaEvent) -> None:

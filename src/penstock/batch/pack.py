@@ -35,14 +35,17 @@ ALIGNMENT_BYTES = 64
 Packing = Literal["padded", "packed", "prefix"]
 
 
-class PackSettings(msgspec.Struct, frozen=True):
+MICRO_BATCH_TOKENS = 16_384
+
+
+class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How large a micro-batch may be."""
 
-    micro_batch_tokens: int = 16_384
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
     """Rows times width, padding included. A single longer sequence is given a micro-batch of its own."""
     micro_batches: int = 1
     """The least number of micro-batches, if there are as many rows: one for each update."""
-    layout: Packing = "padded"
+    layout: Packing
     """One sequence per row; or one row without padding; or that, with common beginnings only once."""
 
 

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock.rollout.hooks import Workload
 from penstock.runtime.named import check_call, check_methods, load_callable, takes
 from penstock.runtime.sinks import check_sink
-from penstock.train.settings import LOSSES
+from penstock.train.losses.tokens import NAMED as LOSSES
 
 
 def check_environment(config: Config) -> None:

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from penstock.batch.advantage import NAMED as ADVANTAGES
 from penstock.config.recommended import fill_in
 from penstock.control.settings import EvaluationSection
-from penstock.engines.settings import Engine, LoraSection, MlpModel, Model
+from penstock.engines.registry import Engine
+from penstock.engines.settings import LoraSection, MlpModel, Model
 from penstock.engines.torch.settings import TorchEngineSection
 from penstock.envs.settings import EnvSection
 from penstock.records.section import (
@@ -19,8 +20,8 @@ from penstock.records.section import (
     Section,
 )
 from penstock.rollout.settings import RolloutSection
+from penstock.train.losses.tokens import NAMED as LOSSES
 from penstock.train.settings import (
-    LOSSES,
     CheckpointSection,
     OptimizerSection,
     PpoLossSection,

@@ -13,7 +13,7 @@ and journalled there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
@@ -40,7 +40,6 @@ EVENT_CHARACTERS = 200
 Decided = list[tuple[PipelineName, Effect]]
 """What to do, each with the pipeline it concerns; the reply to a request comes first."""
 
-_PIPELINE_EVENTS = frozenset(get_args(events.Event))
 _pipeline_event: Callable[[bytes], events.Event] = msgspec.msgpack.Decoder(events.Event, dec_hook=decode_section).decode
 _pool_event: Callable[[bytes], pool_events.Event] = msgspec.msgpack.Decoder(
     pool_events.Event, dec_hook=decode_section

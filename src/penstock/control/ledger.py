@@ -19,6 +19,7 @@ from typing import Protocol
 from penstock.control.audit import audit
 from penstock.control.sample_table import SampleTable
 from penstock.control.samples import NOT_LEASED_TO_YOU, Group, LedgerState, Redo, SetAside, State, StepRecord
+from penstock.control.settings import PipelineSettings
 from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.records.ids import MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef
@@ -37,28 +38,18 @@ class GroupFilter(Protocol):
 
 class Ledger:
     def __init__(
-        self,
-        *,
-        groups_per_step: int,
-        group_size: int,
-        max_staleness: int,
-        max_failures: int = 3,
-        max_losses: int | None = None,
-        prompt_limit: int | None = None,
-        group_filter: GroupFilter | None = None,
-        max_filtered_per_step: int = 0,
-        state: LedgerState | None = None,
+        self, settings: PipelineSettings, group_filter: GroupFilter | None = None, state: LedgerState | None = None
     ) -> None:
-        self.groups_per_step = groups_per_step
-        self.group_size = group_size
-        self.max_staleness = max_staleness
-        self.max_failures = max_failures
-        self.max_losses = max_losses
+        self.groups_per_step = settings.groups_per_step
+        self.group_size = settings.group_size
+        self.max_staleness = settings.max_staleness
+        self.max_failures = settings.max_failures
+        self.max_losses = settings.max_losses
         self.group_filter = group_filter
         self._filtered: list[tuple[PromptIndex, str]] = []
-        self.max_filtered_per_step = max_filtered_per_step
-        self.state = state if state is not None else LedgerState(prompt_limit=prompt_limit)
-        self._table = SampleTable(self.state, group_size)
+        self.filtered_per_step_allowed = settings.filtered_per_step_allowed
+        self.state = state if state is not None else LedgerState(prompt_limit=settings.prompt_limit)
+        self._table = SampleTable(self.state, self.group_size)
 
     # -- what the table says -------------------------------------------------------------------------------------
 
@@ -187,7 +178,7 @@ class Ledger:
 
     def _complete(self, group: Group) -> None:
         state = self.state
-        judge = self.group_filter if state.filtered_since_step < self.max_filtered_per_step else None
+        judge = self.group_filter if state.filtered_since_step < self.filtered_per_step_allowed else None
         reason = judge(group.rewards, group.lengths) if judge is not None else None
         if reason is not None:
             state.filtered_since_step += 1

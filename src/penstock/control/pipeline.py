@@ -80,18 +80,8 @@ class PipelineControl:
 
     def _adopt(self, state: PipelineState) -> None:
         settings = self.settings
-        filtered = settings.max_filtered_per_step
         self.state = state
-        self.ledger = Ledger(
-            groups_per_step=settings.groups_per_step,
-            group_size=settings.group_size,
-            max_staleness=settings.max_staleness,
-            max_failures=settings.max_failures,
-            max_losses=settings.max_losses,
-            group_filter=self._filter,
-            max_filtered_per_step=4 * settings.groups_per_step if filtered is None else filtered,
-            state=state.ledger,
-        )
+        self.ledger = Ledger(settings, self._filter, state.ledger)
         self.members = Membership(settings, state.members)
         self.admission = Admission(self.ledger, settings.steps)
         self.evaluation = Evaluation(settings.evaluation, state.evaluation)

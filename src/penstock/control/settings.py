@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from penstock.envs.settings import EnvSection
 from penstock.records.ids import PipelineName
-from penstock.records.section import NonNegative, NonNegativeFloat, Positive, Seconds, Section
+from penstock.records.section import LOOPBACK, NonNegative, NonNegativeFloat, Positive, Seconds, Section
 
 
 class LivenessSection(Section):
@@ -32,7 +32,7 @@ class LivenessSection(Section):
 
 
 class ControlSection(LivenessSection):
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     """Address to listen on. Anything but loopback exposes the run to the network; the token still guards it."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """0 lets the system choose a free port."""
@@ -124,7 +124,7 @@ class PipelineSettings(LivenessSection, GroupSection, StepSection):
     prompt_limit: int | None = None
     """Prompts in the whole run; None: endless, or `epochs` times what the first worker reports."""
     max_filtered_per_step: int | None = None
-    """Groups the filter may take away between two batches, by default four batches' worth; then groups pass anyway,
+    """Groups the filter may take away between two batches, by default four batches' worth. Then groups pass anyway,
     so that a filter that rejects everything slows the run down but cannot stop it."""
     throttle_report_s: Seconds = 30.0
     evaluation: EvaluationSection = EvaluationSection()
@@ -133,6 +133,11 @@ class PipelineSettings(LivenessSection, GroupSection, StepSection):
     def resolution_s(self) -> float:
         """Heartbeats closer together than this are not recorded: they would fill the journal and decide nothing."""
         return self.suspect_after_s / 4
+
+    @property
+    def filtered_per_step_allowed(self) -> int:
+        """`max_filtered_per_step`, or what follows from the size of a batch."""
+        return 4 * self.groups_per_step if self.max_filtered_per_step is None else self.max_filtered_per_step
 
     @property
     def set_aside_in_a_row_allowed(self) -> int:

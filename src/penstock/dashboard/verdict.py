@@ -29,6 +29,8 @@ class Evidence:
     """What was found in the run directory, and whether its supervisor holds it."""
 
     directory: str
+    stall_after_s: float
+    """A run with no progress for longer is stalled."""
     pipelines: tuple[PipelineFacts, ...] = ()
     alive: bool = False
     """A supervisor on this machine holds the run."""
@@ -45,7 +47,6 @@ class Evidence:
     """What the journal says the run failed of."""
     silent_s: float | None = None
     """How long ago the newest file was written; None when there is none."""
-    stall_after_s: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.settings import LoraSection, MlpModel, TinyModel
 from penstock.engines.tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
 from penstock.runtime.tensors import module_tensors
@@ -26,14 +27,17 @@ ADAPTER_FILE = "adapter_model.safetensors"
 """Where peft looks for it."""
 
 
+_TINY, _MLP = TinyModel(), MlpModel()
+
+
 class TinyLanguageModel(msgspec.Struct, frozen=True, tag="tiny"):
     """A small causal transformer with a vocabulary of single characters, made from the seed alone."""
 
     alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!+-*/=()>"
-    hidden_size: int = 128
-    layers: int = 1
-    heads: int = 4
-    max_positions: int = 512
+    hidden_size: int = _TINY.hidden
+    layers: int = _TINY.layers
+    heads: int = _TINY.heads
+    max_positions: int = _TINY.max_length
     seed: int = 0
 
 
@@ -52,9 +56,9 @@ class GymnasiumPolicy(msgspec.Struct, frozen=True, tag="gymnasium"):
     action_kind: Literal["discrete", "gaussian"]
     action_size: int
     """Number of actions, or of action components."""
-    hidden_size: int = 64
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
+    hidden_size: int = _MLP.hidden
+    normalize_observations: bool = _MLP.normalize_observations
+    normalize_rewards: bool = _MLP.normalize_rewards
     seed: int = 0
 
 
@@ -180,18 +184,16 @@ class _BasePolicy(LanguagePolicy):
             yield
 
 
-def adapt(
-    policy: LanguagePolicy, *, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = (), seed: int = 0
-) -> AdaptedPolicy:
+def adapt(policy: LanguagePolicy, lora: LoraSection, *, seed: int = 0) -> AdaptedPolicy:
     """Freezes the model and gives it an adapter, which changes nothing yet. The given policy is used up."""
     try:
         from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError("[pipeline.lora] needs peft: pip install 'penstock[lora]'") from error
     config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]
-        target_modules=list(targets) or "all-linear",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=lora.targets or "all-linear",
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
@@ -201,7 +203,7 @@ def adapt(
         try:
             module = get_peft_model(policy.module, config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
         except ValueError as error:
-            raise ConfigError(f"lora.targets {list(targets)}: {error}") from error
+            raise ConfigError(f"lora.targets {lora.targets}: {error}") from error
     return AdaptedPolicy(module, policy.tokenizer)
 
 

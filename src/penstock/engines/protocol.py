@@ -57,11 +57,32 @@ class Updater(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """One engine of one worker."""
+class BareEngine(Protocol):
+    """What every engine has. One with `capabilities.weights = "none"` has no more: it can be evaluated, not trained."""
 
     @property
     def capabilities(self) -> Capabilities: ...
+
+    async def close(self) -> None:
+        """Frees everything, processes included."""
+        ...
+
+    def interrupt(self) -> None:
+        """Ends all generations, now and later, with what they have; `resume` undoes it."""
+        ...
+
+    def resume(self) -> None:
+        """Allows generation after an interruption."""
+        ...
+
+    def statistics(self) -> dict[str, float]:
+        """Depths now and counters since the start, by plain names. Of a request engine that knows them, also
+        `requests_decoding`, `requests_waiting` (for room) and `preemptions`: concurrency follows them."""
+        ...
+
+
+class Engine(BareEngine, Protocol):
+    """The engine of a worker: the run updates its weights, and gives it its devices."""
 
     @property
     def version(self) -> int: ...
@@ -73,10 +94,6 @@ class Engine(Protocol):
 
     def start(self, tasks: Tasks) -> None:
         """Spawns what must run beside the requests. Called once, on the event loop, before anything else."""
-        ...
-
-    async def close(self) -> None:
-        """Frees everything, processes included."""
         ...
 
     async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
@@ -91,14 +108,6 @@ class Engine(Protocol):
         """PeerLost unless the devices are free, as far as can be measured."""
         ...
 
-    def interrupt(self) -> None:
-        """Ends all generations, now and later, with what they have; `resume` undoes it."""
-        ...
-
-    def resume(self) -> None:
-        """Allows generation after an interruption."""
-        ...
-
     def updater(
         self,
         source: ManifestSource,
@@ -109,9 +118,4 @@ class Engine(Protocol):
         deadline_s: float,
     ) -> Updater:
         """The one task that changes its weights. `transport` makes the configured transport, if the engine needs it."""
-        ...
-
-    def statistics(self) -> dict[str, float]:
-        """Depths now and counters since the start, by plain names. Of a request engine that knows them, also
-        `requests_decoding`, `requests_waiting` (for room) and `preemptions`: concurrency follows them."""
         ...

@@ -14,10 +14,11 @@ Ending = Literal["stop", "length", "interrupted"]
 class Sampling(msgspec.Struct, frozen=True):
     """How tokens are drawn. Recorded log-probabilities are those of exactly this distribution.
 
-    `min_p`, `top_k` and `top_p` apply in this order, each to what the one before left, after the temperature.
+    `min_p`, `top_k` and `top_p` apply in this order, each to what the one before left, after the temperature. By
+    default the distribution is the model's own.
     """
 
-    max_new_tokens: int = 16
+    max_new_tokens: int
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
     """Each ends a completion and belongs to it; without any, every completion runs to its full length."""

@@ -1,14 +1,12 @@
-"""`[pipeline.model]` and `[pipeline.engine]`: what is trained, and what draws tokens from it."""
+"""`[pipeline.model]` and `[pipeline.lora]`: what is trained. The tables of engines are in their folders."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from penstock.engines.registry import SECTIONS
-from penstock.engines.section import EngineSection
 from penstock.records.section import Positive, PositiveFloat, Section
 
 
@@ -84,17 +82,3 @@ class MlpModel(Section):
 
 
 Model = Annotated[TinyModel | PathModel | HubModel | MlpModel, Field(discriminator="kind")]
-
-
-def _engine_kind(engine: Any) -> str:
-    """`torch`, unless said otherwise."""
-    return engine.get("kind", "torch") if isinstance(engine, dict) else engine.kind
-
-
-if TYPE_CHECKING:
-    Engine = EngineSection
-else:
-    Engine = Annotated[
-        Union[tuple(Annotated[section, Tag(kind)] for kind, section in SECTIONS.items())],  # noqa: UP007
-        Discriminator(_engine_kind),
-    ]

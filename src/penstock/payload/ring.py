@@ -38,7 +38,6 @@ READER_ORPHANS_OFFSET = 8
 EXTENT = struct.Struct("<QQQ")
 """offset into the arena, length, digest."""
 MAX_RUN_ID_BYTES = 64
-MAX_LABEL_BYTES = 48
 
 NAME_PREFIX = "penstock-"
 _NAME = re.compile(NAME_PREFIX + r"[0-9a-f]{32}")

@@ -7,8 +7,11 @@ from typing import Literal
 
 import msgspec
 
+from penstock.pool.settings import PoolSection
 from penstock.records.ids import PipelineName
 from penstock.records.pool import DeviceId, Priority, SeatId, Topology
+
+_POOL = PoolSection()
 
 SeatPhase = Literal["planned", "waking", "serving", "leaving", "fenced"]
 
@@ -34,7 +37,7 @@ class PipelineView(msgspec.Struct, frozen=True):
     min_bundles: int = 0
     waiting_since: float | None = None
     """When it began to have work and no worker."""
-    turn_s: float = 10.0
+    turn_s: float = _POOL.turn_s
     """A woken worker of it is not taken for another pipeline's generation before this has passed."""
     lingers: bool = False
     """Workers of it that lack work will have some again before the moves repay: up to its equal part no other may take
@@ -87,7 +90,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """By initialisation, training or scoring: never taken away."""
     requests: tuple[RequestView, ...] = ()
     """In order of arrival."""
-    patience_s: float = 30.0
+    patience_s: float = _POOL.patience_s
     """A request that waited this long is no longer overtaken by later ones of its class."""
 
 

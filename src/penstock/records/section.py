@@ -15,6 +15,10 @@ Seconds = PositiveFloat
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
+LOOPBACK = "127.0.0.1"
+"""Reached from this machine only."""
+
+
 class Section(BaseModel):
     """A table of the configuration: unknown keys are mistakes, and nothing changes after loading."""
 

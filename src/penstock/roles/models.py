@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from penstock.batch.pack import MICRO_BATCH_TOKENS
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.engines.hub import directory_of
@@ -30,8 +31,7 @@ def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> La
     policy = build(_spec(config, pipeline, environment))
     if pipeline.lora is None or not isinstance(policy, LanguagePolicy):
         return policy
-    lora = pipeline.lora
-    return adapt(policy, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.run.seed)
+    return adapt(policy, pipeline.lora, seed=config.run.seed)
 
 
 def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelSpec:
@@ -85,7 +85,8 @@ def recomputes_activations(pipeline: PipelineSection) -> bool:
 
 
 def micro_batch_tokens(pipeline: PipelineSection) -> int:
-    return pipeline.train.tokens_per_micro_batch or (65_536 if recomputes_activations(pipeline) else 16_384)
+    usual = MICRO_BATCH_TOKENS * (4 if recomputes_activations(pipeline) else 1)
+    return pipeline.train.tokens_per_micro_batch or usual
 
 
 def objective_of(

@@ -189,11 +189,12 @@ async def _serving(one: Saved, policy: LanguagePolicy | ActorCriticPolicy, seed:
         in_pool=False,
         device_at=partial(device_at, device, in_pool=False),
     )
-    engine = build_engine(section, policy, site)
+    engine: Any = build_engine(section, policy, site)
     async with Tasks() as tasks:
         try:
-            engine.start(tasks)
-            await engine.occupy((), OCCUPY_S)
+            if section.capabilities.weights != "none":
+                engine.start(tasks)
+                await engine.occupy((), OCCUPY_S)
             yield engine
         finally:
             tasks.cancel()

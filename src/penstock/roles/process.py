@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import uvloop
 
@@ -28,6 +28,7 @@ from penstock.payload.io.shm import SYSTEM_RANDOM, Ring
 from penstock.payload.io.wire_client import Wire
 from penstock.records.ids import PipelineName
 from penstock.records.payload import RingAddress
+from penstock.records.section import LOOPBACK
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.logs import configure
 from penstock.runtime.member import RunMember, StoppedAtStart
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 UNEXPECTED = 70
 """Exit code of a process that died of an unexpected error."""
 
-LOOPBACK = "127.0.0.1"
 TRACEBACK_CHARACTERS = 4000
 NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
@@ -97,10 +97,8 @@ class RoleProcess(RunMember):
         return LagMonitor(self.name, self.config.lag)
 
 
-class RoleMain(Protocol):
-    """The wiring of a role."""
-
-    def __call__(self, process: RoleProcess) -> Coroutine[Any, Any, None]: ...
+RoleMain = Callable[[RoleProcess], Coroutine[Any, Any, None]]
+"""The wiring of a role."""
 
 
 def run_role(main: RoleMain, options: argparse.Namespace) -> int:

@@ -191,7 +191,7 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
         device_at=partial(device_at, rollout.device, in_pool=in_pool, rank=rank),
         ranks=engine_ranks if engine_ranks is not None and engine_ranks.count > 1 else None,
     )
-    engine = build_engine(pipeline.engine, policy, site)
+    engine: Any = build_engine(pipeline.engine, policy, site)
     workload = workload_of(
         pipeline.env,
         rollout,

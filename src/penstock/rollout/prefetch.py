@@ -22,6 +22,7 @@ from math import ceil
 
 import msgspec
 
+from penstock.envs.settings import RewardSection
 from penstock.errors import InvalidTransition, LocalProtocolError
 from penstock.rollout.flow import (
     Abandoned,
@@ -51,27 +52,31 @@ from penstock.rollout.flow import (
 from penstock.rollout.holdings import LINE, OUTPUT, Held, Holdings
 from penstock.rollout.overlap import Overlap
 from penstock.rollout.pacing import Pacing
+from penstock.rollout.settings import RolloutSection
 
 DELIVER_AFTER_S = 0.05
 """How long a finished lease may wait for its neighbours, so that one delivery carries many."""
 
 
+_ROLLOUT = RolloutSection()
+
+
 class Bounds(msgspec.Struct, frozen=True):
     """How much may be held where."""
 
-    batch_samples: int = 64
+    batch_samples: int = _ROLLOUT.batch_samples
     """Samples generated at once."""
-    queue_samples: int = 128
+    queue_samples: int = _ROLLOUT.waiting_samples
     """Samples leased and not yet generating."""
     output_samples: int | None = None
     """Samples generating or generated and not yet delivered; by default what the engine holds plus one queue."""
-    scoring_samples: int = 512
+    scoring_samples: int = RewardSection().reward_concurrency * _ROLLOUT.group_size
     """Samples whose rewards are being computed."""
-    queue_bytes: int = 1 << 30
+    queue_bytes: int = _ROLLOUT.queue_mb << 20
     """Bytes of prepared and generated data; one lease per preparation thread may overshoot."""
-    concurrency: int = 1
+    concurrency: int = _ROLLOUT.concurrency
     """Batches in the engine at once: 1 for a batch engine, many for a request engine."""
-    preparations: int = 1
+    preparations: int = _ROLLOUT.preparations
     """Leases prepared at once."""
 
     @property
@@ -84,7 +89,7 @@ class Bounds(msgspec.Struct, frozen=True):
 class Prefetch:
     """The machine. One instance per worker; single-threaded."""
 
-    def __init__(self, bounds: Bounds, *, prefetch: bool = False, measured: bool = False) -> None:
+    def __init__(self, bounds: Bounds, *, prefetch: bool, measured: bool = False) -> None:
         """`measured`: with prefetch on, overlap only where that is faster than a plain loop."""
         for name in ("batch_samples", "queue_samples", "scoring_samples", "queue_bytes", "concurrency", "preparations"):
             if getattr(bounds, name) < 1:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol, TypeVar
 
+from penstock.records.section import LOOPBACK
+
 logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.05
@@ -82,7 +84,7 @@ class ThreadedPort:
         serve: Callable[[Peer], None],
         name: str,
         *,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
         port: int = 0,
         max_connections: int = 64,
     ) -> None:

@@ -60,7 +60,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     """Time that counts."""
     workers_factor: int = 4
     """Worker processes per pipeline, as a multiple of its equal part."""
-    payback: float = 13.5
+    payback: float = PoolSection().payback
     seed: int = 0
 
     @property

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError, RunFailed
 from penstock.runtime.disk import flush
+from penstock.train.settings import CheckpointSection
 from penstock.train.sharding import ShardedPolicy, load_rows
 from penstock.train.step import Learner
 from penstock.train.world import ALONE, World
@@ -81,7 +82,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
         return self.record.step
 
 
-def save(directory: Path, learner: Learner, *, keep: int = 2, world: World = ALONE) -> Checkpoint:
+def save(
+    directory: Path, learner: Learner, *, keep: int = CheckpointSection().keep, world: World = ALONE
+) -> Checkpoint:
     """Write the learner and its policy, then remove all but the newest `keep` checkpoints.
 
     With several ranks this is rank 0's call, and each of the others calls `save_part` at the same time. RunFailed if

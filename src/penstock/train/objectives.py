@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.batch.pack import Packing, halved
+from penstock.batch.pack import Packing, TokenMicroBatch, TrajectoryBatch, halved
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy, Policy
 from penstock.errors import ConfigError, RunFailed
 from penstock.train.attention import attend_in_forests
-from penstock.train.losses.ppo import EpisodeBatch, EpisodeTensors, ppo_loss
+from penstock.train.losses.ppo import EpisodeTensors, ppo_loss
 from penstock.train.losses.tokens import Average, TokenLoss, Tokens, divergence, resolve
-from penstock.train.scores import TokenBatch, TokenTensors
-from penstock.train.settings import PpoLossSection, TokenLossSection
+from penstock.train.scores import TokenTensors
+from penstock.train.settings import PpoLossSection, TokenLossSection, TrainSection
 from penstock.train.sharding import ShardedPolicy, idle_pass
 
 log = logging.getLogger(__name__)
@@ -98,10 +98,10 @@ class TokenObjective:
         policy: Policy,
         settings: TokenLossSection = TokenLossSection(),
         *,
-        loss: str = "grpo",
+        packing: Packing,
+        loss: str = TrainSection().loss,
         temperature: float = 1.0,
         longest: int = 1,
-        packing: Packing = "padded",
         reference: LanguagePolicy | None = None,
         teacher: LanguagePolicy | None = None,
     ) -> None:
@@ -136,14 +136,14 @@ class TokenObjective:
         policy: tuple[Part, ...] = ("policy",) if several_updates else ()
         return (*policy, "reference") if self.settings.kl_coefficient or self.teacher is not None else policy
 
-    def score(self, batches: Sequence[TokenBatch], several_updates: bool) -> Iterator[PriorLogprobs]:
+    def score(self, batches: Sequence[TokenMicroBatch], several_updates: bool) -> Iterator[PriorLogprobs]:
         for batch in batches:
             reference_M = self._logprobs(batch, self.reference) if self.settings.kl_coefficient else None
             old_M = self._logprobs(batch, self.policy) if several_updates else None
             yield PriorLogprobs(reference_M, old_M, self._logprobs(batch, self.teacher))
 
     def prepare(
-        self, batches: Sequence[TokenBatch], scores: Sequence[PriorLogprobs], device: torch.device
+        self, batches: Sequence[TokenMicroBatch], scores: Sequence[PriorLogprobs], device: torch.device
     ) -> TokenWork:
         return TokenWork(self, batches, scores, device)
 
@@ -157,7 +157,7 @@ class TokenObjective:
             self.limit_tokens,
         )
 
-    def _logprobs(self, batch: TokenBatch, policy: LanguagePolicy | None) -> Tensor | None:
+    def _logprobs(self, batch: TokenMicroBatch, policy: LanguagePolicy | None) -> Tensor | None:
         """On the host."""
         if policy is None:
             return None
@@ -215,7 +215,7 @@ class TokenWork:
     def __init__(
         self,
         objective: TokenObjective,
-        batches: Sequence[TokenBatch],
+        batches: Sequence[TokenMicroBatch],
         scores: Sequence[PriorLogprobs],
         device: torch.device,
     ) -> None:
@@ -261,12 +261,12 @@ class TokenWork:
         return all(batch.token_ids_RT.size < self._tokens for unit in self._scored for batch, _ in unit)
 
 
-def _pieces(batch: TokenBatch, score: PriorLogprobs, limit: int) -> list[tuple[TokenBatch, PriorLogprobs]]:
+def _pieces(batch: TokenMicroBatch, score: PriorLogprobs, limit: int) -> list[tuple[TokenMicroBatch, PriorLogprobs]]:
     """The micro-batch in parts of at most `limit` tokens, as far as it can be cut."""
-    parts = halved(batch) if batch.token_ids_RT.size > limit else []  # type: ignore[arg-type]
+    parts = halved(batch) if batch.token_ids_RT.size > limit else []
     if len(parts) < 2:
         return [(batch, score)]
-    found: list[tuple[TokenBatch, PriorLogprobs]] = []
+    found: list[tuple[TokenMicroBatch, PriorLogprobs]] = []
     for part, chosen in parts:
         if len(chosen):
             priors = score.reference_M, score.old_M, score.teacher_M
@@ -275,7 +275,7 @@ def _pieces(batch: TokenBatch, score: PriorLogprobs, limit: int) -> list[tuple[T
     return found
 
 
-def _trains(batch: TokenBatch | None) -> bool:
+def _trains(batch: TokenMicroBatch | None) -> bool:
     """Whether it has a trained token; a rank with fewer micro-batches than others has None in their place."""
     return batch is not None and bool(batch.loss_mask_RT.any())
 
@@ -305,11 +305,11 @@ class EpisodeObjective:
     def scored_by(self, several_updates: bool) -> tuple[Part, ...]:
         return ()
 
-    def score(self, batches: Sequence[EpisodeBatch], several_updates: bool) -> Iterator[PriorLogprobs]:
+    def score(self, batches: Sequence[TrajectoryBatch], several_updates: bool) -> Iterator[PriorLogprobs]:
         return iter([PriorLogprobs()] * len(batches))
 
     def prepare(
-        self, batches: Sequence[EpisodeBatch], scores: Sequence[PriorLogprobs], device: torch.device
+        self, batches: Sequence[TrajectoryBatch], scores: Sequence[PriorLogprobs], device: torch.device
     ) -> EpisodeWork:
         if len(batches) > 1:
             raise RunFailed(f"a gymnasium step takes all its episodes in one batch; {len(batches)} were given")
@@ -319,7 +319,7 @@ class EpisodeObjective:
 class EpisodeWork:
     """Units are environment steps."""
 
-    def __init__(self, objective: EpisodeObjective, batches: Sequence[EpisodeBatch], device: torch.device) -> None:
+    def __init__(self, objective: EpisodeObjective, batches: Sequence[TrajectoryBatch], device: torch.device) -> None:
         self._objective = objective
         self.units = 0
         self.totals = Totals()

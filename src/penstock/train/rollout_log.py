@@ -22,10 +22,12 @@ import numpy as np
 import orjson
 
 from penstock.batch.columns import REWARD_PART, TRUNCATED, reward_parts, truncated
+from penstock.train.settings import SamplesSection
 
 logger = logging.getLogger(__name__)
 
 QUEUED_STEPS = 8
+SAMPLES = SamplesSection()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ class RolloutLog:
         path: Path,
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
-        every_steps: int = 10,
-        samples_per_step: int = 4,
+        every_steps: int = SAMPLES.save_every_steps,
+        samples_per_step: int = SAMPLES.save_count,
     ) -> None:
         """`decode` turns token ids into text; without it the ids themselves are written."""
         self._path = path

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.pack import TokenMicroBatch
 from penstock.train.attention import Forest
 
 CHUNK_BYTES = 256 << 20
@@ -32,33 +33,10 @@ _CHANGES_LOGITS = (
 """Entries of a model's config that change logits after the head. Such a model's own logits are used, all at once."""
 
 
-class TokenBatch(Protocol):
-    """A micro-batch of sequences, as the batch stage packs it."""
-
-    @property
-    def token_ids_RT(self) -> np.ndarray: ...
-    @property
-    def position_ids_RT(self) -> np.ndarray: ...
-    @property
-    def sequences_RT(self) -> np.ndarray: ...
-    @property
-    def loss_mask_RT(self) -> np.ndarray: ...
-    @property
-    def logprobs_RT(self) -> np.ndarray: ...
-    @property
-    def advantages_N(self) -> np.ndarray: ...
-    @property
-    def trained_tokens_N(self) -> np.ndarray: ...
-    @property
-    def sample_tokens_N(self) -> np.ndarray: ...
-    @property
-    def segments_K3(self) -> np.ndarray | None: ...
-
-
 class TokenTensors:
     """A token micro-batch on the training device, reduced to what predicts a trained token."""
 
-    def __init__(self, batch: TokenBatch, device: torch.device) -> None:
+    def __init__(self, batch: TokenMicroBatch, device: torch.device) -> None:
         self.token_ids_RT = torch.from_numpy(batch.token_ids_RT.astype(np.int64)).to(device)
         rows, columns = np.nonzero(batch.loss_mask_RT)
         sequence_M = batch.sequences_RT[rows, columns].astype(np.int64)

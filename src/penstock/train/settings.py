@@ -18,9 +18,6 @@ from penstock.records.section import (
     Section,
 )
 
-LOSSES = ("grpo", "dr_grpo", "gspo", "cispo", "dppo", "distill", "reinforce")
-"""The names of `losses.tokens.NAMED`, which need no torch."""
-
 
 class TrainSection(StepSection):
     loss: str = "grpo"

@@ -36,21 +36,8 @@ class TrainerReturned(msgspec.Struct, frozen=True):
     """There is a trainer again."""
 
 
-class ReplicaJoined(msgspec.Struct, frozen=True):
-    """A process that may serve registered; it counts as STALE until it reports."""
-
-    member: MemberId
-
-
-class ReplicaLost(msgspec.Struct, frozen=True):
-    """A replica died, left, or was declared dead."""
-
-    member: MemberId
-    reason: str
-
-
 class MembershipReconciled(msgspec.Struct, frozen=True):
-    """These and no others are alive now. Idempotent: may be told before every update."""
+    """These and no others are members now. A new one counts as STALE until it reports. Idempotent."""
 
     live: frozenset[MemberId]
 
@@ -102,8 +89,6 @@ TransactionEvent: TypeAlias = (
     | TrainerLost
     | TrainerLeft
     | TrainerReturned
-    | ReplicaJoined
-    | ReplicaLost
     | MembershipReconciled
     | WeightsAsked
     | ReplicaReported

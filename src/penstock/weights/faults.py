@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 
-from penstock.errors import LocalProtocolError
 from penstock.weights.replica import ReplicaState
 
 Policy = Literal["restore", "evict", "fail"]
@@ -26,7 +25,6 @@ class Fault(StrEnum):
     VERSION_DAMAGED = "version damaged"
     """The published bytes are not what the manifest states, as one replica found; a new process would find the same."""
     ALL_FAILED = "all replicas failed"
-    FLEET_FAILED_AGAIN = "all replicas failed again after a restart of all"
 
 
 class Action(StrEnum):
@@ -39,7 +37,7 @@ class Action(StrEnum):
     EVICT = "replace the process; it returns as stale"
     STOP_ADMISSION = "stop admission"
     CHECKPOINT = "emergency checkpoint of the trainer"
-    RESTART_FLEET = "restart all replicas from the durable version"
+    RESTART_FLEET = "restart all replicas from the durable version; after `max_fleet_restarts` fail the run"
     FAIL = "fail the run with one sentence"
     CHOOSE = "by policy"
 
@@ -82,7 +80,6 @@ TABLE: tuple[Row, ...] = (
     Row(_F.ALL_FAILED, _S.LOADED, (_A.COMMIT, _A.RETRY), 1, _SYSTEMIC),
     Row(_F.ALL_FAILED, _S.TORN, (_A.FENCE, _A.CHOOSE), 1, (_A.FENCE, *_SYSTEMIC)),
     Row(_F.ALL_FAILED, _S.STALE, (_A.FENCE, _A.RETRY), 1, (_A.FENCE, *_SYSTEMIC)),
-    Row(_F.FLEET_FAILED_AGAIN, _S.DEAD, (_A.FAIL,)),
 )
 
 _ROWS = {(row.fault, row.state): row for row in TABLE}
@@ -90,8 +87,6 @@ _ROWS = {(row.fault, row.state): row for row in TABLE}
 
 def decide(fault: Fault, state: ReplicaState, policy: Policy, times: int = 1) -> tuple[Action, ...]:
     """What to do when the fault struck a replica in this state for the `times`-th time in a row."""
-    row = _ROWS.get((fault, state))
-    if row is None:
-        raise LocalProtocolError(f"the fault table has no row for {fault!s} in a replica that is {state!s}")
+    row = _ROWS[fault, state]
     actions = row.first if times <= row.tries else row.then
     return tuple(CHOICES[policy] if action is Action.CHOOSE else action for action in actions)

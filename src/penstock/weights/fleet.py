@@ -67,8 +67,6 @@ class ReplicaRecord(msgspec.Struct):
             raise LocalProtocolError(f"{member} waits although it has an offer: {self}")
         if self.evicting and (self.admitted or self.offered):
             raise LocalProtocolError(f"{member} is being evicted but still used: {self}")
-        if self.state is ReplicaState.DEAD:
-            raise LocalProtocolError(f"{member} is dead but still listed")
 
 
 class TransactionStatistics(msgspec.Struct):

@@ -34,7 +34,6 @@ class ReplicaState(StrEnum):
     """Holds one complete, verified version; not generating yet."""
     STALE = "stale"
     """Started, and has no published version yet. Must not generate."""
-    DEAD = "dead"
 
 
 class Paused(msgspec.Struct, frozen=True):
@@ -87,17 +86,7 @@ class UpdateFailed(msgspec.Struct, frozen=True):
     """The version whose bytes are not what its manifest states: no fault of this replica."""
 
 
-class Died(msgspec.Struct, frozen=True):
-    reason: str
-
-
-class Restarted(msgspec.Struct, frozen=True):
-    """A new process took its place."""
-
-
-ReplicaEvent: TypeAlias = (
-    Paused | WriteBegan | Verified | Swapped | Relabelled | Mismatched | Resumed | UpdateFailed | Died | Restarted
-)
+ReplicaEvent: TypeAlias = Paused | WriteBegan | Verified | Swapped | Relabelled | Mismatched | Resumed | UpdateFailed
 
 
 class ResumeEngine(msgspec.Struct, frozen=True):
@@ -147,16 +136,18 @@ TRANSITIONS: dict[tuple[ReplicaState, type[msgspec.Struct]], ReplicaState] = {
     (_S.STALE, WriteBegan): _S.TORN,
     (_S.STALE, Mismatched): _S.TORN,
     (_S.STALE, Verified): _S.LOADED,
-    (_S.DEAD, Restarted): _S.STALE,
-    **{(state, Died): _S.DEAD for state in _S},
 }
-"""Every transition there is. `UpdateFailed` is allowed everywhere but in DEAD and never changes the state."""
+"""Every transition there is. `UpdateFailed` is allowed everywhere and never changes the state."""
+
+
+MAX_FAILURES = 3
+"""Failed updates in a row after which a replica that cannot serve is given up."""
 
 
 class Replica:
     """The machine of one replica. `handle` follows the table; what is not in it raises `InvalidTransition`."""
 
-    def __init__(self, *, max_failures: int = 3) -> None:
+    def __init__(self) -> None:
         self.state = ReplicaState.STALE
         self.version = Version(-1)
         self.digest = ""
@@ -169,7 +160,6 @@ class Replica:
         """The version that the last update found damaged."""
         self.first_error = ""
         self.later_errors: list[str] = []
-        self._max_failures = max_failures
 
     @property
     def may_serve(self) -> bool:
@@ -200,22 +190,15 @@ class Replica:
                 self.failures, self.interruptions, self.first_error, self.later_errors = 0, 0, "", []
             case Mismatched():
                 self._note(f"digest {event.found}, expected {event.expected}")
-            case Died():
-                self._note(event.reason)
             case Resumed():
                 self.resume_failures = 0
-            case Restarted():
-                self.version, self.digest = Version(-1), ""
-                self.failures = self.resume_failures = self.interruptions = 0
         if target in (ReplicaState.TORN, ReplicaState.STALE):
             self.digest = ""
         # These pass within one update, which ends with another event.
         quiet = isinstance(event, Paused | WriteBegan | Verified | Mismatched)
-        return [] if quiet or target is ReplicaState.DEAD else [self._report()]
+        return [] if quiet else [self._report()]
 
     def _failed(self, event: UpdateFailed) -> list[ReplicaEffect]:
-        if self.state is ReplicaState.DEAD:
-            raise InvalidTransition(f"an update cannot fail in a dead replica: {self!r}")
         if event.transient and event.step == "fetch" and self.interruptions < MAX_INTERRUPTIONS:
             # Most likely its source is being replaced: that will be heard of sooner than this can be mended.
             self.interruptions += 1
@@ -231,7 +214,7 @@ class Replica:
         if self.state in (ReplicaState.PAUSED, ReplicaState.LOADED):
             return [ResumeEngine()]  # the report follows, with the error, when it serves again
         effects: list[ReplicaEffect] = [self._report()]
-        if self.failures >= self._max_failures and self.state in (ReplicaState.TORN, ReplicaState.STALE):
+        if self.failures >= MAX_FAILURES and self.state in (ReplicaState.TORN, ReplicaState.STALE):
             effects.append(AbandonReplica(f"{self.failures} updates failed in a row: {self.first_error}"))
         return effects
 

@@ -31,8 +31,6 @@ from penstock.weights.events import (
     NameReplica,
     OfferVersion,
     OpenAdmission,
-    ReplicaJoined,
-    ReplicaLost,
     ReplicaReported,
     RestartFleet,
     RestartTrainer,
@@ -129,11 +127,6 @@ class WeightTransaction:
             case TrainerReturned():
                 self.trainer_lost = False
                 effects = []
-            case ReplicaJoined():
-                self.replicas.setdefault(event.member, ReplicaRecord(since=now))
-                effects = []
-            case ReplicaLost():
-                effects = self._lost(event.member, event.reason)
             case MembershipReconciled():
                 effects = self._reconciled(event, now)
             case WeightsAsked():
@@ -201,7 +194,7 @@ class WeightTransaction:
 
     def _reported(self, event: ReplicaReported, now: float) -> list[TransactionEffect]:
         replica = self.replicas.setdefault(event.member, ReplicaRecord(since=now))
-        if replica.evicting or replica.state is ReplicaState.DEAD:
+        if replica.evicting:
             return []
         state = event.state
         if state is ReplicaState.SERVING and not self.expects(event.version, event.digest):
@@ -288,8 +281,7 @@ class WeightTransaction:
             f"each of {len(self.replicas)} failed {self.fleet_failures} times, first with: {cause}"
         )
         if self.fleet_restarts >= self.settings.max_fleet_restarts:
-            fault = decide(Fault.FLEET_FAILED_AGAIN, ReplicaState.DEAD, self.settings.on_fault)
-            return self._fail(sentence) if Action.FAIL in fault else []
+            return self._fail(sentence)
         self.fleet_restarts += 1
         self.statistics.fleet_restarts += 1
         self.fleet_failures = 0
@@ -302,20 +294,11 @@ class WeightTransaction:
             effects.extend(self._evict(member, sentence, now, whole_fleet=True))
         return effects
 
-    def _lost(self, member: MemberId, reason: str) -> list[TransactionEffect]:
-        replica = self.replicas.get(member)
-        if replica is None:
-            return []
-        replica.state, replica.digest, replica.offered, replica.waiting = ReplicaState.DEAD, "", "", False
-        replica.note(reason)
-        effects = self._admission(member)
-        del self.replicas[member]
-        return effects
-
     def _reconciled(self, event: MembershipReconciled, now: float) -> list[TransactionEffect]:
         effects: list[TransactionEffect] = []
         for member in sorted(self.replicas.keys() - event.live):
-            effects.extend(self._lost(member, "is no longer a member"))
+            if self.replicas.pop(member).admitted:
+                effects.append(FenceReplica(member, "is no longer a member"))
         for member in sorted(event.live - self.replicas.keys()):
             self.replicas[member] = ReplicaRecord(since=now)
         return effects
@@ -411,7 +394,7 @@ class WeightTransaction:
         self, member: MemberId, reason: str, now: float, *, whole_fleet: bool = False
     ) -> list[TransactionEffect]:
         replica = self.replicas[member]
-        if replica.evicting or replica.state is ReplicaState.DEAD:
+        if replica.evicting:
             return []
         if replica.admitted and not whole_fleet and self.healthy <= self.settings.min_healthy:
             replica.failures = replica.overdue = 0  # still serves, and is needed: it gets another round

@@ -77,7 +77,9 @@ def test_every_token_lands_once_and_unchanged(layout: Packing, routed: bool) -> 
 
 
 def test_a_sequence_longer_than_the_budget_stands_alone() -> None:
-    batches = pack_tokens([sequence(100, 0), sequence(4, 1)], np.zeros(2), PackSettings(micro_batch_tokens=32))
+    batches = pack_tokens(
+        [sequence(100, 0), sequence(4, 1)], np.zeros(2), PackSettings(micro_batch_tokens=32, layout="padded")
+    )
     assert [batch.token_ids_RT.shape for batch in batches] == [(1, 100), (1, 4)]
 
 
@@ -105,12 +107,12 @@ def test_a_sample_that_contradicts_itself_is_refused(damage: dict[str, np.ndarra
     for routed in (False, True):
         samples = [sequence(6, 0, routed), sequence(6, 1) | damage]
         with pytest.raises(RemoteProtocolError):
-            pack_tokens(samples, np.zeros(2), PackSettings())
+            pack_tokens(samples, np.zeros(2), PackSettings(layout="padded"))
 
 
 def test_threads_may_share_the_filling() -> None:
     samples = [sequence(tokens, tokens, routed=True) for tokens in range(2, 40)]
-    settings = PackSettings(micro_batch_tokens=100)
+    settings = PackSettings(micro_batch_tokens=100, layout="padded")
     with ThreadPoolExecutor(4) as pool:
         spread = pack_tokens(samples, np.zeros(len(samples)), settings, spread=pool.map)
     assert unpack(spread) == unpack(pack_tokens(samples, np.zeros(len(samples)), settings))
@@ -146,7 +148,7 @@ def episode(steps: int) -> dict[str, np.ndarray]:
 
 
 def test_episodes_are_joined_end_to_end() -> None:
-    (batch,) = pack([episode(3), episode(2)], np.zeros(2), PackSettings())
+    (batch,) = pack([episode(3), episode(2)], np.zeros(2), PackSettings(layout="padded"))
     assert isinstance(batch, TrajectoryBatch)
     assert batch.observations_S[:, 0].tolist() == [3, 3, 3, 2, 2]
     assert batch.lengths_N.tolist() == [3, 2]
@@ -156,8 +158,8 @@ def test_episodes_are_joined_end_to_end() -> None:
 
 def test_an_episode_with_missing_steps_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="episode 1"):
-        pack([episode(3), episode(3) | {"rewards": np.ones(2, np.float32)}], np.zeros(2), PackSettings())
+        pack([episode(3), episode(3) | {"rewards": np.ones(2, np.float32)}], np.zeros(2), PackSettings(layout="padded"))
 
 
 def test_an_empty_batch_packs_to_nothing() -> None:
-    assert pack([], np.zeros(0), PackSettings()) == []
+    assert pack([], np.zeros(0), PackSettings(layout="padded")) == []

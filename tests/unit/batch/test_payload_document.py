@@ -36,6 +36,6 @@ def test_bytes_per_token_are_as_promised() -> None:
         "loss_mask": np.zeros(tokens, np.uint8),
         "logprobs": np.zeros(tokens, np.float32),
     }
-    (batch,) = pack_tokens([sample], np.zeros(1), PackSettings())
+    (batch,) = pack_tokens([sample], np.zeros(1), PackSettings(layout="padded"))
     per_token = (batch.size_bytes - batch.advantages_N.nbytes - batch.trained_tokens_N.nbytes) / tokens
     assert f"costs {per_token:.0f} bytes\nper token" in DOCUMENT

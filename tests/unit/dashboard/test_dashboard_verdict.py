@@ -11,7 +11,12 @@ WELL = {"p": {"phase": "running", "workers_alive": 2, "trainer_alive": 1, "stall
 
 
 def found(**more) -> Evidence:
-    return Evidence(**({"directory": "runs/x", "pipelines": FACTS, "steps": {"p": 4}, "silent_s": 100.0} | more))
+    return Evidence(
+        **(
+            {"directory": "runs/x", "stall_after_s": 60.0, "pipelines": FACTS, "steps": {"p": 4}, "silent_s": 100.0}
+            | more
+        )
+    )
 
 
 def test_a_run_that_is_held_and_moves_is_well():

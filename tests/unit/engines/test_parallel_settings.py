@@ -9,6 +9,7 @@ import pytest
 
 from penstock.config.load import load
 from penstock.engines.vllm.server import ServerSettings, command, figures_of
+from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError
 
 RUN = """
@@ -25,11 +26,14 @@ kind = "{kind}"
 
 
 def test_the_server_is_told_how_many_gpus_a_copy_has_and_how_many_copies_there_are() -> None:
-    settings: dict[str, Any] = {"model": Path("m"), "home": Path("h"), "log": Path("l"), "python": "python"}
-    flags = command(ServerSettings(**settings, tensor_parallel=2, data_parallel=4), 1)
+    def settings(**engine: int) -> ServerSettings:
+        section = VllmEngineSection(**engine)  # type: ignore[arg-type]
+        return ServerSettings(Path("m"), Path("h"), Path("l"), section, "python", "float32", 2048, threads=1)
+
+    flags = command(settings(tensor_parallel=2, data_parallel=4), 1)
     assert flags[flags.index("--tensor-parallel-size") + 1] == "2"
     assert flags[flags.index("--data-parallel-size") + 1] == "4"
-    assert not any("parallel" in flag for flag in command(ServerSettings(**settings), 1))
+    assert not any("parallel" in flag for flag in command(settings(), 1))
 
 
 def test_a_servers_metrics_say_how_full_it_is() -> None:

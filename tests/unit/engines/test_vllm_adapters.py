@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from penstock.engines.models import TinyLanguageModel, adapt, build
+from penstock.engines.settings import LoraSection
 from penstock.engines.vllm.adapters import VllmAdapters, export_base, rank_of
 from penstock.engines.vllm.requests import completion_of
 from penstock.records.ids import Version
@@ -41,7 +42,7 @@ class Server:
 @pytest.fixture
 def policy() -> Any:
     policy: Any = build(TinyLanguageModel(alphabet="ab", hidden_size=16, layers=1, heads=2))
-    return adapt(policy, rank=4)
+    return adapt(policy, LoraSection(rank=4))
 
 
 @pytest.fixture

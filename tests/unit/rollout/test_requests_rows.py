@@ -59,7 +59,7 @@ class Bench:
     def __init__(self, engine: TorchEngine, rows: int = 8, tokens: int = 8 * 48, *, reread: bool = False) -> None:
         self.engine = engine
         cache = RowCache(engine.model, rows, tokens)
-        self.rows = Rows(engine, cache, Decoding(engine.model, cache), reread=reread)
+        self.rows = Rows(engine, cache, Decoding(engine.model, cache, graphs=False), reread=reread)
         self.longest = tokens // rows
         self.done: dict[int, Completion] = {}
 

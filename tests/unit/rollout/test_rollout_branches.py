@@ -16,6 +16,7 @@ from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished
 from penstock.rollout.io.language_workload import LanguageWorkload
+from penstock.rollout.settings import RolloutSection
 
 RIGHT = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 WRONG = '<tool_call>{"name": "sub"}</tool_call>'
@@ -63,7 +64,7 @@ class Script:
 def test_a_mistaken_call_is_forgotten_by_the_context_but_trained() -> None:
     engine = Script(RIGHT, WRONG, "so: 3")
     environment = WithTools(Arithmetic(), [add], introduce=False, forget_mistakes=True)
-    workload = LanguageWorkload(environment, engine, Characters(), max_turns=5)
+    workload = LanguageWorkload(environment, engine, Characters(), RolloutSection(max_turns=5))
     prepared = workload.prepare(PromptLease(PromptIndex(0), 0, (SampleId(0),), (0,), Version(4)))
     ((episode,),) = asyncio.run(workload.generate(workload.collate([prepared])))  # type: ignore[list-item]
     (outcome,) = workload.postprocess(prepared, [episode])  # type: ignore[arg-type]
@@ -76,7 +77,7 @@ def test_a_mistaken_call_is_forgotten_by_the_context_but_trained() -> None:
     assert engine.read[2] == engine.read[1] + told
 
     sample = codec.decode(bytes(codec.encode(outcome.arrays)))
-    (batch,) = pack([sample], np.array([1.5]), PackSettings())
+    (batch,) = pack([sample], np.array([1.5]), PackSettings(layout="padded"))
     assert isinstance(batch, TokenMicroBatch)
     texts, trained = [], []
     for number in range(len(batch.advantages_N)):

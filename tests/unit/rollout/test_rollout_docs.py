@@ -7,7 +7,6 @@ from pathlib import Path
 
 from penstock.rollout import hooks, trace
 from penstock.rollout.flow import TRANSITIONS
-from penstock.rollout.prefetch import Bounds
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "protocols" / "hooks.md"
 
@@ -28,13 +27,6 @@ def test_the_page_agrees_with_the_code() -> None:
     page = PAGE.read_text()
     for name, table in tables().items():
         assert f"<!-- {name} -->\n\n{table}\n" in page, f"run {Path(__file__).name} to bring {name!r} up to date"
-
-
-def test_the_bounds_on_the_page_are_the_defaults() -> None:
-    page = PAGE.read_text()
-    for name in ("batch_samples", "queue_samples", "concurrency", "preparations"):
-        [row] = [line for line in page.splitlines() if line.startswith(f"| `{name}`")]
-        assert row.endswith(f"| {getattr(Bounds(), name)} |")
 
 
 if __name__ == "__main__":

@@ -75,16 +75,16 @@ def test_logprobs_are_those_of_the_sampling_distribution_also_with_padding(tempe
 @pytest.mark.parametrize(
     ("sampling", "probabilities"),
     [
-        (Sampling(), [0.4, 0.3, 0.2, 0.1]),
-        (Sampling(top_k=2), [4 / 7, 3 / 7, 0, 0]),
-        (Sampling(top_k=9), [0.4, 0.3, 0.2, 0.1]),
-        (Sampling(top_p=0.69), [4 / 7, 3 / 7, 0, 0]),
-        (Sampling(top_p=0.71), [4 / 9, 3 / 9, 2 / 9, 0]),
-        (Sampling(top_p=1e-9), [1, 0, 0, 0]),
-        (Sampling(min_p=0.45), [4 / 9, 3 / 9, 2 / 9, 0]),
-        (Sampling(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
-        (Sampling(top_k=2, top_p=0.5), [1, 0, 0, 0]),
-        (Sampling(temperature=0.5, top_k=2), [16 / 25, 9 / 25, 0, 0]),
+        (Sampling(1), [0.4, 0.3, 0.2, 0.1]),
+        (Sampling(1, top_k=2), [4 / 7, 3 / 7, 0, 0]),
+        (Sampling(1, top_k=9), [0.4, 0.3, 0.2, 0.1]),
+        (Sampling(1, top_p=0.69), [4 / 7, 3 / 7, 0, 0]),
+        (Sampling(1, top_p=0.71), [4 / 9, 3 / 9, 2 / 9, 0]),
+        (Sampling(1, top_p=1e-9), [1, 0, 0, 0]),
+        (Sampling(1, min_p=0.45), [4 / 9, 3 / 9, 2 / 9, 0]),
+        (Sampling(1, top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
+        (Sampling(1, top_k=2, top_p=0.5), [1, 0, 0, 0]),
+        (Sampling(1, temperature=0.5, top_k=2), [16 / 25, 9 / 25, 0, 0]),
     ],
 )
 def test_recorded_logprobs_are_those_of_the_truncated_distribution(
@@ -240,7 +240,7 @@ def test_prompts_that_cannot_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match="60 tokens and 5 new ones exceed the model's 64"):
         engine_with().generate([[1] * 60], Sampling(max_new_tokens=5))
     with pytest.raises(ConfigError, match="empty prompt"):
-        engine_with().generate([[]], Sampling())
+        engine_with().generate([[]], Sampling(1))
 
 
 class TwoActions(nn.Module):

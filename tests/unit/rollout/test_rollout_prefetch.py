@@ -121,7 +121,7 @@ def test_an_answer_that_was_not_asked_for_is_a_bug() -> None:
 
 def test_bounds_below_one_are_refused() -> None:
     with pytest.raises(LocalProtocolError, match="batch_samples must be at least 1"):
-        Prefetch(Bounds(batch_samples=0))
+        Prefetch(Bounds(batch_samples=0), prefetch=True)
 
 
 def test_repr_says_what_you_want_to_know_in_a_hang() -> None:

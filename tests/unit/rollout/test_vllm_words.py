@@ -14,13 +14,24 @@ import pytest
 from penstock.engines.requests import Sampling
 from penstock.engines.vllm.requests import completion_of, label, sampling_params
 from penstock.engines.vllm.server import ServerSettings, VllmServer, check_interpreter, command, environment
+from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError, RemoteProtocolError
 
 OLD, NEW = "a" * 32, "b" * 32
 
 
-def settings(folder: Path, **more: Any) -> ServerSettings:
-    return ServerSettings(model=folder / "model", home=folder, log=folder / "log", **more)
+def settings(folder: Path, *, accelerator: bool = False, **engine: Any) -> ServerSettings:
+    return ServerSettings(
+        model=folder / "model",
+        home=folder,
+        log=folder / "log",
+        engine=VllmEngineSection(**engine),
+        python="python",
+        dtype="float32",
+        max_length=2048,
+        threads=1,
+        accelerator=accelerator,
+    )
 
 
 def answer(tokens: list[int], spans: list[tuple[str, int, int]], finish: str = "stop", **more: Any) -> bytes:
@@ -75,17 +86,17 @@ def test_only_the_given_token_ends_a_completion():
     assert said["stop_token_ids"] == [2]
     assert (said["max_tokens"], said["temperature"], said["logprobs"]) == (5, 0.5, 0)
     assert (said["top_k"], said["top_p"], said["min_p"]) == (3, 0.9, 0.1)
-    assert sampling_params(Sampling())["stop_token_ids"] == []
+    assert sampling_params(Sampling(1))["stop_token_ids"] == []
 
 
 def test_greedy_is_asked_for_only_where_its_log_probabilities_are_right():
-    assert sampling_params(Sampling(greedy=True))["temperature"] == 0.0
+    assert sampling_params(Sampling(1, greedy=True))["temperature"] == 0.0
     with pytest.raises(ConfigError, match="temperature"):
-        sampling_params(Sampling(greedy=True, temperature=0.5))
+        sampling_params(Sampling(1, greedy=True, temperature=0.5))
 
 
 def test_a_server_begins_with_made_up_weights_and_the_users_flags_come_last(tmp_path: Path):
-    flags = command(settings(tmp_path, eager=True, options=("--dtype", "bfloat16")), parent_pid=7)
+    flags = command(settings(tmp_path, eager=True, options=["--dtype", "bfloat16"]), parent_pid=7)
     assert flags[3] == "7"
     assert flags[flags.index("--load-format") + 1] == "dummy"
     assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"

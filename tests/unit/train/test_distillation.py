@@ -83,7 +83,7 @@ def test_a_student_comes_nearer_to_a_larger_teacher() -> None:
 
 def test_the_teacher_is_moved_with_the_reference_and_never_trained() -> None:
     teacher = policy(seed=5)
-    learner = Learner(TokenObjective(policy(), loss="distill", teacher=teacher))
+    learner = Learner(TokenObjective(policy(), loss="distill", teacher=teacher, packing="padded"))
     assert learner.scored_by == ("reference",)
     learner.onload(torch.device("meta"), ("reference",))
     assert {tensor.device.type for tensor in teacher.named_tensors().values()} == {"meta"}
@@ -92,9 +92,9 @@ def test_the_teacher_is_moved_with_the_reference_and_never_trained() -> None:
 
 def test_another_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"vocabulary of 10 tokens is not the student's of 10: 2 entries differ.*'f'"):
-        TokenObjective(policy("abcdef>"), loss="distill", teacher=policy("abcdeg>"))
+        TokenObjective(policy("abcdef>"), loss="distill", teacher=policy("abcdeg>"), packing="padded")
     with pytest.raises(ConfigError, match=r"needs a teacher: set train\.teacher"):
-        TokenObjective(policy(), loss="distill")
+        TokenObjective(policy(), loss="distill", packing="padded")
 
 
 def section(**train: Any) -> PipelineSection:

@@ -78,7 +78,9 @@ KINDS = {
 def objective(spec: ModelSpec, loss: TokenLossSection | PpoLossSection, **more: Any) -> Objective:
     policy = build(spec)
     return (
-        TokenObjective(policy, loss, **more) if isinstance(loss, TokenLossSection) else EpisodeObjective(policy, loss)
+        TokenObjective(policy, loss, **more, packing="padded")
+        if isinstance(loss, TokenLossSection)
+        else EpisodeObjective(policy, loss)
     )
 
 
@@ -251,7 +253,7 @@ def test_a_reference_is_asked_for_when_the_divergence_counts() -> None:
 
 def test_policy_and_loss_must_be_of_one_kind() -> None:
     with pytest.raises(ConfigError, match="cannot be trained"):
-        TokenObjective(build(CONTROL))
+        TokenObjective(build(CONTROL), packing="padded")
     with pytest.raises(ConfigError, match="cannot be trained"):
         EpisodeObjective(build(LANGUAGE))
 

@@ -58,7 +58,7 @@ def test_a_tiny_language_model_learns_to_copy_letters(seed: int) -> None:
     assert isinstance(policy, LanguagePolicy)
     assert 100_000 < policy.parameter_count() < 500_000
     recommended = RECOMMENDED["tiny"]
-    objective = TokenObjective(policy, TokenLossSection(**recommended["token_loss"]))
+    objective = TokenObjective(policy, TokenLossSection(**recommended["token_loss"]), packing="padded")
     learner = Learner(objective, OptimizerSection(**recommended["optimizer"]), steps=steps)
     engine = TorchEngine(served.module, pad_id=policy.tokenizer.pad_id, seed=seed)
     weights = OldWeights(engine, learner)
@@ -85,7 +85,7 @@ def test_a_tiny_language_model_learns_to_copy_letters(seed: int) -> None:
             )
         scores = [float(reward or 0.0) for reward in rewards]
         advantages = advantage.compute(advantage.grpo, scores, [group_size] * prompts_per_step)
-        learner.step(pack(samples, advantages, PackSettings()))  # type: ignore[arg-type]
+        learner.step(pack(samples, advantages, PackSettings(layout="padded")))  # type: ignore[arg-type]
         curve.append(float(np.mean(scores)))
     assert np.mean(curve[:10]) < 0.35
     assert np.mean(curve[-10:]) > 0.95
@@ -125,7 +125,7 @@ def returns(id: str, spec: GymnasiumPolicy, steps: int, loss: dict[str, float]) 
     for step in range(steps):
         weights.update()
         samples = play(environments, engine, seed=1_000_000 * spec.seed + step * episodes)
-        learner.step(pack(samples, np.zeros(episodes), PackSettings()))  # type: ignore[arg-type]
+        learner.step(pack(samples, np.zeros(episodes), PackSettings(layout="padded")))  # type: ignore[arg-type]
         curve.append(float(np.mean([sample["rewards"].sum() for sample in samples])))
     return curve
 
@@ -180,14 +180,14 @@ def test_a_real_language_model_loads_answers_and_trains() -> None:
     (completion,) = engine.generate([prompt], Sampling(max_new_tokens=4, greedy=True))
     assert "Paris" in policy.tokenizer.decode(completion.token_ids.tolist())
     policy.module.requires_grad_(True)
-    objective = TokenObjective(policy, TokenLossSection(importance="none"))
+    objective = TokenObjective(policy, TokenLossSection(importance="none"), packing="padded")
     learner = Learner(objective, OptimizerSection(learning_rate=1e-5))
     sample = {
         "token_ids": np.array([*prompt, *completion.token_ids], np.int32),
         "loss_mask": np.array([0] * len(prompt) + [1] * len(completion.token_ids), np.uint8),
         "logprobs": np.array([*[0.0] * len(prompt), *completion.logprobs], np.float32),
     }
-    batches = pack([sample], np.array([-1.0]), PackSettings())
+    batches = pack([sample], np.array([-1.0]), PackSettings(layout="padded"))
     divergences = [learner.step(batches)["kl_sampling"] for _ in range(3)]  # type: ignore[arg-type]
     assert abs(divergences[0]) < 1e-3
     assert divergences[-1] > divergences[0]

@@ -59,7 +59,9 @@ def loaded(threads: Offload, **train: Any) -> tuple[np.ndarray, TokenMicroBatch]
     samples = tuple(SampleId(number) for number in range(4))
     group = BatchGroup(PromptIndex(0), 0, samples, rewards, (Version(0),) * 4, lengths, refs)
     fetcher: Any = Fetched(dict(zip(refs, bodies, strict=True)))
-    loader = BatchLoader(fetcher, threads, dr_grpo, PackSettings(), TrainSection(**train), max_new_tokens=10)
+    loader = BatchLoader(
+        fetcher, threads, dr_grpo, PackSettings(layout="padded"), TrainSection(**train), max_new_tokens=10
+    )
     prepared = loader.fetch_and_pack(Batch(StepIndex(0), (group,)), ())
     (batch,) = prepared.micro_batches
     assert isinstance(batch, TokenMicroBatch)

@@ -10,6 +10,7 @@ import torch
 import small_learner
 from penstock.engines.models import AdaptedPolicy, adapt
 from penstock.engines.requests import Sampling
+from penstock.engines.settings import LoraSection
 from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import ConfigError
 from penstock.train import checkpoint
@@ -22,7 +23,7 @@ pytest.importorskip("peft")
 
 
 def policy() -> AdaptedPolicy:
-    return adapt(small_learner.policy(), rank=4, alpha=8.0)
+    return adapt(small_learner.policy(), LoraSection(rank=4, alpha=8.0))
 
 
 def learner(made: AdaptedPolicy) -> Learner:
@@ -79,7 +80,7 @@ def test_a_checkpoint_holds_the_adapter_and_goes_on_exactly(tmp_path: Path) -> N
 def test_unknown_targets_are_named() -> None:
     made = small_learner.policy()
     with pytest.raises(ConfigError, match="nowhere"):
-        adapt(made, targets=["nowhere"])
+        adapt(made, LoraSection(targets=["nowhere"]))
 
 
 def test_it_is_saved_as_peft_and_transformers_open_it(tmp_path: Path) -> None:

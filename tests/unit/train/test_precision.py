@@ -97,7 +97,9 @@ def test_dropout_is_off_as_in_generation() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=12, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2)
-    owner = Learner(TokenObjective(LanguagePolicy(GPT2LMHeadModel(config), policy(torch.float32).tokenizer)))
+    owner = Learner(
+        TokenObjective(LanguagePolicy(GPT2LMHeadModel(config), policy(torch.float32).tokenizer), packing="padded")
+    )
     padded = _padded()
     score = next(iter(owner.objective.score(padded, several_updates=True)))
     assert score.old_M is not None
@@ -109,4 +111,4 @@ def _padded() -> list:
     ids = np.random.default_rng(0).integers(3, 10, (3, 8)).astype(np.int32)
     mask = np.array([0] * 4 + [1] * 4, np.uint8)
     samples = [{"token_ids": row, "loss_mask": mask, "logprobs": np.zeros(8, np.float32)} for row in ids]
-    return pack_tokens(samples, np.ones(3), PackSettings())
+    return pack_tokens(samples, np.ones(3), PackSettings(layout="padded"))

@@ -16,6 +16,7 @@ import torch
 
 from penstock.batch.pack import PackSettings, pack_tokens
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, adapt, build
+from penstock.engines.settings import LoraSection
 from penstock.records.ids import Version
 from penstock.runtime.ranks import file_store
 from penstock.runtime.tensors import module_tensors
@@ -58,7 +59,11 @@ def share(step: int, world: World) -> list[Any]:
         [len(everything[i]["token_ids"]) + len(everything[i + 1]["token_ids"]) for i in range(0, 10, 2)], world.size
     )
     mine = [2 * group + i for group in groups[world.rank] for i in range(2)]
-    return list(pack_tokens([everything[i] for i in mine], advantages[mine], PackSettings(micro_batch_tokens=24)))
+    return list(
+        pack_tokens(
+            [everything[i] for i in mine], advantages[mine], PackSettings(micro_batch_tokens=24, layout="padded")
+        )
+    )
 
 
 def policy(dtype: torch.dtype) -> LanguagePolicy:
@@ -73,14 +78,16 @@ def learner(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool =
     if sharded:
         trained = shard(trained, world, CPU)
         reference = shard(reference, world, CPU, masters=False)
-    return Learner(TokenObjective(trained, LOSS, reference=reference), OPTIM, steps=20, world=world)
+    return Learner(TokenObjective(trained, LOSS, reference=reference, packing="padded"), OPTIM, steps=20, world=world)
 
 
 def adapting(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> Learner:
     """Trains an adapter; the reference is the base, with the adapter off."""
-    adapted = adapt(policy(dtype), rank=2, alpha=4.0)
+    adapted = adapt(policy(dtype), LoraSection(rank=2, alpha=4.0))
     trained = shard(adapted, world, CPU) if sharded else adapted
-    return Learner(TokenObjective(trained, LOSS, reference=trained.base()), OPTIM, steps=20, world=world)
+    return Learner(
+        TokenObjective(trained, LOSS, reference=trained.base(), packing="padded"), OPTIM, steps=20, world=world
+    )
 
 
 def part_of_a_story(world: World, folder: Path, name: str, it: Learner, first: int, end: int) -> None:
@@ -131,7 +138,7 @@ def assert_activations_are_recomputed(world: World) -> None:
 
     made = policy(torch.float32)
     made.checkpoint_activations()
-    it = Learner(TokenObjective(shard(made, world, CPU)), OPTIM, world=world)
+    it = Learner(TokenObjective(shard(made, world, CPU), packing="padded"), OPTIM, world=world)
     it.step(share(0, world))
     layers = [layer for layer in made.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     assert layers

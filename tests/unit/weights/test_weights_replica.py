@@ -14,14 +14,12 @@ from penstock.weights.replica import (
     RESUME_TRIES,
     TRANSITIONS,
     AbandonReplica,
-    Died,
     Mismatched,
     Paused,
     Replica,
     ReplicaEvent,
     ReplicaState,
     ReportReplicaState,
-    Restarted,
     Resumed,
     ResumeEngine,
     Swapped,
@@ -39,8 +37,6 @@ EVENTS: list[ReplicaEvent] = [
     Swapped(Version(2), NEW),
     Mismatched(NEW, OLD),
     Resumed(),
-    Died("killed"),
-    Restarted(),
 ]
 TO_SERVING: list[ReplicaEvent] = [Verified(Version(1), OLD), Resumed()]
 PATHS: dict[ReplicaState, list[ReplicaEvent]] = {
@@ -49,7 +45,6 @@ PATHS: dict[ReplicaState, list[ReplicaEvent]] = {
     S.PAUSED: [*TO_SERVING, Paused()],
     S.TORN: [*TO_SERVING, Paused(), WriteBegan()],
     S.LOADED: [*TO_SERVING, Paused(), WriteBegan(), Verified(Version(2), NEW)],
-    S.DEAD: [*TO_SERVING, Died("killed")],
 }
 
 
@@ -78,22 +73,18 @@ def test_the_table_and_nothing_else(state: ReplicaState, event: ReplicaEvent) ->
     replica.check()
 
 
-def test_torn_is_left_only_through_a_verified_version_or_death() -> None:
+def test_torn_is_left_only_through_a_verified_version() -> None:
     ways_out = {
         (event.__name__, target)
         for (state, event), target in TRANSITIONS.items()
         if state is S.TORN and target is not S.TORN
     }
-    assert ways_out == {("Verified", S.LOADED), ("Died", S.DEAD)}
+    assert ways_out == {("Verified", S.LOADED)}
 
 
 def test_serving_is_entered_only_from_complete_versions() -> None:
     sources = {state for (state, _), target in TRANSITIONS.items() if target is S.SERVING}
     assert sources == {S.SERVING, S.PAUSED, S.LOADED}
-
-
-def test_dead_comes_back_only_as_stale() -> None:
-    assert {target for (state, _), target in TRANSITIONS.items() if state is S.DEAD} == {S.DEAD, S.STALE}
 
 
 @pytest.mark.parametrize("state", [S.SERVING, S.TORN, S.STALE])
@@ -164,11 +155,6 @@ def test_a_serving_replica_is_never_given_up_for_failed_updates() -> None:
     assert len(replica.later_errors) <= 8
     replica.handle(Swapped(Version(2), NEW), 2.0)
     assert (replica.failures, replica.first_error) == (0, "")
-
-
-def test_a_dead_replica_has_no_updates() -> None:
-    with pytest.raises(InvalidTransition):
-        replica_in(S.DEAD).handle(UpdateFailed("fetch", "x"), 1.0)
 
 
 @pytest.mark.parametrize("state", list(S))

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from penstock.control.io.exposition import StatusCollector
 from penstock.control.io.service import ControlService
 from penstock.errors import ConfigError, RemoteProtocolError, RunFailed
+from penstock.records.section import LOOPBACK
 from penstock.runtime.http_guard import PortGuard, bearer
 from penstock.wire.codec import MAX_MESSAGE_BYTES, Codec
 from penstock.wire.messages import Refused, Reply, Request
@@ -161,7 +162,7 @@ class ControlServer:
     """Serves the app on one port. `bind` first: it fails at once, and says which port it really is."""
 
     def __init__(
-        self, app: ControlApp, *, host: str = "127.0.0.1", port: int = 0, max_strangers: int | None = None
+        self, app: ControlApp, *, host: str = LOOPBACK, port: int = 0, max_strangers: int | None = None
     ) -> None:
         """`max_strangers` connections may be open on which the token was not given yet; None: by the open files
         allowed."""

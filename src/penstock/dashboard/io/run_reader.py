@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import threading
 import time
 import tomllib
@@ -49,7 +50,7 @@ class RunReader:
         self._configured: tuple[PipelineFacts, ...] = ()
         self.settings: dict[str, str] = {}
         """The configuration, key by key."""
-        self.stall_after_s = 60.0
+        self.stall_after_s = math.inf
         self.seq = 0
         self.journal_trouble = ""
         """Why the journal cannot be read, in a sentence."""
@@ -187,7 +188,7 @@ class RunReader:
             config = tomllib.loads(self.run.config_path.read_text(encoding="utf-8"))
             self.settings = settings_table.rows(config)
             self._configured = tuple(_facts(section) for section in config.get("pipeline", ()))
-            self.stall_after_s = float(config.get("control", {}).get("stall_after_s", self.stall_after_s))
+            self.stall_after_s = float(config["control"]["stall_after_s"])
             self._config_at = changed_at
         except (OSError, LookupError, TypeError, ValueError, AttributeError):
             return

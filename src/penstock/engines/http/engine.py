@@ -8,8 +8,8 @@ are absent (nan): its samples can be scored, never trained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Never
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import httpx
 import msgspec
@@ -18,10 +18,7 @@ import numpy as np
 from penstock.engines.http.settings import HttpEngineSection
 from penstock.engines.requests import Completion, Ending, Sampling
 from penstock.engines.tokenizer import Tokenizer
-from penstock.errors import ConfigError, LocalProtocolError, PeerLost, RunFailed
-from penstock.runtime.tasks import Tasks
-from penstock.weights.io.neighbours import ManifestSource, WeightTransport
-from penstock.weights.io.updater import ReplicaReport, Way
+from penstock.errors import ConfigError, PeerLost, RunFailed
 
 BUSY = (429, 503)
 AGAIN_S = 0.2
@@ -84,7 +81,7 @@ def _completion(ids: Sequence[int], ending: Ending) -> Completion:
 
 
 class HttpEngine:
-    """One server of somebody else. Implements `Engine` and `RequestEngine`."""
+    """One server of somebody else. Implements `BareEngine` and `RequestEngine`."""
 
     def __init__(
         self,
@@ -95,8 +92,6 @@ class HttpEngine:
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
         self.capabilities = section.capabilities
-        self.version = 0
-        self.digest = ""
         self.max_positions = section.max_length
         self._section = section
         self._tokenizer = tokenizer
@@ -164,28 +159,8 @@ class HttpEngine:
     def resume(self) -> None:
         self._interrupted = False
 
-    def start(self, tasks: Tasks) -> None: ...
-
     async def close(self) -> None:
         await self._client.aclose()
-
-    async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
-        """It has no devices of the run."""
-
-    async def vacate(self, timeout_s: float) -> None: ...
-
-    async def check_vacated(self, timeout_s: float) -> None: ...
-
-    def updater(
-        self,
-        source: ManifestSource,
-        report: Callable[[ReplicaReport], Awaitable[None]],
-        transport: Callable[[], WeightTransport],
-        *,
-        way: Way,
-        deadline_s: float,
-    ) -> Never:
-        raise LocalProtocolError("the weights of a server that the user runs are not the run's to update")
 
     def statistics(self) -> dict[str, float]:
         return {"requests": float(len(self._in_flight))}

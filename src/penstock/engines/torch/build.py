@@ -33,14 +33,13 @@ def _engine(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPol
     if (ranks := site.ranks) is not None:
         device = _device(site.device, site.process.index, 0, ranks.count)
         shards = Shards(policy.module, ShardGroup(ranks.store, 0, ranks.count, ranks.sockets, device))
-    bounds = section.model_dump(include={"rows", "cache_tokens", "kept_tokens", "reread", "graphs"})
     return TorchEngine(
         policy.module,
+        section,
         pad_id=policy.tokenizer.pad_id,
         seed=site.seed,
         progressed=site.progressed,
         shards=shards,
-        **bounds,
     )
 
 

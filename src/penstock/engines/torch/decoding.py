@@ -54,7 +54,7 @@ def _packed(tokens_B: Tensor, logprobs_B: Tensor) -> Tensor:
 class Decoding:
     """The state of all places, and the steps. Everything runs in the engine's thread, inside a step of its weights."""
 
-    def __init__(self, model: Any, cache: RowCache, *, graphs: bool = True, draw: Draw = draw) -> None:
+    def __init__(self, model: Any, cache: RowCache, *, graphs: bool, draw: Draw = draw) -> None:
         """`graphs` captures steps on a GPU; without, they are launched kernel by kernel."""
         self._model = model
         self._cache = cache

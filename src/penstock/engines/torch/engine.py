@@ -28,6 +28,7 @@ from penstock.engines.torch.kernels import use_fewer_kernels
 from penstock.engines.torch.rows import Row, Rows, SavedCache
 from penstock.engines.torch.sampling import Ways, draw, kind_of
 from penstock.engines.torch.seating import Seating
+from penstock.engines.torch.settings import TorchEngineSection
 from penstock.engines.torch.shards import LeadingCache, LeadingDecoding, Shards
 from penstock.errors import ConfigError, PeerLost
 
@@ -54,13 +55,9 @@ class TorchEngine(ServingEngine):
     def __init__(
         self,
         model: nn.Module,
+        settings: TorchEngineSection = TorchEngineSection(),
         *,
         pad_id: int,
-        rows: int = 64,
-        cache_tokens: int = 65536,
-        kept_tokens: int = 65536,
-        reread: bool = False,
-        graphs: bool = True,
         shards: Shards | None = None,
         version: int = 0,
         digest: str = "",
@@ -70,13 +67,14 @@ class TorchEngine(ServingEngine):
         """`shards`: this rank's part of the model, which computes instead of `model`; see `shards`."""
         self.model = model.eval().requires_grad_(False)
         self._shards = shards
+        rows, cache_tokens, kept_tokens = settings.rows, settings.cache_tokens, settings.kept_tokens
         if shards is None:
             use_fewer_kernels(model)
             cache = RowCache(model, rows, cache_tokens)
-            decoding = Decoding(model, cache, graphs=graphs)
+            decoding = Decoding(model, cache, graphs=settings.graphs)
         else:
             cache = LeadingCache(shards, rows, cache_tokens)
-            decoding = LeadingDecoding(shards, cache, graphs=graphs)
+            decoding = LeadingDecoding(shards, cache, graphs=settings.graphs)
             kept_tokens = 0  # what rank 0 keeps of a conversation, the others would have to keep too
         super().__init__(Serving(model, version=version, digest=digest), seed)
         self.pad_id = pad_id
@@ -85,7 +83,7 @@ class TorchEngine(ServingEngine):
         self._progressed = progressed
         self._interrupted = threading.Event()
         self._seating = Seating(rows, cache_tokens, kept_tokens)
-        self._rows = Rows(self, cache, decoding, reread=reread)
+        self._rows = Rows(self, cache, decoding, reread=settings.reread)
         self._saved: dict[Hashable, SavedCache] = {}
         self._requests: dict[int, _Request] = {}
         """Known to the seating machine."""

@@ -92,7 +92,7 @@ class _Waiting(msgspec.Struct, frozen=True):
 class Seating:
     """The machine. One instance per engine; single-threaded."""
 
-    def __init__(self, rows: int, cache_tokens: int, kept_tokens: int = 0) -> None:
+    def __init__(self, rows: int, cache_tokens: int, kept_tokens: int) -> None:
         if rows < 1 or cache_tokens < 1 or kept_tokens < 0:
             raise LocalProtocolError(
                 f"an engine needs at least one row and one token, found rows={rows}, cache_tokens={cache_tokens}, "

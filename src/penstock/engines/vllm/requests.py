@@ -136,11 +136,11 @@ class VllmRequests:
         address: str,
         *,
         max_positions: int,
+        deadline_s: float,
         held: Callable[[], tuple[int, str]] = lambda: (-1, ""),
         known_as: Callable[[int, str], int] = lambda version, digest: version,
         in_use: Callable[[], AbstractContextManager[tuple[str, int, str]]] | None = None,
         fate: Callable[[], str] = lambda: "",
-        deadline_s: float = 1800.0,
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
         """`held` says which weights the server holds, `fate` how it ended; `known_as` is that of `completion_of`;

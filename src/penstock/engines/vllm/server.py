@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +21,7 @@ import httpx
 import msgspec
 import psutil
 
+from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
 from penstock.runtime.process import how_ended, kill_tree
 
@@ -56,25 +56,16 @@ class ServerSettings(msgspec.Struct, frozen=True):
     home: Path
     """Where its socket is made; for this user only."""
     log: Path
-    python: str = sys.executable
+    engine: VllmEngineSection
+    python: str
     """The interpreter of an environment with vLLM and this package."""
-    dtype: str = "float32"
-    max_length: int = 2048
-    max_requests: int = 64
-    """Requests decoded together; the others wait in the server."""
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    threads: int = 1
-    cache_gb: int = 1
-    """GiB for keys and values on CPU; on a GPU the server takes a fraction of the device."""
-    eager: bool = False
-    """Without compiled graphs: starts sooner, decodes slower."""
+    dtype: str
+    max_length: int
+    threads: int
     accelerator: bool = False
     lora_rank: int = 0
     """Of adapters that are loaded beside the model, whose weights are then read from its directory; 0: none."""
     seed: int = 0
-    options: tuple[str, ...] = ()
-    """Further flags, last, so that they win."""
 
 
 ADAPTERS = 4
@@ -89,27 +80,27 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
     else:
         flags += ["--load-format", "dummy"]
     flags += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
-    flags += ["--max-num-seqs", str(settings.max_requests), "--seed", str(settings.seed)]
+    flags += ["--max-num-seqs", str(settings.engine.max_requests), "--seed", str(settings.seed)]
     flags += ["--uds", SOCKET, "--disable-uvicorn-access-log"]
     # Token ids with the versions of their weights are told only by this interface.
     flags += ["--enable-scale-out", "--weight-transfer-config", '{"backend": "penstock"}']
     # After the temperature and the cuts, as drawn; and no cut that a file beside the model asks for.
     flags += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    if settings.tensor_parallel > 1:
-        flags += ["--tensor-parallel-size", str(settings.tensor_parallel)]
-    if settings.data_parallel > 1:
-        flags += ["--data-parallel-size", str(settings.data_parallel)]
-    if settings.eager:
+    if settings.engine.tensor_parallel > 1:
+        flags += ["--tensor-parallel-size", str(settings.engine.tensor_parallel)]
+    if settings.engine.data_parallel > 1:
+        flags += ["--data-parallel-size", str(settings.engine.data_parallel)]
+    if settings.engine.eager:
         flags.append("--enforce-eager")
     if settings.accelerator:
         flags.append("--enable-sleep-mode")
-    return [settings.python, "-m", MAIN, str(parent_pid), *flags, *settings.options]
+    return [settings.python, "-m", MAIN, str(parent_pid), *flags, *settings.engine.options]
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:
     chosen = {
         "VLLM_SERVER_DEV_MODE": "1",  # the calls for pauses and weights exist only so
-        "VLLM_CPU_KVCACHE_SPACE": str(settings.cache_gb),
+        "VLLM_CPU_KVCACHE_SPACE": str(settings.engine.cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         # Clients drop an idle connection long before: the server must not, just as a request is sent over it.
@@ -120,7 +111,7 @@ def environment(settings: ServerSettings) -> dict[str, str]:
     }
     if settings.lora_rank:
         chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    if settings.eager:
+    if settings.engine.eager:
         chosen["TORCHDYNAMO_DISABLE"] = "1"  # small helpers of the sampler would still be compiled, for many seconds
     return chosen
 
@@ -254,7 +245,7 @@ class VllmServer:
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{how_ended(code)}; {self.last_lines()}"
 
-    async def probe(self, *, every_s: float = 2.0, stall_s: float = 120.0) -> None:
+    async def probe(self, *, stall_s: float, every_s: float = 2.0) -> None:
         """Raises PeerLost when the server does not answer for `stall_s`; returns when it was stopped or has ended.
 
         The question goes through to the process that decodes: one that listens but does not work is lost too. Also

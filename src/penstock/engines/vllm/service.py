@@ -233,18 +233,13 @@ def server_settings(
         lora_rank=rank_of(policy) if adapted else 0,
         home=home,
         log=process.run.log_path(f"{process.name}.vllm"),
+        engine=section,
         python=python,
         dtype=str(next(policy.module.parameters()).dtype).removeprefix("torch."),
         max_length=section.max_length or config.max_position_embeddings,
-        max_requests=section.max_requests,
-        tensor_parallel=section.tensor_parallel,
-        data_parallel=section.data_parallel,
         threads=threads,
-        cache_gb=section.cache_gb,
-        eager=section.eager,
         accelerator=accelerator,
         seed=seed % 2**32,
-        options=tuple(section.options),
     )
 
 

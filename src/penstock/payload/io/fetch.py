@@ -26,6 +26,7 @@ from penstock.payload.retry import (
     RetryPolicy,
     TimePassed,
 )
+from penstock.payload.settings import PayloadSection
 from penstock.records.payload import PayloadRef, RingAddress
 from penstock.runtime.clock import monotonic, wait_for
 from penstock.runtime.offload import Offload
@@ -135,7 +136,7 @@ class BatchFetcher:
         label: str = "trainer",
         directory: str = DIRECTORY,
         verify: bool = True,
-        transport: Transport | Literal["auto"] = "auto",
+        transport: Transport | Literal["auto"] = PayloadSection().transport,
         policy: RetryPolicy | None = None,
         buffers: Buffers | None = None,
         wires: Mapping[Transport, Callable[[], Wire]] | None = None,

@@ -33,6 +33,7 @@ from penstock.payload.slot import (
     reader_of,
 )
 from penstock.records.payload import PayloadRef, RingAddress
+from penstock.records.section import LOOPBACK
 from penstock.runtime.clock import monotonic, sleep
 from penstock.runtime.process import start_time
 
@@ -149,7 +150,7 @@ class Ring:
         return self._mapping.header.epoch
 
     def address(
-        self, *, host_id: str, host: str = "127.0.0.1", tcp_ports: Sequence[int] = (), ucxx_ports: Sequence[int] = ()
+        self, *, host_id: str, host: str = LOOPBACK, tcp_ports: Sequence[int] = (), ucxx_ports: Sequence[int] = ()
     ) -> RingAddress:
         """What a reader needs to find this ring: on this host by name, from elsewhere by the ports really bound."""
         return RingAddress(self.name, self.epoch, host_id, host, tuple(tcp_ports), tuple(ucxx_ports))

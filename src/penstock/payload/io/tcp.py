@@ -18,6 +18,7 @@ from penstock.payload.exchange import BodySent, ConnectionFailed, Event, Exchang
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.payload.io.serving import Handler, ServerStatistics, Service
 from penstock.payload.io.timed_socket import TimedSocket
+from penstock.records.section import LOOPBACK
 from penstock.runtime.listening import accept_until, turned_away
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class TcpServer:
         ring: str,
         token: str,
         *,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
         ports: Sequence[int] = (0, 0),
         directory: str = DIRECTORY,
         limits: ExchangeLimits | None = None,

@@ -21,6 +21,7 @@ from penstock.errors import LocalProtocolError, RunFailed
 from penstock.payload.exchange import HELLO, BodySent, ConnectionFailed, Event, ExchangeLimits, ExchangeState, Received
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.payload.io.serving import Handler, ServerStatistics, Service
+from penstock.records.section import LOOPBACK
 from penstock.runtime.listening import turned_away
 from penstock.runtime.ucx import (
     TAG,
@@ -48,7 +49,7 @@ class UcxxServer:
         ring: str,
         token: str,
         *,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
         ports: Sequence[int] = (0,),
         directory: str = DIRECTORY,
         limits: ExchangeLimits | None = None,

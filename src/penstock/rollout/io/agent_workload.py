@@ -18,6 +18,7 @@ from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome
 from penstock.rollout.io.endpoint import Call, Endpoint
 from penstock.rollout.io.language_workload import LanguageHooks, PreparedPrompt
+from penstock.rollout.settings import RolloutSection
 from penstock.runtime.offload import Offload
 
 
@@ -35,9 +36,11 @@ class Played(msgspec.Struct):
 class AgentWorkload(LanguageHooks):
     """The hooks for an environment with a method `play`, in front of a request engine."""
 
-    def __init__(self, environment: Any, engine: Any, tokenizer: Any, *, threads: int = 64, **options: Any) -> None:
+    def __init__(
+        self, environment: Any, engine: Any, tokenizer: Any, settings: RolloutSection, *, threads: int, **options: Any
+    ) -> None:
         """At most `threads` agents run at once. Other options as for `LanguageHooks`."""
-        super().__init__(environment, engine, tokenizer, **options)
+        super().__init__(environment, engine, tokenizer, settings, **options)
         self._threads = Offload(threads, "agent")
         self._endpoint: Endpoint | None = None
         self._serving: asyncio.Task[None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -13,23 +13,8 @@ from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished, Outcome
 
-
-class Episodes(Protocol):
-    """Episodes running side by side."""
-
-    observations: np.ndarray
-    live: np.ndarray
-    terminated: np.ndarray
-
-    def step(self, actions: np.ndarray) -> np.ndarray: ...
-
-    def close(self) -> None: ...
-
-
-class Environment(Protocol):
-    """What is needed of an environment."""
-
-    def start(self, positions: Sequence[int]) -> Episodes: ...
+if TYPE_CHECKING:
+    from penstock.envs.io.gymnasium import Episodes, GymnasiumEnvironment
 
 
 class Episode(msgspec.Struct):
@@ -47,7 +32,7 @@ class Episode(msgspec.Struct):
 class GymnasiumWorkload:
     """One episode per sample; the reward is its undiscounted return."""
 
-    def __init__(self, environment: Environment, engine: PolicyEngine, *, greedy: bool = False) -> None:
+    def __init__(self, environment: GymnasiumEnvironment, engine: PolicyEngine, *, greedy: bool = False) -> None:
         """`greedy` takes the likeliest action instead of drawing one."""
         self.environment = environment
         self.engine = engine

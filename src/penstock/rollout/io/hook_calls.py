@@ -46,8 +46,8 @@ class Store(Protocol):
         ...
 
 
-class Serving(Protocol):
-    """The engine, as far as an evaluation must know it."""
+class Versioned(Protocol):
+    """The engine, where only the version that it serves is looked at."""
 
     @property
     def version(self) -> int: ...
@@ -57,7 +57,7 @@ class Evaluating(msgspec.Struct, frozen=True):
     """How leases of an evaluation are made: by hooks of their own, so that nothing of it touches training samples."""
 
     workload: Workload[Any, Any, Any]
-    serving: Serving
+    serving: Versioned
     keep: Callable[[PromptLease, int, Finished], None] = lambda lease, member, outcome: None
     """Sees every sample, on the postprocessing thread: for people to read."""
 

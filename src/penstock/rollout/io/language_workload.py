@@ -12,15 +12,16 @@ import json
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from penstock.batch.columns import UNSCORED, reward_part_arrays
 from penstock.engines.requests import Completion, RequestEngine, Sampling
+from penstock.engines.tokenizer import Tokenizer
 from penstock.envs.chat import Chat, ChatMessage
-from penstock.envs.protocol import Message
+from penstock.envs.protocol import Message, Prompt, TextEnvironment
 from penstock.envs.rewards import Rubric, Scored
 from penstock.errors import Aborted, ConfigError, PeerLost, RunFailed
 from penstock.records.ids import Version
@@ -28,65 +29,18 @@ from penstock.records.prompt import PromptLease
 from penstock.rollout.completions import cut_at
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
+from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.scoring import Scoring
+from penstock.rollout.settings import RolloutSection
 from penstock.runtime.named import takes
 from penstock.runtime.offload import Offload
-
-
-class PromptLike(Protocol):
-    """What is needed of a prompt."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def columns(self) -> dict[str, Any]: ...
-
-    def shown(self) -> str | list[dict[str, Any]]:
-        """The text, or chat messages."""
-        ...
-
-
-class Environment(Protocol):
-    """What is needed of an environment. One that ends is begun anew. One with a method `reply(prompt, completions)`
-    converses: it returns a text, or None at the end, or something with `text` and `to`: to be shown where that
-    completion began.
-    """
-
-    @property
-    def count(self) -> int | None: ...
-
-    def prompt(self, position: int) -> PromptLike: ...
-
-    def score(
-        self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float | None]: ...
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer. Chat prompts need one whose `inner` has a chat template."""
-
-    stop_ids: tuple[int, ...]
-    bos_ids: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class Kept(Protocol):
-    """Where episodes wait that a worker could not finish."""
-
-    def keep(self, prompt: int, attempt: int, member: int, episode: Episode) -> None: ...
-
-    def take(self, prompt: int, attempt: int, member: int, *, min_version: int = 0) -> Episode | None: ...
 
 
 class PreparedPrompt(msgspec.Struct):
     """A prompt ready for the engine."""
 
     lease: PromptLease
-    prompt: PromptLike
+    prompt: Prompt
     token_ids: list[int]
 
     @property
@@ -99,20 +53,13 @@ class LanguageHooks:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: TextEnvironment,
         engine: RequestEngine,
         tokenizer: Tokenizer,
+        settings: RolloutSection = RolloutSection(),
         *,
-        max_new_tokens: int = 16,
-        temperature: float = 1.0,
         greedy: bool = False,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        stop_ids: Sequence[int] = (),
-        stop_strings: Sequence[str] = (),
-        max_turns: int = 1,
-        kept: Kept | None = None,
+        kept: KeptEpisodes | None = None,
         scoring: Scoring | None = None,
     ) -> None:
         """`scoring` computes the rewards; without it the environment's `score` is called where its samples are."""
@@ -121,18 +68,18 @@ class LanguageHooks:
         self.engine = engine
         self.tokenizer = tokenizer
         self.chat = chat_of(tokenizer, environment)
-        self.stop_strings = tuple(stop_strings)
+        self.stop_strings = tuple(settings.stop_strings)
         self.sampling = Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop_ids=tuple(dict.fromkeys([*tokenizer.stop_ids, *stop_ids, *self._turn_end_ids()])),
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            stop_ids=tuple(dict.fromkeys([*tokenizer.stop_ids, *settings.stop_ids, *self._turn_end_ids()])),
             greedy=greedy,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            min_p=settings.min_p,
         )
         self._tells = any(takes(function, "conversations") for function in self.scoring.rubric.functions)
-        self.max_turns = max_turns if hasattr(environment, "reply") else 1
+        self.max_turns = settings.max_turns if hasattr(environment, "reply") else 1
         self.kept = kept
 
     def preflight(self) -> None:
@@ -171,7 +118,7 @@ class LanguageHooks:
         """Ends what computes rewards."""
         self.scoring.close()
 
-    def _read(self, position: int) -> tuple[PromptLike, list[int]] | Unusable:
+    def _read(self, position: int) -> tuple[Prompt, list[int]] | Unusable:
         count = self.environment.count
         prompt = self.environment.prompt(position % count if count else position)
         shown = prompt.shown()
@@ -275,7 +222,7 @@ class LanguageHooks:
         turn = self.chat.next_turn(self._introduced(shown), episode.drawn_texts, replies)
         return json.dumps(messages), self.tokenizer.encode(turn.text), turn.back_to
 
-    def _conversation(self, prompt: PromptLike, episode: Episode) -> list[ChatMessage]:
+    def _conversation(self, prompt: Prompt, episode: Episode) -> list[ChatMessage]:
         shown = prompt.shown()
         if not isinstance(shown, str):
             assert self.chat is not None
@@ -285,7 +232,7 @@ class LanguageHooks:
         both = itertools.chain.from_iterable(itertools.zip_longest(said, answered))
         return [{"role": "user", "content": shown}, *(message for message in both if message is not None)]
 
-    def _score(self, prompt: PromptLike, episodes: Sequence[Episode]) -> list[Scored] | Future[list[Scored]]:
+    def _score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored] | Future[list[Scored]]:
         """The last completion is what is scored; the whole conversation is there as the column `turns`."""
         columns: dict[str, list[Any]] = {
             "ended": [episode.endings[-1] for episode in episodes],
@@ -372,16 +319,15 @@ class LanguageWorkload(LanguageHooks):
 
     def __init__(
         self,
-        environment: Environment,
+        environment: TextEnvironment,
         engine: RequestEngine,
         tokenizer: Tokenizer,
-        *,
-        reply_threads: int = 8,
+        settings: RolloutSection = RolloutSection(),
         **options: Any,
     ) -> None:
         """`options` as for `LanguageHooks`."""
-        super().__init__(environment, engine, tokenizer, **options)
-        self._replies = Offload(reply_threads if self.max_turns > 1 else 0, "reply")
+        super().__init__(environment, engine, tokenizer, settings, **options)
+        self._replies = Offload(settings.reply_threads if self.max_turns > 1 else 0, "reply")
 
     async def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Episode | Failed]]:
         """Raises Aborted when the engine was interrupted; unfinished episodes are then kept, if there is a place."""

@@ -83,7 +83,7 @@ class Lockstep:
         *,
         leader: Leader | None = None,
         share: bool = False,
-        preparations: int = 1,
+        preparations: int,
         surroundings: Surroundings = Surroundings(),
     ) -> None:
         self.workload = workload

@@ -23,6 +23,7 @@ from penstock.rollout.io.controller_calls import ControllerApi, ControllerCalls
 from penstock.rollout.io.hook_calls import Evaluating, HookCalls, Store, Work
 from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
 from penstock.rollout.prefetch import Bounds, Prefetch
+from penstock.rollout.settings import RolloutSection
 from penstock.runtime.clock import monotonic
 from penstock.runtime.offload import Offload, background
 from penstock.wire.messages import Leased
@@ -35,14 +36,14 @@ LOOK_EVERY_S = 1.0
 """Between two looks at how full the engine is."""
 
 
-class RunnerSettings(msgspec.Struct, frozen=True):
+class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker runs its workload."""
 
     bounds: Bounds = Bounds()
-    prefetch: bool = True
+    prefetch: bool = RolloutSection().prefetch
     lease_wait_s: float = 5.0
     """How long the controller may hold an ask."""
-    drain_s: float = 10.0
+    drain_s: float
     """How long the samples in the engine may take to finish once a stop was asked for."""
     return_s: float = 5.0
     """How long giving leases back, and joining the threads, may take at the very end."""
@@ -56,7 +57,7 @@ class Runner:
         workload: Workload[Any, Any, Any],
         controller: ControllerApi,
         store: Store,
-        settings: RunnerSettings = RunnerSettings(),
+        settings: RunnerSettings,
         *,
         progressed: Callable[[str], None] = lambda doing: None,
         interrupt: Callable[[], None] = lambda: None,

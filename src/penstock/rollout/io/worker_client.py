@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from penstock.records.ids import SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.rollout import FailedRollout, Rollout, Score
 from penstock.records.weights import Held, Manifest
+from penstock.rollout.io.hook_calls import Versioned
 from penstock.runtime.clock import monotonic
 from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
@@ -39,11 +40,6 @@ WRITE_S = 120.0
 
 TELL_EVERY_S = 2.0
 LOOK_AT_RING_S = 2.0
-
-
-class Versioned(Protocol):
-    @property
-    def version(self) -> int: ...
 
 
 class WorkerClient:

@@ -44,12 +44,12 @@ def workload_of(
     if not isinstance(policy, LanguagePolicy):
         return GymnasiumWorkload(environment, engine, greedy=greedy)
     scoring = Scoring(rubric_of(env, environment), env, elsewhere=rubric_elsewhere, progressed=progressed)
-    drawn = {"max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids", "stop_strings", "max_turns"}
-    sampling = rollout.model_dump(include=drawn)
-    sampling |= {"greedy": greedy, "scoring": scoring, "kept": KeptEpisodes(kept) if kept is not None else None}
+    given = (environment, engine, policy.tokenizer, rollout)
+    unfinished = KeptEpisodes(kept) if kept is not None else None
     if hasattr(environment, "play"):
-        return AgentWorkload(environment, engine, policy.tokenizer, threads=env.reward_concurrency, **sampling)
-    return LanguageWorkload(environment, engine, policy.tokenizer, reply_threads=rollout.reply_threads, **sampling)
+        threads = env.reward_concurrency
+        return AgentWorkload(*given, threads=threads, greedy=greedy, scoring=scoring, kept=unfinished)
+    return LanguageWorkload(*given, greedy=greedy, scoring=scoring, kept=unfinished)
 
 
 def close_workload(workload: Any) -> None:

@@ -5,12 +5,10 @@ Shape suffixes: N episodes, S environment steps.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.batch.pack import TrajectoryBatch
 from penstock.engines.models import ActorCritic
 from penstock.train.losses.tokens import clipped
 from penstock.train.settings import PpoLossSection
@@ -19,29 +17,10 @@ QUIET = 0.05
 """Of the spread of returns: advantages whose own spread is smaller are noise of the critic and are not blown up."""
 
 
-class EpisodeBatch(Protocol):
-    """Whole episodes end to end, as the batch stage packs them."""
-
-    @property
-    def observations_S(self) -> np.ndarray: ...
-    @property
-    def actions_S(self) -> np.ndarray: ...
-    @property
-    def logprobs_S(self) -> np.ndarray: ...
-    @property
-    def rewards_S(self) -> np.ndarray: ...
-    @property
-    def lengths_N(self) -> np.ndarray: ...
-    @property
-    def terminated_N(self) -> np.ndarray: ...
-    @property
-    def last_observations_N(self) -> np.ndarray: ...
-
-
 class EpisodeTensors:
     """Episodes as tensors, with the old policy's values, advantages and log-probabilities worked out once."""
 
-    def __init__(self, batch: EpisodeBatch, network: ActorCritic, settings: PpoLossSection, device: torch.device):
+    def __init__(self, batch: TrajectoryBatch, network: ActorCritic, settings: PpoLossSection, device: torch.device):
         self.observations_S = torch.from_numpy(batch.observations_S).to(device)
         self.actions_S = torch.from_numpy(batch.actions_S).to(device)
         self.sampled_S = torch.from_numpy(batch.logprobs_S).to(device)

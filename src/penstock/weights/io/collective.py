@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import Aborted, PeerLost
+from penstock.records.section import LOOPBACK
 from penstock.records.weights import Manifest
 from penstock.weights.buckets import layout
 from penstock.weights.io.digest import tensor_digest
@@ -86,7 +87,7 @@ class Group:
 class BroadcastSender:
     """The trainer's side: hosts the meeting point, and sends versions from their files."""
 
-    def __init__(self, run_dir: Path, token: bytes, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
+    def __init__(self, run_dir: Path, token: bytes, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:
         self._run_dir = run_dir
         self._host = host
         self.store = StoreServer(token, host=host, timeout_s=timeout_s)

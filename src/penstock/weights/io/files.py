@@ -36,6 +36,7 @@ from penstock.weights.io.digest import PIECE_BYTES, host_pieces, specs_of, tenso
 from penstock.weights.io.fetch import check_digests, tensor_at
 from penstock.weights.io.parts import hash_file, is_sharded, lay_out, write_parts
 from penstock.weights.manifest import bucket_file, check_manifest, describe, directory_name
+from penstock.weights.settings import WeightsSection
 from penstock.wire.codec import DAMAGED
 
 MANIFEST_FILE = "manifest.json"
@@ -49,7 +50,7 @@ class Publisher:
         self,
         run_dir: Path,
         lineage: str,
-        keep: int = 2,
+        keep: int = WeightsSection().keep,
         *,
         pipeline: str = "main",
         keep_durable: int = 2,

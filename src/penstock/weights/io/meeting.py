@@ -26,6 +26,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import Aborted, PeerLost, PenstockError, RemoteProtocolError, Stale
 from penstock.records.ids import Version
+from penstock.records.section import LOOPBACK
 from penstock.records.weights import Manifest
 from penstock.weights.io.collective import BroadcastReceiver, BroadcastSender, Invitation
 from penstock.weights.io.neighbours import WeightTransport
@@ -73,7 +74,7 @@ class BroadcastHost:
         run_dir: Path,
         token: bytes,
         *,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
         expected: int = 0,
         build_timeout_s: float = 10.0,
         send_timeout_s: float = 300.0,

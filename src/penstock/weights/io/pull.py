@@ -22,12 +22,14 @@ from typing import Protocol
 import torch
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError, Stale, Transient
+from penstock.records.section import LOOPBACK
 from penstock.records.weights import Manifest
 from penstock.runtime.listening import Peer, ThreadedPort, receive
 from penstock.weights.io.digest import PIECE_BYTES, torch_dtype
 from penstock.weights.io.fetch import BucketSource, fetch, fits
 from penstock.weights.io.files import FileSource, FileTransport
 from penstock.weights.manifest import check_manifest, describe, tensors_of
+from penstock.weights.settings import WeightsSection
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,9 @@ class Shelf:
         offered.close_if_unused()
 
 
+WEIGHTS = WeightsSection()
+
+
 class ArtifactServer:
     """Serves the newest versions of a run directory. Bound when the constructor returns; one thread per connection."""
 
@@ -110,9 +115,9 @@ class ArtifactServer:
         run_dir: Path,
         token: bytes,
         *,
-        host: str = "127.0.0.1",
+        keep: int = WEIGHTS.keep,
+        host: str = LOOPBACK,
         port: int = 0,
-        keep: int = 2,
         max_connections: int = 64,
         idle_timeout_s: float = 60.0,
         hello_timeout_s: float = 5.0,
@@ -270,7 +275,7 @@ class OtherTransport(Protocol):
 class PullTransport:
     """Fetches versions over the network, into memory it uses again: tensors are valid until the next `fetch`."""
 
-    def __init__(self, token: bytes, *, streams: int = 4, ucxx: OtherTransport | None = None) -> None:
+    def __init__(self, token: bytes, *, streams: int = WEIGHTS.streams, ucxx: OtherTransport | None = None) -> None:
         """`ucxx` carries versions that name an address for it; over TCP, `streams` connections are used at once."""
         if streams < 1:
             raise LocalProtocolError(f"streams must be at least 1, found {streams}")

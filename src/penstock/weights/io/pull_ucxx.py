@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.errors import PenstockError, RunFailed, Transient
+from penstock.records.section import LOOPBACK
 from penstock.records.weights import Manifest
 from penstock.weights.io.fetch import BucketSource
 from penstock.weights.io.pull import GONE, MAGIC, OK, REFUSED, REPLY, REQUEST, Offered, Shelf, check_reply, peer_of
 from penstock.weights.io.pull import token_digest as digest_of_token
 from penstock.weights.manifest import describe
+from penstock.weights.settings import WeightsSection
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,9 @@ class Ucx(Protocol):
 class UcxxArtifactServer:
     """Serves the newest versions of a run directory by UCX, from one thread. Bound when the constructor returns."""
 
-    def __init__(self, run_dir: Path, token: bytes, ucx: Ucx, *, host: str = "127.0.0.1", keep: int = 2) -> None:
+    def __init__(
+        self, run_dir: Path, token: bytes, ucx: Ucx, *, host: str = LOOPBACK, keep: int = WeightsSection().keep
+    ) -> None:
         """`host` is the name under which it is found. UCX listens on all interfaces unless that is a loopback."""
         self.ucx = ucx
         self.token = digest_of_token(token)

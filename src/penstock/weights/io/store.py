@@ -19,6 +19,7 @@ import msgspec
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import RemoteProtocolError
+from penstock.records.section import LOOPBACK
 from penstock.runtime.listening import Peer, ThreadedPort, receive
 
 MAGIC = b"PSK1"
@@ -109,7 +110,7 @@ class KeyStore(Store):
 class StoreServer(KeyStore):
     """Holds the keys, and is a store itself for the process it is in. Bound when the constructor returns."""
 
-    def __init__(self, token: bytes, *, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
+    def __init__(self, token: bytes, *, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:
         super().__init__(timeout_s)
         self._token = token_digest(token)
         self._keys = Keys()

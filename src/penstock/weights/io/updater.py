@@ -47,6 +47,7 @@ from penstock.weights.replica import (
     Verified,
     WriteBegan,
 )
+from penstock.weights.settings import WeightsSection
 
 logger = logging.getLogger(__name__)
 
@@ -98,21 +99,19 @@ class ReplicaUpdater:
         report: Callable[[ReplicaReport], Awaitable[None]],
         transport: WeightTransport,
         *,
-        way: Way = "staged",
+        way: Way,
         poll_s: float = 10.0,
         fetch_timeout_s: float = 300.0,
-        change_timeout_s: float = 60.0,
+        change_timeout_s: float = WeightsSection().deadline_s,
         report_timeout_s: float = 60.0,
         grace_s: float = 5.0,
-        max_failures: int = 3,
         retry_first_s: float = 0.5,
         retry_cap_s: float = 5.0,
         clock: Clock | None = None,
         verify: Callable[[], str] | None = None,
     ) -> None:
         """`verify` gives the digest of what is served, for engines whose tensors lie in another process."""
-        self._max_failures = max_failures
-        self.replica = Replica(max_failures=max_failures)
+        self.replica = Replica()
         self.statistics = UpdaterStatistics()
         self._engine = engine
         self._source = source
@@ -149,7 +148,7 @@ class ReplicaUpdater:
 
     def begin_anew(self) -> None:
         """The engine was started anew, while no update was under way: it holds nothing."""
-        self.replica = Replica(max_failures=self._max_failures)
+        self.replica = Replica()
 
     async def run(self) -> None:
         """Updates until cancelled.
