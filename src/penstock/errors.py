@@ -13,7 +13,7 @@
     ├── PeerLost                 the peer is dead or unreachable: replace it
     └── RunFailed                the run cannot go on: stop (exit 1)
 
-All of them survive pickling, and all carry one message a stranger understands.
+All of them survive pickling, and all carry one message that explains itself.
 """
 
 from __future__ import annotations

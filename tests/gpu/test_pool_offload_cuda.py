@@ -123,7 +123,7 @@ def test_scoring_and_training_in_turn_need_less_of_the_device(
 
     scores = []
     together, scoring = peak_bytes(everything), peak_bytes(score)
-    assert device_bytes() <= RESIDUE_BYTES, "whoever is let in between finds the device empty"
+    assert device_bytes() <= RESIDUE_BYTES, "the process that is let in between finds the device empty"
     training = peak_bytes(train)
     assert device_bytes() <= RESIDUE_BYTES
     weights = weight_bytes(apart)

@@ -180,7 +180,7 @@ async def _read(stream: Any) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer sk-guessed"}])
-async def test_strangers_are_refused(headers: dict[str, str]) -> None:
+async def test_clients_without_the_token_are_refused(headers: dict[str, str]) -> None:
     async with served() as (endpoint, _), httpx.AsyncClient(timeout=30.0) as client:
         assert (await client.get(f"{endpoint.base_url}/models", headers=headers)).status_code == 401
 

@@ -141,8 +141,8 @@ async def test_waiting_for_the_next_batch_is_progress_only_while_nothing_else_is
 
     stop = SimpleNamespace(requested=False)
     process: Any = SimpleNamespace(stop=stop, member="t", progress=SimpleNamespace(moved=told.append))
-    controller, nobody = Controller(), None
-    feed = DataLoader(process, controller, nobody, nobody)  # type: ignore[arg-type]
+    controller, unused = Controller(), None
+    feed = DataLoader(process, controller, unused, unused)  # type: ignore[arg-type]
     assert await feed.prepare(StepIndex(7)) is None
     assert controller.asks == 3
     assert told == ["waiting for the batch of step 7: groups"]

@@ -161,7 +161,7 @@ async def test_a_silent_controller_is_given_up_after_the_attempt_and_then_the_bo
             await client.call(REPORT)
 
 
-async def test_nobody_there_is_lost_after_the_bound(endpoint: Path) -> None:
+async def test_a_controller_that_is_not_there_is_lost_after_the_bound(endpoint: Path) -> None:
     async with client_of(endpoint, give_up_s=0.2) as client:
         with pytest.raises(PeerLost, match="no controller has announced itself"):
             await client.call(REPORT)

@@ -1,4 +1,4 @@
-"""The control port from outside: answers, waits, refusals, and everything a stranger might send."""
+"""The control port from outside: answers, waits, refusals, and everything a client without the token might send."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ async def test_a_body_that_ends_early_is_refused(run: Controller) -> None:
     assert run.fingerprint() == before
 
 
-async def test_garbage_on_the_wire_harms_nobody(run: Controller) -> None:
+async def test_garbage_on_the_wire_harms_no_client(run: Controller) -> None:
     chance = random.Random(7)
     whole = (
         f"POST /v1/call HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\ncontent-length: 5\r\n\r\nabcde".encode()
@@ -404,7 +404,7 @@ def test_the_document_has_every_path_and_every_refusal() -> None:
     assert f"at most {MAX_WAIT_S:.0f} s" in document
 
 
-# -- whatever a stranger might send -------------------------------------------------------------------------------
+# -- whatever a client might send ---------------------------------------------------------------------------------
 
 VALID = [
     register(),

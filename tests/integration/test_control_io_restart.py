@@ -1,4 +1,4 @@
-"""SIGKILL of the controller while everybody is calling it: nothing acknowledged is lost, nothing happens twice."""
+"""SIGKILL of the controller while all members are calling it: nothing acknowledged is lost, nothing happens twice."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def kill_children(folder: Path, victim: str, kills: int) -> None:
 
 
 def kill_child(run: Running, victim: str) -> bool:
-    """False when there was nobody to kill."""
+    """False when there was no process to kill."""
     child = run.children().get(victim)
     if child is None or run.process.poll() is not None:
         return False

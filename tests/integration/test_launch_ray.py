@@ -106,7 +106,7 @@ def assert_nothing_left(cluster: RayNodes, folder: Path) -> None:
 def test_a_run_outlives_a_worker_a_whole_node_and_its_launcher_with_exact_books(
     folder: Path, nodes: Callable[..., RayNodes], lost: str
 ):
-    cluster = nodes(0, 4, 4)  # nobody is on the head: whoever loses that has lost the cluster
+    cluster = nodes(0, 4, 4)  # no process is on the head: without the head there is no cluster
     run = start(folder, finite(folder, prompts=600, rollout="workers = 2"), *on(cluster))
     run.wait_for_step(2, timeout_s=180)
     worker = role(folder, "letters.rollout.0")
@@ -194,7 +194,7 @@ def test_what_the_cluster_cannot_give_is_said_and_nothing_is_kept(folder: Path, 
     assert len(list((folder / "runs").iterdir())) == 1, "nothing was made for a run that cannot begin"
 
 
-def test_whoever_loses_the_head_node_is_told_how_to_go_on(folder: Path, nodes: Callable[..., RayNodes]):
+def test_after_the_loss_of_the_head_node_the_user_is_told_how_to_go_on(folder: Path, nodes: Callable[..., RayNodes]):
     cluster = nodes(0, 4)
     run = start(folder, letters(folder, steps=100_000, rollout="workers = 2"), *on(cluster))
     run.wait_for_step(2, timeout_s=180)
@@ -205,4 +205,4 @@ def test_whoever_loses_the_head_node_is_told_how_to_go_on(folder: Path, nodes: C
     assert code == 1, output
     assert f"penstock run --resume {run.directory}" in output
     wait_for(lambda: not left_behind(folder), 180, "all processes to end with the cluster")
-    assert sweep(RunDir.open(run.directory).run_id), "with the cluster went whoever would have removed the rings"
+    assert sweep(RunDir.open(run.directory).run_id), "the process that removes rings ended with the cluster"

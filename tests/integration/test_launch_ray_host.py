@@ -73,12 +73,12 @@ def test_a_process_lives_ends_and_logs_far_from_its_run_directory(host: RoleHost
     assert b"ended gracefully" in host.exchange(CONTROLLER.name, None, len(log))
 
 
-def test_last_words_come_back_with_the_exit_code(host: RoleHost):
-    host.start(order(ProcessSpec("nobody", "trainer", ("--pipeline", "nobody"), threads=1)))
-    seen = host.wait("nobody")
+def test_the_failure_report_comes_back_with_the_exit_code(host: RoleHost):
+    host.start(order(ProcessSpec("unknown", "trainer", ("--pipeline", "unknown"), threads=1)))
+    seen = host.wait("unknown")
     assert seen.exit_code != 0
-    assert seen.last_words is not None
-    assert "'nobody', which is not configured" in seen.last_words["message"]
+    assert seen.failure_report is not None
+    assert "'unknown', which is not configured" in seen.failure_report["message"]
 
 
 def test_the_address_of_the_controller_reaches_a_process_that_waits_for_it(host: RoleHost):

@@ -420,7 +420,7 @@ def test_ucx_is_preferred_where_it_is_installed(
     ring.close()
 
 
-def test_a_ring_that_nobody_can_reach_is_a_reason_and_not_an_error(tmp_path: Path) -> None:
+def test_a_ring_that_cannot_be_reached_is_a_reason_and_not_an_error(tmp_path: Path) -> None:
     lost = Ring.create("run-1", capacity_bytes=1024, slots=4, directory=str(tmp_path))
     kept = Ring.create("run-1", capacity_bytes=1024, slots=4, directory=str(tmp_path))
     refs = [lost.write([b"lost"], timeout_s=0), kept.write([b"kept"], timeout_s=0)]

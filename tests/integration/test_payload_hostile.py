@@ -1,4 +1,4 @@
-"""Servers among strangers and defects: one bad client costs its own connection, one bad port costs that port."""
+"""Servers among unknown clients and defects: one bad client costs its own connection, one bad port costs that port."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def is_ended(connection: socket.socket) -> bool:
     [hello("guess"), b"GET / HTTP/1.1\r\nHost: here.example.org\r\n\r\n\r\n", b"\0" * 40],
     ids=["token", "http", "zeros"],
 )
-def test_strangers_are_refused(world: World, greeting: bytes) -> None:
+def test_clients_without_the_token_are_refused(world: World, greeting: bytes) -> None:
     server = world.serve()
     with connected(server, greeting) as connection:
         status = receive(connection, STATUS.size)
@@ -209,7 +209,7 @@ def test_a_fresh_connection_is_served_while_the_first_is_still_sending(world: Wo
     assert bytes(answer.view) == b"next"
 
 
-def test_a_flood_of_strangers_keeps_no_client_out(world: World) -> None:
+def test_a_flood_of_unknown_clients_keeps_no_client_out(world: World) -> None:
     server = world.serve(PATIENT, max_connections=4)
     with contextlib.ExitStack() as stack:
         for _ in range(30):
@@ -220,15 +220,15 @@ def test_a_flood_of_strangers_keeps_no_client_out(world: World) -> None:
         assert server.statistics().connections <= 4
 
 
-def test_known_clients_are_not_thrown_out_for_strangers(world: World) -> None:
+def test_known_clients_are_not_closed_for_unknown_ones(world: World) -> None:
     server = world.serve(PATIENT, max_connections=2)
     with connected(server, hello("secret")) as first, connected(server, hello("secret")) as second:
         refs = [world.ring.write([bytes([number])], timeout_s=5) for number in range(2)]
         for connection, ref in ((first, refs[0]), (second, refs[1])):
             connection.sendall(read(ref))
             assert len(receive(connection, STATUS.size + 1)) == STATUS.size + 1
-        with connected(server) as stranger:
-            assert is_ended(stranger)
+        with connected(server) as unknown:
+            assert is_ended(unknown)
         assert server.statistics().connections == 2
 
 
@@ -309,7 +309,7 @@ def test_a_lying_server_is_an_exact_failure(world: World, answer: bytes) -> None
 
 
 @needs_ucxx
-def test_ucxx_strangers_that_stall_or_talk_nonsense_cost_their_own_connection_only(world: World) -> None:
+def test_unknown_ucxx_clients_that_stall_or_send_garbage_cost_their_own_connection_only(world: World) -> None:
     from penstock.payload.io.ucxx import UcxxServer
     from penstock.payload.io.ucxx_client import UcxxWire
     from penstock.runtime.ucx import TAG
@@ -318,13 +318,13 @@ def test_ucxx_strangers_that_stall_or_talk_nonsense_cost_their_own_connection_on
     wire = UcxxWire()
     host, port = "127.0.0.1", server.ports[0]
     nonsense = [b"P", bytes(TAG.size + 40), hello("guess") + bytes(TAG.size), os.urandom(300)]
-    strangers = []
+    unknowns = []
     for said in nonsense:
-        stranger = wire.connect(host, port, b"", time.monotonic() + 10)
-        stranger._unsaid = said
+        unknown = wire.connect(host, port, b"", time.monotonic() + 10)
+        unknown._unsaid = said
         with contextlib.suppress(Broken):
-            stranger.ask(b"", memoryview(bytearray()), time.monotonic() + 0.2)
-        strangers.append(stranger)
+            unknown.ask(b"", memoryview(bytearray()), time.monotonic() + 0.2)
+        unknowns.append(unknown)
     ref = world.ring.write([b"fine"], timeout_s=5)
     fetcher = BatchFetcher(host_id="elsewhere", token="secret", transport="ucxx", directory=world.directory)
     report = fetcher.fetch([ref], [world.ring.address(host_id="here", ucxx_ports=server.ports)])
@@ -334,8 +334,8 @@ def test_ucxx_strangers_that_stall_or_talk_nonsense_cost_their_own_connection_on
     eventually(lambda: server.statistics().connections == 0)
     assert server.statistics().accepted >= len(nonsense)
     server.check()
-    for stranger in strangers:
-        stranger.close()
+    for unknown in unknowns:
+        unknown.close()
     fetcher.close()
     wire.close()
     server.close()
@@ -498,7 +498,7 @@ def test_a_late_answer_is_never_taken_for_the_next(world: World) -> None:
         assert isinstance(failure, Failure)
         assert failure.kind == "timed_out"
         late.set()
-        threads[0].join(30)  # it has come, to where nobody listens any more
+        threads[0].join(30)  # it has come, to where nothing listens any more
         threads[1].start()
         received = client.read(address, second, time.monotonic() + 30, set(), Cancellation())
         assert isinstance(received, Received)
@@ -624,18 +624,18 @@ def test_a_ucxx_server_closes_in_the_middle_of_everything_and_frees_its_port(wor
     def connect(said: bytes) -> UcxxConnection:
         return wire.connect("127.0.0.1", server.ports[0], said, time.monotonic() + 30)
 
-    stranger, idle, reading = connect(b"P"), connect(hello("secret")), connect(hello("secret"))
+    unknown, idle, reading = connect(b"P"), connect(hello("secret")), connect(hello("secret"))
     with pytest.raises(Broken, match="no answer in time"):
-        stranger.ask(b"", memoryview(b""), time.monotonic() + 0.1)
+        unknown.ask(b"", memoryview(b""), time.monotonic() + 0.1)
     idle.ask(consume([used]), memoryview(b""), time.monotonic() + 30)
-    eventually(lambda: stranger.reusable and server.statistics().connections == 3)
+    eventually(lambda: unknown.reusable and server.statistics().connections == 3)
     reading.ask(read(ref), memoryview(b""), time.monotonic() + 30)  # so that the status comes, and no body
     assert world.ring.statistics().reading == 1
     server.close(timeout_s=10)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("payload")]
     assert world.ring.statistics().ready == 1
-    socket.create_server(("", server.ports[0])).close()  # nobody listens there any more
-    for client in (stranger, idle, reading):
+    socket.create_server(("", server.ports[0])).close()  # the port is free again
+    for client in (unknown, idle, reading):
         client.close()
     wire.close()
 

@@ -1,7 +1,7 @@
 """Initialisation, training and scoring contend for a device, in real processes: who goes first, whose end frees it.
 
 All pipelines train on device 0, and one of them generates there. Its worker, halted when it should leave, makes
-everybody wait: then there is time to look, to halt whoever waits, and to kill it once it has been given the device.
+all others wait: then there is time to look, to halt the one that waits, and to kill it once it has the device.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def waiting(run: Running, kind: str, pipeline: str) -> bool:
 def killed_as_holder(run: Running, name: str, kind: str, gate: Path | None = None) -> bool:
     """Once it waits for device 0, a trainer is halted, given the device, and killed with it.
 
-    One that is held back at a gate is let through when somebody waits already. False if they did not come before the
+    One that is held back at a gate is let through when another waits already. False if they did not come before the
     pool ended the halted worker, which it does after 40 s.
     """
     worker, until = halted_worker(run), time.monotonic() + 36
@@ -231,7 +231,7 @@ def decisions(run: Running) -> list[tuple[pool.Event, dict[int, Hold], dict[int,
 def assert_strict(run: Running) -> None:
     """No class was served while a higher one waited for the same device, and nothing was taken from who held it.
 
-    Whoever had been promised the device had to wait again when the trainer of `new` came up.
+    The one that had been promised the device had to wait again when the trainer of `new` came up.
     """
     ends = (pool.DevicesReleased, pool.DevicesRequested, pool.MemberLost, pool.TimePassed)
     passed_on = []

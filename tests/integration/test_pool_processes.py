@@ -419,7 +419,7 @@ class Town:
         return found
 
     def finish(self, *names: str, within_s: float = 90.0) -> None:
-        """Waits until the drivers have ended in good order, and nobody was ever on a device twice."""
+        """Waits until the drivers have ended by themselves, and no device ever had two processes."""
         for name in names:
             driver = self.processes[f"{name}-driver"]
             self.wait(lambda driver=driver: driver.poll() is not None, f"the driver of {name}", within_s)

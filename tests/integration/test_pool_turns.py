@@ -24,7 +24,7 @@ class Scene:
 
     waits: int = 0
     times_out: bool = False
-    """Whoever scores is refused."""
+    """Requests to score are refused."""
     left_bytes: int = 0
     stop_while_waiting: bool = False
     told: list[str] = field(default_factory=list)

@@ -128,7 +128,7 @@ async def _one(task: asyncio.Task[Completion]) -> Completion:
     return await task
 
 
-async def test_an_interruption_gives_everybody_what_there_is_until_resumed() -> None:
+async def test_an_interruption_ends_every_request_with_its_tokens_until_resumed() -> None:
     steps = Steps()
     engine = engine_with(steps, rows=2)
     steps.then[3] = engine.interrupt

@@ -49,11 +49,11 @@ class RoomFetch:
         self._room.news[self.rank] = news
         try:
             self._room.barrier.wait(20)
-            everybody = list(self._room.news)
+            all_news = list(self._room.news)
             self._room.barrier.wait(20)
         except threading.BrokenBarrierError:
-            raise self.blame() or PeerLost("nobody said why") from None
-        return everybody
+            raise self.blame() or PeerLost("no rank gave a reason") from None
+        return all_news
 
     def fail(self, error: PenstockError) -> None:
         self._room.words = self._room.words or RankFailure.of(error, self.rank)
@@ -219,7 +219,7 @@ async def test_abandoning_gives_everything_back_at_once_and_drops_what_comes_lat
         assert running.result() == "no time"
         assert not controller.rollouts
         assert made.runner.statistics()["branch_late_news"] == 4
-        for rank in range(RANKS):  # their payloads are nobody's
+        for rank in range(RANKS):  # their payloads have no owner
             await until(lambda rank=rank: sum(len(refs) for one, refs in made.did("discard") if one == rank) == 4)
 
 

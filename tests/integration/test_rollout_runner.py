@@ -304,7 +304,7 @@ async def test_stop_while_the_queue_is_full_returns_the_line_and_finishes_the_en
 
 
 async def test_a_stop_in_the_same_breath_as_an_ask_ends_at_once() -> None:
-    """The ask is cancelled before its task has run at all; nobody may wait for its answer."""
+    """The ask is cancelled before its task has run at all; nothing may wait for its answer."""
 
     class StoppedAtOnce(Runner):
         def _post(self, *events: Any) -> None:
@@ -355,7 +355,7 @@ async def test_a_drain_that_takes_too_long_is_abandoned_and_everything_goes_back
 
 
 async def test_abandoning_gives_back_what_the_engine_holds_and_fails_nothing() -> None:
-    """An interrupted generation is nobody's fault: a prompt alone in the engine must not count as failed."""
+    """An interrupted generation is no failure: a prompt alone in the engine must not count as failed."""
     controller, workload = ScriptedController(1), ToyWorkload("generate", frozenset({0}), error=Aborted)
     workload.gate.clear()
     runner = Runner(workload, controller, NumberedStore(), settings(), interrupt=workload.gate.set)
@@ -369,7 +369,7 @@ async def test_abandoning_gives_back_what_the_engine_holds_and_fails_nothing() -
 
 
 async def test_payloads_of_leases_that_go_back_are_discarded_in_whatever_stage_they_are() -> None:
-    """Nobody would ever read them: a worker that is put to sleep again and again filled its ring with them."""
+    """They would never be read: a worker that is put to sleep again and again filled its ring with them."""
     controller, store = ScriptedController(6), NumberedStore()
     delivering = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A run outlives whoever looks at it, and nothing that it started outlives the run."""
+"""A run outlives the terminal that shows it, and nothing that it started outlives the run."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Room:
             ring = RingAddress(member, 1, "host", "127.0.0.1")
             await self.service.call(Register(name, MemberId(member), role="rollout", pid=1, host_id="host", ring=ring))
 
-    async def obey(self, name: PipelineName, member: str) -> str:
+    async def carry_out(self, name: PipelineName, member: str) -> str:
         """What the worker was ordered and has done, if anything."""
         reply = await self.service.call(AskOrders(name, MemberId(member)))
         assert isinstance(reply, Orders)
@@ -124,7 +124,7 @@ async def test_demand_is_there_before_the_first_lease_and_wakes_a_worker(enter: 
     await room.join(LEFT, "l0")
     room.service.tick()
     assert room.share(LEFT)["remaining"] == 6, "two groups of one for each of three steps"
-    assert await room.obey(LEFT, "l0") == "wake"
+    assert await room.carry_out(LEFT, "l0") == "wake"
     assert room.share(LEFT)["awake"] == 1
 
 
@@ -132,7 +132,7 @@ async def test_counting_again_is_free_while_nothing_changes(enter: Callable[[], 
     room = enter()
     await room.join(LEFT, "l0")
     room.service.tick()
-    await room.obey(LEFT, "l0")
+    await room.carry_out(LEFT, "l0")
     room.service.tick()
     before = room.journal.last_seq
     for _ in range(10):
@@ -144,7 +144,7 @@ async def test_demand_and_holders_survive_the_controller(enter: Callable[[], Roo
     room = enter()
     await room.join(LEFT, "l0")
     room.service.tick()
-    await room.obey(LEFT, "l0")
+    await room.carry_out(LEFT, "l0")
     before = room.pool()
     again = enter()
     after = again.pool()
@@ -156,27 +156,27 @@ async def test_a_silent_worker_is_fenced_and_its_device_serves_the_other_pipelin
     room = enter()
     await room.join(LEFT, "l0", "l1")
     room.service.tick()
-    assert [await room.obey(LEFT, member) for member in ("l0", "l1")] == ["wake", "wake"]
+    assert [await room.carry_out(LEFT, member) for member in ("l0", "l1")] == ["wake", "wake"]
     for member in ("l0", "l1"):
         await room.service.call(Heartbeat(LEFT, MemberId(member), progressed_ago_s=0.0, doing="generating"))
     room.pass_time(CONTROL.evict_after_s - 1)
     assert not room.service.status()["evicted"]
     await room.join(RIGHT, "r0", "r1")
     room.pass_time(3)
-    assert set(room.service.status()["evicted"]) == {"l0", "l1"}, "whoever started them must end them"
-    assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["", ""], "they may still be there"
+    assert set(room.service.status()["evicted"]) == {"l0", "l1"}, "their supervisor must end them"
+    assert [await room.carry_out(RIGHT, member) for member in ("r0", "r1")] == ["", ""], "they may still be there"
     room.pass_time(room.settings.fence_s)
-    assert [await room.obey(RIGHT, member) for member in ("r0", "r1")] == ["wake", "wake"]
+    assert [await room.carry_out(RIGHT, member) for member in ("r0", "r1")] == ["wake", "wake"]
     assert room.share(LEFT)["remaining"] == 6, "its demand is not forgotten"
     assert "no live worker process" in room.service.diagnosis()[LEFT]
 
 
-async def test_nobody_is_fenced_because_the_controller_itself_was_away(enter: Callable[[], Room]):
-    """Stopped, or on a machine that slept: nobody could be heard of meanwhile."""
+async def test_no_member_is_fenced_because_the_controller_itself_was_away(enter: Callable[[], Room]):
+    """Stopped, or on a machine that slept: no member could be heard meanwhile."""
     room = enter()
     await room.join(LEFT, "l0")
     room.service.tick()
-    await room.obey(LEFT, "l0")
+    await room.carry_out(LEFT, "l0")
     room.clock.advance(3600.0)
     room.service.tick()
     assert not room.service.status()["evicted"]
@@ -189,7 +189,7 @@ async def test_heartbeats_keep_a_worker_on_its_device(enter: Callable[[], Room])
     room = enter()
     await room.join(LEFT, "l0")
     room.service.tick()
-    await room.obey(LEFT, "l0")
+    await room.carry_out(LEFT, "l0")
     for _ in range(20):
         room.clock.advance(5.0)
         await room.service.call(Heartbeat(LEFT, MemberId("l0"), progressed_ago_s=0.0, doing="generating"))
@@ -203,7 +203,7 @@ async def test_the_stall_sentence_names_who_is_in_the_way(enter: Callable[[], Ro
     await room.join(LEFT, "l0", "l1")
     room.service.tick()
     for member in ("l0", "l1"):
-        await room.obey(LEFT, member)
+        await room.carry_out(LEFT, member)
     await room.join(RIGHT, "r0")
     room.clock.advance(3.0)
     room.service.tick()
@@ -249,7 +249,7 @@ async def test_a_run_resumed_with_other_settings_shares_by_those_and_replays_its
     await room.join(LEFT, "l0", "l1", "l2", "l3")
     await room.join(RIGHT, "r0")
     room.service.tick()
-    assert [await room.obey(LEFT, f"l{number}") for number in range(4)] == ["wake"] * 4
+    assert [await room.carry_out(LEFT, f"l{number}") for number in range(4)] == ["wake"] * 4
     trainer = MemberId("t")
     await room.service.call(Register(RIGHT, trainer, role="trainer", pid=1, host_id="host"))
     ask = AskDevices(RIGHT, trainer, 0, Priority.TRAINING, (DeviceId(3),), 1, timeout_s=60.0)
@@ -257,10 +257,10 @@ async def test_a_run_resumed_with_other_settings_shares_by_those_and_replays_its
     changed = {"devices": 2, "batch_samples": 5, "payback": 0.0}
     room = enter(new_session=True, **changed)
     pool = room.pool()
-    assert (pool["devices"], pool["idle"], pool["waiting"]) == (2, 2, ()), "nobody of the former life is left"
+    assert (pool["devices"], pool["idle"], pool["waiting"]) == (2, 2, ()), "no member of the former life is left"
     await room.join(LEFT, "new-l0", "new-l1")
     room.service.tick()
-    assert sorted([await room.obey(LEFT, "new-l0"), await room.obey(LEFT, "new-l1")])[-1] == "wake"
+    assert sorted([await room.carry_out(LEFT, "new-l0"), await room.carry_out(LEFT, "new-l1")])[-1] == "wake"
     before = room.pool()
     room = enter(**changed)
     assert room.pool()["uses"] == before["uses"], "a mere restart goes on with what it had"

@@ -177,7 +177,7 @@ async def test_a_torn_replica_is_given_nothing_until_it_serves_again(room: Room)
     assert (await room.lease(2)).verdict == "granted"
 
 
-async def test_payloads_nobody_will_read_are_handed_back_until_the_worker_has_moved_on(room: Room):
+async def test_payloads_without_a_reader_are_handed_back_until_the_worker_has_moved_on(room: Room):
     await room.deliver(await room.lease(2))
     doomed = tuple(PayloadRef("ring", 1, slot, 0, 10, 0) for slot in (7, 8))
     room.service._obey(P, ReleasePayloads(doomed))
@@ -201,7 +201,7 @@ async def test_a_worker_of_several_ranks_hears_of_the_rings_of_all_of_them(room:
     assert [address.ring for address in ready.rings] == ["ring", "ring of rank 1"], "they outlive the worker"
 
 
-async def test_whoever_is_given_up_is_named_for_the_supervisor(room: Room):
+async def test_an_evicted_member_is_named_for_the_supervisor(room: Room):
     await room.service.call(messages.Unregister(P, W, reason="killed by SIGKILL", died=True))
     async with asyncio.timeout(10):
         async with asyncio.TaskGroup() as group:

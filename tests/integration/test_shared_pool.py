@@ -108,7 +108,7 @@ def halted_in_mid_move(run: Running, name: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize("victim", ["left.rollout.0", "left.trainer", "controller"])
-def test_a_kill_in_the_middle_of_a_resize_costs_nobody_else(folder: Path, victim: str):
+def test_a_kill_in_the_middle_of_a_resize_costs_no_other_pipeline(folder: Path, victim: str):
     # The one trains on all four devices: with each of its steps the worker of the other must leave, wherever it is.
     run = start(folder, overlapping(folder, {"left": [0], "right": [0, 1, 2, 3]}, steps=12, workers=1))
     wait_for(lambda: run.process.poll() is not None or steps_of(run, "left"), 120)

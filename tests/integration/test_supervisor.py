@@ -101,7 +101,7 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.002)
 
 
-async def test_whoever_insists_does_not_wait_for_good_order(tmp_path: Path) -> None:
+async def test_a_second_interrupt_does_not_wait_for_a_graceful_shutdown(tmp_path: Path) -> None:
     async with supervised(tmp_path) as (stage, running):
         stage.stop.request("received SIGINT")
         await until(lambda: stage.placed["p.trainer"][0].asked)

@@ -68,8 +68,8 @@ class Bench:
     def __init__(self, folder: Path, service: VllmService) -> None:
         self.folder = folder
         self.service = service
-        nobody: Any = None
-        self.updater = service.updater(nobody, nobody, nobody, way="in_place", deadline_s=60.0)
+        unused: Any = None
+        self.updater = service.updater(unused, unused, unused, way="in_place", deadline_s=60.0)
 
     def lives(self) -> dict[int, str]:
         """Every server there ever was, with the GPUs it saw."""

@@ -324,7 +324,7 @@ class Stage:
         for member in self.cases:
             for version, digest, made in self.samples(member):
                 count += 1
-                assert digest in truth, f"{member} served weights nobody published: {digest}"
+                assert digest in truth, f"{member} served weights that were never published: {digest}"
                 assert made == truth[digest], f"{member} served a mixture as version {version}"
                 assert version == versions[digest]
         assert len(set(truth.values())) == len(truth), "the models must differ for this to mean anything"
@@ -435,7 +435,7 @@ async def test_a_fault_while_a_version_is_pulled(stage_for: Callable[..., Any], 
         assert stage.assert_nothing_torn_was_served() > 10
 
 
-async def test_a_source_that_goes_away_and_comes_back_tears_nobody(stage_for: Callable[..., Any]) -> None:
+async def test_a_source_that_goes_away_and_comes_back_tears_no_replica(stage_for: Callable[..., Any]) -> None:
     """The trainer is killed with versions that replicas were about to pull; its successor serves them elsewhere."""
     async with stage_for("policy", "staged", transport="pull") as stage:
         stage.pulled.close(5.0)
@@ -450,7 +450,7 @@ async def test_a_source_that_goes_away_and_comes_back_tears_nobody(stage_for: Ca
         stage.publisher = Publisher(stage.run_dir, "lineage2", bucket_bytes=256, addresses=(stage.pulled.address,))
         two = stage.publish(seed=12)
         await until(lambda: stage.everyone_serves(two), f"the successor's version is served: {stage.transaction}")
-        assert len(stage.cases) == 2, "nobody was replaced for it"
+        assert len(stage.cases) == 2, "no replica was replaced for it"
         assert not stage.checkpoints
         stage.assert_nothing_torn_was_served()
 

@@ -101,7 +101,7 @@ def test_one_that_gave_up_waiting_is_not_waited_for_later(
     second = stage.publish(2)
     impatient._invite_timeout_s = 0.2
     assert stage.fetch(impatient, manifest=second) == [second.digest]
-    assert stage.host.broken == 0, "the host was not busy any more: nobody had to give up"
+    assert stage.host.broken == 0, "the host was not busy any more: no replica had to give up"
     stage.host_looked_again()
     monkeypatch.setattr(other._receiver, "receive", plain)
     impatient._invite_timeout_s = 20.0
@@ -120,7 +120,7 @@ def test_a_version_that_is_published_afresh_is_still_broadcast(stage_for: Callab
     assert [(transport.received, transport.fallbacks) for transport in stage.transports] == [(1, 0)] * 2
 
 
-def test_whoever_asks_alone_is_not_kept_waiting_for_others(stage_for: Callable[..., Stage]) -> None:
+def test_a_replica_that_asks_alone_does_not_wait_for_others(stage_for: Callable[..., Stage]) -> None:
     stage = stage_for()
     manifest = stage.publish(1)
     assert stage.fetch(stage.transports[0], manifest=manifest) == [manifest.digest]

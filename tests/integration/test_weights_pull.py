@@ -1,4 +1,4 @@
-"""Versions over TCP: verified, bounded, refused to strangers, undisturbed by removal."""
+"""Versions over TCP: verified, bounded, refused without the token, undisturbed by removal."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_removed_version_is_served_while_it_is_offered_and_stale_afterwards(
         transport.fetch(first, 20.0)
 
 
-def test_strangers_are_refused(tmp_path: Path, server: ArtifactServer) -> None:
+def test_clients_without_the_token_are_refused(tmp_path: Path, server: ArtifactServer) -> None:
     manifest = published(tmp_path, server, 1)
     with pytest.raises(RemoteProtocolError, match="refused"):
         PullTransport(b"guess").fetch(manifest, 20.0)

@@ -1,4 +1,4 @@
-"""Versions over UCX: verified, refused to strangers, undisturbed by removal, bounded when the trainer is killed."""
+"""Versions over UCX: verified, refused without the token, undisturbed by removal, bounded if the trainer is killed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_versions_arrive_one_after_the_other_and_removed_ones_while_they_are_off
     assert server.served_bytes == 3 * sum(tensor.nbytes for tensor in tensors(1).values())
 
 
-def test_strangers_are_refused_and_others_still_served(tmp_path: Path, server: UcxxArtifactServer) -> None:
+def test_unknowns_are_refused_and_others_still_served(tmp_path: Path, server: UcxxArtifactServer) -> None:
     manifest = published(tmp_path, server, 1)
     with pytest.raises(RemoteProtocolError, match="wrong token"):
         transport(b"guess").fetch(manifest, DEADLINE_S)
@@ -101,15 +101,15 @@ def test_a_closed_server_frees_its_port_whatever_its_connections_were_doing(tmp_
     assert digest_of(idle.fetch(manifest, DEADLINE_S)) == manifest.digest
     port = int(server.address.rpartition(":")[2])
     worker = ucxx_core.Worker()
-    stranger = ucxx_core.core.UCXEndpoint.create(worker.ucx, "127.0.0.1", port, True)
-    said = ucxx_core.stream_send(stranger, b"P")
+    unknown = ucxx_core.core.UCXEndpoint.create(worker.ucx, "127.0.0.1", port, True)
+    said = ucxx_core.stream_send(unknown, b"P")
     deadline = time.monotonic() + DEADLINE_S
     while not said.done or len(server._connections) < 2:
         assert time.monotonic() < deadline
         worker.wait(0.01)
     server.close(10.0)
-    socket.create_server(("", port)).close()  # nobody listens there any more
-    ucxx_core.close(worker, stranger, [said])
+    socket.create_server(("", port)).close()  # the port is free again
+    ucxx_core.close(worker, unknown, [said])
     worker.close()
 
 

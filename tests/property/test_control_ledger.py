@@ -414,7 +414,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.finish()
 
     def finish(self) -> None:
-        """Whatever happened: one honest worker and one honest trainer bring the run to its end."""
+        """Whatever happened: one worker and one trainer without faults bring the run to its end."""
         if not self.workers:
             self.join()
         for worker in self.workers[1:]:

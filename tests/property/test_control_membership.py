@@ -1,7 +1,7 @@
 """Membership against what really happened: when each process was last heard, moved, and was it ever let go.
 
 The machine records heartbeats coarsely and judges by its own clock; the model knows the truth. Between them must hold:
-nobody is evicted who was heard recently enough, nobody stays who was silent too long, and nobody comes back.
+no member is evicted that was heard recently enough, none stays that was silent too long, and none comes back.
 """
 
 # pyright: reportArgumentType=false
@@ -136,7 +136,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([30.0, 500.0]), tick_first=st.booleans())
     def the_controller_is_away(self, seconds, tick_first):
-        """Nobody can be heard meanwhile, and nobody may be blamed for it, whoever is heard first afterwards."""
+        """No member can be heard meanwhile, and none may be evicted for it, whichever is heard first afterwards."""
         before = list(self.live)
         self.now += seconds
         for member in before[:1] if not tick_first else ():

@@ -145,7 +145,7 @@ class SlotsAndRing(RuleBasedStateMachine):
         lease = self.leases[who].pop(ref)
         owned = self.owner.get(ref) == who
         if owned:
-            assert lease.view == self.bodies[ref]  # nobody may have touched what an owner reads
+            assert lease.view == self.bodies[ref]  # nothing may have touched what an owner reads
             del self.owner[ref]
         assert (lease.consumed() if consume else lease.released()) == owned
         if owned and consume:
@@ -153,7 +153,7 @@ class SlotsAndRing(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, READERS - 1), ref=refs)
     def consume_a_copy(self, who: int, ref: PayloadRef | None) -> None:
-        """Said by whoever read a copy, perhaps twice, perhaps while another still reads."""
+        """Sent by a reader of a copy, perhaps twice, perhaps while another still reads."""
         if ref is None:
             return
         freed = self.reader(who, ref.ring).consume([ref, ref])
@@ -193,7 +193,7 @@ class SlotsAndRing(RuleBasedStateMachine):
         if after == 1:
             self.unsure.add(ref)
         if after == 1 or torn:
-            self.owner.pop(ref, None)  # the take was stored: whoever read before is superseded
+            self.owner.pop(ref, None)  # the take was stored: the reader before is superseded
         self.kill_reader(who)
 
     @rule(who=st.integers(0, READERS - 1))

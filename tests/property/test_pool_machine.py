@@ -63,7 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
         self._look_at_classes()
 
     def _look_at_classes(self) -> None:
-        """Nobody is promised what a higher class waits for, and nobody becomes younger by losing a promise."""
+        """No request is promised what a higher class waits for, and none becomes younger by losing a promise."""
         waiting = [hold for hold in self.holds() if hold.state == "waiting"]
         for hold in self.holds():
             if hold.state in ("waiting", "assigned"):
@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held())
     @rule(data=st.data(), priority=st.sampled_from(list(Priority)[:-1]))
     def change_class(self, data: st.DataObject, priority: Priority) -> None:
-        """A holder gives back and asks again in one event: nobody of a lower class comes in between."""
+        """A holder gives back and asks again in one event: no request of a lower class comes in between."""
         held = data.draw(st.sampled_from(self.held()))
         self.requests += 1
         asked = (self.requests, priority, held.devices, len(held.devices), 25.0, held.request)
@@ -205,7 +205,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(turn_s=st.sampled_from([1.0, 6.0]))
     def begin_another_life(self, turn_s: float) -> None:
-        """The run is resumed, with other settings: nobody is left, and no number is used twice."""
+        """The run is resumed, with other settings: no member is left, and no number is used twice."""
         self.tell(ev.LifeBegan(TOPOLOGY, self.settings.model_copy(update={"turn_s": turn_s})))
         assert not self.pool.members()
         assert self.pool.status(self.now).idle == DEVICES

@@ -1,4 +1,4 @@
-"""Any snapshot: the plan is valid, deterministic, moves nobody for nothing, and settles."""
+"""Any snapshot: the plan is valid, deterministic, makes no needless move, and settles."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_plan_is_valid_and_the_same_again(snapshot: Snapshot):
 
 @settings(max_examples=examples(150), deadline=None)
 @given(snapshots())
-def test_workers_are_taken_for_somebody_only(snapshot: Snapshot):
+def test_workers_are_taken_only_for_a_pipeline_that_needs_them(snapshot: Snapshot):
     plan = make_plan(snapshot)
     wanted = {device for move in (*plan.expands, *plan.grants) for device in move.devices}
     seats = {seat.seat: seat for seat in snapshot.seats}
@@ -116,7 +116,7 @@ def test_workers_are_taken_for_somebody_only(snapshot: Snapshot):
 
 @settings(max_examples=examples(150), deadline=None)
 @given(snapshots(requests=False))
-def test_once_everybody_is_served_plans_come_to_rest(snapshot: Snapshot):
+def test_once_all_are_served_plans_come_to_rest(snapshot: Snapshot):
     """Hysteresis: at the same demand the moves end after a few rounds, and no device goes back and forth."""
     everyone = [msgspec.structs.replace(view, may_wake=True, asleep=32) for view in snapshot.pipelines]
     snapshot = msgspec.structs.replace(snapshot, pipelines=tuple(everyone))
@@ -128,7 +128,7 @@ def test_once_everybody_is_served_plans_come_to_rest(snapshot: Snapshot):
         served = {seat.pipeline for seat in snapshot.seats if seat.phase in ("serving", "waking")}
         if all(number in served for number, view in enumerate(snapshot.pipelines) if view.useful):
             rounds_since_all_served += 1
-        assert rounds_since_all_served <= 4, "plans go on although everybody is served"
+        assert rounds_since_all_served <= 4, "plans go on although all are served"
         snapshot = carried_out(snapshot, plan)
 
 

@@ -1,4 +1,4 @@
-"""Who is decoded together: nobody is lost or overtaken, every bound holds after every event, everyone gets a seat."""
+"""Which requests are decoded together: none is lost or overtaken, every bound holds, each gets a row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Engine(RuleBasedStateMachine):
             match effect:
                 case Seat(request):
                     assert self.line, "a request was seated twice"
-                    assert request == self.line.pop(0), "somebody was overtaken"
+                    assert request == self.line.pop(0), "a request was overtaken"
                     self.seated[request] = self.needs[request]
                 case Keep(kept):
                     assert self.pausing is not None
@@ -120,7 +120,9 @@ class Engine(RuleBasedStateMachine):
         assert sum(self.kept.values()) <= self.machine.kept_tokens
         if self.line and len(self.seated) < self.machine.rows:
             wide = max([*self.seated.values(), self.needs[self.line[0]]])
-            assert (len(self.seated) + 1) * wide > self.machine.cache_tokens, "a seat is free and nobody was called"
+            assert (len(self.seated) + 1) * wide > self.machine.cache_tokens, (
+                "a row is free and no request was given it"
+            )
 
     def teardown(self) -> None:
         """Everyone in line gets a seat if only those who sit come to their end."""

@@ -56,7 +56,7 @@ class FakeRank:
                     self.slow += tickets
                 case cadence.Settle(tickets):
                     waited_for = self.machine.held.at(Stage.POSTPROCESSING) if tickets is None else tickets
-                    assert set(waited_for) <= set(self.slow), "nobody waits for what was not begun"
+                    assert set(waited_for) <= set(self.slow), "no rank waits for what was not begun"
                     self.settle()
                 case cadence.Drop():
                     dropped = effect
@@ -140,7 +140,7 @@ class RanksMachine(RuleBasedStateMachine):
         self.fetch(settled, stopped_meanwhile=True)
 
     def fetch(self, settled: bool, stopped_meanwhile: bool) -> None:
-        """Everybody meets; a stop may come between rank 0's word and its effect."""
+        """All ranks meet; a stop may come between rank 0's order and its effect."""
         self.decide(lead.FetchDue())
         if settled:
             for rank in self.ranks:

@@ -50,11 +50,11 @@ class ReplicaMachine(RuleBasedStateMachine):
     def complete(self) -> bool:
         return self.memory[0] >= 0 and len(set(self.memory)) == 1
 
-    def obey(self, effects: list[ReplicaEffect]) -> None:
+    def carry_out(self, effects: list[ReplicaEffect]) -> None:
         for effect in effects:
             if isinstance(effect, ResumeEngine):
                 self.generating = True
-                self.obey(self.tell(Resumed()))
+                self.carry_out(self.tell(Resumed()))
 
     @rule()
     def pause(self) -> None:
@@ -114,7 +114,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @rule(step=st.sampled_from(["fetch", "stage", "swap", "write", "verify"]))
     def fail(self, step: str) -> None:
-        self.obey(self.tell(UpdateFailed(step, "boom")))
+        self.carry_out(self.tell(UpdateFailed(step, "boom")))
 
     @rule()
     def restart(self) -> None:

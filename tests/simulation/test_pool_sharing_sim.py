@@ -35,7 +35,7 @@ def test_a_simulation_repeats_itself(seed: int):
     assert simulate(mix, "shared") == simulate(mix, "shared")
 
 
-def test_nobody_waits_long_with_one_device_per_pipeline():
+def test_no_pipeline_waits_long_with_one_device_each():
     mix = Mix(pipelines=5, devices=5, node=5, samples_per_device=20, horizon_s=900.0, train_s=5.0, apart_s=5.0)
     crowd = simulate(mix, "shared")
     assert crowd.longest_wait_s <= 120.0

@@ -222,11 +222,11 @@ class World:
         self.after(self.random.uniform(1.0, 3.0), lambda: self.start(int(member.split("-")[0])))
 
     def event(self, process: Process, event: ReplicaEvent) -> None:
-        """Tells the replica's machine and obeys it; then the invariant is looked at."""
-        self.obey(process, process.replica.handle(event, self.now))
-        self.assert_honest(process)
+        """Tells the replica's machine and carries out its effects; then the invariant is looked at."""
+        self.carry_out(process, process.replica.handle(event, self.now))
+        self.assert_serves_what_it_reports(process)
 
-    def obey(self, process: Process, effects: list[ReplicaEffect]) -> None:
+    def carry_out(self, process: Process, effects: list[ReplicaEffect]) -> None:
         for effect in effects:
             match effect:
                 case ResumeEngine():
@@ -246,7 +246,7 @@ class World:
         if process.alive:
             self.tell(report)
 
-    def assert_honest(self, process: Process) -> None:
+    def assert_serves_what_it_reports(self, process: Process) -> None:
         replica = process.replica
         replica.check()
         assert process.generating == replica.may_serve or not process.alive, process
@@ -333,7 +333,7 @@ class World:
             if process.replica.state is ReplicaState.PAUSED:  # a staged swap while paused replaces everything
                 self.event(process, WriteBegan())
             self.event(process, Verified(manifest.version, manifest.digest))
-            self.obey(process, [ResumeEngine()])
+            self.carry_out(process, [ResumeEngine()])
             self.done(process)
         else:
             self.event(process, Mismatched(manifest.digest, "damaged"))
@@ -358,7 +358,7 @@ def simulate(seed: int, replicas: int = 1000, fault_rate: float = 0.01) -> World
         assert world.newest is not None
         assert len(world.processes) == replicas
         for process in world.processes.values():
-            world.assert_honest(process)
+            world.assert_serves_what_it_reports(process)
             assert process.replica.state is ReplicaState.SERVING, process
             assert process.replica.digest == world.newest.digest, process
         world.controller.check()
@@ -396,7 +396,7 @@ def test_small_fleets_under_heavy_faults(seed: int) -> None:
     simulate(seed, replicas=12, fault_rate=0.15)
 
 
-def test_without_faults_nobody_is_fenced_or_evicted() -> None:
+def test_without_faults_no_replica_is_fenced_or_evicted() -> None:
     world = simulate(seed=0, replicas=100, fault_rate=0.0)
     assert world.fired.keys() <= {"trainer died", "controller died"}
 

@@ -114,9 +114,9 @@ class Controller:
         for name, machine in self.pipelines.items():
             machine.check()
             self.weights[name].check()
-            strangers = self.weights[name].transaction.replicas.keys() - machine.state.members.live.keys()
-            if strangers:
-                raise InvalidTransition(f"{name}: {sorted(strangers)} are replicas but not members")
+            unknown = self.weights[name].transaction.replicas.keys() - machine.state.members.live.keys()
+            if unknown:
+                raise InvalidTransition(f"{name}: {sorted(unknown)} are replicas but not members")
         if self.pool is not None:
             self.pool.check()
 

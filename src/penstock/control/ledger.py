@@ -280,9 +280,9 @@ class Ledger:
         if step > state.version or record is None:
             raise LocalProtocolError(f"step {step} was acknowledged, but the next step to train is {state.version}")
         absent = dict.fromkeys(missing)
-        strangers = [prompt for prompt in absent if prompt not in record.prompts]
-        if strangers:
-            raise LocalProtocolError(f"step {step} reports prompts {strangers} missing that were not in its batch")
+        unknown = [prompt for prompt in absent if prompt not in record.prompts]
+        if unknown:
+            raise LocalProtocolError(f"step {step} reports prompts {unknown} missing that were not in its batch")
         for prompt in record.prompts:
             group = state.groups[prompt]
             if prompt in absent:

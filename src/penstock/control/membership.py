@@ -20,7 +20,7 @@ from penstock.records.prompt import PromptLease
 from penstock.wire.messages import Heartbeat, Refused, Register, Role
 
 FORMER_KEPT = 256
-"""Departed members remembered by name, so that their late calls are told apart from strangers'."""
+"""Departed members remembered by name, so that their late calls differ from those of unknown processes."""
 
 
 class Member(msgspec.Struct):

@@ -141,5 +141,5 @@ class PipelineSettings(LivenessSection, GroupSection, StepSection):
 
     @property
     def set_aside_in_a_row_allowed(self) -> int:
-        """So many prompts set aside with nothing delivered in between mean that the environment itself is broken."""
+        """More prompts set aside with nothing delivered in between mean that the environment itself is broken."""
         return max(8, self.groups_per_step)

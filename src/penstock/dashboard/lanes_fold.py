@@ -1,4 +1,4 @@
-"""Who was on which device when: the pool's part of the journal, folded into lanes."""
+"""Which process had which device, and when: the pool's part of the journal, folded into lanes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Evidence:
     """A supervisor on this machine holds the run."""
     ending: Mapping[str, Any] | None = None
     """How the supervisor said the run ended."""
-    last_words: Mapping[str, str] = field(default_factory=dict)
+    failure_reports: Mapping[str, str] = field(default_factory=dict)
     """By process, of those that died."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """Trained steps by pipeline."""
@@ -61,10 +61,10 @@ def judge(found: Evidence) -> Verdict:
         return _of_a_live_one(found)
     if found.ending is not None:
         return _of_an_ended_one(found, found.ending)
-    if found.silent_s is not None and found.silent_s < RECENTLY_S and not found.last_words:
+    if found.silent_s is not None and found.silent_s < RECENTLY_S and not found.failure_reports:
         return _of_a_live_one(found)  # on another machine, by its files
-    if found.last_words or found.failed:
-        process, words = next(iter(found.last_words.items()), ("", found.failed))
+    if found.failure_reports or found.failed:
+        process, words = next(iter(found.failure_reports.items()), ("", found.failed))
         return Verdict("failed", "bad", f"{process}: {_first_line(words)}" if process else _first_line(words))
     if _is_complete(found):
         return Verdict("complete", "well", f"Complete: {_progress(found)}.")

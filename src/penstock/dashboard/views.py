@@ -266,10 +266,10 @@ def pool(folds: Folds, now: float) -> dict[str, Any]:
     }
 
 
-def troubles(folds: Folds, last_words: Mapping[str, str]) -> dict[str, Any]:
+def troubles(folds: Folds, failure_reports: Mapping[str, str]) -> dict[str, Any]:
     remarks = [remark for ring in folds.rings.values() for remark in ring.remarks]
     return {
-        "last_words": dict(last_words),
+        "failure_reports": dict(failure_reports),
         "remarks": [one._asdict() for one in newest(remarks)],
         "warnings": [one._asdict() for one in newest(one for one in folds.warnings if one.kind != "blocked")],
     }

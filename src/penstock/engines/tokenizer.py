@@ -16,7 +16,7 @@ SPECIAL = ("<pad>", "<bos>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What the house needs of a tokenizer."""
+    """What is needed of a tokenizer."""
 
     pad_id: int
     eos_id: int

@@ -42,9 +42,9 @@ def judge_leaving(status: Mapping[str, Any], pipeline: str, ended: Ended) -> End
     return Ended(LEFT_EARLY, "it left although its pipeline is not over: did something call os._exit?")
 
 
-def judge_last_words(last_words: Mapping[str, Mapping[str, Any] | None]) -> FailTheRun | None:
+def judge_failure_reports(failure_reports: Mapping[str, Mapping[str, Any] | None]) -> FailTheRun | None:
     """What processes wrote when they were told to end: a final checkpoint that failed is a failed run."""
-    for process, words in last_words.items():
+    for process, words in failure_reports.items():
         if words is not None:
             return FailTheRun(f"{process}: {words['message']}", words["kind"] == "ConfigError")
     return None

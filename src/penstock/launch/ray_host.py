@@ -53,7 +53,7 @@ class LastSeen:
     """The end of a process, with the failure report on its node."""
 
     exit_code: int
-    last_words: dict[str, Any] | None
+    failure_report: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,8 @@ class RayProcess:
             log.info("%s was lost with its host: %s", self._host.process, first_line(error))
             self.kill()  # it may be out of reach only, and must not come back
             return Ended(-9, lost=f"its place on node {self._host.node.address} was lost")
-        if seen.last_words is not None:
-            words = seen.last_words
+        if seen.failure_report is not None:
+            words = seen.failure_report
             self._run.write_failure(self._host.process, words["kind"], words["message"], words["exit_code"])
         return Ended(seen.exit_code)
 

@@ -144,7 +144,7 @@ def _find(run: RunDir) -> Any | None:
 
 
 def check(config: Config) -> None:
-    """Before anything is made for a run: is there somebody to run it?"""
+    """Before anything is made for a run: can the cluster run it?"""
     check_address(config.launch.address)
 
 

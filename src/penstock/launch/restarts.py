@@ -65,18 +65,18 @@ class RestartPolicy:
     failures: int = field(default=0)
     """Those of its own, in a row: kills in between neither count nor forgive."""
 
-    def ended(self, ended: Ended, lived_s: float, last_words: Mapping[str, Any] | None) -> Verdict:
+    def ended(self, ended: Ended, lived_s: float, failure_report: Mapping[str, Any] | None) -> Verdict:
         if ended.exit_code == 0:
             return Finished()
         if ended.exit_code == NO_SPACE:
             return FailTheRun(f"{self.process}: {FULL_DISK}")
-        why = describe_exit(ended, last_words)
-        if last_words is not None and last_words["kind"] in ("ConfigError", "RunFailed"):
-            return FailTheRun(f"{self.process}: {last_words['message']}", last_words["kind"] == "ConfigError")
+        why = describe_exit(ended, failure_report)
+        if failure_report is not None and failure_report["kind"] in ("ConfigError", "RunFailed"):
+            return FailTheRun(f"{self.process}: {failure_report['message']}", failure_report["kind"] == "ConfigError")
         self.quick_crashes = self.quick_crashes + 1 if lived_s < STEADY_S else 1
         self.restarts += 1
         self.failures = self.failures if lived_s < STEADY_S else 0
-        if last_words is not None and last_words["kind"] not in NOT_ITS_FAULT:
+        if failure_report is not None and failure_report["kind"] not in NOT_ITS_FAULT:
             self.failures += 1
             if self.failures > CRASHES_AT_START:
                 return FailTheRun(f"{self.process} failed {self.failures} times in a row; last: {why}")
@@ -93,7 +93,7 @@ def without_place(spec: ProcessSpec, why: str, running_beside: Sequence[str]) ->
     return FailTheRun(f"{spec.name} cannot be started: {why}")
 
 
-def describe_exit(ended: Ended, last_words: Mapping[str, Any] | None) -> str:
-    if last_words is not None:
-        return f"{last_words['kind']}: {last_words['message']}"
+def describe_exit(ended: Ended, failure_report: Mapping[str, Any] | None) -> str:
+    if failure_report is not None:
+        return f"{failure_report['kind']}: {failure_report['message']}"
     return ended.lost or exit_cause(ended.exit_code)

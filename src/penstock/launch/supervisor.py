@@ -21,7 +21,7 @@ import httpx
 from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
 from penstock.errors import ConfigError, PenstockError, RunFailed, Transient, sentence_of
-from penstock.launch.ending import judge, judge_last_words, judge_leaving
+from penstock.launch.ending import judge, judge_failure_reports, judge_leaving
 from penstock.launch.processes import CONTROLLER, ProcessSpec, processes_of
 from penstock.launch.restarts import (
     Ended,
@@ -210,10 +210,10 @@ class Supervisor:
             ended = judge_leaving(self._status, spec.pipeline, ended)
         if self._over.is_set():
             return None
-        last_words = self._run.read_failure(spec.name)
+        failure_report = self._run.read_failure(spec.name)
         if ended.exit_code != 0 and spec.pipeline is not None:
             await self._report_death(spec.pipeline, member, describe_exit(ended, None))
-        return policy.ended(ended, monotonic() - began, last_words)
+        return policy.ended(ended, monotonic() - began, failure_report)
 
     def _running_beside(self, spec: ProcessSpec) -> list[str]:
         """Those who do the same work."""
@@ -326,12 +326,12 @@ class Supervisor:
                 self._view.note(sentence)
                 log.warning(sentence)
         keepers = [*self._trainers(), CONTROLLER.name]  # what they failed to write at the end is lost
-        failed = judge_last_words({name: self._run.read_failure(name) for name in keepers})
+        failed = judge_failure_reports({name: self._run.read_failure(name) for name in keepers})
         if failed is not None:
             self._fail(failed.sentence, failed.mistake)
 
     async def _wait_for(self, names: list[str]) -> None:
-        """Until they have ended, the grace is over, or somebody insists."""
+        """Until they have ended, the grace is over, or the user insists."""
 
         async def all_ended() -> None:
             for name in names:

@@ -11,8 +11,8 @@ from penstock.records.pool import DeviceId, Priority, Topology
 def check_shape(event: PipelineOpened, topology: Topology) -> None:
     """Raises `ConfigError` unless at least one worker of the pipeline fits somewhere."""
     count = topology.device_count
-    strangers = [device for device in event.inference if not 0 <= device < count]
-    if strangers or len(set(event.inference)) != len(event.inference):
+    unknown = [device for device in event.inference if not 0 <= device < count]
+    if unknown or len(set(event.inference)) != len(event.inference):
         raise ConfigError(
             f"pipeline {event.pipeline!r}: inference devices must be distinct and within 0 to {count - 1}, "
             f"found {list(event.inference)}"

@@ -7,7 +7,7 @@
 3. Pipelines a whole bundle short of their ideal share, from those that have a whole bundle too many.
 4. Idle devices, and those of workers that have nothing to do, to pipelines that can use them.
 
-In the last two a worker is woken only if that pays: see `PipelineView.overdue` and `worth`. Everybody's own home
+In the last two a worker is woken only if that pays: see `PipelineView.overdue` and `worth`. The home of each pipeline
 (where it trains) comes first; another's home is taken only if it is left for long enough (`away_s`, `stay_s`).
 """
 

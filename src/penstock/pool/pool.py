@@ -130,7 +130,7 @@ class Pool:
         return tuple(self._state.members)
 
     def pipeline_of(self, member: MemberId) -> PipelineName | None:
-        """Whose process it is; None for a stranger."""
+        """Whose process it is; None for a process that is not known."""
         known = self._state.members.get(member)
         return None if known is None else known.pipeline
 

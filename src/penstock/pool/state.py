@@ -59,7 +59,7 @@ class State(msgspec.Struct):
 
 
 def another_life(state: State, topology: Topology, settings: PoolSection) -> State:
-    """Everybody is gone; only the numbers go on."""
+    """All members are gone; only the numbers go on."""
     gone = {"pipelines": {}, "members": {}, "seats": {}, "holds": {}}
     return msgspec.structs.replace(state, topology=topology, settings=settings, **gone)
 
@@ -75,10 +75,10 @@ def compare_shapes(state: State) -> None:
         if inference is not entry.shape.inference:
             entry.shape = msgspec.structs.replace(entry.shape, inference=inference)
     users = Counter(id(entry.shape.inference) for entry in state.pipelines.values())
-    crowd = Counter(device for inference in known for device in inference)
+    pipelines_on = Counter(device for inference in known for device in inference)
     for entry in state.pipelines.values():
         inference = entry.shape.inference
-        entry.alone = users[id(inference)] == 1 and all(crowd[device] == 1 for device in inference)
+        entry.alone = users[id(inference)] == 1 and all(pipelines_on[device] == 1 for device in inference)
 
 
 class DeviceTable:

@@ -121,15 +121,15 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
         return 0
     except PenstockError as error:
         log.error("%s: %s", type(error).__name__, error, exc_info=True)
-        return _last_words(run, options.name, type(error).__name__, str(error), error.exit_code)
+        return _report_failure(run, options.name, type(error).__name__, str(error), error.exit_code)
     except BaseException as error:  # an exit that the user's code asked for, too: it must not pass for a good end
         log.exception("unexpected %s", type(error).__name__)
         if isinstance(error, OSError) and error.errno in NO_SPACE_ERRORS:
             return NO_SPACE
         if isinstance(error, OSError) and error.errno in ADVICE:
-            return _last_words(run, options.name, "RunFailed", sentence_of(error), UNEXPECTED)
+            return _report_failure(run, options.name, "RunFailed", sentence_of(error), UNEXPECTED)
         story = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
-        return _last_words(run, options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
+        return _report_failure(run, options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
     log.info("ended gracefully")
     return 0
 
@@ -144,7 +144,7 @@ def listening_on(config: Config, host: str) -> Config:
     return config.model_copy(update=sections)
 
 
-def _last_words(run: RunDir, name: str, kind: str, sentence: str, exit_code: int) -> int:
+def _report_failure(run: RunDir, name: str, kind: str, sentence: str, exit_code: int) -> int:
     """The exit code to leave with: on a full disk it has to say alone what cannot be written."""
     try:
         run.write_failure(name, kind, sentence, exit_code)

@@ -30,7 +30,7 @@ HURRY_S = 2.0
 async def connected(
     process: RoleProcess, role: Role, move_off: Callable[[], Awaitable[Any]], **details: Any
 ) -> AsyncIterator[ControlClient]:
-    """A registered connection with a beating heart; unregisters within a bound, however the body ends.
+    """A registered connection with heartbeats; unregisters within a bound, however the body ends.
 
     Devices of a pool are given on as soon as their holder has unregistered, so it moves off them before.
     """
@@ -52,10 +52,10 @@ async def connected(
             raise
         finally:
             reason = failure or process.stop.reason or "finished"
-            goodbye = Unregister(pipeline=pipeline, member=process.member, reason=reason, failed=bool(failure))
+            unregister = Unregister(pipeline=pipeline, member=process.member, reason=reason, failed=bool(failure))
             steps: list[tuple[str, Callable[[], Any]]] = [
                 *([("move off the devices", move_off)] if process.config.pool.devices else []),
-                ("unregister", lambda: client.call(goodbye, timeout_s=LEAVE_S)),
+                ("unregister", lambda: client.call(unregister, timeout_s=LEAVE_S)),
                 ("stop the heartbeat", lambda: asyncio.to_thread(sidecar.stop, LEAVE_S)),
             ]
             client.hurry(LEAVE_S)
@@ -68,7 +68,7 @@ async def _register(process: RoleProcess, client: ControlClient, register: Regis
     """Waits for a controller for as long as is configured, but not for one that will not come: at a stop."""
     try:
         async with Tasks() as tasks:
-            tasks.spawn("heed the stop", heed_stop(process, client))
+            tasks.spawn("watch for a stop", watch_for_stop(process, client))
             registered = await client.call(register)
             tasks.cancel()
     except PeerLost:
@@ -79,7 +79,7 @@ async def _register(process: RoleProcess, client: ControlClient, register: Regis
     return registered
 
 
-async def heed_stop(
+async def watch_for_stop(
     process: RoleProcess, client: ControlClient, tell: Callable[[str], None] = lambda reason: None
 ) -> None:
     """Once asked to stop, no call is retried or held for long: a controller that is gone cannot hold this process."""

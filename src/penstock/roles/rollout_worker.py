@@ -25,7 +25,7 @@ from penstock.roles.evaluating import evaluating
 from penstock.roles.models import policy_of
 from penstock.roles.preparing import PromptsElsewhere, PromptsMeasured, make_rubric
 from penstock.roles.process import RoleProcess
-from penstock.roles.reporting import LEAVE_S, connected, heed_stop, report_gauges
+from penstock.roles.reporting import LEAVE_S, connected, report_gauges, watch_for_stop
 from penstock.rollout.io.generation import Generation, GenerationLoop
 from penstock.rollout.io.hook_calls import Evaluating
 from penstock.rollout.io.ranks import RankGroup
@@ -162,9 +162,9 @@ async def _generate(
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("watch the ring", watch_ring(ring))
         tasks.spawn("update weights", updater.run())
-        tasks.spawn("obey the pool", executor.run())
+        tasks.spawn("carry out orders of the pool", executor.run())
         tasks.spawn("report gauges", report_gauges(process, client, lag, figures))
-        tasks.spawn("heed the stop", heed_stop(process, client, generation.stop))
+        tasks.spawn("watch for a stop", watch_for_stop(process, client, generation.stop))
         await generation.over()
         tasks.cancel()
 

@@ -14,7 +14,7 @@ from penstock.config.devices import devices_of, weights_stay_on_device
 from penstock.records.ids import StepIndex
 from penstock.roles.learning import device_of_rank, fetcher_of, join, learner_of, loader_of
 from penstock.roles.process import RoleProcess
-from penstock.roles.reporting import connected, heed_stop, report_gauges
+from penstock.roles.reporting import connected, report_gauges, watch_for_stop
 from penstock.runtime.offload import Offload, background
 from penstock.runtime.tasks import Tasks
 from penstock.train import checkpoint
@@ -86,7 +86,7 @@ async def _train(
         data = DataLoader(process, client, loader, ranks)
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("publish weights", publishing.run())
-        tasks.spawn("heed the stop", heed_stop(process, client))
+        tasks.spawn("watch for a stop", watch_for_stop(process, client))
         tasks.spawn("report gauges", report_gauges(process, client, lag))
         turns = Turns(process, client, placement, resident)
         loop = TrainingLoop(

@@ -6,7 +6,7 @@ Invariants, checked by `check()` and by construction:
 - with prefetch on one batch is held ahead, so that it is being prepared while the one before it is generated; with
   prefetch off a batch is generated before anything more is fetched. The setting is heard with every fetch;
 - at most one batch is being post-processed; it is told at the next fetch after it is finished;
-- every lease of this rank leaves exactly once: told in a fetch, or dropped because everybody heard an order to rest.
+- every lease of this rank leaves exactly once: told in a fetch, or dropped because all ranks got an order to rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides what rank 0 does for its group: when to ask the controller, what everybody is ordered, what is reported.
+"""Decides what rank 0 does for its group: when to ask the controller, what all ranks are ordered, what is reported.
 
 Invariants, checked by `check()`:
 - samples taken = reported + returned + outstanding; each leaves once, and what comes late is neither;
@@ -31,7 +31,7 @@ class FetchDue(msgspec.Struct, frozen=True):
 
 
 class OrdersTaken(msgspec.Struct, frozen=True):
-    """They meet: rank 0 says now what everybody is to do."""
+    """They meet: rank 0 states now what all ranks do."""
 
 
 class Reported(msgspec.Struct, frozen=True):

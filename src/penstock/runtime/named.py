@@ -1,4 +1,4 @@
-"""Things that a configuration names: one of the house's own, or `package.module:Name` for anything else."""
+"""Things that a configuration names: one that is built in, or `package.module:Name` for anything else."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Each pipeline repeats a round: generate `target` samples of uneven length, train
 time off the devices (evaluation, environment resets, checkpoints). Waking and sleeping take time, aborted samples keep
 their prefix. The same world runs under four regimes that differ only in what is stated:
 
-- `shared`    all devices for everybody's generation, our planner, progress looked at once a second;
+- `shared`    all devices for the generation of all pipelines, our planner, progress looked at once a second;
 - `plain`     the same, with the plain gap-ratio rule (no move cost, no hysteresis, no demand cap), at every report;
 - `colocated` every pipeline confined to its own equal part of the devices, on which it generates and trains;
 - `disjoint`  nothing overlaps: of its own part, a pipeline trains on some devices and generates on the others.
@@ -55,7 +55,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     sleep_s: float = 1.0
     turn_s: float = 20.0
     warm_up_s: float = 600.0
-    """Time before the counting begins: everybody has started, and nothing of the cold start is left."""
+    """Time before the counting begins: all have started, and nothing of the cold start is left."""
     horizon_s: float = 2400.0
     """Time that counts."""
     workers_factor: int = 4
@@ -90,7 +90,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class PoolWorld:
-    """The heap of timed events, and everybody it concerns."""
+    """The heap of timed events, and all that they concern."""
 
     def __init__(self, mix: Mix, regime: Regime) -> None:
         self.mix = mix
@@ -136,7 +136,7 @@ class PoolWorld:
         for effect in self.pool.handle(event, self.now):
             match effect:
                 case ev.WakeWorker() | ev.SleepWorker():
-                    self._by_name[effect.pipeline].workers[effect.member].obey(effect.order)
+                    self._by_name[effect.pipeline].workers[effect.member].carry_out(effect.order)
                 case ev.GrantDevices():
                     self._by_name[effect.pipeline].train(len(effect.devices))
                 case ev.RejectRequest() | ev.FenceMember():
@@ -278,7 +278,7 @@ class _Worker:
         self._order: Order | None = None
         self._next, self.busy_since = 0, 0.0
 
-    def obey(self, order: Order) -> None:
+    def carry_out(self, order: Order) -> None:
         mix = self.world.mix
         self._order = order
         if order.action == "wake":

@@ -148,7 +148,7 @@ def flip_prefetch(system: System, one: Fault) -> None:
 
 @fault
 def terminate(system: System, one: Fault) -> None:
-    """A process is asked to end by somebody else than its supervisor."""
+    """A process is asked to end by another process than its supervisor."""
     placed = system.placed.get(one.target)
     if placed is not None and placed.process.alive:
         system.loop.call_soon(placed.member.stop.request, "received SIGTERM", context=placed.process.context)

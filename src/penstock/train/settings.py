@@ -141,7 +141,7 @@ class OptimizerSection(Section):
     """Keep float32 masters and the optimiser's state in host memory and update there: 12 bytes of a GPU's memory less
     for each trained parameter, a slower update (raise `train.threads`). For one rank."""
     skip_updates: NonNegative = 3
-    """So many updates in a row may have a loss or gradient that is not finite: they are skipped. One more fails the
+    """How many updates in a row may have a loss or gradient that is not finite: they are skipped. One more fails the
     run."""
 
     @model_validator(mode="after")

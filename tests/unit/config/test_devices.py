@@ -31,7 +31,7 @@ def test_training_devices_are_shared_as_soon_as_anybody_else_may_use_them():
     assert all(one.train_is_shared for one in devices.placements.values())
 
 
-def test_devices_that_nobody_else_uses_are_kept():
+def test_devices_that_no_other_pipeline_uses_are_kept():
     devices = devices_of(
         config(
             4,

@@ -187,6 +187,6 @@ def test_one_bracket_instead_of_two_is_told_how_to_be_written(tmp_path: Path):
 
 
 @pytest.mark.parametrize("key", ["suspect_after_s", "evict_after_s"])
-def test_a_heart_beats_more_often_than_its_silence_counts(key: str):
+def test_heartbeats_are_more_frequent_than_silence_counts(key: str):
     with pytest.raises(ConfigError, match=f"control: {key} = 2 is no more than heartbeat_every_s = 2"):
         validate({"control": {"heartbeat_every_s": 2, key: 2}, "pipeline": []})

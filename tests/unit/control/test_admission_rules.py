@@ -164,7 +164,7 @@ def test_an_engine_with_weights_of_a_trainer_that_is_gone_must_load_others(drive
 
 
 def test_a_worker_with_the_newest_weights_is_never_sent_away_to_load_newer_ones(drive):
-    """While step 0 trains, version 1 is needed and nobody has it: there is nothing to do but wait."""
+    """While step 0 trains, version 1 is needed and no worker has it: there is nothing to do but wait."""
     d = drive(max_staleness=0, groups_per_step=1)
     d.join("w")
     d.publish(0)
@@ -179,7 +179,7 @@ def test_a_worker_with_the_newest_weights_is_never_sent_away_to_load_newer_ones(
     assert d.lease(2, version=1)
 
 
-def test_rollouts_of_weights_nobody_published_are_refused_and_made_again(drive):
+def test_rollouts_of_unpublished_weights_are_refused_and_made_again(drive):
     d = drive()
     d.join("w")
     d.publish(0, "right")

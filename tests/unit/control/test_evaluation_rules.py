@@ -106,7 +106,7 @@ def test_an_unsteady_worker_or_one_that_lags_behind_is_not_asked(ready):
 
 
 def test_workers_keep_what_they_serve_until_one_of_them_begins(ready):
-    """Or where weights change as fast as they can be loaded nobody would ever be steady."""
+    """Or where weights change as fast as they can be loaded no worker would ever be steady."""
     driver = ready()
     evaluate(driver, driver.lease(8))
     step(driver, 0)
@@ -162,7 +162,7 @@ def test_what_a_dead_worker_held_is_issued_again(ready):
     assert (ended(driver)[0].samples, ended(driver)[0].reward_mean) == (3, pytest.approx(2 / 3))
 
 
-def test_when_nobody_serves_the_version_any_more_the_point_begins_again(ready):
+def test_when_no_worker_serves_the_version_any_more_the_evaluation_begins_again(ready):
     driver = ready()
     evaluate(driver, driver.lease(1), reward=0.0)
     driver.fill(member="v")
@@ -215,7 +215,7 @@ def test_a_point_that_takes_too_long_is_skipped_with_the_reason(ready):
     assert driver.control.status(driver.now)["eval_skipped"] == 1
 
 
-def test_a_controller_that_was_away_charges_it_to_nobody(ready):
+def test_the_time_a_controller_was_away_does_not_count(ready):
     driver = ready()
     leases = driver.lease(8)
     driver.now += 10 * SETTINGS.timeout_s
@@ -330,7 +330,7 @@ def test_scores_that_are_no_numbers_are_failures(ready):
     assert ended(driver)[0].skipped == "every sample failed, the last with its reward is nan"
 
 
-def test_strangers_cannot_fail_or_give_back(ready):
+def test_unknown_members_cannot_fail_or_give_back(ready):
     driver = ready()
     [sample] = driver.lease(1)[0].samples
     failure = FailedRollout(SampleId(sample), "generate", "boom")

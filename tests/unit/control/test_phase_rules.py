@@ -57,7 +57,7 @@ def test_a_run_drains_completes_and_is_stopped_explicitly(drive):
     assert d.control.phase == "stopped"
 
 
-def test_without_checkpoints_the_trainers_good_bye_completes_the_run(drive):
+def test_without_checkpoints_the_trainer_completes_the_run_when_it_unregisters(drive):
     d = drive(steps=1)
     d.join("w")
     d.fill()

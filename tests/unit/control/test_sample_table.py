@@ -187,7 +187,7 @@ def test_a_prompt_that_kills_its_workers_is_set_aside(drive):
     assert d.lease(2, member="d")[0].prompt == 1
 
 
-def test_workers_that_leave_in_good_order_do_not_count_against_a_prompt(drive):
+def test_workers_that_unregister_do_not_count_against_a_prompt(drive):
     d = drive(max_losses=1)
     d.join("a", "b")
     d.lease(2, member="a")

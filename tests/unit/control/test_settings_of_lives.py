@@ -63,7 +63,7 @@ def test_it_goes_on_by_other_settings_and_nothing_of_its_past_changes(drive, cha
             elif answer.leases[0].evaluation is None:
                 d.deliver(answer.leases, "w2")
         assert len(d.books.steps[4].prompts) == d.control.settings.groups_per_step
-    d.settings = d.control.settings  # whoever replays it begins with the settings of today
+    d.settings = d.control.settings  # a replay begins with the settings of today
 
 
 def test_a_run_that_was_complete_goes_on_when_it_is_given_more_steps(drive):

@@ -83,7 +83,7 @@ def test_a_long_step_is_no_stall_while_the_trainer_gets_on_with_it(drive):
     d.batch(0)
     assert not lines(beating(d, 500, "w", "t", doing="training step 0"))
     d.ack(0)
-    assert lines(beating(d, 30, "w", "t")), "without a batch its progress is nobody else's"
+    assert lines(beating(d, 30, "w", "t")), "without a batch the others make no progress"
 
 
 def test_the_report_comes_once_per_period_and_stops_when_something_moves(drive):

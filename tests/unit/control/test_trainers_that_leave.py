@@ -1,4 +1,4 @@
-"""A trainer that says good-bye has done its work, unless it says that it has not."""
+"""A trainer that unregisters has done its work, unless it reports a failure."""
 
 # pyright: reportArgumentType=false
 # Ids are written plainly here.

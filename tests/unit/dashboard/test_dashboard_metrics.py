@@ -32,7 +32,7 @@ def test_steps_and_gauges_become_series():
     assert (fold.began_at, fold.latest_at) == (100.0, 101.0)
 
 
-def test_metrics_nobody_knew_of_appear_by_themselves():
+def test_unknown_metrics_appear_by_themselves():
     fold = MetricsFold()
     fold.take([orjson.dumps({"kind": "audit", "at": 5.0, "pipeline": "p", "step": 20, "doubt": 0.9})])
     assert values_of(fold, "step", "doubt") == [0.9]

@@ -1,4 +1,4 @@
-"""Downsampling: bounded whatever comes, and honest about means and extremes."""
+"""Downsampling: bounded whatever comes, with right means and extremes."""
 
 from __future__ import annotations
 

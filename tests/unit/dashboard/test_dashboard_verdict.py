@@ -76,8 +76,8 @@ def test_a_resumed_run_is_running_whatever_it_said_before():
     assert judge(found(alive=True, ending={"how": "failed"}, silent_s=1.0)).word == "running"
 
 
-def test_last_words_are_the_sentence_of_a_run_that_failed_without_an_ending():
-    verdict = judge(found(last_words={"p.trainer": "the disk is full\nTraceback …"}))
+def test_a_failure_report_is_the_sentence_of_a_run_that_failed_without_an_ending():
+    verdict = judge(found(failure_reports={"p.trainer": "the disk is full\nTraceback …"}))
     assert (verdict.word, verdict.sentence) == ("failed", "p.trainer: the disk is full")
     assert judge(found(failed="nothing moved")).sentence == "nothing moved"
 

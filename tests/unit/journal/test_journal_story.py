@@ -88,7 +88,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.journal.close(10)
 
 
-def test_a_good_life(run: Run) -> None:
+def test_a_life_without_faults(run: Run) -> None:
     run.register(W)
     run.register_trainer(T, 0)
     first, second = run.lease(W)
@@ -212,7 +212,7 @@ def test_times_are_told_from_the_beginning_of_the_story(run: Run) -> None:
     assert "+    1.000 s  sample" in lines[1]
 
 
-def test_strangers_and_wrong_pipelines(run: Run) -> None:
+def test_unknown_ids_and_wrong_pipelines(run: Run) -> None:
     run.register(W)
     run.lease(W)
     run.journal.close(10)

@@ -1,4 +1,4 @@
-from penstock.launch.ending import judge, judge_last_words, judge_leaving
+from penstock.launch.ending import judge, judge_failure_reports, judge_leaving
 from penstock.launch.restarts import Ended, FailTheRun, Finished
 
 TRAINERS = ("letters.trainer",)
@@ -30,17 +30,17 @@ def test_nothing_is_known_before_the_first_status():
 
 
 def test_a_failure_is_not_hidden_by_a_trainer_that_left_before_the_controller():
-    """The pipeline fails, so its phase is stopped; the trainer hears of it and leaves in good order; the supervisor
+    """The pipeline fails, so its phase is stopped; the trainer hears of it and shuts down; the supervisor
     asks for the status once more before the controller has ended. This run was once reported as a good one."""
     failed = status("stopped", failure="letters: 8 prompts in a row failed")
     assert judge(failed, TRAINERS, set(TRAINERS)) == FailTheRun("controller: letters: 8 prompts in a row failed")
 
 
-def test_last_words_of_the_end_count():
+def test_failure_reports_at_the_end_count():
     words = {"kind": "RunFailed", "message": "no space left for the checkpoint"}
-    assert judge_last_words({"controller": None, "letters.trainer": None}) is None
+    assert judge_failure_reports({"controller": None, "letters.trainer": None}) is None
     expected = FailTheRun("letters.trainer: no space left for the checkpoint")
-    assert judge_last_words({"controller": None, "letters.trainer": words}) == expected
+    assert judge_failure_reports({"controller": None, "letters.trainer": words}) == expected
 
 
 def test_leaving_is_finishing_only_when_the_pipeline_is_over():

@@ -72,7 +72,7 @@ def test_a_pool_of_gpus_is_refused_and_a_pool_of_cpu_slots_is_not():
         check_pool(shared, groups_of(shared, with_gpus=True))
 
 
-def test_whoever_needs_files_of_the_run_directory_stays_where_it_is_seen():
+def test_a_process_that_needs_the_run_directory_stays_where_it_is_seen():
     by_network, by_files = config(), config(pipeline={"weights": {"transport": "files"}})
     homes = {group.name: homes_of(group, [HEAD, GPUS]) for group in groups_of(by_network, with_gpus=False)}
     assert homes == {"controller": [HEAD], "letters.trainer": [HEAD], "letters.rollout": [HEAD, GPUS]}

@@ -61,7 +61,7 @@ def test_restarts_are_bounded():
     assert verdict == FailTheRun("w was restarted 2 times and ended again: killed by SIGKILL")
 
 
-def test_a_full_disk_fails_the_run_at_once_even_without_room_for_last_words():
+def test_a_full_disk_fails_the_run_at_once_even_without_room_for_a_failure_report():
     verdict = RestartPolicy("controller", 5).ended(Ended(NO_SPACE), 100.0, None)
     assert verdict == FailTheRun(f"controller: {FULL_DISK}")
 

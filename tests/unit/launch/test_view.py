@@ -170,7 +170,7 @@ def test_plain_lines_say_who_is_on_which_device_and_who_waits():
     assert lines[3].startswith("pool: left.trainer (training) waits for 2 of devices [0, 1] since 3 s")
 
 
-def test_devices_that_nobody_shares_are_no_news_but_trouble_with_them_is():
+def test_devices_that_are_not_shared_are_not_shown_but_trouble_with_them_is():
     out = StringIO()
     PlainView(Console(file=out, width=300)).update(STATUS | {"pool": POOL | {"waiting": []}})
     assert "pool" not in out.getvalue()

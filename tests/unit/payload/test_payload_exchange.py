@@ -85,7 +85,7 @@ def test_everything_a_client_must_do_has_a_deadline(events: int, deadline: float
 
 
 @pytest.mark.parametrize("bad", [hello("guess"), b"\0" * 40, hello("secret")[:-1] + b"x"])
-def test_a_stranger_is_turned_away(bad: bytes) -> None:
+def test_a_client_without_the_token_is_refused(bad: bytes) -> None:
     exchange = server()
     refusal, close = exchange.handle(Received(bad), 100.0)
     assert isinstance(refusal, SendStatus)

@@ -1,4 +1,4 @@
-"""Rotation, quarantine, healing, and the rule that somebody is always asked."""
+"""Rotation, quarantine, healing, and the rule that some port is always asked."""
 
 from __future__ import annotations
 

@@ -107,6 +107,6 @@ def test_cancelling_gives_up_what_is_queued_and_waits_for_what_is_not() -> None:
     retry.check()
 
 
-def test_an_answer_nobody_asked_for_is_a_bug() -> None:
+def test_an_answer_to_no_request_is_a_bug() -> None:
     with pytest.raises(InvalidTransition):
         BatchRetry([A], POLICY, 0.0).handle(CallSucceeded(A), 0.0)

@@ -323,7 +323,7 @@ def test_sweep_removes_exactly_the_rings_of_the_run(ring: Ring, tmp_path: Path) 
     other.close()
 
 
-def test_only_rings_nobody_needs_are_leftovers(tmp_path: Path) -> None:
+def test_only_rings_without_a_user_are_leftovers(tmp_path: Path) -> None:
     def left_by_dead_writer(guardian_pid: int, run_id: str = "run-1") -> Ring:
         ring = Ring.create(run_id, capacity_bytes=64, slots=1, directory=str(tmp_path), guardian_pid=guardian_pid)
         ring._mapping.close()
@@ -359,7 +359,7 @@ def test_a_slot_locked_for_ever_is_an_error_and_not_a_hang(
     stopped.lock(ref.slot)
     with pytest.raises(Transient, match="has been locked for"):
         reader.take(ref)
-    ring.write([b"y"], timeout_s=0)  # a writer needs nobody's lock
+    ring.write([b"y"], timeout_s=0)  # a writer needs no other lock
     stopped.unlock(ref.slot)
     assert reader.take(ref).consumed()
     stopped.close()
@@ -377,7 +377,7 @@ def test_a_full_file_system_is_a_full_ring(tmp_path: Path, monkeypatch: pytest.M
     ring = Ring.create("run-1", capacity_bytes=64 << 20, slots=8, directory=str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", refuse_beyond_room)
     with pytest.raises(Transient, match="could not grow"):
-        ring.write([bytes(1 << 20)], timeout_s=3600)  # nobody could make room, so it does not wait
+        ring.write([bytes(1 << 20)], timeout_s=3600)  # no reader could make room, so it does not wait
     room = 20 << 20
     held = [ring.write([bytes([number]) * (8 << 20)], timeout_s=0) for number in range(2)]
     ring.write([bytes(2 << 20)], timeout_s=0)  # less than a step is left, and enough

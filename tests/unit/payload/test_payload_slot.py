@@ -98,7 +98,7 @@ def test_consuming_a_copy_makes_who_still_reads_an_orphan() -> None:
     assert slot.consume(READY, 6) is None
 
 
-def test_discard_frees_what_nobody_reads() -> None:
+def test_discard_frees_what_is_not_being_read() -> None:
     assert slot.discard(READY, 7) == pack(SlotState.FREE, 7)
     assert slot.discard(READY, 6) is None
     assert slot.discard(slot.take(READY, 7, reader=0), 7) is None

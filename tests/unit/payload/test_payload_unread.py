@@ -1,4 +1,4 @@
-"""Payloads that nobody freed expire with the version of their samples."""
+"""Payloads that were not freed expire with the version of their samples."""
 
 from __future__ import annotations
 

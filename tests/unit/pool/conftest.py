@@ -46,13 +46,13 @@ class Town:
             self.tell(ev.WorkerJoined(PipelineName(name), MemberId(f"{name}-{number}")))
 
     def demand(self, name: str, target: int) -> None:
-        """A new round of so many samples; whatever the last one lacked is not wanted any more."""
+        """A new round of `target` samples; what the last one lacked is not wanted any more."""
         before = sum(self.rounds.get(name, (0, 0)))
         self.rounds[name] = (target, before)
         self.tell(ev.DemandCounted(PipelineName(name), target, before))
 
     def progress(self, name: str, completed: int) -> None:
-        """So many of the round are complete."""
+        """This number of the round is complete."""
         target, before = self.rounds[name]
         self.tell(ev.DemandCounted(PipelineName(name), max(0, target - completed), before + completed))
 

@@ -1,4 +1,4 @@
-"""Deadlines, rollback, fences, silence, restart: what happens when somebody does not answer."""
+"""Deadlines, rollback, fences, silence, restart: what happens when a worker does not answer."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_an_evicted_trainer_loses_its_devices_after_the_fence(make_town):
     assert town.held("b", 1) == (0, 1)
 
 
-def test_a_restarted_controller_forgets_nobody_and_gives_no_device_twice(make_town):
+def test_a_restarted_controller_forgets_no_member_and_gives_no_device_twice(make_town):
     town = make_town()
     town.open("a")
     town.open("b")
@@ -203,7 +203,7 @@ def test_a_restarted_controller_forgets_nobody_and_gives_no_device_twice(make_to
     town.now += 3600
     town.tell(ev.ControllerRestarted())
     assert all(town.pool.orders(MemberId(member)) == waiting for member, waiting in orders.items() if waiting)
-    assert not town.told(ev.FenceMember), "nobody could report while the controller was away"
+    assert not town.told(ev.FenceMember), "no worker could report while the controller was away"
     for member, waiting in orders.items():
         for order in waiting:
             town.tell(ev.MoveDone(PipelineName(member[0]), MemberId(member), order.number))

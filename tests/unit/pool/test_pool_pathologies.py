@@ -32,7 +32,7 @@ def test_a_holder_that_finished_gives_way_at_once(town):
     town.open("b")
     town.demand("a", 100)
     town.progress("a", 100)
-    assert town.awake("a") == 4, "nobody else wants the devices: its workers may stay awake"
+    assert town.awake("a") == 4, "no other pipeline wants the devices: its workers may stay awake"
     town.demand("b", 100)
     assert town.awake("b") == 4
 
@@ -118,7 +118,7 @@ def test_a_demand_does_not_vanish_when_it_was_looked_at(town):
     assert town.awake("a") == 4
 
 
-def test_a_hung_move_stops_nobody_else(make_town):
+def test_a_hung_move_stops_no_other_pipeline(make_town):
     town = make_town()
     town.open("hung", inference=(0, 1))
     town.open("fine", inference=(2, 3))
@@ -170,7 +170,7 @@ def test_more_moves_than_any_limit_is_no_error():
     assert len(plan.expands) == count
 
 
-def test_nobody_is_shrunk_for_a_pipeline_that_cannot_use_the_devices(town):
+def test_no_pipeline_is_shrunk_for_one_that_cannot_use_the_devices(town):
     town.open("a", inference=(0, 1))
     town.open("b", inference=(2, 3))
     town.demand("a", 10)

@@ -65,7 +65,7 @@ def test_a_plan_that_passes_over_a_class_is_refused():
         validate(snapshot, Plan(grants=(Grant(1, (DeviceId(0),)),)))
 
 
-def test_a_plan_that_takes_a_promise_back_for_nobody_or_leaves_it_in_the_way_is_refused():
+def test_a_plan_that_takes_a_promise_back_without_need_or_leaves_it_in_the_way_is_refused():
     devices = DeviceId(0), DeviceId(1)
     seat = SeatView(SeatId(1), -1, (DeviceId(0),), "leaving", 0.0)
     scoring = RequestView(1, Priority.SCORING, devices, 1, 0.0, assigned=(DeviceId(0),))
@@ -145,7 +145,7 @@ def test_the_pool_chooses_when_the_request_leaves_a_choice(town):
     assert town.ask("a", 2, (0, 1, 2, 3), count=2) == (2, 3)
 
 
-def test_a_choice_falls_on_devices_that_disturb_nobody(town):
+def test_a_choice_falls_on_devices_that_disturb_no_pipeline(town):
     town.open("a", inference=(0, 1))
     town.demand("a", 100)
     assert town.ask("a", 1, (0, 1, 2, 3), count=2) == (2, 3)
@@ -223,7 +223,7 @@ def test_no_worker_is_woken_where_a_request_waits(town):
 
 
 def leave(town, member: str) -> None:
-    """A deaf worker obeys after all."""
+    """A worker that did not answer carries out its order after all."""
     town.deaf.discard(member)
     order = town.pool.orders(MemberId(member))[0]
     town.tell(ev.MoveDone(PipelineName(member.rsplit("-", 1)[0]), MemberId(member), order.number))
@@ -313,7 +313,7 @@ def test_a_request_with_a_choice_that_lost_its_promise_is_promised_another_place
     assert leaving.held("b", 1) == (1,)
 
 
-def test_a_choice_falls_on_devices_that_nobody_was_promised(leaving):
+def test_a_choice_falls_on_devices_that_are_not_promised(leaving):
     assert leaving.ask("b", 1, (0,), priority=Priority.SCORING) is None
     leaving.deaf = {"a-0"}
     assert leaving.ask("c", 1, (0, 1), count=1) == (1,)

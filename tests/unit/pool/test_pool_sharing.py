@@ -177,7 +177,7 @@ def test_where_others_train_a_worker_is_woken_only_if_they_stay_away_for_long(aw
     assert len(plan_for(a, b, 4, 2).expands) == borrowed
 
 
-def test_nobody_lingers_where_another_trains():
+def test_no_worker_lingers_where_another_pipeline_trains():
     idle = view("a", 0, lingers=True)
     assert not plan_for(idle, view("b", 100), 4, 3).shrinks
     plan = plan_for(idle, view("b", 100, home=EIGHT[:2]), 4, 3)
@@ -185,12 +185,12 @@ def test_nobody_lingers_where_another_trains():
     assert [expand.devices for expand in plan.expands] == [(0,)]
 
 
-def test_nobody_without_a_worker_waits_for_anything_to_pay():
+def test_a_pipeline_without_a_worker_never_waits_for_a_move_to_pay():
     assert len(plan_for(view("a", 100), view("b", 1), 8, 0).expands) == 1
 
 
-def obey(town, took_s: float) -> None:
-    """Everybody carries out what is ordered, which takes its time."""
+def carry_out(town, took_s: float) -> None:
+    """All workers carry out what is ordered, which takes its time."""
     town.now += took_s
     for member in town.pool.members():
         for order in town.pool.orders(member):
@@ -204,16 +204,16 @@ def test_what_pays_is_measured_from_wakes_and_completed_samples(make_town):
     town.open("a")
     town.open("b", workers=1)
     town.demand("a", 8)
-    obey(town, 2.0)
+    carry_out(town, 2.0)
     assert town.awake("a") == 8, "nothing is known yet about what waking costs"
     town.now += 1.0
     town.progress("a", 8)
     town.ask("b", 0, EIGHT)
-    obey(town, 1.0)
+    carry_out(town, 1.0)
     town.now += 100.0
     town.release("b", 0)
     town.demand("a", 120)
     town.after(1)
-    obey(town, 2.0)
+    carry_out(town, 2.0)
     town.after(1)
     assert town.awake("a") + len([o for m in town.pool.members() for o in town.pool.orders(m)]) == 6

@@ -25,7 +25,7 @@ def test_every_pipeline_and_process_has_its_figures():
 
 
 def test_gauges_are_no_steps():
-    """Whoever reads lines by `pipeline` and `step` at the top must pass them over."""
+    """A reader of lines by `pipeline` and `step` at the top must pass them over."""
     assert not {"pipeline", "step"} & gauges_of(STATUS).keys()
 
 

@@ -23,7 +23,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_each_is_taken_once_by_whoever_comes_first(tmp_path: Path) -> None:
+def test_each_is_taken_once_by_the_first_worker(tmp_path: Path) -> None:
     KeptEpisodes(tmp_path).keep(7, 0, 1, episode())
     first, second = KeptEpisodes(tmp_path), KeptEpisodes(tmp_path)
     taken = first.take(7, 0, 1)
@@ -40,7 +40,7 @@ def test_what_is_too_old_to_be_trained_is_removed_with_the_first_that_is_found_s
     (tmp_path / "9-0-0.episode").write_bytes(b"not an episode")
     fresh = KeptEpisodes(tmp_path)
     assert fresh.take(0, 0, 0, min_version=3) is None
-    assert names(tmp_path) == ["2-0-0.episode"], "nobody need ask for the others by name"
+    assert names(tmp_path) == ["2-0-0.episode"], "the others go without being asked for"
     assert fresh.take(2, 0, 0, min_version=3) is not None
 
 

@@ -137,7 +137,7 @@ def test_every_stage_has_its_row_and_ends_are_ends() -> None:
 
 
 def filled(calls: int) -> Prefetch:
-    """A request engine with so many calls of two samples each, and as many more prepared."""
+    """A request engine with this number of calls of two samples each, and as many more prepared."""
     machine = started(batch_samples=2, queue_samples=4 * calls, concurrency=calls)
     machine.handle(granted(*range(2 * calls)), 0.1)
     for ticket in range(2 * calls):

@@ -58,7 +58,7 @@ def test_the_endpoint_is_absent_until_announced(run: RunDir):
     assert run.read_endpoint() == Endpoint("127.0.0.1", 1234, 42)
 
 
-def test_last_words(run: RunDir):
+def test_a_failure_report(run: RunDir):
     assert run.read_failure("w") is None
     run.write_failure("w", "ConfigError", "no such model", 2)
     words = run.read_failure("w")

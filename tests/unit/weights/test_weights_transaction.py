@@ -138,7 +138,7 @@ def test_a_late_or_repeated_publication_changes_nothing(fleet: Fleet) -> None:
     assert fleet.transaction.statistics.published == 2  # 0 and 3
 
 
-def test_weights_that_nobody_published_are_not_served(fleet: Fleet) -> None:
+def test_weights_that_were_not_published_are_not_served(fleet: Fleet) -> None:
     fleet.started(A, B)
     effects = fleet(ReplicaReported(A, S.SERVING, Version(0), "f" * 32))
     assert [type(e) for e in effects] == [FenceReplica]
@@ -359,7 +359,7 @@ def test_a_replica_fenced_for_too_long_is_replaced() -> None:
 def test_too_few_healthy_replicas_for_too_long_end_the_run_with_one_sentence() -> None:
     fleet = Fleet(min_healthy=2, unhealthy_timeout_s=30.0, unloaded_timeout_s=1e9)
     fleet.later(1e6)
-    assert not fleet.transaction.failed  # nothing was published: nobody can serve yet
+    assert not fleet.transaction.failed  # nothing was published: none can serve yet
     fleet.started(A)
     assert fleet.later(1.0) == []
     (failure,) = fleet.later(31.0)
@@ -409,7 +409,7 @@ def test_a_fleet_that_falls_asleep_in_between_still_runs_out_of_time() -> None:
     assert ended == [FailRun("only 0 of the required 1 replicas served for 30 s")]
 
 
-def test_those_who_sleep_do_not_speak_for_those_who_fail() -> None:
+def test_replicas_that_sleep_do_not_count_among_those_that_fail() -> None:
     fleet = Fleet()
     fleet(VersionPublished(version(0), durable=True))
     for member in (A, B):
@@ -417,7 +417,7 @@ def test_those_who_sleep_do_not_speak_for_those_who_fail() -> None:
     fleet.ask(A)
     fleet.fail(A, S.STALE)
     fleet.ask(A)
-    assert of(fleet.fail(A, S.STALE), CheckpointTrainer), "everybody who is awake failed twice"
+    assert of(fleet.fail(A, S.STALE), CheckpointTrainer), "all that are awake failed twice"
 
 
 def test_a_replica_that_holds_nothing_complete_is_fenced_even_if_its_report_was_lost(fleet: Fleet) -> None:

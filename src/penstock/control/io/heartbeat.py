@@ -152,7 +152,7 @@ def beat(settings: Settings, cell: ProgressCell, line: Line) -> bool:
 
 
 class Line:
-    """One connection to the controller, kept open: on a port full of strangers a heartbeat needs no place."""
+    """One connection to the controller, kept open: on a port full of unknown connections a heartbeat needs no place."""
 
     def __init__(self, token: str) -> None:
         self._token = token

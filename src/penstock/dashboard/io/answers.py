@@ -60,7 +60,7 @@ def pool(reader: RunReader, query: Query) -> dict[str, Any]:
 
 
 def troubles(reader: RunReader, query: Query) -> dict[str, Any]:
-    return views.troubles(reader.folds, reader.last_words()) | {"logs": reader.logs()}
+    return views.troubles(reader.folds, reader.failure_reports()) | {"logs": reader.logs()}
 
 
 def metric(reader: RunReader, query: Query) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class RunReader:
                 return one
         raise ConfigError(f"this run has no pipeline {name!r}; it has {', '.join(one.name for one in self.pipelines)}")
 
-    def last_words(self) -> dict[str, str]:
+    def failure_reports(self) -> dict[str, str]:
         words = {}
         for path in sorted(self.run.root.glob("failures/*.json")):
             try:
@@ -222,7 +222,7 @@ class RunReader:
                 pipelines=self.pipelines,
                 ending=ending_of(self.run),
                 alive=is_alive(self.run),
-                last_words=self.last_words(),
+                failure_reports=self.failure_reports(),
                 steps=latest.trained(),
                 gauges=latest.gauges,
                 stalls={name: ring.stalled for name, ring in self.folds.rings.items() if ring.stalled},

@@ -44,7 +44,7 @@ const Views = {
     ask: (page) => ["flow", { pipeline: page.pipeline }],
     draw(main, data, page) {
       const time = page.time;
-      const stages = Dom.card(main, "stages", "Who waits for whom", "seconds per sample in each stage of the ring, over the last two minutes");
+      const stages = Dom.card(main, "stages", "What each part waits for", "seconds per sample in each stage of the ring, over the last two minutes");
       const longest = Math.max(1e-9, ...data.stages.map((stage) => stage.recent_s ?? stage.run_s));
       const rows = data.stages.flatMap((stage) => {
         const value = stage.recent_s ?? stage.run_s;
@@ -97,9 +97,9 @@ const Views = {
       const published = Charts.place(Dom.card(grid, "published", "Versions published", last ? `v${last.version}, ${Words.bytes(last.size_bytes)}${kept}` : ""), "chart", "");
       Charts.overTime(published, { version: versions }, page.time, { y: "version", empty: "No weights have been published yet.", trace: { line: { shape: "hv" } } });
       Charts.clicked(published, (_, version) => page.tell(page.pipeline, "version", version));
-      Charts.overTime(Charts.place(Dom.card(grid, "pauses", "How long an engine stood still for its last update"), "chart", ""),
+      Charts.overTime(Charts.place(Dom.card(grid, "pauses", "Pause of each engine at its last update"), "chart", ""),
         short(data.pauses), page.time, { y: "seconds", empty: NO_GAUGES });
-      Charts.overTime(Charts.place(Dom.card(grid, "updates", "From hearing of a version to serving it"), "chart", ""),
+      Charts.overTime(Charts.place(Dom.card(grid, "updates", "From the offer of a version to serving it"), "chart", ""),
         short(data.updates), page.time, { y: "seconds", empty: NO_GAUGES });
       const names = { weights_published_total: "published", weights_updates_total: "updates of engines", weights_skipped_versions_total: "versions skipped (the newest wins)",
         weights_update_failures_total: "updates that failed", weights_mismatches_total: "digests that did not match", weights_evictions_total: "replicas given up", weights_fleet_restarts_total: "restarts of the whole fleet" };
@@ -116,7 +116,7 @@ const Views = {
     title: "Loops",
     ask: () => ["loops", {}],
     draw(main, data, page) {
-      const card = Dom.card(main, "table", "How late each loop is", "over its last minute; the worst is since its start");
+      const card = Dom.card(main, "table", "Lag of each event loop", "over its last minute; the worst is since its start");
       const columns = [{ title: "process", of: (row) => row.name }, ...["p50_s", "p90_s", "p99_s", "max_s", "wait_p99_s", "worst_s"].map((name) => ({
         title: { wait_p99_s: "wait p99", worst_s: "worst" }[name] ?? name.replace("_s", ""), number: true, of: (row) => Words.seconds(row[name]) }))];
       Dom.keep(card, "rows", () => Dom.el("div")).replaceChildren(data.processes.length ? Dom.table(columns, data.processes) : Dom.empty(NO_GAUGES));
@@ -124,7 +124,7 @@ const Views = {
       const curves = Object.fromEntries(data.processes.map((one) => [one.name, { x: one.p99.x, y: one.p99.high.map((value) => value * 1e3) }]));
       Charts.overTime(Charts.place(chart, "chart", ""), short(curves), page.time,
         { y: "milliseconds late", height: 280, empty: NO_GAUGES, layout: { yaxis: { type: "log", rangemode: "normal", dtick: "D2", tickformat: "~g" } } });
-      const blocked = Dom.card(main, "blocked", "What blocked a loop", "the innermost calls first");
+      const blocked = Dom.card(main, "blocked", "What blocked an event loop", "the innermost calls first");
       Dom.keep(blocked, "lines", () => Dom.el("div")).replaceChildren(
         notes(data.blocked, "No loop was blocked for longer than lag.stall_s: nothing to name."));
     },
@@ -134,8 +134,8 @@ const Views = {
     title: "Pool",
     ask: () => ["pool", {}],
     draw(main, data, page) {
-      const card = Dom.card(main, "lanes", "Who was on which device", "the last moves; colour is the pipeline, pattern what it did");
-      const empty = data.undecided ? "This journal was written before the pool's decisions were kept in it." : "No device has been given to anyone yet.";
+      const card = Dom.card(main, "lanes", "Devices over time", "the last moves; colour is the pipeline, pattern what it did");
+      const empty = data.undecided ? "This journal was written before the pool's decisions were kept in it." : "No device has been granted yet.";
       drawLanes(card, data, page, empty);
       const grid = Dom.grid(main, "more");
       const shares = Dom.card(grid, "shares", "How devices were used", "share of the time since the pool opened");
@@ -180,12 +180,12 @@ const Views = {
     ask: () => ["troubles", {}],
     draw(main, data, page) {
       const words = Dom.keep(main, "words", () => Dom.el("div", { class: "grid" }));
-      words.replaceChildren(...Object.entries(data.last_words).map(([process, text]) =>
+      words.replaceChildren(...Object.entries(data.failure_reports).map(([process, text]) =>
         Dom.el("section", { class: "card words" }, Dom.el("h3", {}, `${process}'s failure report`), Dom.el("p", { class: "mono", style: "white-space: pre-wrap; overflow-wrap: anywhere" }, text))));
       words.hidden = !words.children.length;
       const grid = Dom.grid(main, "lists");
-      const remarks = Dom.card(grid, "remarks", "What the controller said", "stalls, evictions, members that came and went");
-      Dom.keep(remarks, "lines", () => Dom.el("div")).replaceChildren(notes(data.remarks, "The controller has said nothing yet.", (one) => ["stall", "failure"].includes(one.kind)));
+      const remarks = Dom.card(grid, "remarks", "Messages of the controller", "stalls, evictions, members that came and went");
+      Dom.keep(remarks, "lines", () => Dom.el("div")).replaceChildren(notes(data.remarks, "The controller has sent no message yet.", (one) => ["stall", "failure"].includes(one.kind)));
       const warnings = Dom.card(grid, "warnings", "Warnings of all processes", "restarts among them");
       Dom.keep(warnings, "lines", () => Dom.el("div")).replaceChildren(notes(
         data.warnings.map((one) => ({ ...one, text: `${one.process}: ${one.text}` })), "No process has warned of anything.", (one) => one.level !== "WARNING" || one.kind === "restart"));

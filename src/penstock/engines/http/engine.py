@@ -81,7 +81,7 @@ def _completion(ids: Sequence[int], ending: Ending) -> Completion:
 
 
 class HttpEngine:
-    """One server of somebody else. Implements `BareEngine` and `RequestEngine`."""
+    """One server that the user runs. Implements `BareEngine` and `RequestEngine`."""
 
     def __init__(
         self,

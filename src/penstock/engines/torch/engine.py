@@ -301,7 +301,7 @@ class TorchEngine(ServingEngine):
                     self._saved.pop(key, None)
 
     def _interrupt_all(self) -> list[Result]:
-        """Everybody gets what there is."""
+        """Ends every request with the tokens it has."""
         with self._news:
             requests = self._all_leave()
         return [(request, self._rows.completion(request.row)) for request in requests]

@@ -24,7 +24,7 @@ Key = Hashable
 
 
 class RequestArrived(msgspec.Struct, frozen=True):
-    """Somebody wants a completion."""
+    """A completion was asked for."""
 
     request: Request
     tokens: int

@@ -5,7 +5,7 @@ with the tag under which it wants its bodies, chosen at random; then the exchang
 
 UCX buffers what arrives unasked, without a bound that we could set: offer these ports on trusted networks only. It
 cannot listen on one address. Given a loopback host the server knows of no other device and refuses connections by
-one; given any other host it can be reached by all, and the token alone keeps strangers out.
+one; given any other host it can be reached by all, and only the token keeps others out.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class OrderExecutor:
         self.awake = False
 
     async def run(self) -> None:
-        """Obey until cancelled."""
+        """Carries out orders until cancelled."""
         seen = OrderNumber(0)
         async with asyncio.TaskGroup() as group:
             move: asyncio.Task[None] | None = None

@@ -90,7 +90,7 @@ class ControllerCalls:
     async def deliver(
         self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout], scores: Sequence[Score] = ()
     ) -> Delivered | None:
-        """What the controller said; None when it could not be reached, which ends the run."""
+        """The answer of the controller; None when it could not be reached, which ends the run."""
         began = monotonic()
         try:
             answer = await self._controller.deliver(rollouts, failures, (), scores)

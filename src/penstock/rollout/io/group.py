@@ -151,9 +151,9 @@ class GroupRunner:
         """See `Leader.orders`."""
         return self._on_loop(self._orders(idle))
 
-    def heard(self, everybody: Sequence[News]) -> None:
+    def heard(self, all_news: Sequence[News]) -> None:
         """See `Leader.heard`."""
-        self._on_loop(self._heard(everybody))
+        self._on_loop(self._heard(all_news))
 
     def dropped(self, effect: cadence.Drop) -> None:
         """See `Leader.dropped`."""
@@ -181,11 +181,11 @@ class GroupRunner:
         discards, self._discards = tuple(self._discards), []
         return Orders(command.order, command.leases, command.prefetch, manifest, discards, self.devices)
 
-    async def _heard(self, everybody: Sequence[News]) -> None:
-        self._counts.update({rank: news.counts for rank, news in enumerate(everybody) if news.counts is not None})
-        self._brought = {outcome.sample: outcome for news in everybody for outcome in (*news.rollouts, *news.failures)}
+    async def _heard(self, all_news: Sequence[News]) -> None:
+        self._counts.update({rank: news.counts for rank, news in enumerate(all_news) if news.counts is not None})
+        self._brought = {outcome.sample: outcome for news in all_news for outcome in (*news.rollouts, *news.failures)}
         self._decide(lead.Reported(tuple(self._brought)))
-        if all(news.resting for news in everybody):
+        if all(news.resting for news in all_news):
             self._decide(lead.Rested())
 
     # -- acting -----------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class KeptEpisodes:
             for entry in entries:
                 try:
                     status = entry.stat()
-                except FileNotFoundError:  # somebody else took it
+                except FileNotFoundError:  # another worker took it
                     continue
                 yield Path(entry.path), status.st_mtime, status.st_size
 

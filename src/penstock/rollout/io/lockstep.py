@@ -48,12 +48,12 @@ class Leader(Protocol):
         """Rank 0's word for the fetch that follows; may wait a little for leases when the ranks are `idle`."""
         ...
 
-    def heard(self, everybody: Sequence[News]) -> None:
+    def heard(self, all_news: Sequence[News]) -> None:
         """What all ranks brought."""
         ...
 
     def dropped(self, effect: cadence.Drop) -> None:
-        """These leases were let go by everybody."""
+        """These leases were dropped by all ranks."""
         ...
 
 
@@ -152,11 +152,11 @@ class Lockstep:
 
     def _meet(self, preparation: Offload, postprocessing: Offload) -> None:
         """One fetch and what follows from it. Every rank comes here equally often, in the same order."""
-        everybody = self.fetch.all_news(self._news())
+        all_news = self.fetch.all_news(self._news())
         self._around.progressed("fetch")
         if self._leader is not None:
-            self._leader.heard(everybody)
-        orders = everybody[0].orders
+            self._leader.heard(all_news)
+        orders = all_news[0].orders
         assert orders is not None
         if orders.manifest is not None:
             self._around.announced(orders.manifest)

@@ -1,4 +1,4 @@
-"""The one collective of a worker of several ranks: every rank gives its news and gets everybody's.
+"""The one collective of a worker of several ranks: every rank gives its news and gets those of all.
 
 It breaks, and never hangs, when a rank is gone: a rank that cannot go on says why in the group's store and leaves; one
 that dies without a word closes its connections. Either way the others' fetch ends at once, and they say whose fault it
@@ -62,7 +62,7 @@ class Fetch:
         self._decoder = msgspec.msgpack.Decoder(News)
 
     def all_news(self, news: News) -> list[News]:
-        """One collective of equal frames; a second, with larger frames from then on, when somebody's news do not fit.
+        """One collective of equal frames; a second, with larger frames from then on, when news of a rank do not fit.
 
         Every rank sees every length, so all of them decide alike. Nothing that came over a wire is unpickled.
         """

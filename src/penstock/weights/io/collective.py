@@ -43,7 +43,7 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Group:
-    """One attempt's process group. When it breaks, or not everybody comes (`PeerLost`), nothing was changed."""
+    """One attempt's process group. When it breaks, or a member does not come (`PeerLost`), nothing was changed."""
 
     def __init__(self, invitation: Invitation, timeout_s: float, store: Store) -> None:
         self._invitation = invitation

@@ -86,7 +86,7 @@ class BroadcastHost:
         self._groups = 0
         self._newest: Manifest | None = None
         self._answered = ("", 0)
-        """Of this version, everybody up to this number has an answer."""
+        """Of this version, every replica up to this number has an answer."""
         self._closing = threading.Event()
         self.sent = 0
         """Broadcasts that everyone confirmed."""

@@ -1,6 +1,6 @@
 """The keys by which a trainer and its replicas find each other for a broadcast, for those who know the run's token.
 
-torch's own store asks no one for a token, and a stranger's bytes stop it for good. This one is what torch's process
+torch's own store asks for no token, and bytes of another protocol stop it for good. This one is what torch's process
 groups need of a store, and no more: a client of it can be handed to them.
 """
 

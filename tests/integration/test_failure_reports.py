@@ -1,4 +1,4 @@
-"""A process that ends for another reason than that its work is done leaves last words, and an exit code that fits."""
+"""A process that ends before its work is done leaves a failure report, and an exit code that fits."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_an_exit_that_the_users_code_asks_for_is_not(tmp_path: Path, error: Base
 
 
 @pytest.mark.timeout(50)
-def test_nobody_waits_for_a_controller_that_will_not_come(tmp_path: Path):
+def test_no_process_waits_for_a_controller_that_will_not_come(tmp_path: Path):
     """A controller that refuses to start ends the run, and the others wait for it for a minute."""
 
     async def main(process: RoleProcess) -> None:
         asyncio.get_running_loop().call_later(0.5, process.stop.request, "the controller failed")
         async with connected(process, "trainer", lambda: asyncio.sleep(0)):
-            raise AssertionError("there is nobody to connect with")
+            raise AssertionError("there is no controller to connect with")
 
     assert lived(tmp_path, main) == (0, None)
 
@@ -112,9 +112,9 @@ def test_a_process_that_fails_does_not_say_that_it_has_finished(
                 raise error
 
     lived(tmp_path, main)
-    goodbye = controller.told[-1]
+    unregister = controller.told[-1]
     said = ("OSError: the disk is gone", True) if error is not None else ("finished", False)
-    assert (goodbye.reason, goodbye.failed) == said
+    assert (unregister.reason, unregister.failed) == said
 
 
 @pytest.mark.timeout(50)
