@@ -194,15 +194,14 @@ class PipelineControl:
             state.progressed_at = now
             if not isinstance(event, _OF_NO_MEMBER):
                 self.members.hear(event.member, now)
-        self._watch(effects, now)
+        can_lease, lacks = self._watch(effects, now), self.evaluation.lacks_evaluator
         opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
-        opened |= len(state.members.live) < live  # the part of each may have grown
-        lacks = self.evaluation.lacks_evaluator and (not lacked or state.newest != newest)
-        if (opened and self.admission.can_lease()) or lacks:
+        opened = opened or len(state.members.live) < live  # the part of each may have grown
+        if (opened and can_lease) or (lacks and (not lacked or state.newest != newest)):
             effects.append(Announce("leases"))
-        elif isinstance(event, Deliver) and self.admission.can_lease():
+        elif can_lease and isinstance(event, Deliver):
             effects.append(Announce("leases", event.member))  # it holds less than its part again
-        if pinned - self.evaluation.evaluators or (lacked and not self.evaluation.lacks_evaluator):
+        if (lacked and not lacks) or (pinned and pinned - self.evaluation.evaluators):
             effects.append(Announce("weights"))
         if not could_batch and self._can_give_batch(now):
             effects.append(Announce("batches"))
@@ -254,9 +253,11 @@ class PipelineControl:
         line = f"the controller itself was away for {away_s:.0f} s; silence does not count"
         return [Log("warning", f"{self.settings.name}: {line}")]
 
-    def _watch(self, effects: list[Effect], now: float) -> None:
-        """Draws what follows from any change: payloads without a reader, a ready batch, the phase, the throttle."""
+    def _watch(self, effects: list[Effect], now: float) -> bool:
+        """Draws what follows from any change: payloads without a reader, a ready batch, the phase, the throttle.
+        Returns whether a lease could be granted now."""
         state, admission = self.state, self.admission
+        finished = admission.finished
         filtered = self.ledger.take_filtered()
         if filtered:
             effects.append(NoteFiltered(filtered))
@@ -267,14 +268,14 @@ class PipelineControl:
             state.batch_ready_at = None
         elif state.batch_ready_at is None:
             state.batch_ready_at = now
-        if admission.finished and state.phase in ("running", "draining"):
+        if finished and state.phase in ("running", "draining"):
             self.evaluation.training_ended(state.ledger.version, now)
         if state.stop_asked:
             self.evaluation.stop(now, "the run was stopped")
         effects.extend(self.evaluation.take_notes(self.settings.name))
         prospects = phase.Prospects(
             stop_asked=state.stop_asked,
-            finished=admission.finished and self.evaluation.idle,
+            finished=finished and self.evaluation.idle,
             safe=state.ledger.durable == state.ledger.version or state.trainer_left_well,
             still_needed=admission.still_needed(),
         )
@@ -285,11 +286,13 @@ class PipelineControl:
             effects.extend((Announce("phase"), Announce("leases"), Announce("batches")))
         elif prospects.finished:
             effects.append(Announce("batches"))
-        closed = state.phase == "running" and not admission.can_lease()
+        can_lease = admission.can_lease()
+        closed = state.phase == "running" and not can_lease
         change = watch_throttle(state.throttle, closed=closed, now=now, report_every_s=self.settings.throttle_report_s)
         if change is not None:
             level = "info" if change.what == "still engaged" else "debug"
             effects.append(Log(level, f"{self.settings.name}: {change.line(self.ledger)}"))
+        return can_lease
 
     # -- members ------------------------------------------------------------------------------------------------
 
@@ -501,15 +504,14 @@ class PipelineControl:
         ledger, evaluation = self.ledger, self.evaluation
         moves, aside = ledger.state.moves, len(ledger.state.set_aside)
         evaluated = evaluation.state.moves
-        verdicts = [(rollout.sample, self._take_rollout(event.member, rollout)) for rollout in event.rollouts]
-        if ledger.state.moves > moves and any(not why for _, why in verdicts):  # not if it was only repeated
+        refused = [(one.sample, why) for one in event.rollouts if (why := self._take_rollout(event.member, one))]
+        if ledger.state.moves > moves and len(refused) < len(event.rollouts):  # not if it was only repeated
             self.state.set_aside_in_a_row = 0
-        verdicts += [(failure.sample, self._take_failure(event.member, failure, now)) for failure in event.failures]
-        verdicts += [(sample, self._give_back(event.member, sample, now)) for sample in event.returned]
-        verdicts += [(score.sample, evaluation.take(event.member, score, now)) for score in event.scores]
-        refused = tuple(sample for sample, why in verdicts if why)
-        reasons = [f"sample {sample} {why}" for sample, why in verdicts if why]
-        effects: list[Effect] = [Delivered(refused, "; ".join(reasons[:4]))]
+        refused += [(one.sample, why) for one in event.failures if (why := self._take_failure(event.member, one, now))]
+        refused += [(sample, why) for sample in event.returned if (why := self._give_back(event.member, sample, now))]
+        refused += [(one.sample, why) for one in event.scores if (why := evaluation.take(event.member, one, now))]
+        reason = "; ".join(f"sample {sample} {why}" for sample, why in refused[:4])
+        effects: list[Effect] = [Delivered(tuple(sample for sample, _ in refused), reason)]
         effects.extend(self._report_set_aside(len(ledger.state.set_aside) - aside))
         return effects, ledger.state.moves > moves or evaluation.state.moves > evaluated
 
@@ -627,8 +629,8 @@ class PipelineControl:
         rings: dict[str, None] = {}
         for prompt in given.prompts:
             group = self.ledger.state.groups[prompt]
-            payloads = tuple(payload for payload in group.payloads if payload is not None)
-            rings.update(dict.fromkeys(payload.ring for payload in payloads))
+            payloads = tuple([payload for payload in group.payloads if payload is not None])
+            rings.update({payload.ring: None for payload in payloads})
             groups.append(
                 BatchGroup(
                     prompt=prompt,

@@ -6,6 +6,8 @@ a sample, and why, is decided by the ledger above.
 
 from __future__ import annotations
 
+from typing import cast
+
 from penstock.control.samples import MOVES, NO_VERSION, NOT_LEASED, Group, LedgerState, Reason, Redo, State
 from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId, PromptIndex, SampleId, Version
@@ -75,7 +77,7 @@ class SampleTable:
         """New samples for some members of an open group."""
         state = self.state
         first = state.next_sample
-        samples = tuple(SampleId(first + k) for k in range(len(members)))
+        samples = cast(tuple[SampleId, ...], tuple(range(first, first + len(members))))
         state.next_sample = SampleId(first + len(members))
         held = state.leases.setdefault(member, {})
         for index, sample in zip(members, samples, strict=True):

@@ -20,15 +20,15 @@ class LivenessSection(Section):
     evict_after_s: Seconds = 15.0
     """Silence after which a process is evicted and its leases are issued again."""
     wedged_after_s: Seconds = 600.0
-    """No progress for so long, though heartbeats arrive, counts as silence too."""
+    """No progress for this long, though heartbeats arrive, counts as silence too."""
     startup_grace_s: Seconds = 120.0
     """How long the first processes may take to register."""
     stall_after_s: Seconds = 60.0
-    """No step, delivery or lease for so long is reported, with who waits for whom."""
+    """No step, delivery or lease for this long is reported, with who waits for whom."""
     stall_fail_after_s: Seconds = 600.0
-    """And after so long the run fails with that sentence."""
+    """And after this long the run fails with that sentence."""
     exit_without_trainer_s: Seconds | None = None
-    """Fail when a pipeline has had no trainer for so long. Off by default, since trainers may join later."""
+    """Fail when a pipeline has had no trainer for this long. Off by default, since trainers may join later."""
 
 
 class ControlSection(LivenessSection):

@@ -41,7 +41,7 @@ LOOK_EVERY_S = 0.5
 CALL_S = 10.0
 SILENCE_S = 120.0
 QUIET_S = 15.0
-"""After so long without an answer the way to go on is named: Ray ends clients that lost its head node."""
+"""After this long without an answer the way to go on is named: Ray ends clients that lost its head node."""
 
 TERMINALS = 4
 """May look at once."""

@@ -11,7 +11,7 @@ from penstock.runtime.process import exit_cause
 from penstock.runtime.rundir import NO_SPACE
 
 STEADY_S = 60.0
-"""A process that lived so long has started well: its earlier crashes are forgiven."""
+"""A process that lived this long has started well: its earlier crashes are forgiven."""
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0

@@ -47,7 +47,7 @@ class PipelineView(msgspec.Struct, frozen=True):
     away_s: float = math.inf
     """How long it will probably leave its home to others: until it trains, or until it has work again."""
     stay_s: float = 0.0
-    """A worker of it is woken at another pipeline's home only if that is left to others for so long."""
+    """A worker of it is woken at another pipeline's home only if that is left to others for this long."""
     may_wake: bool = True
     """False after failed moves, until the bench time is over."""
     places: tuple[tuple[DeviceId, ...], ...] | None = None

@@ -95,7 +95,7 @@ class Stall:
     """The loop was blocked, and this is where."""
 
     blocked_s: float
-    """When the stack was taken; the stall lasted at least so long."""
+    """When the stack was taken; the stall lasted at least this long."""
     where: str
     """The innermost frames on one line, the blocking call first."""
     stack: str

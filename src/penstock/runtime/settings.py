@@ -13,8 +13,8 @@ class LagSection(Section):
     window: Positive = 600
     """How many measurements the percentiles cover."""
     stall_s: Seconds = 0.5
-    """A loop blocked for so long is reported while it blocks, with the stack that blocks it."""
+    """A loop blocked for this long is reported while it blocks, with the stack that blocks it."""
     warn_p99_s: Seconds = 0.1
-    """One line of warning when one look in a hundred finds the loop so late."""
+    """One line of warning when one look in a hundred finds the loop this late."""
     warn_every_s: Seconds = 60.0
     """Between two such lines."""

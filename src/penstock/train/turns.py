@@ -28,9 +28,9 @@ from penstock.wire.messages import AskDevices, CancelDevices, DevicesGranted, No
 
 ASK_FOR_S = 10.0
 PATIENCE_S = 600.0
-"""Initialisation and training go before generation, so a turn that does not come for so long will not come."""
+"""Initialisation and training go before generation, so a turn that does not come for this long will not come."""
 SCORE_WITHIN_S = 60.0
-"""Others that train without a pause would keep scoring out for ever: after so long it is asked for as training."""
+"""Others that train without a pause would keep scoring out for ever: after this long it is asked for as training."""
 
 
 class Resident(Protocol):

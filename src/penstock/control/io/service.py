@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_REST = 500
 """Times the duration of a snapshot must pass before the next."""
 JOURNAL_PATIENCE_S = 30.0
-"""A disk that accepts nothing for so long has failed."""
+"""A disk that accepts nothing for this long has failed."""
 
 HELD: dict[type, tuple[str, ...]] = {
     messages.AskLease: ("leases", "phase"),

@@ -80,7 +80,7 @@ class RunReader:
                 self.refresh(budget_s)
 
     def refresh(self, budget_s: float) -> bool:
-        """Reads on for about so long; True when everything that is there has been read."""
+        """Reads on for about this long; True when everything that is there has been read."""
         with self.lock:
             self._refreshed_at = time.monotonic()
             until = self._refreshed_at + budget_s

@@ -33,7 +33,7 @@ class VllmEngineSection(EngineSection):
     start_s: Seconds = 600.0
     """How long the server may take until it answers."""
     stall_s: Seconds = 120.0
-    """A server that does not answer for so long is replaced, and its worker with it."""
+    """A server that does not answer for this long is replaced, and its worker with it."""
     request_s: Seconds = 1800.0
     """How long one completion may take, pauses included."""
 

@@ -27,7 +27,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.process import exit_cause
 
 START_S = 300.0
-"""An environment may take so long to load its tasks."""
+"""An environment may take this long to load its tasks."""
 ANSWER_S = 5.0
 """More than an episode's own deadline, until the process is not waited for any more."""
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"

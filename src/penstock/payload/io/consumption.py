@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 CALL_S = 3.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 GIVE_UP_S = 60.0
-"""A producer that could not be told for so long is taken for dead, and its ring with it."""
+"""A producer that could not be told for this long is taken for dead, and its ring with it."""
 
 
 class _Used(NamedTuple):

@@ -14,7 +14,7 @@ from penstock.payload.io.wire_client import Broken
 from penstock.payload.ports import Fault
 
 CHUNK_BYTES = 1 << 20
-"""At most so much is received before it is hashed, so that the hash finds the bytes still in the cache."""
+"""At most this much is received before it is hashed, so that the hash finds the bytes still in the cache."""
 
 
 class TcpWire:

@@ -34,7 +34,7 @@ WORKING_TICK_S = 0.02
 """How long ranks that have nothing to do wait for leases before they tell each other their news."""
 RESTING_TICK_S = 0.2
 ANSWER_S = 60.0
-"""How long the ranks' thread may wait for the event loop: one that does not turn for so long is wedged."""
+"""How long the ranks' thread may wait for the event loop: one that does not turn for this long is wedged."""
 
 
 class GroupRunner:

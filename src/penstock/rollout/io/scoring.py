@@ -46,11 +46,11 @@ TOLD_AFTER_S = 2.0
 PROCESSES = 8
 """At most, where a function moved into processes because it hung."""
 IDLE_S = 60.0
-"""A thread with nothing to do ends after so long, and its process with it."""
+"""A thread with nothing to do ends after this long, and its process with it."""
 OWN_FILES = {__file__, rewards.__file__, threading.__file__}
 """Not shown in the stack of a call."""
 START_S = 300.0
-"""A process may take so long to import the reward functions."""
+"""A process may take this long to import the reward functions."""
 
 
 class _Call(msgspec.Struct, eq=False):
