@@ -147,7 +147,6 @@ class Stage:
         self.published: list[Manifest] = []
         self.seeds: dict[str, int] = {}
         self.cases: dict[MemberId, Any] = {}
-        self.alive: set[MemberId] = set()
         self.failed = ""
         self.evictions: list[str] = []
         self.reports: list[ReplicaReported] = []
@@ -261,8 +260,7 @@ class Stage:
         )
         self.cases[member] = case
         self.nursery.start(self.tag_of(member), "replica", case)
-        self.alive.add(member)
-        self.tell(MembershipReconciled(frozenset(self.alive)))
+        self.tell(MembershipReconciled(frozenset(self.alive())))
         return member
 
     async def supervise(self) -> None:
@@ -275,8 +273,7 @@ class Stage:
                     gone.add(member)
                     code = self.nursery.codes[self.tag_of(member)]
                     assert code in (3, -signal.SIGKILL), f"{member} ended with {code}"
-                    self.alive.discard(member)
-                    self.tell(MembershipReconciled(frozenset(self.alive)))
+                    self.tell(MembershipReconciled(frozenset(self.alive())))
                     if not self.failed:
                         self.start(member[0])
             self.tell(Ticked())
