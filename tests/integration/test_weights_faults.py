@@ -404,8 +404,20 @@ IN_PLACE = [
 STEPS = [("staged", *case) for case in STAGED] + [("in_place", *case) for case in IN_PLACE]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("way", "step", "kind"), STEPS)
+# What the torch engine does by itself: a swap or a pause between two steps of its thread.
+TORCH = [
+    ("staged", "swap", "raise"),
+    ("staged", "swap", "hang"),
+    ("in_place", "pause", "hang"),
+    ("in_place", "write", "raise"),
+    ("in_place", "resume", "kill"),
+]
+FAULTS = [("policy", *case) for case in STEPS] + [
+    pytest.param("torch", *case, marks=() if case in TORCH else pytest.mark.slow) for case in STEPS
+]
+
+
+@pytest.mark.parametrize(("engine", "way", "step", "kind"), FAULTS)
 async def test_a_fault_at_any_step(stage_for: Callable[..., Any], engine: str, way: str, step: str, kind: str) -> None:
     async with stage_for(engine, way, step=step, kind=kind) as stage:
         one = stage.publish(seed=11)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,26 @@ import penstock
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "penstock"
 FORBIDDEN_NAMES = ("utils", "util", "common", "helpers", "helper", "base", "manager", "misc", "mixin")
 VAGUE_CLASS = re.compile(r"(Manager|Helper|Util|Utils|Mixin|Base)$")
-TEXTS = {path: path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
-TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
+
+
+@cache
+def texts() -> dict[Path, str]:
+    """Every source file; read by the first test, since every process of a test run imports this module."""
+    return {path: path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(text) for path, text in texts().items()}
 
 
 def breaking(rule: Callable[[Path], bool]) -> list[str]:
-    return [str(path.relative_to(SOURCE)) for path in TEXTS if rule(path)]
+    return [str(path.relative_to(SOURCE)) for path in texts() if rule(path)]
 
 
 def test_names_explain_themselves():
     assert not breaking(lambda path: path.stem in FORBIDDEN_NAMES)
-    classes = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     assert not [name for name in classes if VAGUE_CLASS.search(name)]
 
 
@@ -34,7 +44,7 @@ def test_package_files_only_export():
     def exports(node: ast.stmt) -> bool:
         return isinstance(node, allowed) or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
 
-    packages = {path: tree for path, tree in TREES.items() if path.name == "__init__.py"}
+    packages = {path: tree for path, tree in trees().items() if path.name == "__init__.py"}
     assert not breaking(lambda path: path in packages and not all(map(exports, packages[path].body)))
 
 
@@ -46,24 +56,24 @@ def test_the_public_names_are_all_there():
 
 
 def test_every_module_says_what_it_is():
-    assert not breaking(lambda path: path.name != "__init__.py" and not ast.get_docstring(TREES[path]))
+    assert not breaking(lambda path: path.name != "__init__.py" and not ast.get_docstring(trees()[path]))
 
 
 def test_nothing_is_unpickled():
     unpickles = re.compile(r"\bpickle\.loads?\(|\btorch\.load\(")
-    assert not breaking(lambda path: bool(unpickles.search(TEXTS[path])))
+    assert not breaking(lambda path: bool(unpickles.search(texts()[path])))
 
 
 def test_tasks_are_supervised():
     """A bare `asyncio.create_task` is forgotten when it fails; `Tasks` and `TaskGroup` are not."""
     bare = ("asyncio.create_task(", "asyncio.ensure_future(")
-    assert not breaking(lambda path: any(call in TEXTS[path] for call in bare))
+    assert not breaking(lambda path: any(call in texts()[path] for call in bare))
 
 
 def test_examples_and_templates_import_public_names_only():
     """A plug-in is written against `penstock` and `penstock.testing`; so is all that a reader copies."""
     examples = sorted((SOURCE.parents[1] / "examples").glob("*.py"))
-    templates = [path for path in TEXTS if "templates" in path.parts]
+    templates = [path for path in texts() if "templates" in path.parts]
     assert len(examples) > 3
     assert len(templates) > 1
     internal = {}
