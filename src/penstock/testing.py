@@ -139,7 +139,7 @@ def play(
     scoring, converses = scoring_of(owner, section, environment), hasattr(environment, "reply")
     check_text_environment(owner, environment, scoring, converses=converses)
     alphabet = getattr(environment, "alphabet", None)
-    tokenizer = CharacterTokenizer(alphabet) if alphabet else _CodePoints()
+    tokenizer: Any = CharacterTokenizer(alphabet) if alphabet else _CodePoints()
     workload = LanguageWorkload(
         environment,
         SimulatedEngine(answers, tokenizer=tokenizer),

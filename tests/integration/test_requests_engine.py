@@ -56,7 +56,7 @@ class Steps:
 
 
 def engine_with(
-    steps: Callable[[], None] = lambda: None, *, version: int = 0, digest: str = "", **options: int
+    steps: Callable[[], None] = lambda: None, *, version: int = 0, digest: str = "", **options: Any
 ) -> TorchEngine:
     settings = TorchEngineSection(**{"cache_tokens": 40_000, **options})
     return TorchEngine(tiny_model(), settings, pad_id=0, progressed=steps, version=version, digest=digest)

@@ -41,7 +41,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ArtifactServer]:
-    server = ArtifactServer(tmp_path, TOKEN)
+    server = ArtifactServer(tmp_path, TOKEN, keep=2)
     yield server
     server.close(5.0)
     assert threads() == []
@@ -165,7 +165,7 @@ def test_bytes_changed_on_the_way_are_noticed(tmp_path: Path, server: ArtifactSe
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    server = ArtifactServer(tmp_path, TOKEN)
+    server = ArtifactServer(tmp_path, TOKEN, keep=2)
     for version in range(5):
         PullTransport(TOKEN).fetch(published(tmp_path, server, version), 20.0)
     server.close(5.0)

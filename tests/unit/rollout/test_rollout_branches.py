@@ -64,7 +64,8 @@ class Script:
 def test_a_mistaken_call_is_forgotten_by_the_context_but_trained() -> None:
     engine = Script(RIGHT, WRONG, "so: 3")
     environment = WithTools(Arithmetic(), [add], introduce=False, forget_mistakes=True)
-    workload = LanguageWorkload(environment, engine, Characters(), RolloutSection(max_turns=5))
+    tokenizer: Any = Characters()
+    workload = LanguageWorkload(environment, engine, tokenizer, RolloutSection(max_turns=5))
     prepared = workload.prepare(PromptLease(PromptIndex(0), 0, (SampleId(0),), (0,), Version(4)))
     ((episode,),) = asyncio.run(workload.generate(workload.collate([prepared])))  # type: ignore[list-item]
     (outcome,) = workload.postprocess(prepared, [episode])  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ from penstock.rollout.hooks import Workload
 from penstock.rollout.io.hook_calls import HookCalls, Store, Work, is_infrastructure_error
 from penstock.rollout.io.rank_fetch import Fetch, News, Orders
 from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
+from penstock.rollout.settings import RolloutSection
 from penstock.runtime.offload import Offload
 
 CLOSE_S = 1.0
@@ -83,7 +84,7 @@ class Lockstep:
         *,
         leader: Leader | None = None,
         share: bool = False,
-        preparations: int,
+        preparations: int = RolloutSection().preparations,
         surroundings: Surroundings = Surroundings(),
     ) -> None:
         self.workload = workload
