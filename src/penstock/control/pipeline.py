@@ -503,9 +503,12 @@ class PipelineControl:
     def _on_deliver(self, event: Deliver, now: float) -> Outcome:
         ledger, evaluation = self.ledger, self.evaluation
         moves, aside = ledger.state.moves, len(ledger.state.set_aside)
+        failed = ledger.state.dropped["failed"]
         evaluated = evaluation.state.moves
         refused = [(one.sample, why) for one in event.rollouts if (why := self._take_rollout(event.member, one))]
-        if ledger.state.moves > moves and len(refused) < len(event.rollouts):  # not if it was only repeated
+        # A sample that is refused for its weights was drawn all the same: the environment works. One that is only
+        # repeated moves nothing.
+        if ledger.state.moves - moves > ledger.state.dropped["failed"] - failed:
             self.state.set_aside_in_a_row = 0
         refused += [(one.sample, why) for one in event.failures if (why := self._take_failure(event.member, one, now))]
         refused += [(sample, why) for sample in event.returned if (why := self._give_back(event.member, sample, now))]

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from penstock.control import effects
 from penstock.records.ids import PipelineName
 from penstock.records.rollout import FailedRollout
@@ -162,3 +164,24 @@ def test_a_repeated_delivery_does_not_forgive_failures_unrecorded(drive):
     assert d.control.state.set_aside_in_a_row == 1
     d.deliver(d.lease(2))
     assert d.control.state.set_aside_in_a_row == 0
+
+
+def test_a_sample_refused_for_its_weights_shows_that_the_environment_works(drive):
+    """A worker with the wrong weights whose hooks failed at times ended the run as if its environment was broken."""
+    d = drive(groups_per_step=8, steps=100, max_staleness=1, max_failures=1)
+    d.join("w")
+    d.publish(0)
+    for _ in range(20):
+        d.fail(d.lease(2)[0].samples[0])
+        rollout = msgspec.structs.replace(d.rollout(d.lease(2)[0].samples[0]), weights_digest="another")
+        assert d.send(messages.Deliver(P, "w", (rollout,))).refused
+        assert d.control.state.set_aside_in_a_row == 0
+    assert d.control.phase == "running"
+
+
+def test_a_reward_that_is_no_number_is_a_failure_of_the_environment(drive):
+    d = drive(groups_per_step=8, steps=100, max_staleness=1, max_failures=1)
+    d.join("w")
+    for expected in (1, 2, 3):
+        d.deliver(d.lease(2), rewards=(float("nan"), 1.0))
+        assert d.control.state.set_aside_in_a_row == expected
