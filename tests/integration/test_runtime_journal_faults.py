@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,3 +188,19 @@ def test_sigkill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
         assert writer.returncode == -signal.SIGKILL
         assert len(list(history(path))) >= acknowledged
     assert acknowledged > 500
+
+
+async def test_a_flush_is_made_at_once_when_one_is_asked_for(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", RUN, flush_every_s=3600.0)
+    async with asyncio.timeout(20):
+        for round_of_events in (1, 2):
+            for number in range(50):
+                journal.append(A, float(number), b"event %d" % number)
+            await asyncio.gather(journal.flushed(), journal.flushed())
+            folder = tmp_path / f"after {round_of_events}"
+            folder.mkdir()
+            shutil.copy(journal.path, folder)  # without the log, which a power failure may take
+            assert len(list(history(folder / "journal.sqlite"))) == 50 * round_of_events
+        await journal.flushed()
+        assert journal.uncommitted_for_s == 0.0
+    journal.close(10)

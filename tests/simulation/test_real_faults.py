@@ -107,6 +107,50 @@ def test_steps_that_learn_nothing_and_steps_that_are_filtered_away() -> None:
     assert report.status["pipelines"]["p0"]["dropped_filtered"] > 100
 
 
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+QUICK = Work(sample_s=0.1, step_s=0.05, publish_s=0.01, fetch_weights_s=0.01, save_s=0.01)
+SAVED = {"pipeline.checkpoint.every_steps": 1}
+
+
+def test_no_checkpoint_is_ahead_of_the_journal_after_a_power_failure() -> None:
+    """The journal lost its last second, in which ten steps were trained and saved: the run could not be resumed."""
+    faults = (Fault(5.05, "power_off", for_s=2.0), Fault(10.45, "power_off", for_s=2.0))
+    report = run(*faults, steps=60, work=QUICK, settings=SAVED)
+    assert len(report.steps["p0"]) == 60
+    assert report.lost == []
+
+
+def test_a_disk_that_lied_is_named_when_it_lost_every_checkpoint() -> None:
+    faults = (Fault(4.0, "lying_disk", for_s=3.0), Fault(5.05, "power_off", for_s=2.0))
+    report = simulate(Plan(seed=3, steps=60, work=QUICK, settings=SAVED, faults=faults))
+    assert report.acceptable
+    assert "a checkpoint of step 18 was confirmed" in report.ended
+    assert report.first_said("is damaged: checkpoint.json") or report.first_said("is damaged: ")
+
+
+def test_a_disk_that_lied_costs_the_steps_since_the_last_whole_checkpoint() -> None:
+    faults = (Fault(11.0, "lying_disk", for_s=6.0), Fault(13.0, "power_off", for_s=2.0))
+    report = run(*faults, steps=30, settings={"pipeline.checkpoint.every_steps": 3})
+    assert any(name.startswith("checkpoints/") for name in report.lost)
+
+
+def test_a_journal_that_was_torn_ends_the_run_with_its_sentence() -> None:
+    report = simulate(Plan(seed=3, faults=(Fault(8.0, "torn_journal", for_s=2.0),)))
+    assert "is damaged" in report.ended
+    assert "restore the file from a copy" in report.ended
+
+
+def test_a_run_whose_disk_was_full_is_resumed_and_misses_nothing() -> None:
+    assert epoch(Fault(8.0, "full_disk", for_s=20.0), resumed=True)["prompts_set_aside"] == 0
+
+
+def test_checkpoints_torn_by_kills_on_a_slow_disk_are_passed_over() -> None:
+    faults = (Fault(6.0, "slow_disk", for_s=60.0, amount=0.5), *every(8.0, "kill", TRAINER, until_s=40.0))
+    report = run(*faults, steps=20, settings=SAVED)
+    assert len(report.steps["p0"]) == 20
+
+
 # -- evaluations ------------------------------------------------------------------------------------------------------
 
 

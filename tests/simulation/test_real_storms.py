@@ -63,7 +63,7 @@ refused for their weights that counted as an environment that fails."""
 
 @pytest.mark.parametrize("seed", FOUND)
 def test_storms(seed: int) -> None:
-    report = simulate(mixed(seed))
+    report = simulate(mixed(seed, disks=False))
     assert report.complete, report.ended
 
 
@@ -73,7 +73,7 @@ def test_many_storms(first: int) -> None:
     """A hundred random shapes of run in random storms."""
     for seed in range(first, first + 10):
         report = simulate(mixed(seed))
-        assert report.complete, f"seed {seed}: {report.ended}"
+        assert report.acceptable, f"seed {seed}: {report.ended}"
 
 
 @pytest.mark.parametrize(("seed", "for_s"), [(0, 2.4), (1, 2.4), (5066, 2.4), (2, 30.0)])

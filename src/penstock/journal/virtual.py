@@ -1,4 +1,7 @@
-"""The journal in a simulation: the same file and the same rows, written by the loop itself after a virtual delay."""
+"""The journal in a simulation: the same file and the same rows, written by the loop itself after a virtual delay.
+
+What a loss of power leaves of it is decided by a simulated disk (`JournalDisk`).
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,49 @@ import asyncio
 import os
 import queue
 import sqlite3
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Protocol
 
 from penstock.errors import RunFailed
 from penstock.journal.schema import Entry, explain
 from penstock.journal.writer import Journal, _Snapshot
 from penstock.records.ids import PipelineName, RunId
 
+SnapshotRow = tuple[int, str, int, bytes]
+
+
+class JournalDisk(Protocol):
+    """Where the journal lies. It outlives the processes that write to it; an OSError is the disk's."""
+
+    def commit_s(self) -> float:
+        """How long the next commit takes."""
+        ...
+
+    def flush_journal(self, seq: int) -> None:
+        """Everything up to event `seq` is to survive a loss of power."""
+        ...
+
+    def replaces_snapshots(self, rows: list[SnapshotRow]) -> None:
+        """These rows are deleted by a commit that is not flushed yet."""
+        ...
+
+
+def roll_back(path: Path, seq: int, snapshots: list[SnapshotRow]) -> None:
+    """Leaves a journal as if nothing after event `seq` had been written."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("DELETE FROM blocks WHERE last_seq > ?", (seq,))
+        if connection.execute("DELETE FROM snapshots WHERE seq > ?", (seq,)).rowcount:
+            connection.executemany("INSERT INTO snapshots VALUES (?, ?, ?, ?)", snapshots)
+
 
 class VirtualJournal(Journal):
     """Needs a running loop. What was appended and not yet committed is lost with `kill`, as with the process."""
 
-    def __init__(self, path: Path | str, run_id: RunId, commit_s: Callable[[], float]) -> None:
-        """`commit_s` says how long the next commit takes; an OSError it raises is the disk's."""
+    def __init__(self, path: Path | str, run_id: RunId, disk: JournalDisk) -> None:
         self._running = asyncio.get_running_loop()
-        self._commit_s = commit_s
-        self._due = False
+        self._disk = disk
+        self._due = self._flush_due = False
         self._time = self._running.time
         super().__init__(path, run_id)
 
@@ -43,7 +72,7 @@ class VirtualJournal(Journal):
             return
         self._due = True
         try:
-            delay_s = self._commit_s()
+            delay_s = self._disk.commit_s()
         except OSError as error:
             self._running.call_later(0.0, self._refuse, error)
         else:
@@ -69,7 +98,33 @@ class VirtualJournal(Journal):
                 entries.append(item)
             elif item is not None:
                 snapshot = item
+        if snapshot is not None:
+            self._disk.replaces_snapshots(self._connection.execute("SELECT * FROM snapshots").fetchall())
         self._commit(entries, snapshot)
+        self._advance()
+        self._flush_after(self._flush_every_s)
+
+    def _want_flush(self) -> None:
+        self._running.call_soon(self._flush_all)
+
+    def _flush_after(self, delay_s: float) -> None:
+        if not self._flush_due:
+            self._flush_due = True
+            self._running.call_later(delay_s, self._flush_in_turn)
+
+    def _flush_in_turn(self) -> None:
+        self._flush_due = False
+        self._flush_all()
+
+    def _flush_all(self) -> None:
+        if self._lock_fd < 0:
+            return
+        try:
+            self._disk.flush_journal(self._committed_seq)
+        except OSError:  # as the real one: it is tried again
+            self._flush_after(self._flush_every_s)
+            return
+        self._flushed_seq = self._committed_seq
         self._advance()
 
     def kill(self) -> None:

@@ -5,7 +5,8 @@ and then releases all that await `committed`. So a hundred calls that arrive tog
 ever waits for a disk.
 
 What can be lost, of what was acknowledged: by SIGKILL of any process, nothing (the pages are with the kernel). By
-power failure or a kernel crash, the events since the last flush, which a second thread makes every `flush_every_s`.
+power failure or a kernel crash, the events since the last flush, which a second thread makes every `flush_every_s`, and
+whenever one awaits `flushed`.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ class Journal:
         self._waits = itertools.count()  # breaks ties in the heap: futures do not compare
         self._loop: asyncio.AbstractEventLoop | None = None
         self._oldest_append = 0.0
+        self._flushed_seq = 0
+        self._flush_waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._flush_asked_at: float | None = None
+        self._flush_wanted = threading.Event()
         self._failure: PenstockError | None = None
         self._closing = threading.Event()
         self.commits = 0
@@ -112,6 +117,23 @@ class Journal:
         heapq.heappush(self._waiters, (seq, next(self._waits), future))
         await future
 
+    async def flushed(self) -> None:
+        """Returns once everything appended so far will survive a loss of power."""
+        seq = self.last_seq
+        await self.committed(seq)
+        loop = self._loop = asyncio.get_running_loop()
+        if self._failure is not None:
+            raise self._failure
+        future: asyncio.Future[None] = loop.create_future()
+        self._flush_waiters.append((seq, future))
+        if self._flush_asked_at is None:
+            self._flush_asked_at = self._time()
+        self._want_flush()
+        await future
+
+    def _want_flush(self) -> None:
+        self._flush_wanted.set()
+
     def snapshot(self, states: Mapping[PipelineName, bytes]) -> None:
         """Queues the states of all machines as they are after the newest event; replay will start from them.
 
@@ -123,8 +145,10 @@ class Journal:
 
     @property
     def uncommitted_for_s(self) -> float:
-        """How long the oldest queued event has been waiting: more than seconds means that the disk hangs."""
-        return self._time() - self._oldest_append if self._committed_seq < self.last_seq else 0.0
+        """How long the oldest queued event, or a flush, has been waiting: more than seconds: the disk hangs."""
+        since = [self._oldest_append] if self._committed_seq < self.last_seq else []
+        since += [self._flush_asked_at] if self._flush_asked_at is not None else []
+        return self._time() - min(since) if since else 0.0
 
     def fail(self, failure: PenstockError) -> None:
         """Ends every present and future wait with `failure`: the journal can no longer promise anything."""
@@ -135,6 +159,7 @@ class Journal:
         """Commits what is queued and closes the file; raises `RunFailed` when that cannot be done in time."""
         if not self._closing.is_set():
             self._closing.set()
+            self._flush_wanted.set()
             self._queue.put(None)
         deadline = self._time() + timeout_s
         for thread in (self._flusher, self._writer):
@@ -262,7 +287,11 @@ class Journal:
             return
         flushed, flushed_at = -1, self._time()
         log = self.path.with_name(f"{self.path.name}-wal")
-        while not self._closing.wait(min(self._flush_every_s, LOOK_EVERY_S)) and self._failure is None:
+        while True:
+            self._flush_wanted.wait(min(self._flush_every_s, LOOK_EVERY_S))
+            self._flush_wanted.clear()
+            if self._closing.is_set() or self._failure is not None:
+                break
             if not self._is_in_place():
                 self._failure = RunFailed(
                     f"journal {self.path} was deleted or replaced while the run went on; what it held since is lost. "
@@ -271,13 +300,15 @@ class Journal:
                 logger.error("%s", self._failure)
                 self._notify()
                 break
-            if self.commits == flushed or self._time() - flushed_at < self._flush_every_s:
+            if not self._flush_waiters and (self.commits == flushed or self._time() - flushed_at < self._flush_every_s):
                 continue
             flushed_at = self._time()
-            flushed = self.commits
+            flushed, seq = self.commits, self._committed_seq
             try:
                 mode = "RESTART" if log.stat().st_size > MAX_LOG_BYTES else "PASSIVE"
                 connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+                self._flushed_seq = seq
+                self._notify()
             except (sqlite3.Error, OSError) as error:
                 logger.warning("journal %s could not be flushed: %s", self.path, error)
         connection.close()
@@ -303,6 +334,20 @@ class Journal:
                 future.set_result(None)
             elif failure is not None:
                 future.set_exception(failure)
+        if not self._flush_waiters:
+            return
+        left: list[tuple[int, asyncio.Future[None]]] = []
+        for seq, future in self._flush_waiters:
+            if future.done():
+                continue
+            if seq <= self._flushed_seq:
+                future.set_result(None)
+            elif failure is not None:
+                future.set_exception(failure)
+            else:
+                left.append((seq, future))
+        self._flush_waiters = left
+        self._flush_asked_at = self._flush_asked_at if left else None
 
     def __repr__(self) -> str:
         return (

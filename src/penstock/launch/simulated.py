@@ -34,6 +34,8 @@ CHECK_EVERY_S = 1.0
 STALL_SLACK_S = 20.0
 """Beyond `control.stall_after_s`, for the controller to notice and to say so."""
 
+DISK_IS_FULL = ("the disk is full", "No space left on device")
+
 
 def simulate(plan: Plan) -> Report:
     """Runs it to its end. Raises `InvalidTransition` when a promise is broken, naming it."""
@@ -64,6 +66,7 @@ def simulate(plan: Plan) -> Report:
             turns=truth.turns,
             fired=dict(run.fired),
             status=run.status,
+            lost=system.disk.lost,
         )
     if report.broken:
         raise InvalidTransition(f"seed {plan.seed}: {report.broken[0]}")
@@ -95,10 +98,14 @@ class _Run:
                 timeout=plan.limit_s - system.loop.time(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if system.outage not in done:
+            if system.outage in done:
+                home.kill()
+                await asyncio.sleep(system.outage.result())
+            elif running in done and plan.resumed and _is_full(running.exception()):
+                while system.sky.disk_full:  # noqa: ASYNC110 - virtual time
+                    await asyncio.sleep(CHECK_EVERY_S)
+            else:
                 break
-            home.kill()
-            await asyncio.sleep(system.outage.result())
         self.status = supervisor.status
         watching.cancel()
         if running in done:
@@ -161,6 +168,11 @@ class _Run:
             for placed in system.placed.values():
                 if placed.member.pipeline_name == pipeline.name:
                     _check_rings(system, placed, bound)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a run ended because its disk had no room, and says so."""
+    return isinstance(error, PenstockError) and any(words in str(error) for words in DISK_IS_FULL)
 
 
 def _check_rings(system: System, placed: Placed, bound: int) -> None:
@@ -266,7 +278,7 @@ def attempted(plan: Plan) -> tuple[str, Report | None]:
         report = simulate(plan)
     except (InvalidTransition, RunFailed) as error:
         return str(error), None
-    return ("" if report.complete else report.ended), report
+    return ("" if report.acceptable else report.ended), report
 
 
 def stormy(plan: Plan, seed: int, intensity: float) -> Plan:

@@ -9,8 +9,10 @@ import msgspec
 
 from penstock.config.run import Config
 from penstock.sim.parts import Work
-from penstock.sim.storms import Fault, storm
+from penstock.sim.storms import Fault, disk_trouble, storm
 
+NAMES_DAMAGE = ("resume with an older checkpoint", "start it from the newest checkpoint", "is damaged")
+"""How runs end whose journal or checkpoints were lost by a disk that lied."""
 EVALUATION = {"every_steps": 5, "prompts": 6, "samples": 2, "temperature": 1.0, "timeout_s": 60.0}
 
 
@@ -30,6 +32,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of the configuration, by dotted name: `control.stall_after_s`, `pipeline.rollout.ring_slots`."""
     config: Config | None = None
     """Instead of one made from the numbers above."""
+    resumed: bool = False
+    """A run that ended because its disk was full is resumed when there is room again."""
     limit_s: float = 3600.0
     """Virtual seconds after which the run counts as stuck."""
     real_limit_s: float = 300.0
@@ -68,9 +72,17 @@ class Report(msgspec.Struct, kw_only=True):
     fired: dict[str, int]
     status: dict[str, Any]
 
+    lost: list[str] = []
+    """What a disk that lied had claimed to be safe, and lost with the power."""
+
     @property
     def complete(self) -> bool:
         return self.ended == "complete"
+
+    @property
+    def acceptable(self) -> bool:
+        """Complete, or ended with a sentence that names the damage, where there was such damage."""
+        return self.complete or (bool(self.lost) and any(words in self.ended for words in NAMES_DAMAGE))
 
     def first_said(self, words: str, after_s: float = 0.0) -> float | None:
         """When a log line with these words was first written."""
@@ -124,8 +136,11 @@ def trainers_of(plan: Plan) -> list[str]:
     return [f"p{number}.trainer" for number in range(plan.pipelines)]
 
 
-def mixed(seed: int) -> Plan:
-    """A random shape of run in a random storm that passes: the run must end well afterwards."""
+def mixed(seed: int, *, disks: bool = True) -> Plan:
+    """A random shape of run in a random storm that passes: the run must end well afterwards.
+
+    Without `disks` it is the storm alone, as it was before disks were simulated.
+    """
     random = Random(f"{seed} mixed")
     pipelines, settings = random.choice((1, 1, 1, 1, 2, 3)), {}
     if pipelines > 1 and random.random() < 0.7:
@@ -161,14 +176,16 @@ def mixed(seed: int) -> Plan:
     )
     span_s, every_s = random.choice((40.0, 90.0)), random.choice((4.0, 8.0, 15.0)) / pipelines
     faults = storm(seed, workers_of(plan), trainers_of(plan), span_s=span_s, every_s=every_s)
-    return msgspec.structs.replace(plan, faults=tuple(faults))
+    if disks and random.random() < 0.5:
+        faults = sorted([*faults, *disk_trouble(seed, trainers_of(plan), span_s=span_s)], key=lambda one: one.at_s)
+    return msgspec.structs.replace(plan, faults=tuple(faults), resumed=disks)
 
 
 def as_test(plan: Plan, name: str) -> str:
     """The plan as a test to paste."""
     return f"""def test_{name}() -> None:
     report = simulate({written(plan)})
-    assert report.complete, report.ended
+    assert report.acceptable, report.ended
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -103,6 +104,22 @@ def full_disk(system: System, one: Fault) -> Callable[[], None]:
 
 
 @fault
+def lying_disk(system: System, one: Fault) -> Callable[[], None]:
+    """A flush returns and nothing is safe: a power failure takes away what was written meanwhile."""
+    system.sky.flush_lies = True
+    return lambda: setattr(system.sky, "flush_lies", False)
+
+
+@fault
+def torn_journal(system: System, one: Fault) -> None:
+    """The power fails while a disk that lies writes the journal: its file is cut in the middle."""
+    power_off(system, one)
+    path = system.run.journal_path
+    system.disk.lost.append(path.name)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@fault
 def sick_port(system: System, one: Fault) -> Callable[[], None] | None:
     """A payload port of a worker refuses, resets or falls silent, by `amount`: 0, 1 or 2."""
     net, placed = system.payload_net, system.placed.get(one.target)
@@ -172,6 +189,11 @@ def power_off(system: System, one: Fault) -> None:
     """Everything dies at once, the supervisor too; the run is resumed afterwards."""
     for name in list(system.placed):
         system.kill(name)
+    system.disk.lose_power()
+    for placed in system.placed.values():
+        for path in placed.rings:
+            path.unlink(missing_ok=True)
+    system.truth.lose_points(after=system.disk.flushed_at)
     if not system.outage.done():
         system.outage.set_result(one.for_s)
 
@@ -277,3 +299,16 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
             faults.append(drawn)
         at_s = round(at_s + random.expovariate(1 / every_s), 2)
     return faults
+
+
+def disk_trouble(seed: int, trainers: list[str], *, span_s: float) -> list[Fault]:
+    """What a disk may do to a run in the first `span_s` seconds; drawn apart, so that storms stay what they are."""
+    random = Random(f"{seed} disk")
+    at_s = round(random.uniform(8.0, span_s), 2)
+    lasts_s = round(random.uniform(1.0, 20.0), 1)
+    power_off = Fault(round(at_s + random.uniform(0.0, lasts_s), 2), "power_off", for_s=5.0)
+    torn = Fault(round(at_s + random.uniform(0.0, lasts_s), 2), "kill", random.choice(trainers))
+    slow = Fault(at_s, "slow_disk", for_s=lasts_s, amount=round(random.uniform(0.2, 3.0), 2))
+    full = Fault(at_s, "full_disk", for_s=round(random.uniform(1.0, 60.0), 1))
+    lying = Fault(at_s, "lying_disk", for_s=lasts_s)
+    return random.choice([[power_off], [slow, torn], [slow, power_off], [full], [lying], [lying, power_off]])

@@ -41,11 +41,13 @@ from penstock.roles.controller import service_of
 from penstock.roles.process import UNEXPECTED, RoleProcess
 from penstock.rollout.io.hook_calls import Evaluating
 from penstock.runtime.clock import SystemClock
+from penstock.runtime.disk import flushed_by
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.member import StoppedAtStart
 from penstock.runtime.process import host_id
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.tasks import Tasks
+from penstock.sim.disk import Disk
 from penstock.sim.loop import CURRENT, Process, VirtualLoop, virtual_loop
 from penstock.sim.network import Network, PayloadNet
 from penstock.sim.parts import Moods, SimEngine, SimEnvironment, SimLearner, SimWorkload, Work, small_policy
@@ -93,6 +95,7 @@ class Sky(msgspec.Struct):
     """Of payloads that come over the network."""
     commit_s: float = 0.002
     disk_full: bool = False
+    flush_lies: bool = False
 
 
 class History:
@@ -220,6 +223,7 @@ class System:
         self.run = RunDir.create(root, "run", "", "simulated")
         self.random = Random(f"{seed} system")
         self.sky = Sky(latency_s=work.latency_s, commit_s=work.commit_s)
+        self.disk = Disk(self.run.root, self.run.journal_path, self.sky, work.commit_s, lambda: loop.threads.in_one)
         self.blowing: defaultdict[str, list[float]] = defaultdict(list)
         """The storms of each kind that have not ended, by field of the sky."""
         self.history = History(loop.time)
@@ -311,7 +315,7 @@ class System:
 
     async def _controller(self, member: SimMember) -> None:
         """The wiring of `roles.controller`, with a journal and a port in memory."""
-        journal = VirtualJournal(self.run.journal_path, self.run.run_id, self._commit_s)
+        journal = VirtualJournal(self.run.journal_path, self.run.run_id, self.disk)
         member.process.at_death.append(journal.kill)
         lines: Any = Lines(self.truth)
         service = service_of(self.config, journal, SystemClock(), lines, NoLag("controller"))
@@ -385,11 +389,6 @@ class System:
         yield Evaluating(workload, engine, lambda lease, number, made: None)
 
     # -- what takes time --------------------------------------------------------------------------------------------
-
-    def _commit_s(self) -> float:
-        if self.sky.disk_full:
-            raise OSError(28, "No space left on device")
-        return self.sky.commit_s
 
     def duration(self, offload: str, function: str) -> float:
         """How long offloaded work takes."""
@@ -471,7 +470,10 @@ def simulated_system(config: Config, work: Work, seed: int, *, real_limit_s: flo
 
     package, before, opening = logging.getLogger("penstock"), logging.getLogger("penstock").level, mappings.opened
     try:
-        with virtual_loop(duration, real_limit_s=real_limit_s) as loop:
+        with (
+            virtual_loop(duration, real_limit_s=real_limit_s) as loop,
+            flushed_by(lambda path: made[0].disk.flush(path)),
+        ):
             system = System(loop, config, work, seed, root)
             made.append(system)
             listener = _Listener(system)

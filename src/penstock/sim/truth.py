@@ -35,6 +35,7 @@ class Truth:
         self.broken: list[str] = []
         self.points: dict[tuple[str, int], dict[str, Any]] = {}
         """Evaluations by pipeline and the version at which they were due."""
+        self._noted_at: dict[tuple[str, int], float] = {}
         self.decodes_seen = 0
         self.samples_trained = 0
         self.trained_s = 0.0
@@ -175,6 +176,7 @@ class Truth:
         point = {key: value for key, value in line.items() if key != "at"}
         if self.points.setdefault((name, line["due"]), point) != point:
             self.breaks(f"{name}: the evaluation due at version {line['due']} ended twice, as {line}")
+        self._noted_at[name, line["due"]] = self._now()
         if "skipped" in line:
             return
         if line["eval/count"] + line["eval/failed"] != asked.prompts * asked.samples:
@@ -182,6 +184,11 @@ class Truth:
         values = [worth(version, prompt, one) for prompt in range(asked.prompts) for one in range(asked.samples)]
         if not line["eval/failed"] and abs(line["eval/reward"] - sum(values) / len(values)) > 1e-9:
             self.breaks(f"{name}: version {version} was evaluated with samples of other versions")
+
+    def lose_points(self, after: float) -> None:
+        """The journal lost what came after this: those evaluations are made again."""
+        for key in [key for key, at in self._noted_at.items() if at > after]:
+            self.points.pop(key, None)
 
     def check_points(self, pipeline: str, last: int) -> None:
         """Every point that was due has a line: its figures, or why there are none."""

@@ -23,7 +23,7 @@ from penstock.train.rollout_log import RolloutLog
 from penstock.train.settings import CheckpointSection
 from penstock.train.step import Learner
 from penstock.train.turns import Turns
-from penstock.wire.messages import AckCheckpoint, AckStep
+from penstock.wire.messages import AckCheckpoint, AckStep, FlushJournal
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +161,7 @@ class TrainingLoop:
 
     async def _save(self, step: StepIndex) -> None:
         self._process.progress.moved(f"saving the checkpoint of step {step}")
+        await self._flush_journal(step)
         await self._ranks.together(Save(str(self._directory)), self._write_checkpoint)
         self._saved_step = step
         async with asyncio.timeout(self._publish_timeout_s):
@@ -177,6 +178,15 @@ class TrainingLoop:
             if not self._process.stop.requested:
                 raise
             log.info("the controller was gone before it heard of the checkpoint of step %d: %s", step, error)
+
+    async def _flush_journal(self, step: StepIndex) -> None:
+        """Every step in the checkpoint is on the controller's disk before it: a power failure loses no record of it."""
+        try:
+            await self._client.call(FlushJournal(pipeline=self._client.pipeline, member=self._process.member))
+        except PeerLost as error:
+            if not self._process.stop.requested:
+                raise
+            log.info("the controller was gone before the checkpoint of step %d: %s", step, error)
 
     def _write_checkpoint(self) -> None:
         if self._checkpoints.keep_best:  # before older ones are removed

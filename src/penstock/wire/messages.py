@@ -117,6 +117,14 @@ class AckCheckpoint(Call, tag="ack_checkpoint", frozen=True):
     """Where the trainer would start from if all newer checkpoints turned out damaged; None: it has no older one."""
 
 
+class FlushJournal(Call, tag="flush_journal", frozen=True):
+    """Answered once everything that was acknowledged so far would survive a loss of power.
+
+    A trainer asks for it before it writes a checkpoint: after a power failure the journal must know every step that is
+    in a checkpoint.
+    """
+
+
 class PublishWeights(Call, tag="publish_weights", frozen=True):
     """A complete, immutable version can now be loaded."""
 
@@ -219,6 +227,7 @@ Request = (
     | AskBatch
     | AckStep
     | AckCheckpoint
+    | FlushJournal
     | PublishWeights
     | AskCheckpoint
     | AskWeights
