@@ -297,7 +297,7 @@ def simulate(
     groups_per_step: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 4,
     group_size: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 2,
     max_staleness: Annotated[int, typer.Option(min=0, help="The staleness bound.")] = 2,
-    scenario: Annotated[str | None, typer.Option(help="A public failure by name, `all`, or your own .py file.")] = None,
+    scenario: Annotated[str | None, typer.Option(help="A failure by name, `all`, or your .py or .toml file.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
     capacity: Annotated[bool, typer.Option("--capacity", help="What CONFIG would reach.")] = False,
     from_: Annotated[Path | None, typer.Option("--from", help="With --capacity: a run to take durations from.")] = None,

@@ -28,9 +28,15 @@ from penstock.sim.plan import Plan, Report, as_test, config_of, trainers_of, wor
 from penstock.sim.replay import Replayed, replay_run
 from penstock.sim.scenarios import SCENARIOS, Result, Scenario, judged, scenario_called, scenarios_in
 from penstock.sim.storms import KINDS, Fault, storm
-from penstock.sim.system import NoLag, Placed, System, simulated_system
+from penstock.sim.system import TIMED, NoLag, Placed, System, simulated_system
+from penstock.sim.waits import Waits
 
 CHECK_EVERY_S = 1.0
+WAITS_EVERY_S = 10.0
+UNBOUNDED_FOR_S = 90.0
+"""A wait without a deadline that has lasted for so long, and that no diagnosis names, counts as one for ever."""
+RECOVERS_WITHIN_S = 120.0
+"""After the last fault is over: every pipeline trains again by then."""
 STALL_SLACK_S = 20.0
 """Beyond `control.stall_after_s`, for the controller to notice and to say so."""
 
@@ -81,6 +87,11 @@ class _Run:
         self.status: dict[str, Any] = {}
         self.plan_stall_s = system.config.control.stall_after_s
         self._up_since = 0.0
+        self._waits = Waits(system.loop)
+        self._waits_at = WAITS_EVERY_S
+        self._calm_at = max((one.at_s + one.for_s for one in plan.faults), default=0.0) + RECOVERS_WITHIN_S
+        self._pause_s = 60.0 + 4 * sum(getattr(plan.work, name) for name in {"sample_s", *TIMED.values()})
+        """No step takes longer in calm weather."""
 
     async def to_its_end(self) -> str:
         system, plan = self.system, self.plan
@@ -143,10 +154,34 @@ class _Run:
             now, server = system.loop.time(), system.network.server
             up_for_s = now - server.started_at if server is not None and server.state == "running" else 0.0
             self._up_since = min(self._up_since, now) if up_for_s else now
+            if now >= self._waits_at:
+                self._waits_at = now + WAITS_EVERY_S
+                self._check_waits(now - allowed_s)
             for pipeline, moved_at in system.truth.moved_at.items():
+                self._check_recovery(pipeline, now)
                 quiet_s = now - max(moved_at, self._up_since, server.started_at if server is not None else now)
                 if quiet_s > allowed_s and not self._named(pipeline, now - allowed_s):
                     system.truth.breaks(f"{pipeline} stood still for {quiet_s:.0f} s and the controller did not say so")
+
+    def _check_waits(self, since: float) -> None:
+        for task, place, waited_s in self._waits.unbounded(UNBOUNDED_FOR_S):
+            pipelines = [one.name for one in self.system.config.pipeline]
+            if not any(self._named(name, since) for name in pipelines):
+                process = task.process.name if task.process is not None else "?"
+                self.system.truth.breaks(
+                    f"{process}: {place} has waited for {waited_s:.0f} s without a deadline\n{self.system.loop.waits()}"
+                )
+
+    def _check_recovery(self, pipeline: str, now: float) -> None:
+        """After the last fault a pipeline trains again within its bound, and goes on."""
+        stood_s = now - max(self._calm_at, self.system.truth.stepped_at.get(pipeline, 0.0))
+        if stood_s > self._pause_s and self._phase(pipeline) == "running":
+            ago_s = now - self._calm_at + RECOVERS_WITHIN_S
+            self.system.truth.breaks(f"{pipeline} trains no step, {ago_s:.0f} s after the last fault was over")
+
+    def _phase(self, pipeline: str) -> str:
+        service = self.system.service
+        return service.controller.pipelines[PipelineName(pipeline)].phase if service is not None else ""
 
     def _named(self, pipeline: str, since: float) -> bool:
         """Whether the controller said why nothing moves, or that nothing need move."""
@@ -154,8 +189,7 @@ class _Run:
             one.at >= since and one.process == "controller" and f"{pipeline}: stalled for" in one.line
             for one in reversed(self.system.said[-200:])
         )
-        status = self.system.service.status()["pipelines"][pipeline] if self.system.service is not None else {}
-        return said or status.get("phase") not in ("running", "draining")
+        return said or self._phase(pipeline) not in ("running", "draining")
 
     def _check_end(self) -> None:
         system = self.system
@@ -294,7 +328,7 @@ def scenarios_called(name: str) -> list[Scenario]:
     """One by its name, all, or those of a file."""
     if name == "all":
         return SCENARIOS
-    return scenarios_in(Path(name)) if name.endswith(".py") else [scenario_called(name)]
+    return scenarios_in(Path(name)) if name.endswith((".py", ".toml")) else [scenario_called(name)]
 
 
 def run_scenario(scenario: Scenario) -> Result:

@@ -69,7 +69,7 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("write gauges", write_gauges(service.status, lines))
             run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
             log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)
-            await _until_over(process, service)
+            await until_over(process, service)
             service.close()
             await teardown([("close the port", lambda: server.stop(TEARDOWN_S / 2))], TEARDOWN_S)
             tasks.cancel()
@@ -148,7 +148,7 @@ def _is_new_session(process: RoleProcess) -> bool:
     return not path.exists() or path.read_text() != process.session
 
 
-async def _until_over(process: RoleProcess, service: ControlService) -> None:
+async def until_over(process: RoleProcess, service: ControlService) -> None:
     async def heed_failure() -> None:
         await service.failed.wait()
         process.stop.request(service.failure)

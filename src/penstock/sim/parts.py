@@ -30,7 +30,7 @@ LOOK_EVERY_S = 0.05
 NEVER_S = 1e7
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class Work(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long things take and how they come out. Durations vary by `spread` around these."""
 
     sample_s: float = 1.0

@@ -16,7 +16,7 @@ NAMES_DAMAGE = ("resume with an older checkpoint", "start it from the newest che
 EVALUATION = {"every_steps": 5, "prompts": 6, "samples": 2, "temperature": 1.0, "timeout_s": 60.0}
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One simulated run: everything follows from it."""
 
     seed: int = 0

@@ -1,25 +1,28 @@
 """Failures that others met in public, reproduced: what happens here, and after how many seconds it is said.
 
-Write your own as a Python file with `SCENARIOS = [Scenario(...)]` and run it with `penstock simulate --scenario FILE`.
+Write your own as a Python file with `SCENARIOS = [Scenario(...)]`, or as a TOML file of tables `[[scenario]]` with the
+same fields, and run it with `penstock simulate --scenario FILE`.
 """
 
 from __future__ import annotations
 
 import runpy
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from penstock.errors import ConfigError
 from penstock.sim.parts import Work
-from penstock.sim.plan import Plan, Report
-from penstock.sim.storms import Fault
+from penstock.sim.plan import Plan, Report, trainers_of, workers_of
+from penstock.sim.storms import KINDS, Fault
 
 W0, W1, TRAINER, CONTROLLER = "p0.rollout.0", "p0.rollout.1", "p0.trainer", "controller"
 
 
-class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run, what goes wrong in it, and what must come of it."""
 
     name: str
@@ -251,14 +254,46 @@ SCENARIOS = [
 
 
 def scenarios_in(path: Path) -> list[Scenario]:
-    """Those of a user's own file."""
+    """Those of a user's own file, in Python or in TOML."""
     try:
-        found = runpy.run_path(str(path)).get("SCENARIOS")
+        found = _from_toml(path) if path.suffix == ".toml" else runpy.run_path(str(path)).get("SCENARIOS")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, list) or not all(isinstance(one, Scenario) for one in found):
         raise ConfigError(f"{path} must define SCENARIOS, a list of penstock.sim.scenarios.Scenario")
+    for one in found:
+        _check(path, one)
     return found
+
+
+def _from_toml(path: Path) -> list[Scenario]:
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+        unknown = tables.keys() - {"scenario"}
+        if unknown or not tables:
+            raise ConfigError(f"{path} must have tables [[scenario]], and has {sorted(unknown) or 'none'}")
+        return msgspec.convert(tables["scenario"], list[Scenario], dec_hook=_refuse)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _refuse(kind: Any, value: Any) -> Any:
+    raise ValueError("this field can only be written in Python")
+
+
+def _check(path: Path, scenario: Scenario) -> None:
+    """A fault of an unknown kind, or of a process that the run does not have, would strike nothing."""
+    plan = scenario.plan
+    processes = ["controller", *trainers_of(plan), *workers_of(plan)] if plan.config is None else []
+    for fault in plan.faults:
+        if fault.what not in KINDS:
+            raise ConfigError(
+                f"{path}: {scenario.name}: there is no fault {fault.what!r}; there are: {', '.join(sorted(KINDS))}"
+            )
+        if fault.target and processes and fault.target.removesuffix(".heart") not in processes:
+            raise ConfigError(
+                f"{path}: {scenario.name}: there is no process {fault.target!r}; there are: {', '.join(processes)}"
+            )
 
 
 def scenario_called(name: str) -> Scenario:

@@ -16,7 +16,7 @@ from penstock.sim.system import System
 LOOK_EVERY_S = 0.02
 
 
-class Fault(msgspec.Struct, frozen=True):
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that goes wrong at one time."""
 
     at_s: float

@@ -37,7 +37,7 @@ from penstock.payload.io.wire_client import Wire
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.payload import RingAddress
 from penstock.roles import rollout_worker, trainer
-from penstock.roles.controller import service_of
+from penstock.roles.controller import service_of, until_over
 from penstock.roles.process import UNEXPECTED, RoleProcess
 from penstock.rollout.io.hook_calls import Evaluating
 from penstock.runtime.clock import SystemClock
@@ -329,7 +329,7 @@ class System:
                 tasks.spawn("service", service.run())
                 self.service = service
                 self.network.serve(partial(self._answered, service, journal))
-                await self._until_over(member, service)
+                await until_over(member, service)
                 service.close()
                 self.network.close()
                 tasks.cancel()
@@ -348,13 +348,6 @@ class System:
             self.breaks()
             self.truth.breaks(f"{type(request).__name__} was answered before its event was committed")
         return reply
-
-    async def _until_over(self, member: SimMember, service: ControlService) -> None:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(service.failed.wait()), group.create_task(member.stop.wait())]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
 
     def _learner(self, member: RoleProcess) -> SimLearner:
         pipeline = member.pipeline

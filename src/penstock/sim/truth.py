@@ -52,6 +52,8 @@ class Truth:
         self._acked: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self.moved_at: dict[str, float] = {}
         """When a lease was given, a delivery taken, a step acknowledged, or the trainer came back."""
+        self.stepped_at: dict[str, float] = {}
+        """When a step was acknowledged, again or for the first time."""
         self.on_device: dict[int, str] = {}
         """Which process really is on each device of the pool."""
         self.turns = 0
@@ -148,7 +150,7 @@ class Truth:
         step, batch = request.step, self._batches.get((pipeline, request.step))
         if batch is None or step in self._acked[pipeline]:
             return  # an acknowledgement repeated
-        self.moved_at[pipeline] = self._now()
+        self.moved_at[pipeline] = self.stepped_at[pipeline] = self._now()
         if request.missing_prompts and not self.may_miss:
             self.breaks(f"{pipeline}: step {step} lacks prompts {request.missing_prompts}: {MISSING_IS_LOSS}")
         left = tuple(group.prompt for group in batch.groups if group.prompt not in request.missing_prompts)
