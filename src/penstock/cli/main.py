@@ -301,6 +301,7 @@ def simulate(
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
     capacity: Annotated[bool, typer.Option("--capacity", help="What CONFIG would reach.")] = False,
     from_: Annotated[Path | None, typer.Option("--from", help="With --capacity: a run to take durations from.")] = None,
+    plot: Annotated[Path, typer.Option(help="With --capacity: where to draw it.")] = Path("capacity.png"),
 ) -> None:
     """Run the real loops on virtual time, with faults.
 
@@ -315,7 +316,7 @@ def simulate(
     if capacity:
         if config is None:
             raise ConfigError("--capacity needs a configuration: penstock simulate CONFIG --capacity")
-        raise typer.Exit(commands.capacity_command(config, from_))
+        raise typer.Exit(commands.capacity_command(config, from_, plot))
     shape = {
         "seed": seed,
         "steps": steps,

@@ -62,24 +62,37 @@ def list_command() -> int:
     return 0
 
 
-def capacity_command(config: Path, run: Path | None) -> int:
+def capacity_command(config: Path, run: Path | None, picture: Path) -> int:
     """What a configuration would reach, and what one more worker or a larger bound would change."""
     from penstock.launch import simulated
 
     console = Console()
     with console.status("simulating"):
-        points = simulated.capacity(config, run)
-    table = Table("", "samples/s", "bottleneck", "trainer idle", "workers idle", "staleness", title_justify="left")
-    for point in points:
-        table.add_row(
-            point.name,
-            f"{point.samples_per_s:.1f}",
-            point.bottleneck,
-            f"{point.trainer_idle:.0%}",
-            f"{point.workers_idle:.0%}",
-            f"{point.staleness:.2f}",
-        )
-    console.print(table)
+        found = simulated.capacity(config, run)
+    for one in found:
+        columns = ("samples/s", "", "bottleneck", "trainer idle", "workers idle", "all idle", "staleness")
+        table = Table("", *columns, title=escape(one.pipeline), title_justify="left")
+        for name, point in (
+            ("as configured", one.configured),
+            ("one more worker", one.one_more_worker),
+            (f"max_staleness = {one.larger_bound.max_staleness}", one.larger_bound),
+        ):
+            change = point.samples_per_s / one.configured.samples_per_s - 1
+            table.add_row(
+                name,
+                f"{point.samples_per_s:.1f}",
+                "" if point is one.configured else f"{change:+.0%}",
+                point.bottleneck,
+                f"{point.trainer_idle:.0%}",
+                f"{point.workers_idle:.0%}",
+                f"{point.idle:.0%}",
+                f"{point.staleness:.2f}",
+            )
+        console.print(table)
+        if one.measured is not None:
+            console.print(f"the run that the durations are from: {one.measured:.1f} samples/s")
+    simulated.plot_capacity(found, picture)
+    console.print(f"plot: {escape(str(picture))}")
     return 0
 
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +23,7 @@ from penstock.payload.io.mapping import Mapping
 from penstock.payload.slot import STATE_MASK, SlotState
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.shutdown import ShutdownSignal
-from penstock.sim.estimate import Point, estimate
+from penstock.sim.estimate import Capacity, estimate
 from penstock.sim.loop import Process
 from penstock.sim.plan import Plan, Report, as_test, config_of, trainers_of, workers_of
 from penstock.sim.replay import Replayed, replay_run
@@ -335,8 +336,41 @@ def run_scenario(scenario: Scenario) -> Result:
     return judged(scenario, simulate(scenario.plan))
 
 
-def capacity(config: Path, run: Path | None) -> list[Point]:
+def capacity(config: Path, run: Path | None) -> list[Capacity]:
     return estimate(config, run, simulate)
+
+
+def plot_capacity(found: Sequence[Capacity], path: Path) -> None:
+    """Samples/s and idle shares over the number of workers, a row for each pipeline."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, rows = plt.subplots(len(found), 2, figsize=(9.6, 3.4 * len(found)), squeeze=False, layout="constrained")
+    for (pace, idle), one in zip(rows, found, strict=True):
+        for (bound, points), colour in zip(one.curves.items(), ("#08519c", "#9ecae1"), strict=True):
+            workers, label = [point.workers for point in points], f"max_staleness = {bound}"
+            pace.plot(workers, [point.samples_per_s for point in points], "o-", color=colour, markersize=3, label=label)
+        configured, points = one.configured, one.curves[one.configured.max_staleness]
+        pace.plot(configured.workers, configured.samples_per_s, "o", color="#d94801", label="as configured")
+        workers = [point.workers for point in points]
+        idle.plot(workers, [100 * point.trainer_idle for point in points], "o-", color="#238b45", label="trainer")
+        idle.plot(workers, [100 * point.workers_idle for point in points], "o-", color="#756bb1", label="workers")
+        idle.axvline(configured.workers, color="#d94801", linewidth=1, linestyle=":")
+        pace.set_ylabel("samples/s")
+        idle.set_ylabel("idle, % of the time")
+        idle.set_ylim(0, 100)
+        pace.set_ylim(bottom=0)
+        for axis in (pace, idle):
+            axis.set_title(one.pipeline)
+            axis.set_xlabel("rollout workers")
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            axis.grid(alpha=0.3)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def minimised(plan: Plan, *, tries: int = 60) -> Plan:
@@ -363,8 +397,8 @@ def minimised(plan: Plan, *, tries: int = 60) -> Plan:
 
 
 __all__ = [
+    "Capacity",
     "Plan",
-    "Point",
     "Replayed",
     "Report",
     "Result",
@@ -372,6 +406,7 @@ __all__ = [
     "attempted",
     "capacity",
     "minimised",
+    "plot_capacity",
     "replay_run",
     "run_scenario",
     "scenarios_called",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +25,10 @@ WARM_UP = 0.25
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One simulated configuration."""
+    """One simulated configuration of a pipeline."""
 
-    name: str
+    workers: int
+    max_staleness: int
     samples_per_s: float
     trainer_idle: float
     workers_idle: float
@@ -35,6 +37,24 @@ class Point(msgspec.Struct, frozen=True):
     @property
     def bottleneck(self) -> str:
         return "trainer" if self.trainer_idle < self.workers_idle else "workers"
+
+    @property
+    def idle(self) -> float:
+        """Share of the time of all its devices in which they neither train nor generate, with one for each process."""
+        return (self.trainer_idle + self.workers * self.workers_idle) / (1 + self.workers)
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What a pipeline would reach as it is configured, and around that."""
+
+    pipeline: str
+    configured: Point
+    one_more_worker: Point
+    larger_bound: Point
+    measured: float | None
+    """Samples/s of the run that the durations are from."""
+    curves: dict[int, list[Point]]
+    """By staleness bound: a point for each number of workers."""
 
 
 def durations_in(root: Path, pipeline: str) -> Work:
@@ -87,27 +107,49 @@ def durations_in(root: Path, pipeline: str) -> Work:
     )
 
 
-def estimate(config_path: Path, run: Path | None, simulate: Simulate) -> list[Point]:
-    """Each pipeline as it is configured, with one more worker, and with a larger staleness bound."""
+def samples_per_s_in(root: Path, pipeline: str) -> float:
+    """What a run reached, after its start."""
+    steps = [
+        (entry["at"], entry["samples"])
+        for line in RunDir.open(root).metrics_path.read_bytes().splitlines()
+        if (entry := orjson.loads(line))["kind"] == "step" and entry["pipeline"] == pipeline
+    ]
+    steady = steps[int(WARM_UP * len(steps)) :]
+    return sum(samples for _, samples in steady[1:]) / (steady[-1][0] - steady[0][0])
+
+
+def estimate(config_path: Path, run: Path | None, simulate: Simulate) -> list[Capacity]:
+    """Each pipeline as it is configured, and with other numbers of workers and another staleness bound."""
     config = load(config_path)
-    return [point for one in config.pipeline for point in _points(config, one, run, simulate)]
+    return [_capacity(config, one, run, simulate) for one in config.pipeline]
 
 
-def _points(config: Config, pipeline: PipelineSection, run: Path | None, simulate: Simulate) -> list[Point]:
+def _capacity(config: Config, pipeline: PipelineSection, run: Path | None, simulate: Simulate) -> Capacity:
     work = durations_in(run, pipeline.name) if run is not None else Work()
     workers, bound = pipeline.rollout.workers, pipeline.train.max_staleness
-    title = f"{pipeline.name}: " if len(config.pipeline) > 1 else ""
     alone = config.model_copy(update={"pipeline": [pipeline]})
 
-    def point(name: str, workers: int, bound: int) -> Point:
+    @functools.cache
+    def point(workers: int, bound: int) -> Point:
         plan = Plan(steps=min(pipeline.steps, STEPS), work=work, config=simulated(alone, workers, bound))
-        return _measured(title + name, simulate(plan), workers)
+        return _measured(simulate(plan), workers, bound)
 
-    return [
-        point("as configured", workers, bound),
-        point("one more worker", workers + 1, bound),
-        point("one more version of staleness", workers, bound + 1),
-    ]
+    measured = samples_per_s_in(run, pipeline.name) if run is not None else None
+    around = sorted({1, *_around(workers)})
+    return Capacity(
+        pipeline=pipeline.name,
+        configured=point(workers, bound),
+        one_more_worker=point(workers + 1, bound),
+        larger_bound=point(workers, bound + 1),
+        measured=measured,
+        curves={limit: [point(count, limit) for count in around] for limit in (bound, bound + 1)},
+    )
+
+
+def _around(workers: int) -> list[int]:
+    """Numbers of workers that a plot shows: about half to twice as many as configured."""
+    step = max(1, workers // 2)
+    return [workers - step, workers, workers + 1, workers + step, workers + 2 * step][workers == 1 :]
 
 
 def simulated(config: Config, workers: int, bound: int) -> Config:
@@ -131,7 +173,7 @@ def simulated(config: Config, workers: int, bound: int) -> Config:
     )
 
 
-def _measured(name: str, report: Report, workers: int) -> Point:
+def _measured(report: Report, workers: int, bound: int) -> Point:
     times = next(iter(report.steps.values()))
     first = int(WARM_UP * len(times))
     span_s = times[-1] - times[first]
@@ -139,7 +181,8 @@ def _measured(name: str, report: Report, workers: int) -> Point:
     samples = report.samples * (len(times) - 1 - first) / len(times)
     ages = sum(age * count for age, count in report.staleness.items()) / max(1, sum(report.staleness.values()))
     return Point(
-        name=name,
+        workers=workers,
+        max_staleness=bound,
         samples_per_s=samples / span_s,
         trainer_idle=max(0.0, 1 - report.trained_s / whole_s),
         workers_idle=max(0.0, 1 - report.generated_s / (workers * whole_s)),

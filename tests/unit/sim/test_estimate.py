@@ -9,12 +9,21 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.runtime.rundir import RunDir
-from penstock.sim.estimate import durations_in
+from penstock.sim.estimate import durations_in, samples_per_s_in
 
 
 def lines(pipeline: str, step_s: float) -> list[dict[str, object]]:
+    durations = {"step_s": step_s, "fetch_s": 0.1, "publish_s": 0.2}
     steps = [
-        {"kind": "step", "pipeline": pipeline, "at": number * 1.5, "step_s": step_s, "fetch_s": 0.1, "publish_s": 0.2}
+        {
+            "kind": "step",
+            "pipeline": pipeline,
+            "at": number * 1.5,
+            "samples": 4,
+            "step_s": step_s,
+            "fetch_s": 0.1,
+            "publish_s": 0.2,
+        }
         for number in range(10)
     ]
     gauges = [
@@ -41,5 +50,6 @@ def test_each_pipeline_has_its_own_durations(tmp_path: Path) -> None:
     first, second = durations_in(run.root, "a"), durations_in(run.root, "b")
     assert (first.sample_s, first.postprocess_s, first.publish_s, first.spread) == (2.0, 0.5, 0.2, 0.0)
     assert first.step_s == second.step_s == 1.5, "with what lies between two steps"
+    assert samples_per_s_in(run.root, "a") == pytest.approx(4 / 1.5)
     with pytest.raises(ConfigError, match="too few steps"):
         durations_in(run.root, "c")
