@@ -15,16 +15,7 @@ from penstock.sim.estimate import durations_in, samples_per_s_in
 def lines(pipeline: str, step_s: float) -> list[dict[str, object]]:
     durations = {"step_s": step_s, "fetch_s": 0.1, "publish_s": 0.2}
     steps = [
-        {
-            "kind": "step",
-            "pipeline": pipeline,
-            "at": number * 1.5,
-            "samples": 4,
-            "step_s": step_s,
-            "fetch_s": 0.1,
-            "publish_s": 0.2,
-        }
-        for number in range(10)
+        {"kind": "step", "pipeline": pipeline, "at": number * 1.5, "samples": 4, **durations} for number in range(10)
     ]
     gauges = [
         {
