@@ -1,4 +1,4 @@
-"""Six deliberate mistakes in the real code, each of which the simulation must notice."""
+"""Deliberate mistakes in the real code, each of which the simulation must notice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.control.io.memory import MemoryClient
 from penstock.control.io.service import ControlService
 from penstock.control.ledger import Ledger
 from penstock.control.samples import Redo
@@ -22,6 +23,7 @@ from penstock.sim.parts import Work
 from penstock.sim.plan import Plan, Report
 from penstock.sim.storms import Fault
 from penstock.train.data import BatchLoader
+from penstock.train.loop import TrainingLoop
 from penstock.weights import replica
 from penstock.weights.io.updater import ReplicaUpdater
 from penstock.weights.replica import Replica, ReplicaState, Resumed, ResumeEngine
@@ -143,6 +145,29 @@ def test_a_lease_dropped_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(WorkerClient, "deliver", forgetful)
     assert "should deliver them" in outcome(plan(()))
+
+
+def test_a_call_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two workers waits for an answer that was lost; the other goes on, so nothing stalls."""
+    attempt = MemoryClient._attempt
+
+    async def patient(self: MemoryClient, body: bytes, timeout_s: float) -> Any:
+        waits_long = self.member.startswith(W0) and timeout_s > 5.0  # not its heartbeat
+        return await attempt(self, body, 1e6 if waits_long else timeout_s)
+
+    monkeypatch.setattr(MemoryClient, "_attempt", patient)
+    broken = outcome(Plan(seed=11, steps=400, faults=(Fault(5.0, "lose", for_s=4.0, amount=0.4),)))
+    assert "p0.rollout.0: control.io.memory.MemoryClient._attempt has waited for 9" in broken
+    assert "without a deadline" in broken
+
+
+def test_a_checkpoint_before_its_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def skipped(self: TrainingLoop, step: StepIndex) -> None: ...
+
+    monkeypatch.setattr(TrainingLoop, "_flush_journal", skipped)
+    quick = Work(sample_s=0.1, step_s=0.05, publish_s=0.01, fetch_weights_s=0.01, save_s=0.01)
+    power = (Fault(5.05, "power_off", for_s=2.0),)
+    assert "the journal knows only" in outcome(msgspec.structs.replace(plan(power, steps=60), work=quick))
 
 
 def test_a_prompt_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import typer
 
@@ -41,16 +42,26 @@ def parse_subject(subject: str) -> tuple[Kind, int]:
     return kind, int(number)  # type: ignore[return-value]
 
 
-def doctor_command(run_dir: Path) -> int:
-    """Exit 0 with the diagnosis of a live run; exit 1 when there is no answer."""
+def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
+    """Exit 0 with the diagnosis of a live run; exit 1 when there is no answer.
+
+    With `at_s`: what it would have been so many seconds after the run began, by its journal.
+    """
     import httpx
 
     run = RunDir.open(run_dir)
+    if at_s is not None:
+        from penstock.sim.replay import replay_run
+
+        replayed = replay_run(run_dir, at_s)
+        _tell(replayed.diagnosis, replayed.status)
+        return 0
     if (ending := run.read_ending()) is not None:
         over = f"the run is over, no process is left to ask: {ending['how']}. {ending['sentence']}"
         typer.echo(harmless(over.strip()), err=True)
         if ending["how"] != "complete":
             typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
+        typer.echo(f"as it was at any time, here 60 s after its start: penstock doctor {run.root} --at 60", err=True)
         return 1
     try:
         endpoint, token = run.read_endpoint(), run.token()
@@ -67,11 +78,15 @@ def doctor_command(run_dir: Path) -> int:
         typer.echo(f"the controller (process {endpoint.pid}, {endpoint.url}) does not answer: {error}", err=True)
         typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
         return 1
+    _tell(sentences, status["pipelines"])
+    return 0
+
+
+def _tell(sentences: Mapping[Any, str], status: Mapping[Any, Mapping[str, Any]]) -> None:
     for name, sentence in sentences.items():
-        one = status["pipelines"][name]
+        one = status[name]
         typer.echo(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
         typer.echo(f"  {harmless(sentence)}")
-    return 0
 
 
 def publish_command(run_dir: Path, sink: str) -> int:

@@ -149,11 +149,14 @@ def story(
 
 
 @app.command()
-def doctor(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a live run.")]) -> None:
+def doctor(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")],
+    at: Annotated[float | None, typer.Option(help="Seconds after its start: by its journal, live or over.")] = None,
+) -> None:
     """Ask a live run who waits for what, and since when."""
     from penstock.cli.inspect import doctor_command
 
-    raise typer.Exit(doctor_command(run_dir))
+    raise typer.Exit(doctor_command(run_dir, at))
 
 
 @app.command()

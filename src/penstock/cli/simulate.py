@@ -98,13 +98,15 @@ def capacity_command(config: Path, run: Path | None, picture: Path) -> int:
 
 def replay_command(run: Path, until_s: float | None) -> int:
     """The journal of a run through the controller's machines once more."""
-    from penstock.launch import simulated
+    from penstock.sim.replay import replay_run
 
     console = Console()
-    result = simulated.replay_run(run, until_s)
+    result = replay_run(run, until_s)
     console.print(f"{result.events:,} events over {result.took_s:,.1f} s, {result.decisions:,} decisions compared")
-    for line in result.lines:
-        console.print(escape(line))
+    words = ("phase", "step", "version", "prompts_issued", "in_flight", "workers_alive", "trainer_alive")
+    for name, status in result.status.items():
+        console.print(escape(f"{name}: " + ", ".join(f"{word} {status[word]}" for word in words)))
+        console.print(escape(f"{name}: {result.diagnosis[name]}"))
     if result.problem:
         console.print(escape(result.problem), style="red")
     return int(bool(result.problem))

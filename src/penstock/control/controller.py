@@ -12,7 +12,7 @@ and journalled there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -102,12 +102,11 @@ class Controller:
         else:
             self.pipelines[name].restore(state)
 
-    def replay(self, name: PipelineName, event: bytes, at: float) -> None:
-        """Takes in one journalled event; what followed from it is not done again."""
+    def replay(self, name: PipelineName, event: bytes, at: float) -> Sequence[msgspec.Struct]:
+        """Takes in one journalled event and returns what was decided then, which is not done again."""
         if name == POOL and self.pool is not None:
-            self.pool.handle(_pool_event(event), at)
-        else:
-            self.pipelines[name].handle(_pipeline_event(event), at)
+            return self.pool.handle(_pool_event(event), at)
+        return self.pipelines[name].handle(_pipeline_event(event), at)
 
     def check(self) -> None:
         """Raises if an invariant of a part is broken, or if a part counts on a process that is no member."""

@@ -26,7 +26,7 @@ from penstock.runtime.shutdown import ShutdownSignal
 from penstock.sim.estimate import Capacity, estimate
 from penstock.sim.loop import Process
 from penstock.sim.plan import Plan, Report, as_test, config_of, trainers_of, workers_of
-from penstock.sim.replay import Replayed, replay_run
+from penstock.sim.replay import replayed
 from penstock.sim.scenarios import SCENARIOS, Result, Scenario, judged, scenario_called, scenarios_in
 from penstock.sim.storms import KINDS, Fault, storm
 from penstock.sim.system import TIMED, NoLag, Placed, System, simulated_system
@@ -165,10 +165,8 @@ class _Run:
                     system.truth.breaks(f"{pipeline} stood still for {quiet_s:.0f} s and the controller did not say so")
 
     def _check_waits(self, since: float) -> None:
-        for task, place, waited_s in self._waits.unbounded(UNBOUNDED_FOR_S):
-            pipelines = [one.name for one in self.system.config.pipeline]
-            if not any(self._named(name, since) for name in pipelines):
-                process = task.process.name if task.process is not None else "?"
+        for process, place, waited_s in self._waits.unbounded(UNBOUNDED_FOR_S):
+            if not self._said("stalled for", since, process):
                 self.system.truth.breaks(
                     f"{process}: {place} has waited for {waited_s:.0f} s without a deadline\n{self.system.loop.waits()}"
                 )
@@ -186,14 +184,19 @@ class _Run:
 
     def _named(self, pipeline: str, since: float) -> bool:
         """Whether the controller said why nothing moves, or that nothing need move."""
-        said = any(
-            one.at >= since and one.process == "controller" and f"{pipeline}: stalled for" in one.line
+        return self._said(f"{pipeline}: stalled for", since) or self._phase(pipeline) not in ("running", "draining")
+
+    def _said(self, words: str, since: float, name: str = "") -> bool:
+        return any(
+            one.at >= since and one.process == "controller" and words in one.line and name in one.line
             for one in reversed(self.system.said[-200:])
         )
-        return said or self._phase(pipeline) not in ("running", "draining")
 
     def _check_end(self) -> None:
         system = self.system
+        again = replayed(system.run.journal_path, system.config)
+        if again.problem:
+            system.truth.breaks(again.problem)
         for pipeline in system.config.pipeline:
             learner = system.learners[pipeline.name]
             system.truth.check_end(pipeline.name, self.status["pipelines"][pipeline.name], learner.trained)
@@ -399,7 +402,6 @@ def minimised(plan: Plan, *, tries: int = 60) -> Plan:
 __all__ = [
     "Capacity",
     "Plan",
-    "Replayed",
     "Report",
     "Result",
     "as_test",
@@ -407,7 +409,6 @@ __all__ = [
     "capacity",
     "minimised",
     "plot_capacity",
-    "replay_run",
     "run_scenario",
     "scenarios_called",
     "simulate",

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from penstock.sim.loop import SimTask, VirtualLoop
 
+FAR_S = 3600.0
+"""A timer that is further away is none."""
 IDLE: dict[str, str] = {
     "runtime.shutdown.ShutdownSignal.wait": "for a signal",
     "roles.controller.until_over.<locals>.heed_failure": "for the failure of the run",
@@ -34,8 +35,9 @@ class Waits:
         self._loop = loop
         self._since: dict[int, tuple[Any, float]] = {}
 
-    def unbounded(self, longer_than_s: float) -> Iterator[tuple[SimTask, str, float]]:
-        """Tasks of live processes that wait without a deadline, with the place and for how long they have waited."""
+    def unbounded(self, longer_than_s: float) -> list[tuple[str, str, float]]:
+        """What waits without a deadline for longer than that: its process, the place, and for how long it has."""
+        found: list[tuple[str, str, float]] = []
         now, since = self._loop.time(), self._since
         futures, tasks = self._with_timers()
         seen: dict[int, tuple[Any, float]] = {}
@@ -51,15 +53,16 @@ class Waits:
             if now - at > longer_than_s and not _is_offloaded(awaited):
                 place = _place(task)
                 if place and place not in IDLE:
-                    yield task, place, now - at
+                    found.append((task.process.name, place, now - at))
         self._since = seen
+        return found
 
     def _with_timers(self) -> tuple[set[Any], set[Any]]:
         """Futures that a timer settles, and tasks that a timer cancels."""
         futures: set[Any] = set()
         tasks: set[Any] = set()
         for timer in self._loop._scheduled:  # type: ignore[attr-defined]
-            if timer.cancelled():
+            if timer.cancelled() or timer.when() > self._loop.time() + FAR_S:
                 continue
             futures.update(one for one in timer._args if isinstance(one, asyncio.Future))
             owner = getattr(timer._callback, "__self__", None)
