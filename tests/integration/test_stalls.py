@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from running import letters, start
 
+from penstock.records.ids import PipelineName
+from penstock.sim.replay import replay_run
+
 pytestmark = pytest.mark.timeout(240)
 
 STUCK = """
@@ -28,8 +31,8 @@ class Mine(Copy):
 """
 
 
-def doctor(directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock.cli.main", "doctor", str(directory)]
+def doctor(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock.cli.main", "doctor", str(directory), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -45,6 +48,12 @@ def test_the_doctor_of_a_live_run_and_of_a_dead_one(folder: Path):
     assert asked.returncode == 1
     assert "the run is over, no process is left to ask: interrupted" in asked.stderr
     assert "--resume" in asked.stderr
+    asked = doctor(run.directory, "--at", "0.5")
+    assert asked.returncode == 0, asked.stderr
+    assert "letters: running, step 0/500" in asked.stdout
+    again = replay_run(run.directory)
+    assert not again.problem
+    assert again.decisions > 10
 
 
 @pytest.mark.slow
@@ -53,9 +62,14 @@ def test_a_stall_is_diagnosed_and_then_ends_the_run_with_that_sentence(folder: P
     control = "[control]\nstall_after_s = 3\nstall_fail_after_s = 12\n"
     config = letters(folder, steps=500, run=f'extra_path = ["{folder}"]', extra=control)
     config.write_text(config.read_text().replace('name = "copy"', 'name = "mine:Mine"'))
-    code, output = start(folder, config).end(120)
+    run = start(folder, config)
+    code, output = run.end(120)
     assert code == 1
     assert "Worker letters.rollout.0" in output, "the view names who should have moved, before the run fails"
     failure = "penstock: controller: letters: nothing moved for"
     (sentence,) = [line for line in output.splitlines() if line.startswith(failure)]
     assert "holds" in sentence
+    again = replay_run(run.directory)
+    assert not again.problem
+    stood = replay_run(run.directory, again.took_s - 1.0)
+    assert "Worker letters.rollout.0" in stood.diagnosis[PipelineName("letters")], "as the doctor said then"
