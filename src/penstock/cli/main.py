@@ -300,6 +300,7 @@ def simulate(
     groups_per_step: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 4,
     group_size: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 2,
     max_staleness: Annotated[int, typer.Option(min=0, help="The staleness bound.")] = 2,
+    mixed: Annotated[bool, typer.Option("--mixed", help="Random shapes of runs in random storms, by seed.")] = False,
     scenario: Annotated[str | None, typer.Option(help="A failure by name, `all`, or your .py or .toml file.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
     capacity: Annotated[bool, typer.Option("--capacity", help="What CONFIG would reach.")] = False,
@@ -329,7 +330,7 @@ def simulate(
         "group_size": group_size,
         "max_staleness": max_staleness,
     }
-    raise typer.Exit(commands.storms_command(shape, faults=faults, seeds=seeds))
+    raise typer.Exit(commands.storms_command(shape, faults=None if mixed else faults, seeds=seeds))
 
 
 @app.command()

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from penstock.launch.simulated import Report, Result
 
 
-def storms_command(shape: dict[str, Any], *, faults: float, seeds: int) -> int:
-    """Runs one seed after the other; the first that fails is made smaller and printed as a test."""
+def storms_command(shape: dict[str, Any], *, faults: float | None, seeds: int) -> int:
+    """Runs one seed after the other; the first that fails is made smaller and printed as a test.
+
+    Without an intensity of `faults` the seed decides on the shape of the run as well.
+    """
     from penstock.launch import simulated
 
     console = Console()
     plan = simulated.Plan(**shape, settings={"pool.devices": shape["workers"]} if shape["pipelines"] > 1 else {})
     for seed in range(plan.seed, plan.seed + seeds):
-        stormy = simulated.stormy(plan, seed, faults)
+        stormy = simulated.mixed(seed) if faults is None else simulated.stormy(plan, seed, faults)
         with console.status(f"simulating seed {seed}"):  # shown in a terminal only
             failure, report = simulated.attempted(stormy)
         if failure:

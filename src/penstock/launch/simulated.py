@@ -25,7 +25,7 @@ from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.sim.estimate import Capacity, estimate
 from penstock.sim.loop import Process
-from penstock.sim.plan import Plan, Report, as_test, config_of, trainers_of, workers_of
+from penstock.sim.plan import Plan, Report, as_test, config_of, mixed, trainers_of, workers_of
 from penstock.sim.replay import replayed
 from penstock.sim.scenarios import SCENARIOS, Result, Scenario, judged, scenario_called, scenarios_in
 from penstock.sim.storms import KINDS, Fault, storm
@@ -408,6 +408,7 @@ __all__ = [
     "attempted",
     "capacity",
     "minimised",
+    "mixed",
     "plot_capacity",
     "run_scenario",
     "scenarios_called",
