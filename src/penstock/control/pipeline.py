@@ -503,7 +503,7 @@ class PipelineControl:
     def _on_deliver(self, event: Deliver, now: float) -> Outcome:
         ledger, evaluation = self.ledger, self.evaluation
         moves, aside = ledger.state.moves, len(ledger.state.set_aside)
-        failed = ledger.state.dropped["failed"]
+        failed, wrong = ledger.state.dropped["failed"], self.state.wrong_weights
         evaluated = evaluation.state.moves
         refused = [(one.sample, why) for one in event.rollouts if (why := self._take_rollout(event.member, one))]
         # A sample that is refused for its weights was drawn all the same: the environment works. One that is only
@@ -515,6 +515,9 @@ class PipelineControl:
         refused += [(one.sample, why) for one in event.scores if (why := evaluation.take(event.member, one, now))]
         reason = "; ".join(f"sample {sample} {why}" for sample, why in refused[:4])
         effects: list[Effect] = [Delivered(tuple(sample for sample, _ in refused), reason)]
+        if count := self.state.wrong_weights - wrong:
+            line = f"{self.settings.name}: {count} samples of {event.member} are refused: {reason}"
+            effects.append(Log("warning", line))
         effects.extend(self._report_set_aside(len(ledger.state.set_aside) - aside))
         return effects, ledger.state.moves > moves or evaluation.state.moves > evaluated
 
