@@ -190,7 +190,7 @@ def test_payloads_over_the_network_come_through_sick_ports_and_bad_weather() -> 
         Fault(5.0, "sick_port", W0, for_s=20.0, amount=0),
         Fault(9.0, "sick_port", W1, for_s=20.0, amount=1),
         Fault(20.0, "sick_port", W1, for_s=20.0, amount=2),
-        Fault(30.0, "lose", for_s=15.0, amount=0.2),
+        Fault(30.0, "lose", for_s=15.0, amount=0.3),
     )
     report = run(*faults, steps=40, settings={"payload.transport": "tcp"})
     assert report.samples == 40 * 8, "nothing was missing"

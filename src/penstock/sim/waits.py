@@ -19,6 +19,9 @@ FAR_S = 3600.0
 IDLE: dict[str, str] = {
     "runtime.shutdown.ShutdownSignal.wait": "for a signal",
     "roles.controller.until_over.<locals>.heed_failure": "for the failure of the run",
+    "control.io.service.ControlService._carry_out": "for something to do",
+    "train.publish.Publishing.run": "for a version, which the training loop offers",
+    "rollout.io.runner.Runner._wait_for_news": "for its hooks and its calls, each of which has a deadline",
     "rollout.io.generation.Generation.over": "for the end of the run, which its lease loop hears of",
     "launch.supervisor.Supervisor.run": "for the end of the run, which its tasks watch",
     "launch.simulated._PlacedProcess.wait": "for the end of a process, which the operating system tells",
