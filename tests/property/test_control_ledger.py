@@ -275,11 +275,11 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- samples ------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.workers)
-    @rule(data=st.data(), samples=st.integers(1, 12), behind=st.integers(0, 2), waiting=st.integers(0, 2))
-    def ask(self, data, samples, behind, waiting):
+    @rule(data=st.data(), samples=st.integers(1, 12), behind=st.integers(0, 2), call=st.integers(0, 12))
+    def ask(self, data, samples, behind, call):
         worker = data.draw(st.sampled_from(self.workers))
         version = max(0, self.control.newest - behind)
-        asked = messages.AskLease(P, worker, self.requests[worker], samples, version, waiting)
+        asked = messages.AskLease(P, worker, self.requests[worker], samples, version, call=call)
         answer = self.send(asked)
         if getattr(answer, "verdict", "") == "granted":
             self.requests[worker] += 1

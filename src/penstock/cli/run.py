@@ -45,6 +45,8 @@ def check_command(config: Path, overrides: list[str]) -> int:
     for model in _hub_models(resolved):
         if cached(model) is None:
             typer.echo(f"model {model.name!r} is not in the local cache: `penstock run` will download it", err=True)
+    for limited in filter(None, (pipeline.limited_calls() for pipeline in resolved.pipeline)):
+        typer.echo(limited, err=True)
     typer.echo(dump(resolved), nl=False)
     return 0
 

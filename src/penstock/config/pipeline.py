@@ -80,6 +80,23 @@ class PipelineSection(Section):
         step = self.train.groups_per_step * self.rollout.group_size
         return min(MOST_RING_SLOTS, max(self.rollout.ring_slots, 2 * (self.train.max_staleness + 2) * step))
 
+    def limited_calls(self) -> str:
+        """What to say where `max_staleness` lets fewer samples be under way than the workers generate at once."""
+        rollout, train = self.rollout, self.train
+        at_once = rollout.batch_samples * rollout.concurrency
+        if not isinstance(self.model, MlpModel):
+            at_once = min(at_once, self.engine.requests_at_once)
+        step = train.groups_per_step * rollout.group_size
+        allowed, wanted = (train.max_staleness + 1) * step, rollout.workers * at_once
+        if wanted <= allowed:
+            return ""
+        return (
+            f"pipeline {self.name!r}: {rollout.workers} workers could generate {wanted} samples at once, and "
+            f"train.max_staleness = {train.max_staleness} lets {allowed} be under way, with those that are trained: "
+            f"not all workers will be full. To fill them use fewer, larger steps (train.groups_per_step), or "
+            f"max_staleness = {-(-wanted // step)}"
+        )
+
     @property
     def train_ranks(self) -> int:
         return self.train.ranks or len(self.train_devices) or 1

@@ -80,19 +80,13 @@ class Admission:
         ledger = self.ledger
         return ledger.state.awaiting_count > 0 or (ledger.prompts_left and self.capacity() >= ledger.group_size)
 
-    def share(self, asked: int, *, held: int, workers: int, waiting: int) -> int:
-        """What a worker that holds `held` samples may take.
-
-        Each of `workers` may hold an equal part of the bound, in whole groups and at least one, so one that hangs or is
-        slow leaves work for the others. Of what is free now, the asker gets one of `waiting + 1` equal parts.
-        """
-        group_size, awaiting = self.ledger.group_size, self.ledger.state.awaiting_count
-        groups = max(1, -(-self.bound() // (workers * group_size)))
-        room = groups * group_size - held
-        if room < min(asked, group_size):  # only single members of begun groups still fit
-            return max(0, min(room, awaiting))
-        available = self.capacity() + awaiting
-        return min(asked, room, max(group_size, -(-available // (waiting + 1))))
+    def share(self, asked: int, *, held: int, workers: int, call: int = 0) -> int:
+        """What a worker that holds `held` samples and generates `call` at a time may take."""
+        ledger = self.ledger
+        room = part_of(self.bound(), ledger.groups_per_step, ledger.group_size, workers, call) - held
+        if room < min(asked, ledger.group_size):  # only single members of begun groups still fit
+            return max(0, min(room, ledger.state.awaiting_count))
+        return min(asked, room)
 
     def min_version_awaiting(self) -> Version:
         """The oldest weights that can still serve a group that is already begun."""
@@ -107,6 +101,20 @@ class Admission:
         ledger = self.ledger
         expected_step = ledger.state.version + ledger.live_groups // ledger.groups_per_step
         return Version(max(0, expected_step - ledger.max_staleness))
+
+
+def part_of(bound: int, groups_per_step: int, group_size: int, workers: int, call: int = 0) -> int:
+    """Of `bound` samples that may be in flight, those that one of `workers` may hold: one that hangs or is slow leaves
+    the rest for the others.
+
+    An equal part in whole groups, at least one; and in whole calls, since a call takes about as long with half of its
+    samples. Where that is less than one call, it is one, as long as the others can still fill a step.
+    """
+    part = max(1, -(-bound // (workers * group_size))) * group_size
+    call = call // group_size * group_size
+    if not call:
+        return part
+    return part // call * call or max(part, min(call, bound - groups_per_step * group_size))
 
 
 class ThrottleState(msgspec.Struct):

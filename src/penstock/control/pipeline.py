@@ -465,7 +465,7 @@ class PipelineControl:
         moves = state.evaluation.moves
         usable = self.admission.min_version_awaiting() <= event.version <= state.newest
         held, workers = self.ledger.held_by(event.member), event.workers or self._workers()
-        budget = self.admission.share(event.samples, held=held, workers=workers, waiting=event.waiting)
+        budget = self.admission.share(event.samples, held=held, workers=workers, call=event.call)
         leases = self._grant_evaluation(event, now) or (self._grant(event, budget) if usable else ())
         if not leases:
             wanted = (budget > 0 and self.admission.can_lease()) or self.evaluation.lacks_evaluator

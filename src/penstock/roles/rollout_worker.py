@@ -118,7 +118,7 @@ async def _generate(
         connected(process, "rollout", lambda: engine.vacate(LEAVE_S / 2), **details) as client,
         Tasks() as tasks,
     ):
-        controller = WorkerClient(process, client, tasks, engine, ring)
+        controller = WorkerClient(process, client, tasks, engine, ring, call=pipeline.rollout.batch_samples)
         moved = process.progress.moved
 
         group = ranks.lead(tasks, workload, engine, ring, controller, settings) if ranks.others else None

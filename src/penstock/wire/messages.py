@@ -74,8 +74,8 @@ class AskLease(Call, tag="ask_lease", frozen=True):
     version: Version
     """What the engine serves now."""
     wait_s: float = 0.0
-    waiting: int = 0
-    """Set by the controller: how many other workers' asks it holds right now. What there is gets shared with them."""
+    call: int = 0
+    """Samples that the worker generates in one call; 0: any number at any time."""
     workers: int = 0
     """Set by the controller: how many workers are awake in the pool, to divide leases among; 0 without a pool."""
     steady: bool = True

@@ -153,3 +153,15 @@ def test_a_run_that_is_resumed_for_longer_decays_over_its_whole_length(tmp_path:
     assert share(shorter, 240) == pytest.approx(final)
     assert share(longer, 240) == pytest.approx((1 + final) / 2)
     assert share(longer, 480) == pytest.approx(final)
+
+
+def test_more_workers_than_the_bound_can_fill_are_said_to_be(tmp_path: Path):
+    def said(*overrides: str) -> str:
+        return load(written(tmp_path), [f"pipeline.p.{one}" for one in overrides]).pipeline[0].limited_calls()
+
+    assert said() == said("rollout.workers=6") == ""
+    sentence = said("rollout.workers=4", "rollout.batch_samples=128")
+    assert "4 workers could generate 512 samples at once" in sentence
+    assert "max_staleness = 2 lets 384 be under way" in sentence
+    assert sentence.endswith("max_staleness = 4")
+    assert said("rollout.workers=4", "rollout.batch_samples=128", "train.max_staleness=4") == ""

@@ -59,10 +59,10 @@ def test_a_drop_near_the_end_is_made_good(drive):
     assert d.counts == {"trained": 4, "dropped": 2}
 
 
-def test_what_there_is_is_shared_with_those_who_wait(drive):
+def test_what_there_is_is_divided_among_the_workers(drive):
     d = drive(groups_per_step=8, max_staleness=0)
     d.join("greedy", "slow")
-    answer = d.ask(1000, "greedy", waiting=1)
+    answer = d.ask(1000, "greedy")
     assert sum(len(lease.samples) for lease in answer.leases) == 8
     assert len(d.lease(2, member="slow")) == 1
 
@@ -123,9 +123,30 @@ def test_sleeping_workers_of_a_pool_leave_their_part_to_those_awake(drive):
 
 
 def test_even_the_smallest_share_is_a_whole_group(drive):
-    d = drive(groups_per_step=2, max_staleness=0)
+    d = drive(groups_per_step=2, max_staleness=0, workers=99)
     d.join("w")
-    assert len(d.ask(1000, waiting=99).leases) == 1
+    assert len(d.ask(1000).leases) == 1
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "call", "part"),
+    [
+        (0, 64, 16),  # more would leave the others too little for a step
+        (1, 64, 64),
+        (2, 64, 64),  # an equal part would be 48: three calls, and the fourth waits, make more than four of 48
+        (2, 16, 48),
+        (2, 20, 40),
+        (2, 0, 48),
+        (4, 64, 64),  # and not 80: the 16 would be a call of their own
+        (4, 3, 80),  # less than a group
+        (7, 64, 128),
+    ],
+)
+def test_a_part_is_a_number_of_whole_calls(drive, max_staleness: int, call: int, part: int) -> None:
+    d = drive(groups_per_step=16, group_size=4, max_staleness=max_staleness, workers=4)
+    d.join("w")
+    assert sum(len(lease.samples) for lease in d.ask(1000, call=call).leases) == part
+    assert d.ask(1000, call=call).verdict == "throttled"
 
 
 def test_a_repeated_request_gets_the_same_leases(drive):

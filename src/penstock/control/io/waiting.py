@@ -30,9 +30,6 @@ class HeldCalls:
         finally:
             self._held[name, kind] -= 1
 
-    def held(self, name: PipelineName, kind: str) -> int:
-        return self._held[name, kind]
-
     async def hold(self, name: PipelineName, topics: tuple[str, ...], member: MemberId, until: float) -> bool:
         """Waits for one of the topics; False once the time is up or they are closed.
 

@@ -45,7 +45,11 @@ LOOK_AT_RING_S = 2.0
 class WorkerClient:
     """Leases, deliveries and weights, as the runner and the updater ask for them."""
 
-    def __init__(self, process: RunMember, client: ControlClient, tasks: Tasks, serving: Versioned, ring: Ring) -> None:
+    def __init__(
+        self, process: RunMember, client: ControlClient, tasks: Tasks, serving: Versioned, ring: Ring, *, call: int = 0
+    ) -> None:
+        """`call`: samples of one generate call."""
+        self._call = call
         self._process = process
         self._tasks = tasks
         self._client = client
@@ -68,6 +72,7 @@ class WorkerClient:
             samples=samples,
             version=Version(self._serving.version),
             wait_s=wait_s,
+            call=self._call,
         )
         asking = self._tasks.spawn("ask for a lease", self._ask(ask))
         try:
