@@ -170,11 +170,11 @@ class SampleTable:
             if stage == "buffered":
                 self._unshelve(state.ready_by_version, group)
             self._move(stage, "dropped", self.group_size, reason)
-        finished = [
-            length for length, payload in zip(group.lengths, group.payloads, strict=True) if payload is not None
-        ]
-        state.dropped_finished += len(finished)
-        state.dropped_length += sum(finished)
+        if reason == "outdated":
+            pairs = zip(group.lengths, group.payloads, strict=True)
+            finished = [length for length, payload in pairs if payload is not None]
+            state.dropped_finished += len(finished)
+            state.dropped_length += sum(finished)
         self.released.extend(payload for payload in group.payloads if payload is not None)
         for sample in group.samples:
             if sample != NOT_LEASED:

@@ -108,7 +108,7 @@ class LedgerState(msgspec.Struct):
     counts: dict[State, int] = msgspec.field(default_factory=lambda: dict.fromkeys(STATES, 0))
     dropped: dict[Reason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     dropped_finished: int = 0
-    """Samples that were delivered and then dropped."""
+    """Samples that were delivered in time and outdated before they could be trained."""
     dropped_length: int = 0
     """Their lengths, in all."""
     moves: int = 0

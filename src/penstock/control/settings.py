@@ -108,8 +108,9 @@ class StepSection(Section):
     max_staleness: NonNegative = 2
     """The most versions between the weights that generated a sample and those that train on it."""
     straggler_wait_s: NonNegativeFloat = 0.0
-    """How long a full batch waits for groups that would be outdated without it, so that long samples are not left out.
-    0 never waits: they are generated again."""
+    """How long a full batch waits for groups that would be outdated without it. 0 never waits: they are generated
+    again, which is fastest and favours short samples. In the lines of steps, a `dropped_length_mean` above
+    `completion_length_mean` shows by how much; then wait, or raise `max_staleness`."""
     filters: list[str] = []
     """Group filters, for example `zero_signal`, or your own as `package.module:function`."""
 

@@ -1,10 +1,16 @@
 """The last line of defence: no step is given a sample that is too old, whatever went wrong before."""
 
 import copy
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
+from penstock.control.io.metric_lines import MetricLines
 from penstock.errors import InvalidTransition
+from penstock.wire import messages
 
 
 def test_a_batch_with_a_sample_that_is_too_old_is_never_dispatched(drive):
@@ -22,13 +28,40 @@ def test_a_batch_with_a_sample_that_is_too_old_is_never_dispatched(drive):
     ledger.dispatch(final=False, now=0.0)
 
 
-def test_the_lengths_of_dropped_samples_are_counted(drive):
+def test_the_lengths_of_outdated_samples_are_counted_and_those_of_filtered_ones_are_not(drive):
     driver = drive(max_staleness=1, groups_per_step=2)
     driver.join("w")
     driver.publish(0)
     driver.fill()
     ledger = copy.deepcopy(driver.control.ledger)
-    group = next(iter(ledger.state.groups.values()))
-    expected = sum(group.lengths)
-    ledger._table.drop_group(group, "outdated", redo=True)
-    assert (ledger.state.dropped_finished, ledger.state.dropped_length) == (len(group.samples), expected)
+    outdated, filtered = ledger.state.groups.values()
+    expected = sum(outdated.lengths)
+    ledger._table.drop_group(filtered, "filtered", redo=False)
+    ledger._table.drop_group(outdated, "outdated", redo=True)
+    assert (ledger.state.dropped_finished, ledger.state.dropped_length) == (len(outdated.samples), expected)
+
+
+class Written(list[Mapping[str, Any]]):
+    write = list.append
+
+
+def test_a_step_shows_the_lengths_of_what_came_too_late_beside_what_it_trained(drive):
+    """Long samples are outdated more often than short ones, and nothing showed how much longer they were."""
+    d = drive(max_staleness=1, groups_per_step=1)
+    d.join("w", "slow")
+    d.publish(0)
+    late = d.lease(2, member="slow")
+    for step in range(3):
+        d.fill(version=step)
+        d.train(step)
+        d.publish(step + 1)
+    rollouts = [msgspec.structs.replace(d.rollout(sample, 0, ring="slow"), length=40) for sample in late[0].samples]
+    request = messages.Deliver("p", "slow", tuple(rollouts))  # type: ignore[arg-type]
+    answer = d.send(request)
+    assert answer.refused == late[0].samples
+    written = Written()
+    lines = MetricLines(written, SimpleNamespace(now=lambda: 0.0))  # type: ignore[arg-type]
+    lines.note_delivery(request, answer.refused)
+    for step in (1, 2):
+        lines.write_step(messages.AckStep("p", "t", step), d.control)  # type: ignore[arg-type]
+    assert [(line["dropped"], line.get("dropped_length_mean")) for line in written] == [(2, 40.0), (0, None)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -11,7 +11,7 @@ import orjson
 from penstock.control.evaluation_state import EvaluationResult
 from penstock.control.pipeline import PipelineControl
 from penstock.control.state import StepSummary
-from penstock.records.ids import PipelineName
+from penstock.records.ids import PipelineName, SampleId
 from penstock.runtime.clock import Clock
 from penstock.runtime.metrics import JsonLines
 from penstock.wire.messages import AckStep, Deliver
@@ -38,6 +38,9 @@ class MetricLines:
         self._clock = clock
         self._written: dict[PipelineName, int] = {}
         self._dropped: dict[PipelineName, tuple[int, int]] = {}
+        """Samples and their lengths, as the ledger had counted them at the last line."""
+        self._refused: dict[PipelineName, list[int]] = {}
+        """Lengths of samples that came too late since the last line."""
         self._spent: dict[PipelineName, _Spent] = {}
         self.stages: dict[PipelineName, dict[str, float]] = {}
         """Seconds of each stage, as in the newest line of a step."""
@@ -61,9 +64,11 @@ class MetricLines:
         self._written[name] = request.step
         self._write_summary(machine, summary, request.metrics)
 
-    def note_delivery(self, request: Deliver) -> None:
-        """The stages of these samples are part of the next step's line."""
+    def note_delivery(self, request: Deliver, refused: Collection[SampleId] = ()) -> None:
+        """The stages of these samples are part of the next step's line, and so are the lengths of those `refused`."""
         self._spent.setdefault(request.pipeline, _Spent()).add(request)
+        late = [rollout.length for rollout in request.rollouts if rollout.sample in refused]
+        self._refused.setdefault(request.pipeline, []).extend(late)
 
     def _stages_since(self, name: PipelineName, metrics: Mapping[str, float]) -> dict[str, float]:
         """Means over the samples delivered since the line before; if there were none, as in that line."""
@@ -92,14 +97,16 @@ class MetricLines:
         )
 
     def _dropped_since(self, machine: PipelineControl) -> dict[str, float]:
-        """The finished samples that were dropped since the line before. Where they are longer than the trained ones,
-        dropping what is outdated shortens what is learned."""
+        """The finished samples that were too old to be trained, since the line before: those that arrived too late, and
+        those that waited too long for the rest of their group. Where they are longer than the trained ones, dropping
+        what is outdated shortens what is learned."""
         name, table = machine.settings.name, machine.state.ledger
         count, length = self._dropped.get(name, (0, 0))
         self._dropped[name] = (table.dropped_finished, table.dropped_length)
-        dropped = table.dropped_finished - count
-        mean = {"dropped_length_mean": (table.dropped_length - length) / dropped} if dropped > 0 else {}
-        return {"dropped": dropped, **mean}
+        late = self._refused.pop(name, [])
+        dropped = table.dropped_finished - count + len(late)
+        lengths = table.dropped_length - length + sum(late)
+        return {"dropped": dropped, **({"dropped_length_mean": lengths / dropped} if dropped > 0 else {})}
 
     def write_evaluation(self, name: PipelineName, result: EvaluationResult) -> None:
         line = {"kind": "evaluation", "at": self._clock.now(), "pipeline": name, "due": result.due}

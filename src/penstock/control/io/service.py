@@ -33,7 +33,7 @@ from penstock.runtime.clock import Clock
 from penstock.runtime.tasks import Tasks
 from penstock.wire import messages
 from penstock.wire.codec import encode_section
-from penstock.wire.messages import Leased, NotYet, Ok, Orders, Refused, Reply, Request
+from penstock.wire.messages import Delivered, Leased, NotYet, Ok, Orders, Refused, Reply, Request
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class ControlService:
             if isinstance(request, messages.AckStep) and reply == Ok():
                 self._lines.write_step(request, self.controller.pipelines[name])
             elif isinstance(request, messages.Deliver) and request.rollouts:
-                self._lines.note_delivery(request)
+                self._lines.note_delivery(request, reply.refused if isinstance(reply, Delivered) else ())
         if isinstance(request, messages.Unregister):
             self.metrics.pop((name, request.member), None)
         return reply
@@ -219,18 +219,18 @@ class ControlService:
     async def _hold(self, request: Any, kind: str, topics: tuple[str, ...]) -> Reply:
         """Decides again whenever there may be a better reply, until the time is up."""
         name, waiting = request.pipeline, self.waiting
-        reply = self._decide(request, waiting.held(name, kind))
+        reply = self._decide(request)
         if not _may_improve(reply):
             return reply
         until = deadline(request.wait_s)
         with waiting.holding(name, kind):
             while _may_improve(reply) and await waiting.hold(name, topics, request.member, until):
-                reply = self._decide(request, waiting.held(name, kind) - 1)
+                reply = self._decide(request)
         return reply
 
-    def _decide(self, request: Request, others_held: int = 0) -> Any:
+    def _decide(self, request: Request) -> Any:
         if isinstance(request, messages.AskLease):
-            request = msgspec.structs.replace(request, waiting=others_held, steady=True)
+            request = msgspec.structs.replace(request, steady=True)
         return self._carry(self.controller.handle(request, self._now()))
 
     def _complete(self, request: messages.AskLease, reply: Leased) -> Leased:
