@@ -18,6 +18,8 @@ from penstock.config.load import dump, validate
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.torch.engine import TorchEngine
 from penstock.envs.protocol import Message, Prompt
+from penstock.envs.rewards import Rubric
+from penstock.envs.settings import RewardSection
 from penstock.envs.tasks import Copy
 from penstock.errors import Aborted, ConfigError
 from penstock.records.ids import PromptIndex, SampleId, Version
@@ -27,6 +29,7 @@ from penstock.rollout.hooks import Failed, Finished, Unusable
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
 from penstock.rollout.io.preparation_pool import PreparationPool
+from penstock.rollout.io.scoring import Scoring
 from penstock.rollout.settings import RolloutSection
 
 
@@ -135,6 +138,17 @@ def test_an_environment_that_raises_costs_that_episode_alone() -> None:
     assert failed
     assert len(failed) < len(outcomes)
     assert all("lost its mind" in outcome.error for outcome in failed)
+
+
+def test_an_environment_that_raises_can_be_made_to_cost_a_reward() -> None:
+    """Generated again and again, what makes it raise is never learned from."""
+    scoring = Scoring(Rubric([Broken().score]), RewardSection(reward_on_error=-1.0), all_inline=True)
+    workload = workload_for(Broken(), max_turns=3, scoring=scoring)
+    outcomes = [outcome for group in play(workload, [lease(k, 8) for k in range(8)]) for outcome in group]
+    assert all(isinstance(outcome, Finished) for outcome in outcomes)
+    assert {outcome.reward for outcome in outcomes} == {-1.0, 1.0}
+    broken = [outcome for outcome in outcomes if outcome.reward < 0]
+    assert all(outcome.length > 1 and not outcome.arrays["truncated"][0] for outcome in broken)
 
 
 def test_an_interrupted_batch_goes_on_from_its_kept_tokens_in_another_worker(tmp_path: Path) -> None:

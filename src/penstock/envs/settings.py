@@ -24,8 +24,9 @@ class RewardSection(Section):
     processes from the start, for rewards that compute in Python for long or may hang without releasing the interpreter.
     0: threads only."""
     reward_on_error: float | None = None
-    """The reward of a sample for which a reward function raised, was too late, or gave `None`. Unset: it has none, and
-    is left out of its group's advantages; if the whole group has none, it is generated again."""
+    """The reward of a sample for which a reward function raised, was too late, or gave `None`, or whose environment
+    raised in its reply. Unset: it has none, and is left out of its group's advantages; if the whole group has none, or
+    the environment raised, it is generated again, so that what made it fail is not learned from."""
 
 
 class EnvSection(RewardSection):

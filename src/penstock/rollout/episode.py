@@ -58,7 +58,7 @@ class Episode(msgspec.Struct):
     """The same with special tokens, as a chat template would write it; empty where there is no template."""
     endings: list[str] = []
     """How each of them ended: "stop" by a token that ends a turn, "length" at the token limit, "context"
-    where the reply to it found no room."""
+    where the reply to it found no room, "error" where the environment raised instead of a reply."""
     replies: list[str] = []
     turn_tokens: int = 0
     """Generated in the completion that is not finished yet."""
@@ -85,7 +85,16 @@ class Episode(msgspec.Struct):
     @property
     def truncated(self) -> bool:
         """The last completion was cut off: it did not end by itself."""
-        return bool(self.endings) and self.endings[-1] != "stop"
+        return bool(self.endings) and self.endings[-1] not in ("stop", "error")
+
+    @property
+    def broken(self) -> bool:
+        """The environment raised after the last completion."""
+        return self.endings[-1:] == ["error"]
+
+    def break_off(self) -> None:
+        """The environment raised: the episode is over."""
+        self.endings[-1] = "error"
 
     @property
     def wants_completion(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -34,6 +35,8 @@ from penstock.rollout.io.scoring import Scoring
 from penstock.rollout.settings import RolloutSection
 from penstock.runtime.named import takes
 from penstock.runtime.offload import Offload
+
+log = logging.getLogger(__name__)
 
 
 class PreparedPrompt(msgspec.Struct):
@@ -101,13 +104,14 @@ class LanguageHooks:
         """A future where rewards take time."""
         episodes = [episode for episode in generated if isinstance(episode, Episode)]
         scored = self._score(prepared.prompt, episodes) if episodes else []
+        on_error = self.scoring.settings.reward_on_error
         if not isinstance(scored, Future):
-            return outcomes_of(generated, scored)
+            return outcomes_of(generated, scored, on_error)
         outcomes: Future[list[Outcome]] = Future()
 
         def came(scored: Future[list[Scored]]) -> None:
             try:
-                outcomes.set_result(outcomes_of(generated, scored.result()))
+                outcomes.set_result(outcomes_of(generated, scored.result(), on_error))
             except BaseException as error:  # noqa: BLE001 - raised where the outcomes are awaited
                 outcomes.set_exception(error)
 
@@ -277,9 +281,14 @@ def reply_messages(reply: Any) -> list[ChatMessage]:
     return [message.plain() if isinstance(message, Message) else message for message in messages]
 
 
-def outcomes_of(generated: Sequence[Episode | Failed], scored: Sequence[Scored]) -> list[Outcome]:
+def outcomes_of(
+    generated: Sequence[Episode | Failed], scored: Sequence[Scored], on_error: float | None = None
+) -> list[Outcome]:
     """Episodes with their rewards. One without a reward goes on without an advantage if others of the lease have one;
-    if none has, all failed: to be drawn again, or, where no function applies, never again."""
+    if none has, all failed: to be drawn again, or, where no function applies, never again. One that its environment
+    broke has the reward `on_error`."""
+    episodes = [episode for episode in generated if isinstance(episode, Episode)]
+    scored = [Scored(on_error, {}) if it.broken else score for it, score in zip(episodes, scored, strict=True)]
     rewards = [one.reward for one in scored if one.reward is not None]
     scores = iter(scored)
     outcomes: list[Outcome] = []
@@ -372,7 +381,16 @@ class LanguageWorkload(LanguageHooks):
     async def _goes_on(self, prepared: PreparedPrompt, episode: Episode) -> bool:
         if len(episode.completions) >= self.max_turns:
             return False
-        return await self._replies.run(self.goes_on, prepared, episode)
+        try:
+            return await self._replies.run(self.goes_on, prepared, episode)
+        except (PeerLost, RunFailed, ConfigError):
+            raise
+        except Exception:  # the environment's own
+            if self.scoring.settings.reward_on_error is None:
+                raise
+            log.warning("an environment raised in its reply: the episode ends with env.reward_on_error", exc_info=True)
+            episode.break_off()
+            return False
 
     def _begin_all(self, owners: Sequence[tuple[PreparedPrompt, int]]) -> list[Episode]:
         return [self.begin(prepared, member) for prepared, member in owners]
