@@ -7,8 +7,8 @@ of the same size; the samples are groups that share a prompt, with completions o
 With both layouts `packed` and `prefix`, what it gains to read the prompt of a group once is printed too: it grows with
 the length of the prompt beside that of the completions (`--prompt`, `--completion`) and with the size of a group.
 
-`recomputed` is what a pretrained model on a GPU has by default: `prefix` with activation checkpointing and passes of
-65,536 tokens.
+`recomputed` is `train.activation_checkpointing = true`, the default of sharded models on GPUs: `prefix`, activations
+computed again, passes of 65,536 tokens.
 
 MFU counts 6 FLOPs per parameter and token that a padding-free step without shared prompts would read, beside the
 device's dense bfloat16 peak. Models have random weights: only their shape matters.
@@ -193,9 +193,8 @@ def rows_of(
     add: Callable[[str, Callable[[], object], int, int], None],
 ) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    host = torch.device("cpu")
     sharded = arguments.fsdp
-    policy = LanguagePolicy(qwen2(shape, host if sharded else device, dtype), CharacterTokenizer("ab"))
+    policy = LanguagePolicy(qwen2(shape, device, dtype), CharacterTokenizer("ab"))
     parameters = policy.parameter_count()
     if arguments.lora:
         policy = adapt(policy, LoraSection(rank=arguments.lora))

@@ -115,7 +115,8 @@ class LanguagePolicy(Policy):
     def __init__(self, module: nn.Module, tokenizer: Tokenizer) -> None:
         super().__init__(module)
         self.tokenizer = tokenizer
-        self._checkpointing = False
+        self.recomputes = False
+        """Whether activations are computed again in the backward pass."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Brackets forward passes that train nothing."""
@@ -126,7 +127,7 @@ class LanguagePolicy(Policy):
         """Keep only what passes between layers, and compute the rest again in the backward pass."""
         model: Any = self.module
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._checkpointing = True
+        self.recomputes = True
 
     def prepare_training(self) -> None:
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -134,7 +135,7 @@ class LanguagePolicy(Policy):
         super().prepare_training()
         for layer in self.module.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                layer.training = self._checkpointing  # it looks at its own mode; what is inside stays without dropout
+                layer.training = self.recomputes  # it looks at its own mode; what is inside stays without dropout
 
     def save_config(self, directory: Path) -> None:
         config = self.module.config

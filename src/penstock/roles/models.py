@@ -66,7 +66,11 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
 
 
 def _usual_dtype(pipeline: PipelineSection) -> Literal["float32", "bfloat16"]:
-    return "bfloat16" if device_of(pipeline.train.device).type == "cuda" else "float32"
+    return "bfloat16" if _on_gpu(pipeline) else "float32"
+
+
+def _on_gpu(pipeline: PipelineSection) -> bool:
+    return device_of(pipeline.train.device).type == "cuda"
 
 
 def _teacher_of(pipeline: PipelineSection) -> LanguagePolicy | None:
@@ -78,10 +82,15 @@ def _teacher_of(pipeline: PipelineSection) -> LanguagePolicy | None:
 
 
 def recomputes_activations(pipeline: PipelineSection) -> bool:
-    """What this saves makes room for longer passes, and with fewer of them a GPU waits less for the CPU."""
+    """From the start; what this saves makes room for longer passes.
+
+    By default where running out of memory could not be mended: a sharded model cannot repeat a step.
+    """
     chosen = pipeline.train.activation_checkpointing
-    pretrained = isinstance(pipeline.model, HubModel | PathModel)
-    return pretrained and device_of(pipeline.train.device).type == "cuda" if chosen is None else chosen
+    if chosen is not None:
+        return chosen
+    sharded = pipeline.train_ranks > 1 or pipeline.train.fsdp
+    return sharded and isinstance(pipeline.model, HubModel | PathModel) and _on_gpu(pipeline)
 
 
 def micro_batch_tokens(pipeline: PipelineSection) -> int:
@@ -120,6 +129,7 @@ def objective_of(
         temperature=pipeline.rollout.temperature,
         longest=pipeline.rollout.max_new_tokens,
         packing=pipeline.train.packing,
+        may_recompute=pipeline.train.activation_checkpointing is None,
         reference=reference,
         teacher=teacher,
     )

@@ -66,7 +66,7 @@ class Work(Protocol):
         ...
 
     def shrink(self) -> None:
-        """The device's memory was not enough for the last forward or backward pass: make them smaller."""
+        """The device's memory was not enough for the last forward or backward pass: make them need less."""
         ...
 
     def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
@@ -102,10 +102,14 @@ class TokenObjective:
         loss: str = TrainSection().loss,
         temperature: float = 1.0,
         longest: int = 1,
+        may_recompute: bool = True,
         reference: LanguagePolicy | None = None,
         teacher: LanguagePolicy | None = None,
     ) -> None:
-        """`temperature` is that of the sampling: samples carry the log-probabilities of the tempered policy."""
+        """`temperature` is that of the sampling: samples carry the log-probabilities of the tempered policy.
+
+        With `may_recompute`, activations that do not fit into the device's memory are recomputed from then on.
+        """
         if not isinstance(policy, LanguagePolicy):
             raise ConfigError(f"a {type(policy).__name__} cannot be trained with a loss over tokens")
         if settings.kl_coefficient and reference is None:
@@ -129,6 +133,7 @@ class TokenObjective:
         if packing != "padded" and not all(attend_in_forests(module) for module in models):
             log.info("this model cannot read several sequences in a row: it is trained with padding")
             self.packing = "padded"
+        self._may_recompute = may_recompute
         self.limit_tokens: int | None = None
         """What was found to fit into the device's memory."""
 
@@ -147,8 +152,22 @@ class TokenObjective:
     ) -> TokenWork:
         return TokenWork(self, batches, scores, device)
 
+    def recompute(self, tokens: int) -> bool:
+        """Passes of `tokens` tokens do not fit into the device's memory: recompute activations from now on. False if
+        they are recomputed already, or must not be."""
+        if not self._may_recompute or self.policy.recomputes:
+            return False
+        log.warning(
+            "out of device memory with %d tokens in a micro-batch: recomputing activations from now on. Set "
+            "train.activation_checkpointing = true to save the attempt",
+            tokens,
+        )
+        self.policy.checkpoint_activations()
+        self.policy.prepare_training()
+        return True
+
     def fit(self, tokens: int) -> None:
-        """Forward passes of `tokens` tokens do not fit into the device's memory: halve them from now on."""
+        """Passes of `tokens` tokens do not fit into the device's memory: halve them from now on."""
         self.limit_tokens = max(1, tokens // 2)
         log.warning(
             "out of device memory with %d tokens in a micro-batch: going on with at most %d. Set "
@@ -245,11 +264,14 @@ class TokenWork:
                 yield self._objective.share(TokenTensors(batch, self._device), score, totals)
 
     def shrink(self) -> None:
+        if self._objective.recompute(self._tokens):
+            return
         self._objective.fit(self._tokens)
         if not self._divide():
+            advice = "" if self._objective.policy.recomputes else "set train.activation_checkpointing = true, or "
             raise RunFailed(
-                f"a single sequence of {self._tokens} tokens does not fit into the device's memory: set "
-                "train.activation_checkpointing = true, or train shorter sequences"
+                f"a single sequence of {self._tokens} tokens does not fit into the device's memory: {advice}train "
+                "shorter sequences"
             )
 
     def _divide(self) -> bool:

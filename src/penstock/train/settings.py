@@ -37,13 +37,15 @@ class TrainSection(StepSection):
     """With `overlong_tokens`: what a completion of the full length loses."""
     tokens_per_micro_batch: Positive | None = None
     """Language models: tokens of one forward and backward pass. Bounds memory; halved when a GPU runs out of it. By
-    default 65536 with activation checkpointing, and 16384 without."""
+    default 65536 if activations are recomputed from the start, else 16384."""
     packing: Literal["prefix", "packed", "padded"] = "prefix"
     """Language models: `packed` trains rows without padding; `prefix` also reads the prompt of a group only once;
     `padded` has one sequence in a row, as models with sliding windows or recurrent layers need: they are given it."""
     activation_checkpointing: bool | None = None
     """Language models: keep activations only between layers and compute the others again, which takes a third more
-    computation and a fraction of the memory. By default for pretrained models on a GPU."""
+    computation and a fraction of the memory. By default they are kept until a step does not fit into the GPU's memory:
+    it is repeated, and from then on they are recomputed. Shards cannot repeat a step: with several ranks, or `fsdp`, a
+    pretrained model on a GPU recomputes them from the start."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
     threads: Positive = 1

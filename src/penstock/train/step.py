@@ -173,7 +173,7 @@ class Learner:
             try:
                 return self._propagate(work, chosen, totals)
             except torch.OutOfMemoryError as error:
-                if self.world.size > 1:  # the other ranks are in the middle of a pass that this one cannot repeat
+                if not self.world.alone:  # its shards, and those of other ranks, are in the middle of a pass
                     raise RunFailed(
                         f"rank {self.world.rank} is out of device memory: {error}. Lower "
                         "train.tokens_per_micro_batch, or set train.activation_checkpointing = true"

@@ -24,13 +24,16 @@ TINY, PRETRAINED = {"kind": "tiny"}, {"kind": "path", "path": "models/some"}
         (TINY, {"device": "cpu"}, False, 16_384),
         (TINY, {"device": "cuda"}, False, 16_384),
         (PRETRAINED, {"device": "cpu"}, False, 16_384),
-        (PRETRAINED, {"device": "cuda"}, True, 65_536),
-        (PRETRAINED, {"device": "cuda", "activation_checkpointing": False}, False, 16_384),
-        (PRETRAINED, {"device": "cuda", "tokens_per_micro_batch": 2048}, True, 2048),
+        (PRETRAINED, {"device": "cuda"}, False, 16_384),
+        (PRETRAINED, {"device": "cuda", "ranks": 2}, True, 65_536),
+        (PRETRAINED, {"device": "cuda", "fsdp": True}, True, 65_536),
+        (PRETRAINED, {"device": "cuda", "fsdp": True, "activation_checkpointing": False}, False, 16_384),
+        (PRETRAINED, {"device": "cuda", "ranks": 2, "tokens_per_micro_batch": 2048}, True, 2048),
+        (TINY, {"device": "cuda", "ranks": 2}, False, 16_384),
         (TINY, {"device": "cpu", "activation_checkpointing": True}, True, 65_536),
     ],
 )
-def test_large_models_on_gpus_recompute_and_have_long_passes(
+def test_sharded_models_on_gpus_recompute_and_have_long_passes(
     model: dict[str, Any], train: dict[str, Any], recomputes: bool, tokens: int
 ) -> None:
     made = section(model, **train)

@@ -82,6 +82,20 @@ def test_a_step_is_the_same(layout: Packing, loss: str) -> None:
         assert found["tokens"] < wanted["tokens"]
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "prefix"])
+@pytest.mark.parametrize("tokens", [1000, 8])
+def test_a_sample_with_branches_is_one_sample_to_every_average(layout: Packing, tokens: int) -> None:
+    """3 tokens of advantage 1; 8 of advantage -3 in two branches, which a pass of 8 tokens reads one by one."""
+    samples = [sample([3, 4], [5, 6, 7]), branching()]
+    batches = pack_tokens(samples, np.array([1.0, -3.0]), PackSettings(micro_batch_tokens=tokens, layout=layout))
+    assert len(batches) == 1 or tokens == 8
+    for average, expected in (("sequence", (3 - 1) / 2), ("constant", (24 - 3) / (2 * 10)), ("token", (24 - 3) / 11)):
+        loss = TokenLossSection(importance="none", average=average, constant_length=10)  # type: ignore[arg-type]
+        metrics = Learner(TokenObjective(policy(), loss, packing=layout), OptimizerSection()).step(batches)
+        assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+        assert (metrics["sequences"], metrics["tokens"]) == pytest.approx((2, 11))
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 1000), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([15, 60, 1000]))
 def test_any_groups_give_the_same_step(seed: int, sizes: list[int], tokens: int) -> None:
@@ -138,6 +152,31 @@ def test_a_step_that_does_not_fit_goes_on_in_smaller_passes(
     monkeypatch.setattr(TokenObjective, "share", cramped)
     assert_equal(trained(samples, layout), wanted)
     assert "out of device memory" in caplog.text
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_activations_are_recomputed_before_passes_are_made_smaller(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where they may be: else passes of half the tokens are what is left."""
+    samples = groups(0, [4, 4])
+    wanted = trained(samples, "prefix")
+    share = TokenObjective.share
+    computed: list[int] = []
+
+    def cramped(self: TokenObjective, batch: Any, score: PriorLogprobs, totals: Any) -> Any:
+        found = share(self, batch, score, totals)
+        computed.append(batch.token_ids_RT.numel())
+        if not self.policy.recomputes and computed[-1] > wanted["tokens"] / 2:
+            found[0].backward(retain_graph=True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(TokenObjective, "share", cramped)
+    assert_equal(trained(samples, "prefix", may_recompute=allowed), wanted)
+    assert ("recomputing activations from now on" in caplog.text) is allowed
+    assert ("going on with at most" in caplog.text) is not allowed
+    assert (computed == [wanted["tokens"]] * 2) is allowed
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "prefix"])
