@@ -99,6 +99,30 @@ def test_recorded_logprobs_are_those_of_the_truncated_distribution(
     torch.testing.assert_close(drawn, expected, atol=0.04, rtol=0)
 
 
+@pytest.mark.parametrize("tokens", [1, 511, 512, 513, 1000])
+def test_every_token_is_drawn_as_often_as_it_is_probable(tokens: int) -> None:
+    """Also at the ends of the blocks in which it is looked for; and what has no probability never is."""
+    rng = np.random.default_rng(tokens)
+    probabilities = torch.from_numpy(rng.dirichlet(np.full(tokens, 0.5)))
+    probabilities[rng.random(tokens) < 0.3] = 0.0
+    probabilities[-1] += 0.1
+    probabilities /= probabilities.sum()
+    draws = 20_000
+    engine = engine_with()
+    found = torch.zeros(tokens)
+    for _ in range(4):
+        logits = probabilities.log().float().repeat(draws // 4, 1)
+        drawn, logprobs = engine.sample(logits, Sampling())
+        torch.testing.assert_close(logprobs.exp(), probabilities[drawn].float(), atol=1e-5, rtol=1e-4)
+        found += torch.bincount(drawn[:, 0], minlength=tokens)
+    assert not found[probabilities == 0].any()
+    expected = probabilities * draws
+    common = expected >= 10
+    distance = ((found - expected)[common] ** 2 / expected[common]).sum()
+    freedom = int(common.sum())
+    assert distance < freedom + 5 * (2 * freedom) ** 0.5
+
+
 def test_greedy_rows_use_no_random_numbers() -> None:
     engine = engine_with()
     before = engine.generator.get_state()

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from penstock.engines.requests import Sampling
 
+BLOCK = 256
+"""Tokens whose probabilities are summed together before one of them is looked for."""
+UNDER_ONE = 1.0 - 2.0**-52
+
 
 class Kind(NamedTuple):
     """What some of the rows need; what none of them needs costs nothing."""
@@ -82,17 +86,48 @@ def draw(logits_BV: Tensor, ways: Ways, kind: Kind, generator: torch.Generator) 
     order_BV = None
     if kind.cut:
         logprobs_BV, order_BV = _cut(logprobs_BV, ways)
-    scores_BV = logprobs_BV
-    if kind.drawn:
-        # The least of exponential times, each with its probability as rate, is a draw from them.
-        times_BV = torch.empty_like(logprobs_BV).exponential_(generator=generator)
+    if not kind.drawn:
+        chosen_B1 = logprobs_BV.argmax(-1, keepdim=True)
+    elif logprobs_BV.is_cuda:
+        chosen_B1 = _raced(logprobs_BV, ways.greedy_B[:, None] if kind.greedy else None, generator)
+    else:
+        chosen_B1 = _looked_up(logprobs_BV, generator)
         if kind.greedy:
-            times_BV.masked_fill_(ways.greedy_B[:, None], 1.0)
-        scores_BV = torch.div(logprobs_BV.exp(), times_BV, out=times_BV)
-    chosen_B1 = scores_BV.argmax(-1, keepdim=True)
+            chosen_B1 = torch.where(ways.greedy_B[:, None], logprobs_BV.argmax(-1, keepdim=True), chosen_B1)
     drawn_B = logprobs_BV.gather(-1, chosen_B1)[:, 0]
     tokens_B1 = chosen_B1 if order_BV is None else order_BV.gather(-1, chosen_B1)
     return tokens_B1[:, 0], drawn_B
+
+
+def _raced(logprobs_BV: Tensor, greedy_B1: Tensor | None, generator: torch.Generator) -> Tensor:
+    """The least of exponential times, each with its probability as rate, is a draw from them. Few kernels."""
+    times_BV = torch.empty_like(logprobs_BV).exponential_(generator=generator)
+    if greedy_B1 is not None:
+        times_BV.masked_fill_(greedy_B1, 1.0)
+    return torch.div(logprobs_BV.exp(), times_BV, out=times_BV).argmax(-1, keepdim=True)
+
+
+def _looked_up(logprobs_BV: Tensor, generator: torch.Generator) -> Tensor:
+    """One random number for each row, looked up in the sums of its probabilities: of many tokens first among blocks,
+    then in the block. A random number for each token, as in a race, takes a CPU longer than a small model's pass.
+    """
+    rows, tokens = logprobs_BV.shape
+    p_BV, drawn_B1 = logprobs_BV.exp(), torch.rand((rows, 1), dtype=torch.float64, generator=generator)
+    if tokens <= 2 * BLOCK:
+        return _place(p_BV, drawn_B1)[0]
+    p_BKL = torch.nn.functional.pad(p_BV, (0, -tokens % BLOCK)).view(rows, -1, BLOCK)
+    block_B1, drawn_B1 = _place(p_BKL.sum(-1), drawn_B1)
+    token_B1, _ = _place(p_BKL[torch.arange(rows), block_B1[:, 0]], drawn_B1)
+    return block_B1 * BLOCK + token_B1
+
+
+def _place(weights_BN: Tensor, drawn_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """In which of N parts of these sizes a number from [0, 1) falls, never in one of size 0; and where in it, from
+    [0, 1) again."""
+    ends_BN = weights_BN.cumsum(-1, dtype=torch.float64)
+    at_B1 = drawn_B1.clamp(max=UNDER_ONE) * ends_BN[:, -1:]
+    part_B1 = torch.searchsorted(ends_BN, at_B1, right=True)
+    return part_B1, 1 - (ends_BN.gather(-1, part_B1) - at_B1) / weights_BN.gather(-1, part_B1)
 
 
 def _cut(logprobs_BV: Tensor, ways: Ways) -> tuple[Tensor, Tensor]:
