@@ -246,10 +246,9 @@ def test_tool_calls_are_read_in_every_usual_form(text: str) -> None:
     assert json.dumps(found)
 
 
-def test_a_tokenizer_without_an_end_is_refused_by_name_and_a_beginning_is_kept() -> None:
+def test_a_tokenizer_without_an_end_is_refused_by_name() -> None:
     inner = tokenizer_of(CHATML, ["<|im_end|>"], "<|im_start|>", "<|im_end|>")
     assert PretrainedTokenizer(inner, [7]).stop_ids == (inner.eos_token_id, 7)
-    assert PretrainedTokenizer(inner).bos_ids == ()
     inner.eos_token = None  # type: ignore[assignment]
     assert PretrainedTokenizer(inner, [7]).eos_id == 7
     with pytest.raises(ConfigError, match="no end-of-sequence token"):

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from penstock.batch.pack import PackSettings, pack_tokens
 from penstock.config.pipeline import PipelineSection
-from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.models import AdaptedPolicy, LanguagePolicy, TinyLanguageModel, adapt, build
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import ConfigError
@@ -57,15 +57,30 @@ def test_its_gradient_is_that_of_the_reverse_divergence() -> None:
     assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
 
 
-def test_a_student_comes_nearer_to_a_larger_teacher() -> None:
+def adapted(spread: float = 0.0) -> AdaptedPolicy:
+    """One base with an adapter that changes nothing yet, or much: a teacher that another adapter can become."""
+    pytest.importorskip("peft")
+    made = adapt(policy(hidden=32, sharpness=8.0), rank=4)
+    with torch.no_grad():
+        for name, tensor in made.named_tensors().items():
+            if ".lora_B." in name:
+                tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)) * spread)
+    return made
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_student_comes_nearer_to_its_teacher(adapter: bool) -> None:
+    torch.set_num_threads(1)
     student, teacher = policy(), policy(hidden=32, seed=5, sharpness=25.0)
+    served = policy()
+    if adapter:
+        student, teacher, served = adapted(), adapted(spread=0.3), adapted()
     objective = TokenObjective(student, loss="distill", packing="prefix", teacher=teacher)
     learner = Learner(objective, OptimizerSection(learning_rate=1e-2))
-    engine = TorchEngine(policy().module, pad_id=0, seed=0)
+    engine = TorchEngine(served.module, pad_id=0, seed=0)
     distances = []
-    for step in range(30):
-        engine.stage(student.named_tensors())
-        engine.swap(step, "")
+    for _ in range(30):
+        served.load_tensors(student.named_tensors())
         drawn = engine.generate([[3, 4, 5, 9]], Sampling(max_new_tokens=6, stop_ids=(2,)), repeats=[32])
         samples = [
             {

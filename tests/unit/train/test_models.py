@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,22 @@ def test_actions_come_with_their_own_logprobs(kind: str) -> None:
     greedy, greedy_logprobs = policy.network.act(observations, torch.Generator(), greedy=True)
     assert bool((greedy_logprobs >= logprobs - 1e-6).all())
     assert greedy.shape == actions.shape
+
+
+def test_noise_is_drawn_on_the_device_of_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device it is made on the CPU, which the generator of a GPU refuses."""
+    policy = build(GymnasiumPolicy((4,), "gaussian", 2))
+    assert isinstance(policy, ActorCriticPolicy)
+    randn, asked = torch.randn, []
+
+    def recorded(*shape: Any, **options: Any) -> torch.Tensor:
+        asked.append(options.get("device"))
+        return randn(*shape, **options)
+
+    monkeypatch.setattr(torch, "randn", recorded)
+    generator = torch.Generator()
+    policy.network.act(torch.zeros(3, 4), generator)
+    assert asked == [generator.device]
 
 
 def test_attention_that_plans_for_every_shape_is_not_used() -> None:

@@ -90,6 +90,17 @@ def adapting(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool 
     )
 
 
+def distilling(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> Learner:
+    """An adapter that is trained to be another, with the teacher in shards too."""
+    adapted, teacher = (adapt(policy(dtype), rank=2, alpha=4.0) for _ in range(2))
+    with torch.no_grad():
+        for name, tensor in teacher.named_tensors().items():
+            tensor.fill_(0.3 if ".lora_B." in name else 0.1)
+    trained = shard(adapted, world, CPU) if sharded else adapted
+    wise = shard(teacher, world, CPU, masters=False) if sharded else teacher
+    return Learner(TokenObjective(trained, loss="distill", teacher=wise), OPTIM, steps=20, world=world)
+
+
 def part_of_a_story(world: World, folder: Path, name: str, it: Learner, first: int, end: int) -> None:
     """Trains, saves and publishes under `name`; rank 0 leaves metrics and digest."""
     place = folder / f"{name}-on-{world.size}"
@@ -149,6 +160,7 @@ def adapter_story(world: World, folder: Path) -> None:
     if world.size == 2:
         part_of_a_story(world, folder, "adapter", adapting(world, sharded=True), 0, 3)
         part_of_a_story(world, folder, "half-adapter", adapting(world, torch.bfloat16, sharded=True), 0, 2)
+        part_of_a_story(world, folder, "distilled", distilling(world, sharded=True), 0, 3)
         return
     resumed, half = adapting(world, sharded=True), adapting(world, torch.bfloat16, sharded=True)
     checkpoint.load(checkpoint.verify(folder / "adapter-on-2" / "step-00000003"), resumed)
@@ -242,6 +254,16 @@ def test_an_adapter_is_trained_by_any_number_of_ranks(story: Path) -> None:
     for ranks in (1, 4):
         again = restored(story, f"half-adapter-on-{ranks}", torch.bfloat16, adapting)
         assert furthest(again, half) == 0, "bitwise the same after a resume on another number of ranks"
+
+
+@pytest.mark.skipif(not PEFT, reason="needs peft: pip install 'penstock[lora]'")
+def test_an_adapter_is_distilled_by_two_ranks_as_by_one(story: Path) -> None:
+    alone = distilling(ALONE)
+    metrics = [alone.step(share(step, ALONE)) for step in range(3)]
+    for expected, seen in zip(metrics, result(story, "distilled-on-2")["metrics"], strict=True):
+        assert seen == pytest.approx(expected, rel=1e-4, abs=TIGHT)
+    assert abs(metrics[0]["kl_teacher"]) > 1e-3
+    assert furthest(restored(story, "distilled-on-2", make=distilling), alone) < TIGHT
 
 
 def test_the_whole_model_is_in_the_files(story: Path, tmp_path: Path) -> None:
