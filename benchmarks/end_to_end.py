@@ -14,12 +14,10 @@ import argparse
 import itertools
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 
 from _models import EOS, PAD, SHAPES, qwen2, release, spread
+from penstock.launch.gpus import GpuWatch
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz>"
 
@@ -134,17 +133,6 @@ every_steps = 1000
 """
 
 
-def busy_share(stop: threading.Event, found: list[float]) -> None:
-    """The GPU's own figure, sampled twice a second, if there is one."""
-    if shutil.which("nvidia-smi") is None:
-        return
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    while not stop.wait(0.5):
-        said = subprocess.run(query, capture_output=True, text=True, check=False)
-        if said.returncode == 0:
-            found.append(float(said.stdout.split()[0]) / 100)
-
-
 def penstock_run(
     directory: Path, options: argparse.Namespace, folder: Path, *, vllm: bool
 ) -> tuple[list[float], float]:
@@ -152,22 +140,17 @@ def penstock_run(
     folder.mkdir()
     path = folder / "run.toml"
     path.write_text(configuration(directory, options, folder / "runs", vllm))
-    stop, shares = threading.Event(), [0.0][:0]
-    watching = threading.Thread(target=busy_share, args=(stop, shares))
-    watching.start()
-    try:
+    with GpuWatch(0.5) as gpus:
         subprocess.run([sys.executable, "-m", "penstock.cli.main", "run", str(path)], check=True)
-    finally:
-        stop.set()
-        watching.join()
     [lines] = (folder / "runs").glob("*/metrics.jsonl")
     steps = [json.loads(line) for line in lines.read_text().splitlines()]
     at = [line["at"] for line in steps if line["kind"] == "step"]
     first = len(at) // 3
-    last = max(1, round((len(at) - first) / len(at) * len(shares)))
     ends = (first, (first + len(at)) // 2, len(at) - 1)
     rates = [options.samples * (b - a) / (at[b] - at[a]) for a, b in itertools.pairwise(ends)]
-    return rates, statistics.mean(shares[-last:]) if shares else 0.0
+    # Not while the engine starts, nor at the end.
+    busy = [share for when, shares in gpus.samples for share in shares.values() if at[first] <= when <= at[-1]]
+    return rates, statistics.mean(busy) if busy else 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

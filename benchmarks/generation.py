@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,12 +109,16 @@ def by_engine(engine: TorchEngine, prompts: list[list[int]], sampling: Sampling)
     return sum(len(one.token_ids) for one in asyncio.run(all_at_once()))
 
 
-def by_vllm(shape: dict[str, int], prompts: list[list[int]], chosen: Any) -> list[float] | None:
-    """In this interpreter, if it has vLLM."""
+def prompts_of(shape: dict[str, int], rows: int, chosen: Any) -> list[list[int]]:
+    return np.random.default_rng(0).integers(2, shape["vocabulary"], (rows, chosen.prompt)).tolist()
+
+
+def by_vllm(shape: dict[str, int], rows_list: list[int], chosen: Any) -> dict[int, list[float]]:
+    """In this interpreter, if it has vLLM: one server for all numbers of rows."""
     try:
         import vllm  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return None
+        return {}
 
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
@@ -127,25 +132,27 @@ def by_vllm(shape: dict[str, int], prompts: list[list[int]], chosen: Any) -> lis
             skip_tokenizer_init=True,
             dtype="bfloat16" if on_gpu else "float32",
             max_model_len=2048,
-            max_num_seqs=256,
+            max_num_seqs=max(rows_list),
+            enable_prefix_caching=False,  # every round reads its prompts
             **({"gpu_memory_utilization": 0.5} if on_gpu else {"enforce_eager": True}),
         )
         stops = stops_of(shape, chosen)
         how = vllm.SamplingParams(
             max_tokens=chosen.new, ignore_eos=not stops, stop_token_ids=list(stops), logprobs=0, detokenize=False
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
 
-        def work() -> int:
+        def work(rows: int) -> int:
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts_of(shape, rows, chosen)]
             made = server.generate(asked, how, use_tqdm=False)
             return sum(len(one.outputs[0].token_ids) for one in made)
 
-        return rates_of(work, chosen.rounds)
+        return {rows: rates_of(partial(work, rows), chosen.rounds) for rows in rows_list}
 
 
-def by_vllm_elsewhere(name: str, rows: int, chosen: Any) -> list[float] | None:
+def by_vllm_elsewhere(name: str, rows_list: list[int], chosen: Any) -> dict[int, list[float]]:
     """The same in the interpreter that is named."""
-    flags = ["--shapes", name, "--rows", str(rows), "--lengths", chosen.lengths, "--only-vllm", "--json"]
+    rows = ",".join(map(str, rows_list))
+    flags = ["--shapes", name, "--rows", rows, "--lengths", chosen.lengths, "--only-vllm", "--json"]
     for key in ("prompt", "new", "rounds"):
         flags += [f"--{key}", str(getattr(chosen, key))]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -154,15 +161,12 @@ def by_vllm_elsewhere(name: str, rows: int, chosen: Any) -> list[float] | None:
         [chosen.vllm_python, __file__, *flags], env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True
     )
     [said] = [line for line in done.stdout.splitlines() if line.startswith('{"device"')]  # among the server's own lines
-    return json.loads(said)["found"][0]["vllm"]
+    return {line["rows"]: line["vllm"] for line in json.loads(said)["found"]}
 
 
 def measured(model: Any, name: str, rows: int, chosen: Any, bytes_per_s: float) -> dict[str, Any]:
     without, shape, on_gpu = chosen.without.split(","), SHAPES[name], model.device.type == "cuda"
-    stops = stops_of(shape, chosen)
-    prompts = np.random.default_rng(0).integers(2, shape["vocabulary"], (rows, chosen.prompt)).tolist()
-    if chosen.only_vllm:
-        return {"vllm": by_vllm(shape, prompts, chosen)}
+    stops, prompts = stops_of(shape, chosen), prompts_of(shape, rows, chosen)
     sampling = Sampling(max_new_tokens=chosen.new, stop_ids=stops)
     room = TorchEngineSection(rows=rows, cache_tokens=rows * (chosen.prompt + chosen.new + 64))
     line: dict[str, Any] = {}
@@ -174,9 +178,6 @@ def measured(model: Any, name: str, rows: int, chosen: Any, bytes_per_s: float) 
         without_graphs = room.model_copy(update={"graphs": False})
         eager = TorchEngine(model, without_graphs, pad_id=0, version=1, digest="d")
         line["eager"] = rates_of(lambda: by_engine(eager, prompts, sampling), chosen.rounds)
-    if "vllm" not in without:
-        elsewhere = chosen.vllm_python
-        line["vllm"] = by_vllm_elsewhere(name, rows, chosen) if elsewhere else by_vllm(shape, prompts, chosen)
     line["limit"] = limit(model, rows, chosen.prompt, chosen.new, bytes_per_s)
     return line
 
@@ -205,9 +206,15 @@ def main(arguments: list[str]) -> int:
     bytes_per_s = 0.0 if chosen.only_vllm else bandwidth(device)
     found: list[dict[str, Any]] = []
     for name in shapes:
-        model = model_of(SHAPES[name], device, 2048)
+        served: dict[int, list[float]] = {}
+        if chosen.only_vllm or ("vllm" not in chosen.without.split(",") and not chosen.vllm_python):
+            served = by_vllm(SHAPES[name], rows_list, chosen)
+        elif "vllm" not in chosen.without.split(","):
+            served = by_vllm_elsewhere(name, rows_list, chosen)
+        model = None if chosen.only_vllm else model_of(SHAPES[name], device, 2048)
         for rows in rows_list:
-            found.append({"model": name, "rows": rows} | measured(model, name, rows, chosen, bytes_per_s))
+            line: dict[str, Any] = {"model": name, "rows": rows, "vllm": served.get(rows)}
+            found.append(line | ({} if model is None else measured(model, name, rows, chosen, bytes_per_s)))
             if not chosen.json:
                 print(found[-1], flush=True)
     if chosen.json:
