@@ -113,7 +113,7 @@ def test_a_completion_ends_at_the_tokens_of_tokenizer_template_model_and_user(tm
     """A model that ends its turns with another token than the end of sequence ran to the limit."""
     special = ["<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>", "<other>", "<stop>"]
     inner = tokenizer_of(FAMILIES["gemma"][0], special, "<bos>", "<eos>")
-    ids = {word: inner.convert_tokens_to_ids(word) for word in special}
+    ids: dict[str, Any] = {word: inner.convert_tokens_to_ids(word) for word in special}
     inner.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids["<eos>"], ids["<other>"]]}))
     tokenizer = load_tokenizer(tmp_path)
@@ -149,7 +149,7 @@ def test_what_was_drawn_after_a_stop_string_is_dropped() -> None:
 def test_a_plain_text_begins_as_the_tokenizer_begins_texts(used: bool) -> None:
     """Base models were trained with a token before every text; a chat template writes its own."""
     inner = tokenizer_of(*FAMILIES["llama"])
-    bos = inner.bos_token_id
+    bos: Any = inner.bos_token_id
     if used:
         inner.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)]

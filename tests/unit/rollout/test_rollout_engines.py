@@ -104,7 +104,7 @@ def test_every_token_is_drawn_as_often_as_it_is_probable(tokens: int) -> None:
     """Also at the ends of the blocks in which it is looked for; and what has no probability never is."""
     rng = np.random.default_rng(tokens)
     probabilities = torch.from_numpy(rng.dirichlet(np.full(tokens, 0.5)))
-    probabilities[rng.random(tokens) < 0.3] = 0.0
+    probabilities[torch.from_numpy(rng.random(tokens) < 0.3)] = 0.0
     probabilities[-1] += 0.1
     probabilities /= probabilities.sum()
     draws = 20_000
