@@ -58,9 +58,9 @@ def workload_for(environment: Any, **options: Any) -> LanguageWorkload:
     policy = build(TinyLanguageModel(alphabet=Copy().alphabet, hidden_size=16, layers=1, heads=2, max_positions=48))
     assert isinstance(policy, LanguagePolicy)
     engine = TorchEngine(policy.module, pad_id=0, version=3, digest="three", seed=options.pop("seed", 0))
-    kept = options.pop("kept", None)
+    given = {name: options.pop(name) for name in ("kept", "scoring") if name in options}
     settings = RolloutSection(**{"max_new_tokens": 5, **options})
-    return LanguageWorkload(environment, engine, policy.tokenizer, settings, kept=kept)
+    return LanguageWorkload(environment, engine, policy.tokenizer, settings, **given)
 
 
 def lease(position: int, samples: int = 3, min_version: int = 0) -> PromptLease:

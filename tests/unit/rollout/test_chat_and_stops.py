@@ -22,6 +22,7 @@ from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
+from penstock.rollout.settings import RolloutSection
 from unit.envs.test_envs_chat import FAMILIES, tokenizer_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -90,7 +91,7 @@ def test_the_engine_reads_every_turn_as_the_template_writes_it() -> None:
     """The result of a tool stands in a turn of its own, and the policy speaks after its own header."""
     tokenizer = chatml()
     engine = Script(*(tokenizer.encode(f"{said}<|im_end|>") for said in (CALL, "3")))
-    workload = LanguageWorkload(WithTools(Asked(messages=True), [add]), engine, tokenizer, max_turns=5)
+    workload = LanguageWorkload(WithTools(Asked(messages=True), [add]), engine, tokenizer, RolloutSection(max_turns=5))
     prepared, outcome = played(workload)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     messages: list[Any] = [
@@ -118,8 +119,8 @@ def test_a_completion_ends_at_the_tokens_of_tokenizer_template_model_and_user(tm
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids["<eos>"], ids["<other>"]]}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.stop_ids == (ids["<eos>"], ids["<other>"])
-    own = [ids["<stop>"]]
-    workload = LanguageWorkload(Asked(messages=True), Script(), tokenizer, stop_ids=own)  # type: ignore[arg-type]
+    settings = RolloutSection(stop_ids=[ids["<stop>"]])
+    workload = LanguageWorkload(Asked(messages=True), Script(), tokenizer, settings)
     assert set(workload.sampling.stop_ids) == {ids[word] for word in ("<eos>", "<other>", "<stop>", "<end_of_turn>")}
 
 
@@ -139,7 +140,7 @@ def test_the_models_own_stop_tokens_are_one_several_or_none(
 def test_what_was_drawn_after_a_stop_string_is_dropped() -> None:
     tokenizer = chatml()
     engine = Script(tokenizer.encode("is 3. is"))
-    workload = LanguageWorkload(Asked(messages=False), engine, tokenizer, stop_strings=["3."])
+    workload = LanguageWorkload(Asked(messages=False), engine, tokenizer, RolloutSection(stop_strings=["3."]))
     _, outcome = played(workload)
     assert tokenizer.decode(outcome.arrays["token_ids"][outcome.arrays["loss_mask"] != 0].tolist()) == "is 3."
     assert not outcome.arrays["truncated"][0]

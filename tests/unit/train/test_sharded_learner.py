@@ -98,7 +98,9 @@ def distilling(world: World, dtype: torch.dtype = torch.float32, *, sharded: boo
             tensor.fill_(0.3 if ".lora_B." in name else 0.1)
     trained = shard(adapted, world, CPU) if sharded else adapted
     wise = shard(teacher, world, CPU, masters=False) if sharded else teacher
-    return Learner(TokenObjective(trained, loss="distill", teacher=wise), OPTIM, steps=20, world=world)
+    return Learner(
+        TokenObjective(trained, packing="padded", loss="distill", teacher=wise), OPTIM, steps=20, world=world
+    )
 
 
 def part_of_a_story(world: World, folder: Path, name: str, it: Learner, first: int, end: int) -> None:
