@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -10,17 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.cli.main import app
 from penstock.config.check import check_environment
-from penstock.config.load import validate
+from penstock.config.load import load, validate
 from penstock.config.reference import keys
+from penstock.config.run import Config
 from penstock.roles.environments import environment_of
+from penstock.runtime.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+COMING_FROM = ROOT / "docs" / "coming-from.md"
+GUIDES = [COMING_FROM, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -77,6 +82,31 @@ def test_configurations_of_the_guides_are_accepted(page: Path):
         validate(tomllib.loads(block))
 
 
+def test_jobs_of_other_frameworks_pass_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With their own data: TRL's columns stand beside the prompt, verl's answer in the column `reward_model`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)
+    row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "train.jsonl").write_text(msgspec.json.encode(row).decode() + "\n")
+    [verl_reward] = [block for block in blocks(COMING_FROM, "python") if "my_reward.py" in block]
+    (tmp_path / "my_reward.py").write_text(verl_reward)
+    configurations = blocks(COMING_FROM, "toml")
+    assert len(configurations) == 2
+    for block in configurations:  # parquet needs the extra `data`
+        check_environment(validate(tomllib.loads(block.replace("train.parquet", "train.jsonl"))))
+    [script] = [block for block in blocks(COMING_FROM, "python") if "import penstock" in block]
+    (tmp_path / "script.py").write_text(script)
+    started: list[Config] = []
+
+    def start(run: RunDir, **_: Any) -> None:
+        started.append(load(run.config_path))
+        run.write_ending("complete", "")
+
+    monkeypatch.setattr("penstock.launch.python._start", start)
+    runpy.run_path("script.py", run_name="__main__")
+    assert [one.pipeline[0].model.kind for one in started] == ["hub"]
+
+
 def test_the_site_is_built_without_warnings(tmp_path: Path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
@@ -84,6 +114,13 @@ def test_the_site_is_built_without_warnings(tmp_path: Path):
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "reference" / "index.html").read_text()
     assert all(f"<code>{key.path.rpartition('.')[2]}</code>" in reference for key in keys())
+
+
+def test_the_test_of_the_guide_passes():
+    written: dict[str, Any] = {"__name__": "guide"}
+    for block in blocks(ROOT / "docs" / "guides" / "own-environment.md", "python"):
+        exec(block, written)
+    written["test_two_letters_are_rewarded"]()
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class PipelineSection(Section):
             raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
         if self.lora is not None and (isinstance(self.model, MlpModel) or not self.engine.capabilities.adapters):
             raise ValueError(
-                "lora needs a language model and an engine that loads adapters: engine.kind = 'torch', not divided"
+                "lora needs a language model and an engine that loads adapters: 'vllm', or 'torch', not divided"
             )
         self._check_group_size()
         self._check_teacher()
