@@ -1,7 +1,7 @@
 # The two commands of this house: `make demo` and `make test`. Both make the environment first, if it is not made yet.
 PYTHON ?= python3
 VENV := .venv
-EXTRAS ?= dev,dashboard
+EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

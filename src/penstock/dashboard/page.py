@@ -8,7 +8,7 @@ from collections.abc import Mapping
 SCRIPTS = ("dom.js", "charts.js", "samples.js", "views.js", "runs.js", "app.js")
 STYLE = "dashboard.css"
 PLOTLY = "plotly.js"
-INSTALL = "pip install 'penstock[dashboard]'"
+INSTALL = "pip install plotly"
 
 
 def key_of(run: str, view: str, query: Mapping[str, str]) -> str:
