@@ -17,7 +17,7 @@ from penstock.control.settings import PipelineSettings
 from penstock.journal.writer import Journal
 from penstock.records.ids import PipelineName, RunId
 from penstock.runtime.clock import SystemClock
-from penstock.runtime.process import die_with_parent
+from penstock.runtime.parent import die_with_parent
 from penstock.runtime.rundir import write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.tasks import Tasks

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 import pytest
 
-from penstock.control.io.heartbeat import Sidecar
+from penstock.control.io.sidecar import Sidecar
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.process import is_alive, start_time
 from penstock.runtime.progress import ProgressCell
@@ -152,7 +152,7 @@ def test_it_is_small(listener: Listener, sidecar: Sidecar) -> None:
 
 PARENT = """
     import os, sys, time
-    from penstock.control.io.heartbeat import Sidecar
+    from penstock.control.io.sidecar import Sidecar
     from penstock.runtime.progress import ProgressCell
 
     cell = ProgressCell()

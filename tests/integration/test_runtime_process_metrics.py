@@ -82,7 +82,7 @@ def test_host_id_is_stable_and_says_something() -> None:
 
 CHILD = """
     import os, time
-    from penstock.runtime.process import die_with_parent
+    from penstock.runtime.parent import die_with_parent
     die_with_parent()
     print(os.getpid(), flush=True)
     time.sleep(120)
@@ -102,7 +102,7 @@ def test_a_child_dies_with_a_parent_that_was_killed() -> None:
 
 
 def test_a_parent_that_died_before_the_call_is_noticed() -> None:
-    program = "from penstock.runtime.process import die_with_parent; die_with_parent(1 << 22); print('survived')"
+    program = "from penstock.runtime.parent import die_with_parent; die_with_parent(1 << 22); print('survived')"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert ended.stdout == b""

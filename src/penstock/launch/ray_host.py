@@ -21,7 +21,8 @@ import penstock
 from penstock.errors import ConfigError, LocalProtocolError
 from penstock.launch.processes import ProcessSpec, command, environment
 from penstock.payload.io.leftovers import sweep, sweep_dead
-from penstock.runtime.process import kill_tree, watch_parent
+from penstock.runtime.parent import watch_parent
+from penstock.runtime.process import kill_tree
 from penstock.runtime.rundir import RunDir, write_atomically
 
 LOG_CHUNK_BYTES = 1 << 20

@@ -31,7 +31,7 @@ from penstock.launch.ray_cluster import HEAD, NAMESPACE, check_address, connecte
 from penstock.launch.ray_placer import RayPlacer
 from penstock.launch.supervisor import Outcome, View, exclusive, supervise
 from penstock.runtime.logs import configure
-from penstock.runtime.process import watch_parent
+from penstock.runtime.parent import watch_parent
 from penstock.runtime.rundir import RunDir, write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
 

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from penstock.runtime.process import die_with_parent
+from penstock.runtime.parent import die_with_parent
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -21,7 +21,7 @@ from penstock.envs.registry import rubric_of
 from penstock.envs.rewards import Rubric
 from penstock.roles.environments import environment_of, evaluation_environment_of
 from penstock.rollout.io.preparation_pool import PreparationPool
-from penstock.runtime.process import watch_parent
+from penstock.runtime.parent import watch_parent
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from penstock.config.load import load
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
-from penstock.control.io.heartbeat import Sidecar
+from penstock.control.io.sidecar import Sidecar
 from penstock.errors import ADVICE, LocalProtocolError, PenstockError, sentence_of
 from penstock.payload.io.fetch import WIRES, Transport
 from penstock.payload.io.mapping import DIRECTORY

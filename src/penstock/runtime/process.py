@@ -1,59 +1,17 @@
-"""Processes as the kernel sees them: who is my parent, is this still the same process, end this whole tree."""
+"""Processes as the kernel sees them: is this still the same process, end this whole tree."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
 import psutil
 
-PR_SET_PDEATHSIG = 1
-WATCH_PARENT_EVERY_S = 1.0
 POLL_S = 0.01
-
-
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """From now on this process is killed as soon as its parent ends, however the parent ends.
-
-    `parent_pid` is who started us, when known: a parent that died before this call is then noticed too. The kernel
-    counts the end of the *thread* that started us, so start children from a thread that lives as long as the process.
-    """
-    expected = os.getppid() if parent_pid is None else parent_pid
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    else:
-        watch_parent(expected)
-    if os.getppid() != expected:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def watch_parent(expected: int) -> None:
-    """The same by looking every second: for processes that cannot know which thread of their parent started them."""
-    _signal_without(expected, signal.SIGKILL)
-
-
-def stop_with_parent(expected: int) -> None:
-    """From now on this process is interrupted, as by Ctrl-C, once its parent has ended."""
-    _signal_without(expected, signal.SIGINT)
-
-
-def _signal_without(parent: int, number: signal.Signals) -> None:
-    threading.Thread(target=_watch_parent, args=(parent, number), name="parent-watch", daemon=True).start()
-
-
-def _watch_parent(expected: int, number: signal.Signals) -> None:
-    while os.getppid() == expected:
-        time.sleep(WATCH_PARENT_EVERY_S)
-    os.kill(os.getpid(), number)
 
 
 def start_time(pid: int) -> float | None:

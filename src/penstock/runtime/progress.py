@@ -10,7 +10,6 @@ import mmap
 import os
 import struct
 import sys
-import tempfile
 from dataclasses import dataclass
 
 from penstock.runtime.clock import monotonic
@@ -78,5 +77,7 @@ class ProgressCell:
 def _anonymous_file() -> int:
     if sys.platform == "linux":
         return os.memfd_create("penstock-progress")
+    import tempfile
+
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

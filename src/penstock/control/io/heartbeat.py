@@ -1,4 +1,4 @@
-"""The heartbeat: a small process beside each worker and trainer that says how its parent is doing.
+"""The heartbeat: a small process beside each worker and trainer that says how its parent is doing. It imports little.
 
 It runs apart from its parent, so a parent that is busy in native code for a minute is still heard; and it reports when
 the parent last made progress, read from the parent's own memory, so a parent that hangs cannot look alive. It ends
@@ -11,31 +11,21 @@ beat it looks whether it has been orphaned. Whichever is noticed first.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.records.ids import MemberId, PipelineName
-from penstock.runtime.process import die_with_parent, how_ended
+from penstock.runtime.parent import die_with_parent
 from penstock.runtime.progress import ProgressCell
-from penstock.wire.messages import Heartbeat
-
-logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
-RESTART_S = 0.5
 MAX_ANSWER_BYTES = 64 * 1024
 
 
@@ -44,106 +34,23 @@ class Settings(msgspec.Struct, frozen=True):
 
     endpoint: str
     token: str
-    pipeline: PipelineName
-    member: MemberId
+    heartbeat: dict[str, Any]
+    """The call of that name, without what is read from the cell."""
     parent_pid: int
     cell_fd: int
     every_s: float
 
 
-class Sidecar:
-    """The parent's side. Start it from a thread that lives as long as the process, best the main one."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._lock = threading.Lock()
-        self._stopping = False
-        self._process = self._launch()
-        self._watch = threading.Thread(target=self._keep, name="heartbeat-watch", daemon=True)
-        self._watch.start()
-
-    @classmethod
-    def start(
-        cls,
-        endpoint: Path | str,
-        token: str,
-        pipeline: PipelineName,
-        member: MemberId,
-        cell: ProgressCell,
-        *,
-        every_s: float,
-    ) -> Sidecar:
-        """Starts beating for `member` at the controller that the endpoint file names."""
-        return cls(Settings(str(endpoint), token, pipeline, member, os.getpid(), cell.fileno(), every_s))
-
-    def _launch(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.control.io.heartbeat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(self._settings.cell_fd,),
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended at once, which is noticed below
-            process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-            process.stdin.flush()  # and left open: its end is how the sidecar hears of ours
-        return process
-
-    def _keep(self) -> None:
-        """A sidecar that was killed alone is started again: without it this process would pass for dead."""
-        while True:
-            process = self._process
-            process.wait()
-            time.sleep(RESTART_S)
-            with self._lock:
-                if self._stopping:
-                    return
-                logger.warning("the heartbeat %s; it is started again", how_ended(process.returncode))
-                if process.stdin is not None:
-                    with contextlib.suppress(OSError):
-                        process.stdin.close()
-                try:
-                    self._process = self._launch()
-                except OSError as error:  # the machine has no process to give: tried again
-                    logger.warning("the heartbeat cannot be started: %s", error)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def stop(self, timeout_s: float) -> None:
-        """Ends the sidecar; returns when it is gone, after `timeout_s` at most."""
-        with self._lock:
-            self._stopping = True
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            logger.warning("the heartbeat did not end within %g s and was killed", timeout_s)
-            self._process.kill()
-            self._process.wait()
-
-    def __repr__(self) -> str:
-        return f"Sidecar(pid={self.pid}, alive={self.alive})"
-
-
 def beat(settings: Settings, cell: ProgressCell, line: Line) -> bool:
     """Sends one heartbeat; False when no answer came."""
     progress = cell.read()
-    heartbeat = Heartbeat(
-        settings.pipeline,
-        settings.member,
-        progressed_ago_s=progress.ago_s if progress is not None else 0.0,
-        doing=progress.doing if progress is not None else "starting",
-    )
+    heartbeat = settings.heartbeat | {
+        "progressed_ago_s": progress.ago_s if progress is not None else 0.0,
+        "doing": progress.doing if progress is not None else "starting",
+    }
     try:
-        where: dict[str, Any] = json.loads(Path(settings.endpoint).read_text(encoding="utf-8"))
+        with open(settings.endpoint, encoding="utf-8") as file:
+            where: dict[str, Any] = json.load(file)
         status = line.post((str(where["host"]), int(where["port"])), msgspec.msgpack.encode(heartbeat))
     except (OSError, ValueError, KeyError, TypeError):
         line.close()

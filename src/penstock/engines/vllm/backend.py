@@ -21,7 +21,7 @@ import torch
 
 from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.records.weights import Manifest
-from penstock.runtime.process import die_with_parent
+from penstock.runtime.parent import die_with_parent
 from penstock.weights.io.files import map_version
 
 OWNED = "PENSTOCK_OWNS_VLLM"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from penstock.runtime.process import die_with_parent
+from penstock.runtime.parent import die_with_parent
 
 SERVER = "vllm.entrypoints.openai.api_server"
 

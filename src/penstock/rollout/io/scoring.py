@@ -36,7 +36,8 @@ from penstock.envs import rewards
 from penstock.envs.rewards import Columns, NoReward, Rubric, Scored, Values, awaited_values_of, is_async, values_of
 from penstock.envs.settings import RewardSection
 from penstock.errors import PenstockError, RunFailed
-from penstock.runtime.process import exit_cause, watch_parent
+from penstock.runtime.parent import watch_parent
+from penstock.runtime.process import exit_cause
 
 log = logging.getLogger(__name__)
 
