@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from penstock.launch.charts import curve_svg
+from penstock.launch.python import Run
 from penstock.runtime.rundir import RunDir
 
 SAMPLES_SHOWN = 8
@@ -85,7 +86,7 @@ def _metrics(path: Path) -> tuple[Steps, Steps, dict[str, Any]]:
         match entry.get("kind"):
             case "step":
                 steps[entry["pipeline"]][entry["step"]] = entry
-            case "evaluation" if "skipped" not in entry:
+            case "evaluation" if entry.get("eval/reward") is not None:
                 evaluations[entry["pipeline"]][entry["version"]] = entry
             case "gauges":
                 gauges = entry.get("pipelines", gauges)
@@ -93,11 +94,11 @@ def _metrics(path: Path) -> tuple[Steps, Steps, dict[str, Any]]:
 
 
 def _head(run: RunDir, ending: dict[str, Any] | None) -> str:
-    how = "no end was written: the run goes on, or was killed" if ending is None else ending["how"]
+    how = Run(run.root).state
     sentence = "" if ending is None else ending.get("sentence", "")
     wall = "" if ending is None or "wall_s" not in ending else f" after {ending['wall_s']:.0f} s"
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(_made_at(run)))
-    kind = "ok" if how == "complete" else "bad"
+    kind = "ok" if how in ("complete", "running") else "bad"
     said = f"<pre>{_text(sentence)}</pre>" if sentence else ""
     return f'<h1>{_text(run.root.name)}</h1><p><span class="{kind}">{_text(how)}</span>{wall} · {made}</p>{said}'
 
