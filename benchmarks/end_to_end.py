@@ -141,7 +141,7 @@ def penstock_run(
     path = folder / "run.toml"
     path.write_text(configuration(directory, options, folder / "runs", vllm))
     with GpuWatch(0.5) as gpus:
-        subprocess.run([sys.executable, "-m", "penstock.cli.main", "run", str(path)], check=True)
+        subprocess.run([sys.executable, "-m", "penstock.cli.entry", "run", str(path)], check=True)
     [lines] = (folder / "runs").glob("*/metrics.jsonl")
     steps = [json.loads(line) for line in lines.read_text().splitlines()]
     at = [line["at"] for line in steps if line["kind"] == "step"]

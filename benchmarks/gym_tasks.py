@@ -114,7 +114,7 @@ def learn(task: Task, seed: int) -> Learned:
         path = Path(folder) / "run.toml"
         path.write_text(_configuration(task, seed, Path(folder) / "runs"))
         began = time.monotonic()
-        command = [sys.executable, "-m", "penstock.cli.main", "run", str(path)]
+        command = [sys.executable, "-m", "penstock.cli.entry", "run", str(path)]
         said = subprocess.run(command, capture_output=True, text=True, check=False)
         if said.returncode:
             raise SystemExit(f"the run of {task.id} failed:\n{said.stdout}\n{said.stderr}")

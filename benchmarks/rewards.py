@@ -127,7 +127,7 @@ def ours(reward: str, options: argparse.Namespace, folder: Path) -> dict[str, fl
     values["here"] = json.dumps(str(Path(__file__).parent))
     keys = {"steps": options.steps, "tokens": options.tokens, "groups": options.groups, "staleness": options.staleness}
     (folder / "run.toml").write_text(CONFIGURATION.format(reward=reward, **values, **keys))
-    command = [sys.executable, "-m", "penstock.cli.main", "run", str(folder / "run.toml")]
+    command = [sys.executable, "-m", "penstock.cli.entry", "run", str(folder / "run.toml")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         peak = [0]
         watching = threading.Thread(target=watch_memory, args=(process.pid, peak), daemon=True)

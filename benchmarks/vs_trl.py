@@ -182,7 +182,7 @@ def ours(folder: Path, model: Path, round_: int, options: argparse.Namespace) ->
     path = folder / "run.toml"
     values = {"folder": json.dumps(str(folder / "runs")), "model": json.dumps(str(model))}
     path.write_text(PENSTOCK.format(**values, seed=round_, steps=options.steps))
-    command = [sys.executable, "-m", "penstock.cli.main", "run", str(path)]
+    command = [sys.executable, "-m", "penstock.cli.entry", "run", str(path)]
     return timed(command, folder / "runs" / "*" / "metrics.jsonl", options.reward, dict(os.environ), folder / "log")
 
 

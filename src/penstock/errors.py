@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import errno
 
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C has ended: no error."""
+
 
 class PenstockError(Exception):
     """The root: `except PenstockError` catches everything that Penstock itself raises."""

@@ -135,7 +135,7 @@ _started: list[subprocess.Popen[str]] = []
 
 def start(folder: Path, *arguments: str | Path, command: str = "run") -> Running:
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", command, *map(str, arguments)],
+        [sys.executable, "-m", "penstock.cli.entry", command, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -20,7 +20,7 @@ from penstock.config.reference import keys
 from penstock.config.run import Config
 from penstock.engines.hub import cached, directory_of
 from penstock.engines.settings import HubModel
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import INTERRUPTED, ConfigError, PenstockError
 from penstock.launch.gpus import GpuWatch
 from penstock.launch.local import LocalPlacer
 from penstock.launch.preload import Preloading
@@ -29,12 +29,11 @@ from penstock.launch.summary import plot, print_summary
 from penstock.launch.supervisor import Outcome, View, configured, exclusive, supervise
 from penstock.launch.view import PlainView, TerminalView
 from penstock.runtime.logs import configure
-from penstock.runtime.process import stop_with_parent
+from penstock.runtime.parent import stop_with_parent
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.terminal import harmless
 
-INTERRUPTED = 130
 PIPE_COLUMNS = 140
 """A pipe has no width of its own, and what is assumed for it would fold the cells of the summary."""
 

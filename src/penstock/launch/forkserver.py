@@ -35,9 +35,9 @@ ROLES = ("trainer", "rollout_worker")
 
 
 def modules_of(config: Config) -> list[str]:
-    """What every process of the run would import, beside torch."""
+    """What every process of the run would import, beside torch and its role."""
     models = [pipeline.model for pipeline in config.pipeline]
-    modules = ["penstock.roles.trainer", "penstock.roles.rollout_worker"]
+    modules = ["penstock.roles.models"]
     for model in models:
         if isinstance(model, TinyModel):
             modules.append("transformers.models.llama.modeling_llama")
@@ -134,6 +134,7 @@ class ForkServer:
             if self._socket is None:
                 return None
             request = {
+                "modules": [f"penstock.roles.{spec.role}"],
                 "arguments": list(arguments),
                 "environment": dict(environment),
                 "path": [str(path) for path in self._config.run.extra_path],

@@ -114,7 +114,7 @@ def _start(run: RunDir, *, show: bool) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "penstock.cli.main",
+        "penstock.cli.entry",
         "run",
         "--resume",
         str(run.root),

@@ -166,7 +166,8 @@ class Supervisor:
 
     async def _begin(self, tasks: Tasks) -> None:
         await self._placer.open()
-        for spec in self._specs.values():
+        # A trainer begins with samples, so the workers come first.
+        for spec in sorted(self._specs.values(), key=lambda spec: spec.role == "trainer"):
             tasks.spawn(f"keep {spec.name}", self._keep(spec))
         tasks.spawn("watch the controller", self._watch())
         tasks.spawn("serve the processes", self._placer.run())

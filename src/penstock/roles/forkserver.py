@@ -1,19 +1,18 @@
 """Imports torch and the rest once, then forks the processes of a run on request.
 
 The first JSON message on its socket says what to import beside torch, and where to log. Every later one asks for a
-process: its arguments, its environment and its log; the answer is the pid. Every process is forked twice, so that it
-becomes a child of the supervisor, which is a subreaper meanwhile: it dies with the supervisor and is reaped by it, like
-one that was started from nothing. This process has one thread and never touches a GPU: neither survives a fork.
+process: what to import for it, its arguments, its environment and its log; the answer is the pid. Every process is
+forked twice, so that it becomes a child of the supervisor, which is a subreaper meanwhile: it dies with the supervisor
+and is reaped by it, like one that was started from nothing. This process has one thread and never touches a GPU:
+neither survives a fork.
 
     python -m penstock.roles.forkserver SOCKET_FD PARENT_PID PADDING
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
 import socket
@@ -23,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.runtime.process import die_with_parent
+from penstock.roles.quick_imports import import_all
+from penstock.runtime.parent import die_with_parent
 
 MOST_BYTES = 1 << 20
 ADOPTED_WITHIN_S = 10.0
@@ -33,27 +33,26 @@ def main() -> int:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
     gc.disable()  # collections take a fifth of the imports' time and find nothing worth having
-    _import("torch")
+    _import(["torch"])
     with socket.socket(fileno=descriptor) as requests:
         order = requests.recv(MOST_BYTES)
         if not order:
             return 0
         told = json.loads(order)
         _send_output_to(told["log"])
-        for name in told["modules"]:
-            _import(name)
-        gc.freeze()  # else the first collection of every child would copy all pages
-        gc.enable()
+        _import(told["modules"])
         requests.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
         while body := requests.recv(MOST_BYTES):
-            pid = _fork_twice(json.loads(body), parent, requests)
+            request = json.loads(body)
+            _import(request["modules"])
+            pid = _fork_twice(request, parent, requests)
             requests.send(json.dumps({"pid": pid}).encode())
     return 0
 
 
-def _import(name: str) -> None:
-    with contextlib.suppress(ImportError):  # a process that needs it says what is missing
-        importlib.import_module(name)
+def _import(names: Sequence[str]) -> None:
+    import_all(names)
+    gc.freeze()  # else the first collection of every child would copy all pages
 
 
 def _send_output_to(path: str) -> None:
@@ -99,6 +98,7 @@ def _run(request: Mapping[str, Any], parent: int) -> int:
     arguments = request["arguments"]
     _show_as(arguments)
     sys.argv = ["penstock.roles", *arguments[arguments.index("penstock.roles") + 1 :]]
+    gc.enable()
     from penstock.roles import __main__ as entry
 
     return entry.finished(entry.main())

@@ -11,7 +11,6 @@ from penstock.envs.registry import rubric_of
 from penstock.envs.rewards import Rubric
 from penstock.envs.settings import EnvSection
 from penstock.rollout.hooks import Workload
-from penstock.rollout.io.agent_workload import AgentWorkload
 from penstock.rollout.io.gymnasium_workload import GymnasiumWorkload
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload
@@ -47,6 +46,8 @@ def workload_of(
     given = (environment, engine, policy.tokenizer, rollout)
     unfinished = KeptEpisodes(kept) if kept is not None else None
     if hasattr(environment, "play"):
+        from penstock.rollout.io.agent_workload import AgentWorkload  # with a web server, which no other needs
+
         threads = env.reward_concurrency
         return AgentWorkload(*given, threads=threads, greedy=greedy, scoring=scoring, kept=unfinished)
     return LanguageWorkload(*given, greedy=greedy, scoring=scoring, kept=unfinished)

@@ -1,0 +1,29 @@
+"""The `penstock` command as it is installed: `penstock run` begins to import torch before it is read what to run.
+
+Imports the standard library alone until then.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from penstock.errors import INTERRUPTED
+from penstock.launch import preload
+
+NO_PROCESS = {"--help", "--dry-run", "ray", "--launcher=ray"}
+"""With these arguments `run` starts no process here."""
+
+
+def main() -> None:
+    try:
+        if sys.argv[1:2] == ["run"] and NO_PROCESS.isdisjoint(sys.argv) and preload.possible():
+            preload.begin()
+        from penstock.cli.main import main
+
+        main()
+    except KeyboardInterrupt:  # before there is a run to stop
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()
