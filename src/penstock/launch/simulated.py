@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.control.io.client import ControlClient
 from penstock.control.io.memory import MemoryClient
-from penstock.errors import InvalidTransition, PenstockError, RunFailed
+from penstock.errors import InvalidTransition, PeerLost, PenstockError, RunFailed
 from penstock.launch.processes import ProcessSpec
 from penstock.launch.restarts import Ended
 from penstock.launch.supervisor import Outcome, Supervisor
@@ -242,10 +242,10 @@ class SimulatedSupervisor(Supervisor):
     def status(self) -> dict[str, Any]:
         return self._status
 
-    async def _page(self, name: str) -> dict[str, Any] | None:
+    async def _page(self, name: str) -> dict[str, Any]:
         service, server = self._system.service, self._system.network.server
         if service is None or server is None or server.state != "running":
-            return None
+            raise PeerLost("there is no controller at present")
         return msgspec.to_builtins(service.status() if name == "status" else service.diagnosis())
 
     def _caller(self, pipeline: PipelineName, member: MemberId) -> ControlClient:

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from random import Random, SystemRandom
 from typing import Any, Protocol
 
-import httpx
-
 from penstock.config.run import Config
 from penstock.control.io.client import ControlClient
-from penstock.errors import ConfigError, PenstockError, RunFailed, Transient, sentence_of
+from penstock.errors import ConfigError, PeerLost, PenstockError, RunFailed, Transient, sentence_of
 from penstock.launch.ending import judge, judge_failure_reports, judge_leaving
 from penstock.launch.processes import CONTROLLER, ProcessSpec, processes_of
 from penstock.launch.restarts import (
@@ -47,6 +45,7 @@ log = logging.getLogger(__name__)
 
 SYSTEM_RANDOM = SystemRandom()
 STATUS_EVERY_S = 0.5
+PAGE_S = 5.0
 REPORT_DEATH_S = 2.0
 EVICTED_GRACE_S = 3.0
 KILL_TREE_S = 5.0
@@ -139,7 +138,7 @@ class Supervisor:
         self._loops: dict[str, dict[str, float]] = {}
         """The last figures of every loop: a process that leaves takes its own along."""
         self._over = asyncio.Event()
-        self._http: httpx.AsyncClient | None = None
+        self._pages: ControlClient | None = None
 
     async def run(self) -> Outcome:
         """Returns when training is complete or was interrupted; otherwise raises one sentence that says why."""
@@ -154,8 +153,8 @@ class Supervisor:
                 await self._end_all()
                 tasks.cancel()
         finally:
-            if self._http is not None:
-                await self._http.aclose()
+            if self._pages is not None:
+                await self._pages.close()
             await self._kill_leftovers()
             await self._placer.close()
             self._view.close()
@@ -166,8 +165,7 @@ class Supervisor:
 
     async def _begin(self, tasks: Tasks) -> None:
         await self._placer.open()
-        # A trainer begins with samples, so the workers come first.
-        for spec in sorted(self._specs.values(), key=lambda spec: spec.role == "trainer"):
+        for spec in self._specs.values():
             tasks.spawn(f"keep {spec.name}", self._keep(spec))
         tasks.spawn("watch the controller", self._watch())
         tasks.spawn("serve the processes", self._placer.run())
@@ -250,32 +248,23 @@ class Supervisor:
     async def _look(self) -> None:
         try:
             status = await self._page("status")
-            if status is None:
-                return
             self._status = status | {"supervisor": self._lag.report().values()}
             self._loops |= loops_of(self._status)
             stall_s = self._config.control.stall_after_s
             if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
-                sentences = await self._page("diagnosis") or {}
+                sentences = await self._page("diagnosis")
                 for name, one in self._status["pipelines"].items():
                     one["diagnosis"] = sentences.get(name, "")
             self._view.update(self._status)
             self._kill_evicted()
-        except httpx.HTTPError as error:
+        except PeerLost as error:
             log.debug("no status from the controller at present: %s", error)
 
-    async def _page(self, name: str) -> dict[str, Any] | None:
-        """A page of the controller; None while there is no controller."""
-        endpoint = self._run.read_endpoint()
-        if endpoint is None:
-            return None
-        if self._http is None:
-            headers = {"authorization": f"Bearer {self._run.token()}"}
-            # Plain HTTP: making ready for any other kind would take half a second.
-            self._http = httpx.AsyncClient(headers=headers, timeout=5.0, trust_env=False, verify=False)
-        reply = await self._http.get(f"{endpoint.url}/v1/{name}")
-        reply.raise_for_status()
-        return reply.json()
+    async def _page(self, name: str) -> dict[str, Any]:
+        """A page of the controller; `PeerLost` while there is none."""
+        if self._pages is None:
+            self._pages = self._caller(PipelineName(""), MemberId("supervisor"))
+        return await self._pages.page(name, PAGE_S)
 
     def _caller(self, pipeline: PipelineName, member: MemberId) -> ControlClient:
         return ControlClient(self._run.endpoint_path, self._run.token(), pipeline, member)

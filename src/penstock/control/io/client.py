@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,8 @@ class ControlClient:
         self._address: tuple[str, int] | None = None
         self._moved = True
         """The address is to be looked up again before the next connection."""
-        self._head = b""
+        self._call_head = b""
+        """Of every call, up to its length."""
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
         self._hurried = asyncio.Event()
@@ -106,6 +108,17 @@ class ControlClient:
                 self._moved = True
                 await self._pause(pause_s)
 
+    async def page(self, name: str, timeout_s: float) -> Any:
+        """A page that the controller has for people, asked for once; `PeerLost` when it cannot be had."""
+        try:
+            status, _, answer = await self._exchange(lambda: self._head(f"GET /v1/{name}") + b"\r\n", timeout_s)
+            if status != 200:
+                raise _Unreachable(f"status {status}")
+        except _Unreachable as failure:
+            self._moved = True
+            raise PeerLost(f"no page {name!r} from the controller at {self._where()}: {failure}") from failure
+        return json.loads(answer)
+
     def hurry(self, timeout_s: float) -> None:
         """Shutdown began: from now on nothing is retried, and no call waits longer than `timeout_s`."""
         self._hurry_timeout_s = timeout_s
@@ -127,10 +140,22 @@ class ControlClient:
         except TimeoutError:
             return
 
+    def _head(self, what: str) -> bytes:
+        return f"{what} HTTP/1.1\r\nHost: {self._where()}\r\nAuthorization: Bearer {self._token}\r\n".encode()
+
+    def _posted(self, body: bytes) -> bytes:
+        if not self._call_head:
+            self._call_head = self._head("POST /v1/call") + b"Content-Type: application/msgpack\r\nContent-Length: "
+        return self._call_head + b"%d\r\n\r\n" % len(body) + body
+
     async def _attempt(self, body: bytes, timeout_s: float) -> tuple[int, bytes, bytes]:
+        return await self._exchange(lambda: self._posted(body), timeout_s)
+
+    async def _exchange(self, written: Callable[[], bytes], timeout_s: float) -> tuple[int, bytes, bytes]:
+        """`written` is called once it is known where the controller is."""
         connection = self._idle.pop() if self._idle else await self._connect(timeout_s)
         try:
-            answer = await connection.exchange(self._head + b"%d\r\n\r\n" % len(body) + body, timeout_s)
+            answer = await connection.exchange(written(), timeout_s)
         except BaseException:
             connection.close("the call was given up")
             raise
@@ -142,11 +167,7 @@ class ControlClient:
         if self._address is None or self._moved:
             self._address = self._locate()
             self._moved = False
-            host, port = self._address
-            self._head = (
-                f"POST /v1/call HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {self._token}\r\n"
-                "Content-Type: application/msgpack\r\nContent-Length: "
-            ).encode()
+            self._call_head = b""
         host, port = self._address
         loop = asyncio.get_running_loop()
         try:
