@@ -110,6 +110,8 @@ class LocalPlacer:
     async def place(self, spec: ProcessSpec, member: str, session: str) -> ProcessWithDescendants:
         arguments = command(spec, self._run.root, member, session, parent=os.getpid())
         inherited, path = environment(spec, self._config.run.extra_path, member), self._run.log_path(spec.name)
+        if spec.role == "trainer":
+            await asyncio.sleep(0)  # it begins with samples: workers that are started with it come first
         forked = await self._forkserver.fork(spec, arguments, inherited, path)
         if forked is not None:
             return ProcessWithDescendants(forked, member)
