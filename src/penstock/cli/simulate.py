@@ -73,12 +73,12 @@ def capacity_command(config: Path, run: Path | None, picture: Path) -> int:
     with console.status("simulating"):
         found = simulated.capacity(config, run)
     for one in found:
-        columns = ("samples/s", "", "bottleneck", "trainer idle", "workers idle", "all idle", "staleness")
-        table = Table("", *columns, title=escape(one.pipeline), title_justify="left")
+        columns = ("samples/s", "", "limited by", "trainer\nidle", "workers\nidle", "all\nidle", "staleness")
+        table = Table("", *columns, title=escape(one.pipeline), title_justify="left", box=None, pad_edge=False)
         for name, point in (
             ("as configured", one.configured),
-            ("one more worker", one.one_more_worker),
-            (f"max_staleness = {one.larger_bound.max_staleness}", one.larger_bound),
+            ("one worker more", one.one_more_worker),
+            (f"staleness ≤ {one.larger_bound.max_staleness}", one.larger_bound),
         ):
             change = point.samples_per_s / one.configured.samples_per_s - 1
             table.add_row(

@@ -19,7 +19,8 @@ from penstock.sim.parts import Work
 from penstock.sim.plan import Plan, Report
 
 Simulate = Callable[[Plan], Report]
-STEPS = 60
+STEPS = 100
+COMMIT_S = 0.001
 WARM_UP = 0.25
 """Share of the steps that are not counted, in the run and in the simulation: the start is not the pace."""
 
@@ -63,7 +64,10 @@ def durations_in(root: Path, pipeline: str) -> Work:
     ended: list[float] = []
     fetched: list[float] = []
     published: list[float] = []
-    generated: dict[str, list[tuple[float, float, float]]] = {}
+    awaited: list[float] = []
+    scored: list[float] = []
+    delivered: list[float] = []
+    generated: dict[str, list[tuple[float, float]]] = {}
     brought: list[float] = []
     path = RunDir.open(root).metrics_path
     for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -73,36 +77,41 @@ def durations_in(root: Path, pipeline: str) -> Work:
             ended.append(entry["at"])
             published.append(entry.get("publish_s", 0.01))
             fetched.append(entry["fetch_s"])
+            awaited.append(entry.get("wait_s", 0.0))
+            scored.append(entry.get("score_s", 0.0))
+            delivered.append(entry.get("deliver_s", 0.0))
         elif entry["kind"] == "gauges":
             for name, values in entry["processes"].items():
                 if not name.startswith(f"{pipeline}/"):
                     continue
                 if "generate_s" in values and "batches" in values:
-                    generated.setdefault(name, []).append(
-                        (values["generate_s"], values["batches"], values.get("postprocess_s", 0.0))
-                    )
+                    generated.setdefault(name, []).append((values["generate_s"], values["batches"]))
                 if values.get("weights_last_update_s"):
                     brought.append(values["weights_last_update_s"])
     ranges = [(seen[int(WARM_UP * len(seen))], seen[-1]) for seen in generated.values()]
-    spent_s, batches, scored_s = (sum(last[one] - first[one] for first, last in ranges) for one in range(3))
+    spent_s, batches = (sum(last[one] - first[one] for first, last in ranges) for one in range(2))
     if len(steps) < 4 or not batches:
         raise ConfigError(f"{root} has too few steps to measure durations from: train a little longer")
     warm = max(2, int(WARM_UP * len(steps)))
     step_s = statistics.mean(steps[warm:])
-    # Between two steps: the acknowledgement, and at times a wait for samples, which is simulated and not counted here.
-    times = zip(ended[warm - 1 :], ended[warm:], steps[warm:], strict=False)
-    between = [now - before - took for before, now, took in times]
-    between_s = max(0.0, sorted(between)[len(between) // 5])
+    # Between two steps: the acknowledgement, and at times a wait for samples, which is simulated. It is measured where
+    # the batch was ready before the step before it had ended; where that never was, it is one call.
+    deliver_s = statistics.mean(delivered[warm:])
+    between = [
+        ended[k] - ended[k - 1] - steps[k] for k in range(warm, len(steps)) if awaited[k] + fetched[k] < steps[k - 1]
+    ]
+    between_s = max(0.0, statistics.mean(between)) if len(between) > 2 else deliver_s
     return Work(
         sample_s=spent_s / batches,
         step_s=step_s + between_s,
         fetch_weights_s=statistics.mean(brought) if brought else 0.01,
         publish_s=statistics.mean(published[warm:]),
         fetch_s=statistics.mean(fetched[warm:]),
-        postprocess_s=scored_s / batches,
+        postprocess_s=statistics.mean(scored[warm:]),
         save_s=0.05,
-        latency_s=0.0005,
-        commit_s=0.001,
+        # A delivery is held by nothing: it takes the way there, the commit and the way back.
+        latency_s=max(0.0005, (deliver_s - COMMIT_S) / 2),
+        commit_s=COMMIT_S,
         spread=min(0.9, 3**0.5 * statistics.pstdev(steps[warm:]) / step_s),
     )
 

@@ -41,7 +41,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fetch_s: float = 0.005
     """One batch, with its packing."""
     postprocess_s: float = 0.001
-    """The samples of one batch."""
+    """The samples of one prompt: their scoring."""
     save_s: float = 0.1
     other_s: float = 0.0005
     """Every other piece of offloaded work: hooks, packing, swaps."""

@@ -13,7 +13,7 @@ from penstock.sim.estimate import durations_in, samples_per_s_in
 
 
 def lines(pipeline: str, step_s: float) -> list[dict[str, object]]:
-    durations = {"step_s": step_s, "fetch_s": 0.1, "publish_s": 0.2}
+    durations = {"step_s": step_s, "fetch_s": 0.1, "publish_s": 0.2, "score_s": 0.5, "deliver_s": 0.005}
     steps = [
         {"kind": "step", "pipeline": pipeline, "at": number * 1.5, "samples": 4, **durations} for number in range(10)
     ]
@@ -25,7 +25,6 @@ def lines(pipeline: str, step_s: float) -> list[dict[str, object]]:
                 f"{pipeline}/{pipeline}.rollout.0-ab": {
                     "generate_s": 4.0 * number,
                     "batches": 2.0 * number,
-                    "postprocess_s": 1.0 * number,
                     "weights_last_update_s": 0.3,
                 },
             },
@@ -40,6 +39,7 @@ def test_each_pipeline_has_its_own_durations(tmp_path: Path) -> None:
     run.metrics_path.write_bytes(b"\n".join(map(orjson.dumps, [*lines("a", 1.0), *lines("b", 1.25)])) + b"\n")
     first, second = durations_in(run.root, "a"), durations_in(run.root, "b")
     assert (first.sample_s, first.postprocess_s, first.publish_s, first.spread) == (2.0, 0.5, 0.2, 0.0)
+    assert first.latency_s == pytest.approx(0.002)
     assert first.step_s == second.step_s == 1.5, "with what lies between two steps"
     assert samples_per_s_in(run.root, "a") == pytest.approx(4 / 1.5)
     with pytest.raises(ConfigError, match="too few steps"):
