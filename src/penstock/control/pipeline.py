@@ -584,7 +584,8 @@ class PipelineControl:
             try:
                 redone = self.ledger.roll_back(step)
             except Stale as error:
-                return Refused("RunFailed", f"{error}; start it from the newest checkpoint")
+                what = "start it from the newest checkpoint, or a new run if that is damaged"
+                return Refused("RunFailed", f"{error}; {what}")
             line = f"training rolled back from step {trained} to {step}; {redone} prompts are issued again"
             effects.append(Log("warning", f"{self.settings.name}: {line}"))
         elif not known:

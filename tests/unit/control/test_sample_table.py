@@ -321,6 +321,7 @@ def test_steps_that_no_kept_checkpoint_lacks_cannot_be_undone(drive):
     d = with_two_checkpoints(drive)
     answer = d.send(messages.Register(P, "t2", "trainer", step=0))
     sentence = (
-        "the trainer starts at step 0, but a checkpoint of step 1 was confirmed; start it from the newest checkpoint"
+        "the trainer starts at step 0, but a checkpoint of step 1 was confirmed; start it from the newest checkpoint, "
+        "or a new run if that is damaged"
     )
     assert answer == messages.Refused("RunFailed", sentence)
