@@ -114,6 +114,17 @@ def test_metrics_are_a_frame_where_pandas_is_installed(tmp_path: Path, monkeypat
     assert len(run.metrics().rows) == 1
 
 
+def test_a_run_that_was_stopped_before_it_began_is_interrupted(tmp_path: Path):
+    run = _over(tmp_path, "complete", "")
+    (run.path / "ending.json").unlink()
+    stopped: Any = SimpleNamespace(poll=lambda: 130, returncode=130)  # Ctrl-C while its supervisor was imported
+    assert penstock.Run(run.path, stopped).wait().state == "interrupted"
+
+
+def one_at_a_time(completion: str) -> float:
+    return float(len(completion))
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -121,6 +132,8 @@ def test_metrics_are_a_frame_where_pandas_is_installed(tmp_path: Path, monkeypat
         ({"rolout": {}}, "did you mean 'rollout'"),
         ({"environment": "copi"}, "did you mean 'copy'"),
         ({"reward": lambda prompts, completions: []}, "is a lambda"),
+        ({"reward": sys.getsizeof}, "expected a function"),
+        ({"reward": one_at_a_time}, r"is called with \(prompts, completions, \*\*columns\), but takes \(completion"),
         ({"rollout": {"group_sise": 3}}, "group_size"),
         ({"enviroment": "copy"}, "did you mean 'environment'"),
         ({"environment": SimpleNamespace()}, "pass the class itself"),

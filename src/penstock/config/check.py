@@ -15,7 +15,7 @@ from penstock.envs.registry import check_options, find_environment, find_reward,
 from penstock.envs.settings import EnvSection
 from penstock.errors import ConfigError
 from penstock.rollout.hooks import Workload
-from penstock.runtime.named import check_call, check_methods, load_callable, takes
+from penstock.runtime.named import check_call, check_call_begins, check_methods, load_callable, takes
 from penstock.runtime.sinks import check_sink
 from penstock.train.losses.tokens import NAMED as LOSSES
 
@@ -74,7 +74,7 @@ def _check_environment(section: EnvSection, *, shows_text: bool) -> None:
     if section.name == "gymnasium":
         _check_gymnasium(str(section.options.get("id", "")))
     for reward in section.rewards:
-        find_reward(reward)
+        check_call_begins(f"reward {reward!r}", find_reward(reward), "prompts", "completions")
     if factory is find_environment("dataset"):  # it only opens files, and finds what is wrong with the first row
         with contextlib.closing(factory(**environment_options(section, seed=0))) as dataset:
             check_text_environment(owner, dataset, scoring_of(owner, section, dataset), converses=False)

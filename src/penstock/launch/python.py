@@ -29,7 +29,7 @@ from penstock.config.check import check_environment
 from penstock.config.load import dump, load, validate
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
-from penstock.errors import ConfigError, PenstockError, RunFailed
+from penstock.errors import INTERRUPTED, ConfigError, PenstockError, RunFailed
 from penstock.launch.charts import curve_svg
 from penstock.launch.summary import plot, read_curves
 from penstock.launch.user_code import UserCode
@@ -262,7 +262,8 @@ class Run:
         ending = self._run.read_ending()
         if ending is not None:
             return ending["how"]
-        return "failed" if self._process is not None and self._process.returncode == ConfigError.exit_code else "killed"
+        code = None if self._process is None else self._process.returncode
+        return "failed" if code == ConfigError.exit_code else "interrupted" if code == INTERRUPTED else "killed"
 
     def _is_live(self) -> bool:
         if self._process is not None:

@@ -8,6 +8,7 @@ source does not say everything (lambdas, closures, objects) is refused with what
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import inspect
 import linecache
@@ -16,7 +17,7 @@ import re
 import symtable
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, time
 from numbers import Number
 from pathlib import Path
@@ -160,22 +161,35 @@ def _is_literal(value: Any) -> bool:
 def _source(value: FunctionType | type, owner: str) -> tuple[str, Mapping[str, Any]]:
     """Its source text with decorators, and the names it can refer to.
 
-    A class is looked for in the file of its methods: a notebook's cells are files, but not of a module.
+    A class is looked for in the file of its methods: a notebook's cells are files, but not of a module. One without
+    methods of its own is looked for in the file of its module, and in the cells from the last one on.
     """
-    function = next(_functions(value), None)
-    if function is None:
-        try:
-            return textwrap.dedent(inspect.getsource(value)), vars(sys.modules[value.__module__])
-        except (OSError, TypeError) as error:
-            raise ConfigError(f"the source of {owner} cannot be found ({error}); put it into a module") from error
-    lines = linecache.getlines(function.__code__.co_filename)
-    first = function.__code__.co_firstlineno
-    for node in ast.parse("".join(lines)).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == value.__name__:
-            start = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            if start <= first <= (node.end_lineno or first):
-                return "".join(lines[start - 1 : node.end_lineno]), function.__globals__
+    for function in _functions(value):
+        first = function.__code__.co_firstlineno
+        found = _definition(linecache.getlines(function.__code__.co_filename), value.__name__, first)
+        if found:
+            return found, function.__globals__
+    if isinstance(value, type):
+        namespace = vars(sys.modules[value.__module__])
+        with contextlib.suppress(OSError, TypeError):
+            return textwrap.dedent(inspect.getsource(value)), namespace
+        cells = [name for name in linecache.cache if "ipykernel" in name or name.startswith("<ipython")]
+        for cell in reversed(cells):
+            if found := _definition(linecache.getlines(cell), value.__name__):
+                return found, namespace
     raise ConfigError(f"the source of {owner} cannot be found; {TO_DO}, or put it into a module and import that")
+
+
+def _definition(lines: Sequence[str], name: str, inside: int | None = None) -> str:
+    """The text of the function or class of that name at the top of a file, around the line `inside`; empty if there is
+    none."""
+    with contextlib.suppress(SyntaxError):  # a cell with a magic in it
+        for node in ast.parse("".join(lines)).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+                start = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                if inside is None or start <= inside <= (node.end_lineno or inside):
+                    return "".join(lines[start - 1 : node.end_lineno])
+    return ""
 
 
 def _functions(value: FunctionType | type) -> Iterator[FunctionType]:

@@ -32,6 +32,11 @@ def check_call(owner: str, function: Callable[..., Any], *parameters: str, **col
     _check_call(owner, function, [*parameters, *(f"{column}=" for column in columns)], parameters, columns)
 
 
+def check_call_begins(owner: str, function: Callable[..., Any], *parameters: str) -> None:
+    """ConfigError unless it can be called with these, and perhaps with keywords that are not known yet."""
+    _check_call(owner, function, [*parameters, "**columns"], parameters, None)
+
+
 def check_methods(owner: str, found: type, protocol: type, without: Collection[str] = ()) -> None:
     """ConfigError unless the class has the methods of a protocol, which can be called as it says. Where it says that
     there may be further keywords, the class may ask for any. Those in `without` are not needed."""

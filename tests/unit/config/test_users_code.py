@@ -93,6 +93,9 @@ class BadPrepare(Workload):
 def one_argument(rewards: Any) -> Any: ...
 
 
+def other_column(prompts: Any, completions: Any, *, solution: Any, answer: Any) -> Any: ...
+
+
 def reward(prompts: Any, completions: Any, answer: Any) -> Any: ...
 
 
@@ -109,6 +112,7 @@ def loaded(*settings: str) -> Any:
         ("env.name=test_users_code:BadReply", "reply is called with (self, prompt, completions)"),
         ("train.advantage=test_users_code:one_argument", "is called with (rewards, group_sizes), but takes (rewards"),
         ('train.filters=["test_users_code:one_argument"]', "is called with (rewards, lengths), but takes (rewards"),
+        ('env.rewards=["test_users_code:one_argument"]', "is called with (prompts, completions, **columns), but takes"),
         ("rollout.workload=test_users_code:one_argument", "is called with (environment, engine, policy)"),
         ("rollout.workload=test_users_code:WorkloadOfFour", "has no method collate(prepared)"),
         ("rollout.workload=test_users_code:BadPrepare", "prepare is called with (self, lease), but takes (self)"),
@@ -131,8 +135,8 @@ def test_reward_functions_stand_in_for_score():
         (["env.name=test_users_code:PlainText"], "returned a str, expected penstock.Prompt"),
         (["env.name=test_users_code:OtherColumn"], "missing a required argument: 'answers'"),
         (
-            ["env.name=test_users_code:Shout", 'env.rewards=["test_users_code:one_argument"]'],
-            "reward 'test_users_code:one_argument' is called with (prompts, completions, answer=)",
+            ["env.name=test_users_code:Shout", 'env.rewards=["test_users_code:other_column"]'],
+            "reward 'test_users_code:other_column' is called with (prompts, completions, answer=)",
         ),
     ],
 )

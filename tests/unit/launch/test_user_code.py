@@ -17,12 +17,23 @@ from penstock.launch.user_code import UserCode
 
 CELL = """
 import re, math
+from dataclasses import dataclass
 from penstock import Prompt
 BONUS = {"right": 2.0}
 WORD = re.compile("[a-z]+")
 
+@dataclass
+class Row:
+    text: str
+
+class Found(Exception):
+    pass
+
 def helper(text):
-    return BONUS["right"] if WORD.fullmatch(text) else math.floor(0.5)
+    try:
+        raise Found
+    except Found:
+        return BONUS["right"] if WORD.fullmatch(Row(text).text) else math.floor(0.5)
 
 def reward(prompts, completions, **columns):
     return [helper(text) for text in completions]
@@ -72,8 +83,11 @@ def written(code: UserCode, folder: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(code.module, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules[code.module] = importlib.util.module_from_spec(spec)  # where a dataclass looks for it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[code.module]
     return module
 
 
