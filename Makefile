@@ -4,6 +4,8 @@ VENV := .venv
 EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# As a variable, and not by -c, the lock holds for what builds this package too.
+PIP := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test slow lint docs clean
 
@@ -23,14 +25,14 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(PIP) -e '.[docs]'
 	$(BIN)/mkdocs build --strict
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV), which takes a minute or two ..."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PIP) -e '.[$(EXTRAS)]'
 	touch $(STAMP)
 
 clean:
