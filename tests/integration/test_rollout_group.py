@@ -293,6 +293,27 @@ async def test_ranks_rest_between_two_runs_and_hear_of_weights_and_payloads_mean
         assert controller.settled() == list(range(32))
 
 
+async def test_samples_of_every_rank_carry_the_times_of_the_controllers_calls() -> None:
+    controller = ScriptedController(20)
+    lease = controller.lease
+
+    async def leasing(samples: int, wait_s: float) -> Any:
+        await asyncio.sleep(0.02)
+        return await lease(samples, wait_s)
+
+    async def delivering() -> None:
+        await asyncio.sleep(0.02)
+
+    controller.lease = leasing  # type: ignore[method-assign]
+    controller.delivering = delivering
+    async with group(controller) as made:
+        await made.runner.run()
+        assert not made.runner._lease_s, "nothing is kept of samples that left"
+    assert min(rollout.times.lease_s for rollout in controller.rollouts) >= 0.02
+    assert controller.rollouts[0].times.deliver_s == 0.0
+    assert controller.rollouts[-1].times.deliver_s >= 0.02
+
+
 async def test_what_the_desk_refuses_is_discarded_in_the_ring_it_lies_in() -> None:
     controller = ScriptedController(4)
     deliver = controller.deliver

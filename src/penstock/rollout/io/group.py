@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from penstock.errors import LocalProtocolError, PeerLost
 from penstock.records.ids import SampleId
@@ -70,6 +72,8 @@ class GroupRunner:
         self._asking: asyncio.Task[Any] | None = None
         self._changed = asyncio.Event()
         self._brought: Brought = {}
+        self._lease_s: dict[SampleId, float] = {}
+        """What the ask took by which a sample was granted."""
         self._discards: list[PayloadRef] = []
         self._manifest: Manifest | None = None
         self._counts: dict[int, dict[str, float]] = {}
@@ -203,7 +207,10 @@ class GroupRunner:
             match event:
                 case flow.Abandoned(reason):
                     self.abandon(reason)
-                case flow.PrefetchSet() | flow.LeaseAnswered():
+                case flow.LeaseAnswered(leases, _, waited_s):
+                    self._lease_s |= {sample: waited_s for lease in leases for sample in lease.samples}
+                    self._decide(event)
+                case flow.PrefetchSet():
                     self._decide(event)
                 case BaseException():
                     self.broke(event)
@@ -237,12 +244,24 @@ class GroupRunner:
         return task
 
     async def _deliver(self, samples: frozenset[SampleId], brought: Brought) -> None:
-        rollouts = [one for one in brought.values() if one.sample in samples and isinstance(one, Rollout)]
+        rollouts = [self._timed(one) for one in brought.values() if one.sample in samples and isinstance(one, Rollout)]
         failures = [one for one in brought.values() if one.sample in samples and isinstance(one, FailedRollout)]
+        self._forget(samples)
         answer = await self._calls.deliver(rollouts, failures)
         if answer is not None:
             self._discard(frozenset(answer.refused), brought)
         self._decide(lead.ControllerAnswered())
+
+    def _timed(self, rollout: Rollout) -> Rollout:
+        """With the times of the controller's calls, which rank 0 makes for all ranks."""
+        times = structs.replace(
+            rollout.times, lease_s=self._lease_s.get(rollout.sample, 0.0), deliver_s=self._calls.deliver_s
+        )
+        return structs.replace(rollout, times=times)
+
+    def _forget(self, samples: Iterable[SampleId]) -> None:
+        for sample in samples:
+            self._lease_s.pop(sample, None)
 
     def _discard(self, samples: frozenset[SampleId], brought: Brought) -> None:
         """The rank in whose ring it lies hears of it with the next fetch."""
@@ -251,6 +270,7 @@ class GroupRunner:
         ]
 
     async def _give_back(self, samples: tuple[SampleId, ...]) -> None:
+        self._forget(samples)
         await self._calls.give_back(samples)
         self._decide(lead.ControllerAnswered())
 
