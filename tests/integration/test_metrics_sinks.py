@@ -25,14 +25,18 @@ EXPECTED = STAGES | {
     "dropped",
     "tokens_per_s",
 }
-"""What every line of a step has. Reward functions have `reward/NAME/mean` and `/std`, a GPU its share and memory."""
+"""What every line of a step has. A GPU has its share and memory."""
+REWARDS = {f"reward/{name}/{of}" for name in ("exact_answer", "matching_positions") for of in ("mean", "std")}
 
 
 def test_tensorboard_gets_every_step_of_a_run_that_is_resumed(folder: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = start(folder, letters(folder, steps=24, extra='[metrics]\nsinks = ["tensorboard"]\n'))
+    config = letters(folder, steps=24, extra='[metrics]\nsinks = ["tensorboard"]\n')
+    scored = 'name = "copy"\nrewards = ["exact_answer", "matching_positions"]'
+    config.write_text(config.read_text().replace('name = "copy"', scored))
+    run = start(folder, config)
     run.wait_for_step(3)
     run.interrupt()
     assert run.end(60)[0] == 130
@@ -44,8 +48,9 @@ def test_tensorboard_gets_every_step_of_a_run_that_is_resumed(folder: Path):
     assert rewards == {entry["step"]: entry["reward"] for entry in step_lines(run.directory)}
     assert len(events.Tensors("letters/reward")) == 24, "each step once"
     sent_to_the_sink = {tag.removeprefix("letters/") for tag in events.Tags()["tensors"]}
-    assert sent_to_the_sink >= EXPECTED
-    assert all(entry.keys() >= EXPECTED for entry in step_lines(run.directory)), "in every line"
+    assert sent_to_the_sink >= EXPECTED | REWARDS
+    assert all(entry.keys() >= EXPECTED | REWARDS for entry in step_lines(run.directory)), "in every line"
+    assert max(entry["deliver_s"] for entry in step_lines(run.directory)) > 0
     (run.directory / "sinks" / "tensorboard.offset").unlink()  # as if it had not been told anything
     for sent in (24, 0):
         code, output = start(folder, run.directory, "--to", "tensorboard", command="publish").end(60)

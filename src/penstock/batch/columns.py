@@ -21,7 +21,9 @@ REWARD_PART = "reward_parts."
 
 
 def truncated(sample: Mapping[str, np.ndarray]) -> bool:
-    """Whether the sample's last completion was cut off."""
+    """Whether the sample's last completion was cut off; of an episode, whether a time limit ended it."""
+    if "terminated" in sample:
+        return not sample["terminated"][0]
     return bool(TRUNCATED in sample and sample[TRUNCATED][0])
 
 

@@ -33,6 +33,11 @@ def test_lengths_truncation_spread_and_each_reward_function():
     assert found["reward_max"] == 1.5
 
 
+def test_an_episode_that_a_time_limit_ended_is_cut_off():
+    samples = [{"terminated": np.array([ended], np.uint8)} for ended in (1, 0, 0, 1)]
+    assert figures_of([group((1.0,) * 4, (5,) * 4)], samples)["truncated_share"] == 0.5
+
+
 def test_samples_without_a_reward_count_in_no_mean():
     samples = [{}, {"unscored": np.ones(1, np.uint8)}]
     found = figures_of([group((1.0, 9.0), (1, 1))], samples)
