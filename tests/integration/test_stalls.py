@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from running import letters, start
+from running import letters, start, wait_for
 
 from penstock.records.ids import PipelineName
 from penstock.sim.replay import replay_run
@@ -73,3 +75,49 @@ def test_a_stall_is_diagnosed_and_then_ends_the_run_with_that_sentence(folder: P
     assert not again.problem
     stood = replay_run(run.directory, again.took_s - 1.0)
     assert "Worker letters.rollout.0" in stood.diagnosis[PipelineName("letters")], "as the doctor said then"
+    assert re.search(r"in 'reward score running for \d+ s, .*mine.py:\d+ score", sentence), "what runs, and where"
+
+
+SLOW_TO_MAKE = """
+import sys, time
+from penstock.envs.tasks import Copy
+
+class Mine(Copy):
+    def __init__(self, seed=0):
+        super().__init__(seed=seed)
+        if "rollout_worker" in sys.argv:
+            time.sleep(1000)
+"""
+
+SERVER_THAT_LOADS = """#!/bin/sh
+# An interpreter that has vLLM, and whose server never comes to answer.
+[ "$1" = "-c" ] && { echo '{"vllm": true, "penstock": "%s"}'; exit 0; }
+exec sleep 1000
+"""
+
+
+def test_the_doctor_shows_a_worker_that_has_not_registered_yet(folder: Path):
+    (folder / "mine.py").write_text(SLOW_TO_MAKE)
+    config = letters(folder, steps=10_000, run=f'extra_path = ["{folder}"]\ngrace_s = 1')
+    config.write_text(config.read_text().replace('name = "copy"', 'name = "mine:Mine"'))
+    run = start(folder, config)
+    wait_for(lambda: "letters.trainer" in run.children() and "No rollout worker" in doctor(run.directory).stdout, 90)
+    asked = doctor(run.directory)
+    assert "unless it is loading its model" in asked.stdout
+    assert re.search(r"letters.rollout.0 \(process \d+\) was started \d+ s ago; its log: ", asked.stdout)
+    run.interrupt()
+    assert run.end(60)[0] == 130
+
+
+def test_a_server_that_is_loading_is_named(folder: Path):
+    python = folder / "python"
+    python.write_text(SERVER_THAT_LOADS % version("penstock"))
+    python.chmod(0o755)
+    engine = f'[pipeline.engine]\nkind = "vllm"\npython = "{python}"\n'
+    config = letters(folder, steps=10_000, run="grace_s = 2", extra=engine)
+    run = start(folder, config, "--set", "pipeline.letters.model.hidden=64")
+    loading = r"Worker letters.rollout.0\S* cannot lease .* in 'loading the vLLM server for \d+ s'"
+    wait_for(lambda: re.search(loading, doctor(run.directory).stdout), 120)
+    run.interrupt()
+    code, output = run.end(60)
+    assert code == 130, output

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -79,6 +80,10 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
         typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
         return 1
     _tell(sentences, status["pipelines"])
+    for name, sentence in sentences.items():
+        for missing, part in (("No rollout worker is registered", "rollout"), ("No trainer is registered", "trainer")):
+            for line in _starting(run, f"{name}.{part}") if missing in sentence else ():
+                typer.echo(f"  {line}")
     return 0
 
 
@@ -87,6 +92,19 @@ def _tell(sentences: Mapping[Any, str], status: Mapping[Any, Mapping[str, Any]])
         one = status[name]
         typer.echo(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
         typer.echo(f"  {harmless(sentence)}")
+
+
+def _starting(run: RunDir, prefix: str) -> Iterator[str]:
+    """Processes on this machine by the beginning of their names. The controller hears of one when it has loaded."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline", "create_time"]):
+        arguments = process.info["cmdline"] or []
+        if str(run.root) in arguments and "--name" in arguments:
+            name = arguments[arguments.index("--name") + 1]
+            if name.startswith(prefix):
+                age_s = time.time() - process.info["create_time"]
+                yield f"{name} (process {process.pid}) was started {age_s:.0f} s ago; its log: {run.log_path(name)}"
 
 
 def publish_command(run_dir: Path, sink: str) -> int:

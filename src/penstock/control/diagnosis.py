@@ -9,6 +9,7 @@ from penstock.control.membership import Member, Membership
 from penstock.control.settings import PipelineSettings
 from penstock.control.state import PipelineState
 from penstock.records.ids import StepIndex
+from penstock.wire.messages import LOADING
 
 
 class Observer:
@@ -104,6 +105,12 @@ class Observer:
             moved_at = max(moved_at, trainer.progressed_at)
         return max(0.0, now - moved_at)
 
+    def loading(self, now: float) -> bool:
+        """Whether a worker gets on with loading its engine. That is reported, and has a deadline of its own."""
+        fresh = now - self.settings.stall_after_s
+        workers = self.members.having("rollout")
+        return any(worker.doing.startswith(LOADING) and worker.progressed_at > fresh for worker in workers)
+
     def demand(self) -> tuple[int, int]:
         """Samples that could still be leased or are out, and how many ever came to an end.
 
@@ -161,7 +168,7 @@ class Observer:
     def _blame_workers(self, workers: list[Member], now: float) -> list[str]:
         table = self.state.ledger
         if not workers:
-            return ["No rollout worker is registered: the supervisor should start one."]
+            return ["No rollout worker is registered: the supervisor should start one, unless it is loading its model."]
         holders = [worker for worker in workers if self.ledger.held_by(worker.member)]
         if holders:
             return [
@@ -169,15 +176,22 @@ class Observer:
                 f"({_pulse(worker, now)})."
                 for worker in sorted(holders, key=lambda worker: worker.progressed_at)[:3]
             ]
+        if all(worker.doing.startswith(LOADING) for worker in workers):
+            return [
+                f"Worker {worker.member} cannot lease before its engine serves ({_pulse(worker, now)})."
+                for worker in workers[:3]
+            ]
         if not self.admission.can_lease():
             return ["No worker holds a lease and none can be given: this is a bug in the controller."]
         needed = self.admission.min_version_awaiting()
+        names = ", ".join(f"{worker.member} ({_pulse(worker, now)})" for worker in workers[:3])
         behind = [worker for worker in workers if worker.version < needed]
         if self.state.weights is None:
             return ["No weights are published: the trainer should publish the version it starts from."]
         if len(behind) == len(workers):
-            return [f"All {len(workers)} workers serve weights older than {needed} and should load newer ones."]
-        names = ", ".join(f"{worker.member} ({_pulse(worker, now)})" for worker in workers[:3])
+            return [
+                f"All {len(workers)} workers serve weights older than {needed} and should load newer ones: {names}."
+            ]
         open_for = self.admission.capacity() + table.awaiting_count
         return [f"{len(workers)} workers are registered and could lease {open_for} samples, but none asks: {names}."]
 

@@ -380,7 +380,7 @@ class PipelineControl:
         if limit_s is not None and state.trainer_lost_at is not None and now - state.trainer_lost_at > limit_s:
             return [self._fail(f"no trainer came back within {limit_s:.0f} s of the last one's end")]
         stalled_s = self.observer.stalled_s(now)
-        if settings.stall_fail_after_s is not None and stalled_s > settings.stall_fail_after_s:
+        if stalled_s > settings.stall_fail_after_s and not self.observer.loading(now):
             return [self._fail(f"nothing moved for {stalled_s:.0f} s: {self.diagnose(now)}")]
         if stalled_s > settings.stall_after_s and now - state.stall_reported_at >= settings.stall_after_s:
             state.stall_reported_at = now

@@ -58,6 +58,10 @@ class Unregister(Call, tag="unregister", frozen=True):
     """It leaves because of an error: what it was to do is not done."""
 
 
+LOADING = "loading"
+"""How `doing` begins for a worker whose engine cannot serve yet."""
+
+
 class Heartbeat(Call, tag="heartbeat", frozen=True):
     """Sent by the sidecar. `progressed_ago_s` is read from the parent: a wedged parent cannot look alive."""
 

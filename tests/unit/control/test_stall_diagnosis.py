@@ -156,7 +156,29 @@ def test_workers_that_cannot_get_newer_weights_are_named(drive):
     d.batch(0)
     d.publish(1)
     d.ack(0)
-    assert "All 1 workers serve weights older than 1 and should load newer ones." in d.control.diagnose(d.now)
+    assert "All 1 workers serve weights older than 1 and should load newer ones: w (" in d.control.diagnose(d.now)
+
+
+def test_a_worker_whose_server_is_loading_is_not_said_to_be_idle(drive):
+    d = drive(stall_after_s=60, startup_grace_s=1)
+    d.join("w", "v")
+    d.publish(0)
+    (line,) = lines(beating(d, 65, "w", "v", "t", doing=f"{messages.LOADING} the vLLM server for 65 s"))
+    assert "Worker w cannot lease before its engine serves (" in line
+    assert "in 'loading the vLLM server for 65 s'" in line
+    assert "none asks" not in line
+
+
+def test_a_long_load_is_reported_and_fails_no_run(drive):
+    """A large model may load for longer than a standstill is allowed to last; its server has a deadline of its own."""
+    d = drive(stall_after_s=20, stall_fail_after_s=50, startup_grace_s=1)
+    d.join("w")
+    d.publish(0)
+    seen = beating(d, 200, "w", "t", doing=f"{messages.LOADING} the vLLM server")
+    assert len(lines(seen)) >= 8
+    assert not [effect for effect in seen if isinstance(effect, effects.FailRun)]
+    seen = beating(d, 60, "w", "t", doing=f"{messages.LOADING} the vLLM server", stuck="w")
+    assert [effect for effect in seen if isinstance(effect, effects.FailRun)], "it does not get on with it"
 
 
 def test_the_run_may_end_when_no_trainer_comes_back(drive):

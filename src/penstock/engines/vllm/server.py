@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ import psutil
 from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
 from penstock.runtime.process import how_ended, kill_tree
+from penstock.wire.messages import LOADING
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +219,7 @@ class VllmServer:
             raise PeerLost(f"the vLLM server was not ready within {timeout_s:.0f} s; {self.last_lines()}") from None
 
     async def _answers(self, process: subprocess.Popen[bytes], progressed: Callable[[str], None]) -> None:
+        began = time.monotonic()
         async with self._client(ASK_S) as client:
             while True:
                 if (code := process.poll()) is not None:
@@ -224,7 +227,7 @@ class VllmServer:
                     if code == USAGE:
                         raise ConfigError(f"{sentence}: it refuses its flags (engine.options?); {self.last_lines()}")
                     raise PeerLost(f"{sentence}; {self.last_lines()}")
-                progressed("starting the vLLM server")
+                progressed(f"{LOADING} the vLLM server for {time.monotonic() - began:.0f} s")
                 try:
                     if (await client.get("/health")).status_code == httpx.codes.OK:
                         return
