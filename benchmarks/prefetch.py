@@ -3,7 +3,9 @@
 Stage mixes are prepare : generate : postprocess. "limit" is the slowest stage run by itself in the same process; "plain
 loop" is what one would write by hand: lease, prepare, generate, postprocess, deliver, one after the other, at the same
 controller and with no runner at all. Rates are taken between the first and the last delivery: filling is not counted,
-nor is the trial in which a worker with prefetch on finds out whether overlapping pays.
+nor is the trial in which a worker with prefetch on finds out whether overlapping pays. "prompts" are prepared as a
+worker reads prompts: in a process of its own once they are measured to compute for long; the plain loop and the limit
+compute them inline.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import asyncio
 import functools
 import inspect
 import json
+import os
+import platform
 import statistics
 import time
 import timeit
@@ -29,6 +33,7 @@ from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import Rollout
+from penstock.roles.preparing import PromptsMeasured
 from penstock.rollout.hooks import Finished, Outcome
 from penstock.rollout.io.preparation_pool import PreparationPool
 from penstock.rollout.io.runner import Runner, RunnerSettings
@@ -41,8 +46,8 @@ COMPUTING_MIXES = (MIXES[0], MIXES[2])
 LEASES_PER_BATCH = 4
 GROUP = 4
 UNIT_S = 0.03
-TRIAL_BATCHES = 36
-"""With prefetch on a worker tries both ways first; rates are taken after that."""
+NEVER_BELOW = 0.97
+"""The median of on / off; what is below is said to be slower."""
 ROUND_TRIP_S = 0.002
 """Real workloads: what a lease and a delivery cost over loopback."""
 
@@ -88,23 +93,23 @@ class StageWorkload:
 
 
 class CountingController:
-    """Grants a fixed number of samples; notes when deliveries came."""
+    """Grants a fixed number of prompts once the worker has settled how to run, and notes when they were delivered."""
 
     def __init__(self, prompts: int, group: int = GROUP, round_trip_s: float = 0.0) -> None:
         self.prompts, self.group, self.round_trip_s = prompts, group, round_trip_s
         self.issued = 0
         self.deliveries: list[tuple[float, int]] = []
-        self.runner: Runner | None = None
-        self.settled_from = 0
-        """The delivery at which the runner had found out whether to overlap."""
+        self.settled: Callable[[], bool] = lambda: True
+        """Whether the worker has found out whether to overlap; what it delivers before that is not counted."""
 
     async def lease(self, samples: int, wait_s: float) -> Leased:
         if self.round_trip_s:
             await asyncio.sleep(self.round_trip_s)
         leases: list[PromptLease] = []
-        while samples >= self.group and self.issued < self.prompts:
+        while samples >= self.group and self.prompts:
             leases.append(one_lease(self.issued, self.group))
             self.issued += 1
+            self.prompts -= self.settled()
             samples -= self.group
         return Leased(tuple(leases), "granted" if leases else "exhausted", "running")
 
@@ -114,16 +119,13 @@ class CountingController:
         if self.round_trip_s:
             await asyncio.sleep(self.round_trip_s)
         assert not failures, failures[0].error
-        self.deliveries.append((time.perf_counter(), len(rollouts)))
-        if self.runner is not None and not self.runner.machine.overlap.settled:
-            self.settled_from = len(self.deliveries) + 1
+        if self.settled():
+            self.deliveries.append((time.perf_counter(), len(rollouts)))
         return Delivered()
 
     def rate(self) -> float:
-        """Samples per second between the first delivery, or the first after a trial that ended, and the last."""
-        taken = (
-            self.deliveries[self.settled_from :] if self.settled_from < len(self.deliveries) - 4 else self.deliveries
-        )
+        """Samples per second between the first delivery that counts and the last."""
+        taken = self.deliveries
         return sum(count for _, count in taken[1:]) / (taken[-1][0] - taken[0][0])
 
 
@@ -150,7 +152,8 @@ def runner_rate(workload: Any, batches: int, *, prefetch: bool, preparations: in
 def running_rate(workload: Any, controller: CountingController, settings: RunnerSettings) -> float:
     async def run() -> None:
         runner = Runner(workload, controller, NoStore(), settings)
-        controller.runner = runner if settings.prefetch else None
+        if settings.prefetch:
+            controller.settled = lambda: runner.machine.overlap.settled
         await runner.run()
 
     asyncio.run(run())
@@ -202,23 +205,42 @@ def limit_rate(workload: StageWorkload, mix: Mix, batches: int) -> float:
 def mixes(table: Table, results: list[dict[str, Any]], batches: int, rounds: int) -> None:
     pool = PreparationPool(1)
     pool.run(abs, 0)  # the first call starts the process
+    prompts: dict[float, Any] = {}
 
     def compute_in_process(seconds: float) -> None:
         pool.run(timeit.timeit, "x = x * 3 % 1000003", "x = 7", time.perf_counter, int(seconds * steps_per_s()))
+
+    def compute_where_measured(seconds: float) -> None:
+        """As a worker reads prompts: here, until they are measured to compute for long."""
+        if seconds not in prompts:
+            elsewhere: Any = Computing(compute_in_process, seconds)
+            prompts[seconds] = PromptsMeasured(Computing(compute, seconds), lambda: elsewhere)
+        prompts[seconds].prompt(0)
 
     kinds: tuple[tuple[str, Stage, Stage, Sequence[Mix]], ...] = (
         ("sleeping", time.sleep, time.sleep, MIXES),
         ("computing prepare", compute, time.sleep, MIXES),
         ("computing both", compute, compute, COMPUTING_MIXES),
-        ("computing both, process", compute_in_process, compute, COMPUTING_MIXES),
+        ("computing both, prompts", compute_where_measured, compute, COMPUTING_MIXES),
     )
     try:
         for kind, prepare, generate, chosen in kinds:
             for mix in chosen:
                 name = f"{':'.join(f'{part:g}' for part in mix)} {kind}"
-                measure(table, results, name, StageWorkload(mix, prepare, generate), mix, batches, rounds)
+                by_hand = StageWorkload(mix, compute if prepare is compute_where_measured else prepare, generate)
+                measure(table, results, name, StageWorkload(mix, prepare, generate), by_hand, mix, batches, rounds)
     finally:
         pool.close()
+
+
+class Computing:
+    """An environment whose prompts take time."""
+
+    def __init__(self, spend: Stage, seconds: float) -> None:
+        self._spend, self._seconds = spend, seconds
+
+    def prompt(self, position: int) -> None:
+        self._spend(self._seconds)
 
 
 def measure(
@@ -226,40 +248,59 @@ def measure(
     results: list[dict[str, Any]],
     name: str,
     workload: StageWorkload,
+    by_hand: StageWorkload,
     mix: Mix,
     batches: int,
     rounds: int,
 ) -> None:
-    """Rounds of all four, one after the other; the median of the ratios within a round, so that drift cancels."""
-    taken = [
-        (
-            limit_rate(workload, mix, batches),
-            runner_rate(workload, TRIAL_BATCHES + batches, prefetch=True),
-            plain_rate(workload, CountingController(batches * LEASES_PER_BATCH), LEASES_PER_BATCH * GROUP),
-            runner_rate(workload, batches, prefetch=False),
-        )
-        for _ in range(rounds)
-    ]
-    limit, on, plain, off = (statistics.median(column) for column in zip(*taken, strict=True))
-    of_limit = statistics.median(one[1] / one[0] for one in taken)
-    of_plain = statistics.median(one[3] / one[2] for one in taken)
-    on_off = [one[1] / one[3] for one in taken]
-    ratio = f"{statistics.median(on_off):.2f} ({min(on_off):.2f} to {max(on_off):.2f})"
-    row = [name, f"{limit:.0f}", f"{on:.0f}", f"{of_limit:.1%}", f"{plain:.0f}", f"{off:.0f}", f"{of_plain:.1%}", ratio]
-    table.add_row(*row)
-    results.append(entry(f"prefetch on / off {name}", on, off, "prefetch off", statistics.median(on_off)))
+    taken = interleaved(
+        {
+            "limit": lambda: limit_rate(by_hand, mix, batches),
+            "off": lambda: runner_rate(workload, batches, prefetch=False),
+            "on": lambda: runner_rate(workload, batches, prefetch=True),
+            "plain": lambda: plain_rate(
+                by_hand, CountingController(batches * LEASES_PER_BATCH), LEASES_PER_BATCH * GROUP
+            ),
+        },
+        rounds,
+    )
+    limit, on, plain, off = (statistics.median(taken[one]) for one in ("limit", "on", "plain", "off"))
+    of_limit, of_plain, on_off = ratio(taken, "on", "limit"), ratio(taken, "off", "plain"), ratio(taken, "on", "off")
+    table.add_row(
+        name, f"{limit:.0f}", f"{on:.0f}", shown(of_limit), f"{plain:.0f}", f"{off:.0f}", shown(of_plain), shown(on_off)
+    )
+    results.append(entry(f"prefetch on / off {name}", on, off, "prefetch off", on_off))
     results.append(entry(f"overlap {name}", on, limit, "slowest stage alone", of_limit))
     results.append(entry(f"prefetch off {name}", off, plain, "plain loop", of_plain))
 
 
-def entry(name: str, ours: float, peer: float, peer_name: str, ratio: float) -> dict[str, Any]:
+def interleaved(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Rounds of all of them, one after the other, every second one in the opposite order: drift hits all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in [*ways] if number % 2 == 0 else [*reversed(ways)]:
+            taken[name].append(ways[name]())
+    return taken
+
+
+def ratio(taken: dict[str, list[float]], ours: str, peer: str) -> list[float]:
+    """Within each round."""
+    return [one / other for one, other in zip(taken[ours], taken[peer], strict=True)]
+
+
+def shown(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def entry(name: str, ours: float, peer: float, peer_name: str, ratios: list[float]) -> dict[str, Any]:
     return {
         "name": name,
         "unit": "samples/s",
         "ours": ours,
         "peer": peer,
         "peer_name": peer_name,
-        "ratio": ratio,
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
     }
 
 
@@ -289,7 +330,6 @@ def cartpole() -> tuple[Any, int, int]:
 
 
 def real_workloads(results: list[dict[str, Any]], batches: int, rounds: int) -> Table:
-    """Rounds of all three, one after the other; the median of the ratios within a round, so that drift cancels."""
     import torch
 
     torch.set_num_threads(1)
@@ -305,25 +345,22 @@ def real_workloads(results: list[dict[str, Any]], batches: int, rounds: int) -> 
     )
     for name, build in (("language model, 0.3M", language), ("CartPole-v1", cartpole)):
         workload, size, group = build()
-        taken: list[tuple[float, float, float]] = []
-        for _ in range(rounds):
-            rates = [plain_rate(workload, CountingController(batches * size // group, group, ROUND_TRIP_S), size)]
-            for prefetch in (False, True):
-                controller = CountingController(
-                    (TRIAL_BATCHES * prefetch + batches) * size // group, group, ROUND_TRIP_S
-                )
-                settings = RunnerSettings(
-                    drain_s=10.0, bounds=Bounds(batch_samples=size, queue_samples=2 * size), prefetch=prefetch
-                )
-                rates.append(running_rate(workload, controller, settings))
-            taken.append((rates[0], rates[1], rates[2]))
-        plain, off, on = (statistics.median(column) for column in zip(*taken, strict=True))
+
+        def run(prefetch: bool, workload: Any = workload, size: int = size, group: int = group) -> float:
+            bounds = Bounds(batch_samples=size, queue_samples=2 * size)
+            controller = CountingController(batches * size // group, group, ROUND_TRIP_S)
+            return running_rate(workload, controller, RunnerSettings(drain_s=10.0, bounds=bounds, prefetch=prefetch))
+
+        def by_hand(workload: Any = workload, size: int = size, group: int = group) -> float:
+            return plain_rate(workload, CountingController(batches * size // group, group, ROUND_TRIP_S), size)
+
+        ways = {"off": functools.partial(run, False), "on": functools.partial(run, True), "plain": by_hand}
+        taken = interleaved(ways, rounds)
+        plain, off, on = (statistics.median(taken[one]) for one in ("plain", "off", "on"))
         off_plain, on_plain, on_off = (
-            statistics.median(one[ours] / one[peer] for one in taken) for ours, peer in ((1, 0), (2, 0), (2, 1))
+            ratio(taken, ours, peer) for ours, peer in (("off", "plain"), ("on", "plain"), ("on", "off"))
         )
-        table.add_row(
-            name, f"{plain:.0f}", f"{off:.0f}", f"{off_plain:.1%}", f"{on:.0f}", f"{on_plain:.1%}", f"{on_off:.1%}"
-        )
+        table.add_row(name, f"{plain:.0f}", f"{off:.0f}", shown(off_plain), f"{on:.0f}", shown(on_plain), shown(on_off))
         results.append(entry(f"{name}, prefetch off", off, plain, "plain loop", off_plain))
         results.append(entry(f"{name}, prefetch on", on, plain, "plain loop", on_plain))
         results.append(entry(f"{name}, prefetch on / off", on, off, "prefetch off", on_off))
@@ -345,12 +382,20 @@ def main(argv: list[str]) -> int:
         "prefetch off",
         "of the plain loop",
         "on / off",
-        title="Stage mixes, samples/s: medians; on / off with its least and most",
+        title="Stage mixes, samples/s: medians; ratios within a round, their median (least to most)",
     )
-    mixes(table, results, batches=8 if arguments.quick else 16, rounds=1 if arguments.quick else 3)
-    console = Console(width=120)
+    load = [os.getloadavg()[0]]
+    mixes(table, results, batches=8 if arguments.quick else 16, rounds=3 if arguments.quick else 5)
+    console = Console(width=140)
     console.print(table)
-    console.print(real_workloads(results, batches=10 if arguments.quick else 20, rounds=3 if arguments.quick else 7))
+    console.print(real_workloads(results, batches=10 if arguments.quick else 20, rounds=5 if arguments.quick else 9))
+    load.append(os.getloadavg()[0])
+    console.print(
+        f"Python {platform.python_version()}, {os.cpu_count()} cores, load {load[0]:.1f} before, {load[1]:.1f} after"
+    )
+    slower = [one for one in results if one["peer_name"] == "prefetch off" and one["ratio"] < NEVER_BELOW]
+    for one in slower:
+        console.print(f"[red]slower with prefetch on: {one['name']}: {one['ratio']:.2f}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1))
     return 0

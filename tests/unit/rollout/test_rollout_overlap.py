@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from penstock.rollout.overlap import Overlap
@@ -27,6 +29,21 @@ def test_the_faster_way_is_kept(overlapped_s: float, plain_s: float) -> None:
     assert overlap.on == (overlapped_s <= plain_s)
     best = 25.0 / min(overlapped_s, plain_s) * BATCH
     assert left > 0.85 * best, "trials cost little"
+
+
+@pytest.mark.parametrize("overlapped", [0.8, 0.9, 1.12])
+def test_noise_makes_a_trial_longer_and_seldom_wrong(overlapped: float) -> None:
+    """Windows whose rates vary by a fifth either way, as on a machine that has other work."""
+    right = trials = 0
+    for seed in range(200):
+        noise, now = Random(seed), 0.0
+        overlap = Overlap(BATCH, QUEUE, measured=True)
+        while not overlap.settled and trials < 1e6:
+            now += noise.uniform(0.8, 1.2) * (0.1 / overlapped if overlap.on else 0.1)
+            overlap.delivered(BATCH, now)
+            trials += 1
+        right += overlap.on == (overlapped > 1)
+    assert right >= 190
 
 
 def test_it_is_tried_again_and_may_change() -> None:
