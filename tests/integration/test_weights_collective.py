@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -168,6 +169,26 @@ def test_no_store_is_an_aborted_group(tmp_path: Path) -> None:
         BroadcastReceiver(b"secret").receive(
             Invitation("nowhere", "127.0.0.1", 1, 1, 2), manifest, build_timeout_s=0.5, receive_timeout_s=0.5
         )
+
+
+def test_a_group_listens_where_its_store_does() -> None:
+    """By itself the library listens at the address of the host name, which others may reach."""
+    server = StoreServer(b"secret", host="127.0.0.2", timeout_s=5.0)
+    before = listening()
+    group = Group(Invitation("alone", server.host, server.port, 0, 1), 5.0, server)
+    try:
+        assert {host for host, _ in listening() - before} == {"127.0.0.2"}
+        friend = StoreClient("127.0.0.2", server.port, b"secret", 5.0)
+        assert friend.local_host.startswith("127.")
+        friend.close()
+    finally:
+        group.close()
+        server.close(5.0)
+
+
+def listening() -> set[tuple[str, int]]:
+    found = psutil.Process().net_connections(kind="tcp")
+    return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
 
 def test_a_store_hears_only_those_who_know_the_token() -> None:

@@ -6,6 +6,7 @@ never used again. What arrives lies apart from what is served, and is verified l
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from penstock.errors import Aborted, PeerLost
 from penstock.records.section import LOOPBACK
@@ -25,7 +26,7 @@ from penstock.weights.buckets import layout
 from penstock.weights.io.digest import tensor_digest
 from penstock.weights.io.fetch import check_digests, tensor_at
 from penstock.weights.io.files import FileSource
-from penstock.weights.io.store import StoreClient, StoreServer
+from penstock.weights.io.store import KeyStore, StoreClient, StoreServer
 from penstock.weights.manifest import check_manifest, describe
 
 _ROLL_CALL = "here"
@@ -45,7 +46,7 @@ class Invitation(msgspec.Struct, frozen=True):
 class Group:
     """One attempt's process group. When it breaks, or a member does not come (`PeerLost`), nothing was changed."""
 
-    def __init__(self, invitation: Invitation, timeout_s: float, store: Store) -> None:
+    def __init__(self, invitation: Invitation, timeout_s: float, store: KeyStore) -> None:
         self._invitation = invitation
         self._store = store  # torch keeps only its own half of a store that is written in Python
         deadline = time.monotonic() + timeout_s
@@ -53,13 +54,14 @@ class Group:
             own = PrefixStore(invitation.name, store)
             own.set(f"{_ROLL_CALL}/{invitation.rank}", "1")
             self._wait_for_all(own, deadline)
-            self._group: Any = dist.ProcessGroupGloo(
-                own, invitation.rank, invitation.size, timedelta(seconds=max(0.1, deadline - time.monotonic()))
-            )
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+            options._devices = [_listening_on(store.local_host)]
+            self._group: Any = dist.ProcessGroupGloo(own, invitation.rank, invitation.size, options)
         except (RuntimeError, OSError) as error:
             raise Aborted(f"group {invitation.name} could not be built: {error}") from error
 
-    def _wait_for_all(self, store: Store, deadline: float) -> None:
+    def _wait_for_all(self, store: PrefixStore, deadline: float) -> None:
         """Names those who did not come, which the library would not."""
         missing = list(range(self._invitation.size))
         while missing:
@@ -148,6 +150,13 @@ class BroadcastReceiver:
         finally:
             group.close()
         return tensors
+
+
+def _listening_on(host: str) -> dist.ProcessGroupGloo.Device:
+    """Peers connect to the address by which the store is reached: by itself the library takes that of the host name."""
+    if ipaddress.ip_address(host).is_unspecified:
+        return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(hostname=host)
 
 
 def _left_s(deadline: float, manifest: Manifest) -> float:

@@ -75,6 +75,11 @@ class KeyStore(Store):
         super().__init__()
         self.timeout_s = timeout_s
 
+    @property
+    def local_host(self) -> str:
+        """The address of this machine by which the others are reached."""
+        raise NotImplementedError
+
     def ask(self, request: Request) -> bytes | None:
         """The server answers it itself, a client sends it."""
         raise NotImplementedError
@@ -117,6 +122,10 @@ class StoreServer(KeyStore):
         self._port = ThreadedPort(self._serve, "broadcast", host=host, max_connections=256)
         self.host, self.port = self._port.host, self._port.port
 
+    @property
+    def local_host(self) -> str:
+        return self.host
+
     def ask(self, request: Request) -> bytes | None:
         return self._keys.answer(request)
 
@@ -151,6 +160,10 @@ class StoreClient(KeyStore):
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.sendall(HELLO.pack(MAGIC, token_digest(token)))
         self.check([""])  # a wrong token is noticed here
+
+    @property
+    def local_host(self) -> str:
+        return self._connection.getsockname()[0]
 
     def ask(self, request: Request) -> bytes | None:
         with self._lock:
