@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 64, "inner": 128, "layers": 2, "heads": 2, "kv_heads": 1, "vocabulary": 512},
@@ -20,6 +22,7 @@ PAD, EOS = 0, 1
 
 def qwen2(shape: dict[str, int], device: torch.device, dtype: torch.dtype, *, positions: int = 32768) -> Any:
     """A Qwen2 of this shape; always the same weights."""
+    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -49,7 +52,7 @@ def release(package: str) -> str:
         return f"{package} (not installed)"
 
 
-def spread(values: list[float], form: str = ",.0f") -> str:
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
     """Median, and least to most."""
     median = format(statistics.median(values), form)
     return f"{median} ({format(min(values), form)} to {format(max(values), form)})" if len(values) > 1 else median

@@ -35,6 +35,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from _models import release, spread
 from penstock.batch import advantage, codec, filters
 from penstock.batch.pack import PackSettings, TokenMicroBatch, pack_tokens
 from penstock.control.controller import Controller
@@ -380,18 +381,22 @@ def run_ours(workload: Workload, rounds: int) -> dict[str, Any]:
     warm = collected[1:]
     assert memcpy is not None
 
-    def between(later: tuple[str, str], earlier: tuple[str, str]) -> float:
-        return statistics.median(r[later[0]][later[1]] - r[earlier[0]][earlier[1]] for r in warm)
+    def between(later: tuple[str, str], earlier: tuple[str, str]) -> list[float]:
+        return [r[later[0]][later[1]] - r[earlier[0]][earlier[1]] for r in warm]
 
-    result: dict[str, Any] = {
+    rounds_of: dict[str, list[float]] = {
         "wall_s": between(("trainer", "ended"), ("worker", "began")),
         "write_s": between(("worker", "written"), ("worker", "began")),
         "control_s": between(("trainer", "given"), ("worker", "written")),
         "fetch_s": between(("trainer", "fetched"), ("trainer", "given")),
         "pack_s": between(("trainer", "ended"), ("trainer", "fetched")),
-        "memcpy_s": statistics.median(memcpy.times_s),
-        "memcpy_cpu_s": statistics.median(memcpy.cpu_s),
-        "cpu_s": statistics.median(sum(r[role]["cpu_s"] for role in ("worker", "controller", "trainer")) for r in warm),
+        "memcpy_s": memcpy.times_s,
+        "memcpy_cpu_s": memcpy.cpu_s,
+        "cpu_s": [sum(r[role]["cpu_s"] for role in ("worker", "controller", "trainer")) for r in warm],
+    }
+    result: dict[str, Any] = {
+        **{name: statistics.median(found) for name, found in rounds_of.items()},
+        "rounds": rounds_of,
         "tokens": warm[0]["trainer"]["tokens"],
         "payload_bytes": warm[0]["trainer"]["payload_bytes"],
         "micro_batch_bytes": warm[0]["trainer"]["micro_batch_bytes"],
@@ -419,30 +424,43 @@ class Report:
         for column in ("figure", "ours", "peer", "peer is", "ours / peer", "target"):
             self.table.add_column(column, justify="left" if column in ("figure", "peer is") else "right")
 
-    def add(self, name: str, unit: str, ours: float, peer: float, peer_name: str, target: str = "") -> None:
-        ratio = ours / peer if peer else 0.0
-        self.rows.append(
-            {"name": name, "unit": unit, "ours": ours, "peer": peer, "peer_name": peer_name, "ratio": ratio}
-        )
-        self.table.add_row(name, f"{ours:.4g} {unit}", f"{peer:.4g} {unit}", peer_name, f"{ratio:.3g}", target)
+    def add(
+        self,
+        name: str,
+        unit: str,
+        ours: float | list[float],
+        peer: float | list[float],
+        peer_name: str,
+        target: str = "",
+    ) -> None:
+        """A figure, or the figures of all rounds: shown as their median and from the least to the most."""
+        mine, theirs = (one if isinstance(one, list) else [one] for one in (ours, peer))
+        middle, other = statistics.median(mine), statistics.median(theirs)
+        ratio = middle / other if other else 0.0
+        row = {"name": name, "unit": unit, "ours": middle, "peer": other, "peer_name": peer_name, "ratio": ratio}
+        self.rows.append(row | ({"ours_rounds": mine, "peer_rounds": theirs} if len(mine) > 1 else {}))
+        cells = [spread(one, ".4g") if len(one) > 1 else f"{one[0]:.4g}" for one in (mine, theirs)]
+        self.table.add_row(name, f"{cells[0]} {unit}", f"{cells[1]} {unit}", peer_name, f"{ratio:.3g}", target)
 
 
 def measure(report: Report, label: str, workload: Workload, rounds: int) -> dict[str, Any]:
     ours = run_ours(workload, rounds)
-    copy_s = ours["memcpy_s"]
+    rounds_of = ours["rounds"]
+    copy_s = rounds_of["memcpy_s"]
     report.add(
         f"{label}: wall",
         "s",
-        ours["wall_s"],
+        rounds_of["wall_s"],
         copy_s,
         "memcpy of the same bytes",
         "< 0.35 s, < 8 x" if workload.routed else "",
     )
-    report.add(f"{label}: processor time, all three", "s", ours["cpu_s"], ours["memcpy_cpu_s"], "of the memcpy")
+    cpu = rounds_of["cpu_s"], rounds_of["memcpy_cpu_s"]
+    report.add(f"{label}: processor time, all three", "s", *cpu, "of the memcpy")
     if workload.routed:
         stages = {"write": "join and write", "control": "deliver and get", "fetch": "fetch", "pack": "pack"}
         for stage, name in stages.items():
-            report.add(f"{label}: {name}", "s", ours[f"{stage}_s"], copy_s, "memcpy of the same bytes")
+            report.add(f"{label}: {name}", "s", rounds_of[f"{stage}_s"], copy_s, "memcpy of the same bytes")
     for role, target in (("controller", True), ("worker", False), ("trainer", False)):
         for figure, limit in (("p99_s", ""), ("wait_p99_s", "< 5 ms"), ("max_s", "< 20 ms")):
             name = figure.removesuffix("_s").replace("_", "-")
@@ -503,6 +521,7 @@ def main(argv: list[str]) -> int:
         )
     console = Console(width=150)
     console.print(report.table)
+    console.print(f"memcpy: {release('numpy')}, one thread; {rounds} rounds, load {os.getloadavg()[0]:.1f} at the end")
     console.print(PEER)
     if options.json:
         options.json.write_text(json.dumps(report.rows, indent=2))

@@ -475,7 +475,7 @@ def main(argv: list[str]) -> int:
         figures = uvloop.run(SERVERS[options.serve](options.folder))
         print(json.dumps(figures))
         return 0
-    seconds, rounds = (1.5, 1) if options.quick else (4.0, 3)
+    seconds, rounds = (1.5, 3) if options.quick else (4.0, 5)
     kinds = ["ours", "usual"]
     console = Console()
     if shutil.which("redis-server"):
@@ -488,9 +488,10 @@ def main(argv: list[str]) -> int:
             runs[kind].append(measure(kind, seconds))
     typical = {kind: medians(found) for kind, found in runs.items()}
     console.print(report(typical, runs))
+    console.print(f"{rounds} rounds of {seconds:g} s, interleaved; load {os.getloadavg()[0]:.1f} at the end")
     console.print("pairs/s of the usual peer are bound by its client (httpx); CPU per pair compares the servers alone")
     if options.json:
-        options.json.write_text(json.dumps(rows(typical), indent=2))
+        options.json.write_text(json.dumps(rows(typical, runs), indent=2))
     return 0
 
 
@@ -542,7 +543,7 @@ def report(typical: dict[str, dict[str, float]], runs: dict[str, list[dict[str, 
     return table
 
 
-def rows(typical: dict[str, dict[str, float]]) -> list[dict[str, object]]:
+def rows(typical: dict[str, dict[str, float]], runs: dict[str, list[dict[str, float]]]) -> list[dict[str, object]]:
     measured = [("control_http_pairs", "pairs/s", "pairs_per_s"), ("control_http_cpu", "s/pair", "cpu_s_per_pair")]
     measured.append(("control_http_lag_p99", "s", "p99_s"))
     found: list[dict[str, object]] = []
@@ -552,7 +553,8 @@ def rows(typical: dict[str, dict[str, float]]) -> list[dict[str, object]]:
                 continue
             ours, peer = typical["ours"][key], figures[key]
             row: dict[str, object] = {"name": name, "unit": unit, "ours": ours, "peer": peer}
-            found.append(row | {"peer_name": NAMES[kind], "ratio": ours / peer if peer else 0.0})
+            rounds = {f"{who}_rounds": [one[key] for one in runs[of]] for who, of in (("ours", "ours"), ("peer", kind))}
+            found.append(row | {"peer_name": NAMES[kind], "ratio": ours / peer if peer else 0.0} | rounds)
     return found
 
 
