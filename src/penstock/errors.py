@@ -90,6 +90,9 @@ ADVICE = {
     errno.EDQUOT: "the disk quota is used up; make room",
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "this user may not do that there",
+    errno.ENOTDIR: "a file is where a directory should be; move it away",
+    errno.EEXIST: "something else is there; move it away",
+    errno.EIO: "the disk cannot be read or written",
 }
 
 

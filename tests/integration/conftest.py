@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,21 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A place for a run, checked afterwards for processes and shared memory left behind."""
     for _ in no_leftovers(tmp_path):
         yield tmp_path
+
+
+@pytest.fixture
+def disk(folder: Path) -> Iterator[Path]:
+    """A file system of 16 MiB where runs are made."""
+    place = folder / "runs"
+    place.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no small file system can be mounted here: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +13,6 @@ from running import letters, start, trained_steps, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 150
-
-
-@pytest.fixture
-def disk(folder: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
-    place = folder / "runs"
-    place.mkdir()
-    mount = shutil.which("mount")
-    if mount is None or os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no small file system can be mounted here: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def fill(ballast: Path, room: int) -> bool:

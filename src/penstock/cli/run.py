@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import penstock
-from penstock.config.check import check_environment
+from penstock.config.check import check_by_making, check_environment
 from penstock.config.load import dump, load
 from penstock.config.reference import keys
 from penstock.config.run import Config
@@ -41,6 +41,7 @@ PIPE_COLUMNS = 140
 def check_command(config: Path, overrides: list[str]) -> int:
     resolved = load(config, overrides)
     check_environment(resolved)
+    check_by_making(resolved)
     for model in _hub_models(resolved):
         if cached(model) is None:
             typer.echo(f"model {model.name!r} is not in the local cache: `penstock run` will download it", err=True)

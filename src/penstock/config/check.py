@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
+from typing import Any
 
 from penstock.batch import advantage, filters
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.engines.settings import PathModel
-from penstock.envs.conformity import check_class, check_text_environment
-from penstock.envs.registry import check_options, find_environment, find_reward, scoring_of
+from penstock.envs.conformity import check_class, check_counted, check_text_environment
+from penstock.envs.registry import check_options, find_environment, find_reward, make_environment, scoring_of
 from penstock.envs.settings import EnvSection
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
+from penstock.payload.io.mapping import DIRECTORY
 from penstock.rollout.hooks import Workload
 from penstock.runtime.named import check_call, check_call_begins, check_methods, load_callable, takes
 from penstock.runtime.sinks import check_sink
@@ -30,6 +33,62 @@ def check_environment(config: Config) -> None:
             _check(pipeline)
         except ConfigError as error:
             raise ConfigError(f"pipeline {pipeline.name!r}: {error}") from error
+    if config.launch.kind == "local":  # elsewhere each machine has shared memory of its own
+        _check_shared_memory()
+        for pipeline in config.pipeline:
+            check_step_fits(pipeline, pipeline.sample_bytes)
+
+
+def check_by_making(config: Config) -> None:
+    """What shows only in an environment that is made: its first prompt, the size of its episodes. Those that start
+    programs of their own are left to the run."""
+    for pipeline in config.pipeline:
+        if pipeline.env.name.startswith("verifiers:"):
+            continue
+        environment = made(config, pipeline, pipeline.env)
+        try:
+            if config.launch.kind == "local":
+                check_step_fits(pipeline, getattr(environment, "sample_bytes", None) or 0)
+        finally:
+            getattr(environment, "close", lambda: None)()
+
+
+def made(config: Config, pipeline: PipelineSection, section: EnvSection) -> Any:
+    """What the environment's own code raises is the user's to fix, so it becomes a `ConfigError`."""
+    sys.path[:0] = [str(path) for path in config.run.extra_path]
+    owner = f"environment {section.name!r}"
+    try:
+        environment = make_environment(section.name, environment_options(section, config.run.seed))
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{owner} could not be made: {type(error).__name__}: {error}") from error
+    check_counted(owner, environment)
+    if pipeline.kind == "language" and pipeline.rollout.workload is None:
+        converses = pipeline.rollout.max_turns > 1 and hasattr(environment, "reply")
+        check_text_environment(owner, environment, scoring_of(owner, pipeline.env, environment), converses=converses)
+    return environment
+
+
+def check_step_fits(pipeline: PipelineSection, sample_bytes: int) -> None:
+    """The samples of a batch wait in shared memory until it is complete: one that does not fit would never be."""
+    needed, size = pipeline.step_samples * sample_bytes, os.statvfs(DIRECTORY)
+    there = size.f_blocks * size.f_frsize
+    if there and needed > there:
+        keys = "rollout.max_new_tokens" if pipeline.kind == "language" else "env.options.max_episode_steps"
+        raise ConfigError(
+            f"pipeline {pipeline.name!r}: a step of {pipeline.step_samples} samples may take {needed >> 20} MiB of "
+            f"shared memory, and {DIRECTORY} has {there >> 20} MiB: the step would never be complete. Make it larger "
+            f"(in a container: --shm-size), or lower train.groups_per_step, rollout.group_size or {keys}"
+        )
+
+
+def _check_shared_memory() -> None:
+    if not os.access(DIRECTORY, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"this user cannot make files in {DIRECTORY}, or it is not there: finished samples wait in that shared "
+            "memory for the trainer"
+        )
 
 
 def _check(pipeline: PipelineSection) -> None:

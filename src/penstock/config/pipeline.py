@@ -10,7 +10,7 @@ from penstock.batch.advantage import NAMED as ADVANTAGES
 from penstock.config.recommended import fill_in
 from penstock.control.settings import EvaluationSection
 from penstock.engines.registry import Engine
-from penstock.engines.settings import LoraSection, MlpModel, Model
+from penstock.engines.settings import LoraSection, MlpModel, Model, TinyModel
 from penstock.engines.torch.settings import TorchEngineSection
 from penstock.envs.settings import EnvSection
 from penstock.records.section import (
@@ -32,6 +32,11 @@ from penstock.train.settings import (
 from penstock.weights.settings import WeightsSection
 
 MOST_RING_SLOTS = 1 << 20
+MOST_RING_BYTES = 1 << 40
+TOKEN_BYTES = 9
+"""Of one token in a payload: its id, its log-probability, and whether it is trained on."""
+PROMPT_BYTES = 4096 * TOKEN_BYTES
+"""Room in a ring for the prompt of a sample and what it is told later, whose length shows only when it is read."""
 WHOLE_MATRICES = ("torch.optim:Adafactor", "torch.optim:Muon")
 """Optimisers whose state is not laid out as the parameters are."""
 
@@ -77,8 +82,27 @@ class PipelineSection(Section):
     def ring_slots(self) -> int:
         """Slots of each worker's ring. One worker may make all samples that admission lets exist at a time, and a ring
         that is full before the step's batch is complete would stand still for ever."""
-        step = self.train.groups_per_step * self.rollout.group_size
-        return min(MOST_RING_SLOTS, max(self.rollout.ring_slots, 2 * (self.train.max_staleness + 2) * step))
+        return min(
+            MOST_RING_SLOTS, max(self.rollout.ring_slots, 2 * (self.train.max_staleness + 2) * self.step_samples)
+        )
+
+    def ring_bytes(self, sample_bytes: int) -> int:
+        """Room of each worker's ring for samples of up to this size, for the same reason. What is not used takes no
+        memory."""
+        under_way = 2 * (self.train.max_staleness + 2) * self.step_samples * (sample_bytes + PROMPT_BYTES)
+        return max(self.rollout.ring_mb << 20, min(MOST_RING_BYTES, under_way))
+
+    @property
+    def step_samples(self) -> int:
+        return self.train.groups_per_step * self.rollout.group_size
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of a language model's sample with completions of the full length, its prompt aside."""
+        if self.kind == "gymnasium":
+            return 0
+        tokens = self.rollout.max_turns * self.rollout.max_new_tokens
+        return TOKEN_BYTES * (min(tokens, self.model.max_length) if isinstance(self.model, TinyModel) else tokens)
 
     def limited_calls(self) -> str:
         """What to say where `max_staleness` lets fewer samples be under way than the workers generate at once."""
@@ -86,7 +110,7 @@ class PipelineSection(Section):
         at_once = rollout.batch_samples * rollout.concurrency
         if not isinstance(self.model, MlpModel):
             at_once = min(at_once, self.engine.requests_at_once)
-        step = train.groups_per_step * rollout.group_size
+        step = self.step_samples
         allowed, wanted = (train.max_staleness + 1) * step, rollout.workers * at_once
         if wanted <= allowed:
             return ""
@@ -123,8 +147,10 @@ class PipelineSection(Section):
             )
         self._check_group_size()
         self._check_teacher()
-        if (step := self.train.groups_per_step * self.rollout.group_size) > MOST_RING_SLOTS:
-            raise ValueError(f"a step of {step} samples does not fit into a ring of {MOST_RING_SLOTS} slots")
+        if self.step_samples > MOST_RING_SLOTS:
+            raise ValueError(
+                f"a step of {self.step_samples} samples does not fit into a ring of {MOST_RING_SLOTS} slots"
+            )
         self._check_truncation()
         self._check_ranks()
         self._check_train_ranks()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from penstock.config.check import environment_options
+from penstock.config.check import check_step_fits, made
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
-from penstock.envs.conformity import check_counted, check_text_environment
 from penstock.envs.cursor import draw
 from penstock.envs.protocol import DividedEnvironment, prompts_per_pass
-from penstock.envs.registry import make_environment, scoring_of
-from penstock.envs.settings import EnvSection
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 
 HELD_OUT = 1
 """Purpose of the draw that makes another seed of the run's."""
@@ -21,7 +17,7 @@ HELD_OUT = 1
 
 def environment_of(config: Config, pipeline: PipelineSection) -> Any:
     """The environment to train on: without what is kept for evaluation."""
-    environment = _made(config, pipeline, pipeline.env)
+    environment = made(config, pipeline, pipeline.env)
     evaluation = pipeline.evaluation
     if evaluation.every_steps and evaluation.env is None and isinstance(environment, DividedEnvironment):
         environment.hold_out(evaluation.prompts)
@@ -52,8 +48,8 @@ def evaluation_environment_of(config: Config, pipeline: PipelineSection) -> Any:
 def _held_out(config: Config, pipeline: PipelineSection) -> Any:
     section = pipeline.evaluation
     if section.env is not None:
-        return _made(config, pipeline, section.env)
-    environment = _made(config, pipeline, pipeline.env)
+        return made(config, pipeline, section.env)
+    environment = made(config, pipeline, pipeline.env)
     if isinstance(environment, DividedEnvironment):
         return environment.hold_out(section.prompts)
     if environment.count is not None:
@@ -64,25 +60,15 @@ def _held_out(config: Config, pipeline: PipelineSection) -> Any:
     _close(environment)  # it was only made to be asked
     seed = pipeline.env.options.get("seed", config.run.seed)
     options = pipeline.env.options | {"seed": draw(int(seed), 0, HELD_OUT) & 0x7FFF_FFFF}  # type: ignore[arg-type]
-    return _made(config, pipeline, pipeline.env.model_copy(update={"options": options}))
+    return made(config, pipeline, pipeline.env.model_copy(update={"options": options}))
 
 
 def _close(environment: Any) -> None:
     getattr(environment, "close", lambda: None)()
 
 
-def _made(config: Config, pipeline: PipelineSection, section: EnvSection) -> Any:
-    """What the environment's own code raises is the user's to fix, so it becomes a `ConfigError`."""
-    sys.path[:0] = [str(path) for path in config.run.extra_path]
-    owner = f"environment {section.name!r}"
-    try:
-        environment = make_environment(section.name, environment_options(section, config.run.seed))
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{owner} could not be made: {type(error).__name__}: {error}") from error
-    check_counted(owner, environment)
-    if pipeline.kind == "language" and pipeline.rollout.workload is None:
-        converses = pipeline.rollout.max_turns > 1 and hasattr(environment, "reply")
-        check_text_environment(owner, environment, scoring_of(owner, pipeline.env, environment), converses=converses)
-    return environment
+def sample_bytes_of(pipeline: PipelineSection, environment: Any) -> int:
+    """How large a sample may become; `ConfigError` if a step of such samples does not fit into shared memory."""
+    size = getattr(environment, "sample_bytes", None) or pipeline.sample_bytes
+    check_step_fits(pipeline, size)
+    return size

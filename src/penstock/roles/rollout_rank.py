@@ -16,6 +16,7 @@ from penstock.engines.protocol import Engine
 from penstock.errors import PenstockError
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
+from penstock.roles.environments import sample_bytes_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.rollout_worker import build
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
@@ -36,15 +37,15 @@ async def main(process: RoleProcess) -> None:
     signal.signal(INTERRUPT, signal.SIG_IGN)  # until there is something to interrupt
     seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSeat)
     process.progress = ProgressCell(seat.cell_fd)
-    rollout = process.pipeline.rollout
-    torch.set_num_threads(rollout.threads)
+    pipeline = process.pipeline
+    torch.set_num_threads(pipeline.rollout.threads)
     working = Offload(1, "rank")
     process.progress.moved("building the model")
-    _, engine, workload, _ = await working.run(build, process, seat.rank)
+    environment, engine, workload, _ = await working.run(build, process, seat.rank)
     ring = Ring.create(
         process.run.run_id,
-        capacity_bytes=rollout.ring_mb << 20,
-        slots=process.pipeline.ring_slots,
+        capacity_bytes=pipeline.ring_bytes(sample_bytes_of(pipeline, environment)),
+        slots=pipeline.ring_slots,
         guardian_pid=seat.guardian_pid,
     )
     try:

@@ -20,7 +20,7 @@ from penstock.envs.protocol import prompts_per_pass
 from penstock.payload.io.shm import Ring
 from penstock.pool.io.executor import OrderExecutor
 from penstock.records.payload import RingAddress
-from penstock.roles.environments import environment_of
+from penstock.roles.environments import environment_of, sample_bytes_of
 from penstock.roles.evaluating import evaluating
 from penstock.roles.models import policy_of
 from penstock.roles.preparing import PromptsElsewhere, PromptsMeasured, make_rubric
@@ -75,7 +75,7 @@ async def _work(process: RoleProcess, engine_ranks: EngineRanks, make: Make, eva
     building.close(timeout_s=1.0)
     ring = Ring.create(
         process.run.run_id,
-        capacity_bytes=rollout.ring_mb << 20,
+        capacity_bytes=pipeline.ring_bytes(sample_bytes_of(pipeline, environment)),
         slots=pipeline.ring_slots,
         directory=process.ring_directory,
         random=process.random,

@@ -58,7 +58,8 @@ class RolloutSection(GroupSection):
     is better unless reading a prompt computes in Python for long. Unset: threads, until prompts are measured to compute
     for long; from then on one process."""
     ring_mb: Positive = 64
-    """Shared memory for finished samples that the trainer has not fetched yet."""
+    """Room for finished samples that the trainer has not fetched yet, at the least: a ring always has room for those
+    of every step under way. It is in shared memory, which is taken as it is used."""
     ring_slots: Positive = 4096
     """How many samples that may be, at the least: a ring always has room for those of every step under way."""
     device: str = "auto"

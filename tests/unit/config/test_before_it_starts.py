@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.batch.advantage import NAMED as ADVANTAGES
-from penstock.config.check import check_environment
+from penstock.config.check import check_by_making, check_environment
 from penstock.config.load import dump, load
 from penstock.config.pipeline import PipelineSection
 from penstock.envs.tasks import Copy
@@ -53,6 +54,32 @@ def test_a_ring_has_room_for_every_step_under_way(tmp_path: Path):
     assert section.ring_slots >= 4800 * (section.train.max_staleness + 1)
     with pytest.raises(ConfigError, match="does not fit into a ring"):
         load(written(tmp_path), ["pipeline.p.train.groups_per_step=600000"])
+
+
+def test_a_ring_has_room_for_the_bytes_of_every_step_under_way(tmp_path: Path):
+    large = [
+        "pipeline.p.train.groups_per_step=512",
+        "pipeline.p.rollout.group_size=16",
+        "pipeline.p.model.max_length=4096",
+    ]
+    section = load(written(tmp_path), [*large, "pipeline.p.rollout.max_new_tokens=2048"]).pipeline[0]
+    assert section.sample_bytes == 9 * 2048
+    assert section.ring_bytes(section.sample_bytes) >= 512 * 16 * (section.train.max_staleness + 1) * 9 * 2048
+    small = load(written(tmp_path)).pipeline[0]
+    assert small.ring_bytes(small.sample_bytes) == 64 << 20
+
+
+def test_episodes_that_shared_memory_cannot_hold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "run.toml"
+    env = 'name = "gymnasium"\noptions = { id = "Pendulum-v1", max_episode_steps = 1000000 }'
+    path.write_text(BASE.format(env=env, model='kind = "mlp"'))
+    config = load(path)
+    size = SimpleNamespace(f_blocks=1 << 24, f_frsize=1 << 12)
+    monkeypatch.setattr("penstock.config.check.os.statvfs", lambda path: size)
+    check_by_making(config)
+    size.f_blocks = 1 << 14  # 64 MiB, as containers have by default
+    with pytest.raises(ConfigError, match=r"may take \d+ MiB of shared memory.*--shm-size.*max_episode_steps"):
+        check_by_making(config)
 
 
 def test_paths_are_relative_to_the_configuration(elsewhere: Path):
@@ -101,6 +128,8 @@ def test_a_random_prompt_is_refused(elsewhere: Path):
     config = load(written(elsewhere, env='name = "dicing_env:Dice"'))
     with pytest.raises(ConfigError, match="another prompt each time"):
         environment_of(config, config.pipeline[0])
+    with pytest.raises(ConfigError, match="another prompt each time"):
+        check_by_making(config)
 
 
 def test_tools_keep_the_alphabet():

@@ -80,6 +80,6 @@ class Nothing(Few):
 
 @pytest.mark.parametrize("epochs", [None, 1])
 def test_an_environment_without_prompts_is_a_mistake(monkeypatch: pytest.MonkeyPatch, epochs: int | None):
-    monkeypatch.setattr("penstock.roles.environments._made", lambda *_: Nothing())
+    monkeypatch.setattr("penstock.roles.environments.made", lambda *_: Nothing())
     with pytest.raises(ConfigError, match="has no prompts: its count is 0"):
         made({"name": "copy"}, epochs=epochs)

@@ -6,6 +6,7 @@ played again from its position.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -50,7 +51,16 @@ class GymnasiumEnvironment:
         self._observation_space = first.observation_space
         self._action_space = first.action_space
         self.spaces = Spaces(_observation_shape(first), *_actions(first))
+        self._step_limit = first.spec.max_episode_steps if first.spec is not None else None
         self._idle.append(first)
+
+    @property
+    def sample_bytes(self) -> int | None:
+        """Of the longest episode as it is delivered; None where no limit ends one."""
+        if self._step_limit is None or self._step_limit < 0:
+            return None
+        action = 8 if self.spaces.action_kind == "discrete" else 4 * self.spaces.action_size
+        return self._step_limit * (4 * math.prod(self.spaces.observation_shape) + action + 8)
 
     @property
     def count(self) -> None:

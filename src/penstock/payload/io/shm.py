@@ -122,7 +122,13 @@ class Ring:
             digests=digests,
         )
         path = Path(directory) / f"{NAME_PREFIX}{random.randbytes(16).hex()}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise RunFailed(
+                f"cannot make a payload ring in {directory}: {error.strerror}; finished samples wait there for the "
+                "trainer, so this user must be able to make files in it"
+            ) from error
         try:
             os.ftruncate(fd, header.layout.total_bytes)
             os.posix_fallocate(fd, 0, header.layout.arena)
@@ -131,7 +137,7 @@ class Ring:
             path.unlink()
             raise RunFailed(
                 f"cannot create a payload ring of {capacity_bytes} bytes in {directory}: {error.strerror}; "
-                "make the ring smaller or the directory's file system larger"
+                "make that file system larger (in a container: --shm-size), or lower rollout.ring_slots"
             ) from error
         mapping = Mapping(path, fd, header)
         mapping.become_writer()
