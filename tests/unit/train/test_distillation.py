@@ -13,6 +13,7 @@ from penstock.batch.pack import PackSettings, pack_tokens
 from penstock.config.pipeline import PipelineSection
 from penstock.engines.models import AdaptedPolicy, LanguagePolicy, TinyLanguageModel, adapt, build
 from penstock.engines.requests import Sampling
+from penstock.engines.settings import LoraSection
 from penstock.engines.torch.engine import TorchEngine
 from penstock.errors import ConfigError
 from penstock.train.losses.tokens import Tokens, distill
@@ -60,7 +61,7 @@ def test_its_gradient_is_that_of_the_reverse_divergence() -> None:
 def adapted(spread: float = 0.0) -> AdaptedPolicy:
     """One base with an adapter that changes nothing yet, or much: a teacher that another adapter can become."""
     pytest.importorskip("peft")
-    made = adapt(policy(hidden=32, sharpness=8.0), rank=4)
+    made = adapt(policy(hidden=32, sharpness=8.0), LoraSection(rank=4))
     with torch.no_grad():
         for name, tensor in made.named_tensors().items():
             if ".lora_B." in name:

@@ -92,7 +92,7 @@ def adapting(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool 
 
 def distilling(world: World, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> Learner:
     """An adapter that is trained to be another, with the teacher in shards too."""
-    adapted, teacher = (adapt(policy(dtype), rank=2, alpha=4.0) for _ in range(2))
+    adapted, teacher = (adapt(policy(dtype), LoraSection(rank=2, alpha=4.0)) for _ in range(2))
     with torch.no_grad():
         for name, tensor in teacher.named_tensors().items():
             tensor.fill_(0.3 if ".lora_B." in name else 0.1)
