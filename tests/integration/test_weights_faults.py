@@ -412,8 +412,11 @@ TORCH = [
     ("in_place", "write", "raise"),
     ("in_place", "resume", "kill"),
 ]
+OF_THE_ENGINE = ("stage", "swap", "pause", "paused", "write", "finalize", "resume")
 FAULTS = [("policy", *case) for case in STEPS] + [
-    pytest.param("torch", *case, marks=() if case in TORCH else pytest.mark.slow) for case in STEPS
+    pytest.param("torch", *case, marks=() if case in TORCH else pytest.mark.slow)
+    for case in STEPS
+    if case[1] in OF_THE_ENGINE
 ]
 
 

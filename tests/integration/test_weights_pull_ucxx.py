@@ -48,7 +48,7 @@ def transport(token: bytes = TOKEN) -> PullTransport:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[UcxxArtifactServer]:
-    server = UcxxArtifactServer(tmp_path, TOKEN, ucxx_core)
+    server = UcxxArtifactServer(tmp_path, TOKEN, ucxx_core, keep=2)
     yield server
     server.close(10.0)
     assert not [thread.name for thread in threading.enumerate() if thread.name == "weights-ucxx"]
@@ -95,7 +95,7 @@ def test_a_server_on_loopback_is_out_of_reach_by_other_interfaces(tmp_path: Path
 
 
 def test_a_closed_server_frees_its_port_whatever_its_connections_were_doing(tmp_path: Path) -> None:
-    server = UcxxArtifactServer(tmp_path, TOKEN, ucxx_core)
+    server = UcxxArtifactServer(tmp_path, TOKEN, ucxx_core, keep=2)
     manifest = published(tmp_path, server, 1)
     idle = transport()
     assert digest_of(idle.fetch(manifest, DEADLINE_S)) == manifest.digest
