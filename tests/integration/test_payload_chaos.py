@@ -406,8 +406,8 @@ def test_chaos_in_short(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_thousand_samples_through_chaos(tmp_path: Path) -> None:
-    check_witnesses(run_chaos(10_000, 150, tmp_path, sound=8))
+def test_six_thousand_samples_through_chaos(tmp_path: Path) -> None:
+    check_witnesses(run_chaos(6_000, 100, tmp_path, sound=8))
     check_leftovers(tmp_path)
 
 

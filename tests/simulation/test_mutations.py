@@ -235,6 +235,7 @@ def test_a_slot_that_is_free_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -
     assert outcome(msgspec.structs.replace(plan(()), settings=tight)) != "complete"
 
 
+@pytest.mark.slow
 def test_a_slot_that_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ring, "discard", lambda self, refs: len(list(refs)))
     leaking = Plan(seed=11, steps=200, work=Work(spread=0.9), faults=STRAGGLING, max_staleness=1)
@@ -243,10 +244,15 @@ def test_a_slot_that_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_controller_that_offers_no_weights_ends_the_run_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightTransaction, "_offer", lambda self, member, now, held=None: [])
-    settings = {"control.stall_fail_after_s": 5000.0, "pipeline.weights.min_healthy": 1}
+    settings = {
+        "control.stall_fail_after_s": 600.0,
+        "pipeline.weights.min_healthy": 1,
+        "pipeline.weights.unhealthy_timeout_s": 60.0,
+    }
     assert "replicas served" in outcome(Plan(steps=5, settings=settings))
 
 
+@pytest.mark.slow
 def test_a_failing_seed_is_made_smaller_and_printed_as_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole storm only the fault is left that the mistake needs."""
     monkeypatch.setattr(ReplicaUpdater, "_staged_digest", lambda self, manifest: manifest.digest)
