@@ -13,10 +13,10 @@ demo: $(STAMP)
 	$(BIN)/penstock run examples/demo.toml
 
 test: $(STAMP)
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 slow: $(STAMP)
-	$(BIN)/pytest -n 2 -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
