@@ -30,6 +30,9 @@ from penstock.runtime.virtual_threads import Durations, VirtualThreads, name_of
 EPOCH_S = 1_700_000_000.0
 """What `time.time()` says at the beginning."""
 
+UNWINDINGS = 1_000
+"""Rounds in which all tasks are cancelled at the end."""
+
 State = Literal["running", "stopped", "dead", "unwinding"]
 
 
@@ -252,7 +255,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for process in self.processes:
             process.state = "unwinding"
         self.threads.close()
-        for _ in range(1_000):
+        tasks: list[asyncio.Task[Any]] = []
+        for _ in range(UNWINDINGS):
             tasks = [task for task in asyncio.all_tasks(self) if not task.done()]
             if not tasks:
                 break
@@ -262,6 +266,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.call_soon(self.stop)
             self.call_later(1.0, lambda: None)  # time goes on, so that bounded waits end
             self.run_forever()
+        for task in tasks:  # a group whose process died before it heard of its last task
+            _close(task.get_coro())
 
 
 class _Time:
@@ -296,6 +302,16 @@ def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterat
                 loop.close()
                 loop.processes.clear()
                 gc.collect()
+
+
+def _close(coroutine: Any) -> None:
+    """Ends a coroutine, with all that its `finally` blocks await."""
+    for _ in range(UNWINDINGS):
+        try:
+            coroutine.close()
+        except RuntimeError:  # it awaited something once more
+            continue
+        break
 
 
 def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -120,3 +120,23 @@ def test_sets_of_tasks_have_the_order_in_which_the_tasks_were_made() -> None:
     with virtual_loop(a_second) as loop:
         loop.run_until_complete(main())
     assert ended == list(range(20))
+
+
+def test_a_group_that_never_hears_of_its_last_task_is_ended_with_the_loop() -> None:
+    """Its process died in between. What its `finally` awaits must not be complained of when it is cleared away."""
+
+    async def dies(process: Process) -> None:
+        process.kill()
+
+    async def main(process: Process) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(dies(process))
+        finally:
+            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)
+
+    with virtual_loop(a_second) as loop:
+        process = Process(loop, "p")
+        process.run(main(process))
+        loop.run_until_complete(asyncio.sleep(5.0))
