@@ -5,6 +5,7 @@ Imports the standard library alone until then.
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from penstock.errors import INTERRUPTED
@@ -15,14 +16,17 @@ NO_PROCESS = {"--help", "--dry-run", "ray", "--launcher=ray"}
 
 
 def main() -> None:
-    try:
-        if sys.argv[1:2] == ["run"] and NO_PROCESS.isdisjoint(sys.argv) and preload.possible():
+    if sys.argv[1:2] == ["run"]:
+        signal.signal(signal.SIGINT, _end)  # until there is a run to stop
+        if NO_PROCESS.isdisjoint(sys.argv) and preload.possible():
             preload.begin()
-        from penstock.cli.main import main
+    from penstock.cli.main import main
 
-        main()
-    except KeyboardInterrupt:  # before there is a run to stop
-        sys.exit(INTERRUPTED)
+    main()
+
+
+def _end(*_: object) -> None:
+    sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.errors import INTERRUPTED, ConfigError, PenstockError, sentence_of
+from penstock.errors import ConfigError, PenstockError, sentence_of
 from penstock.runtime.terminal import harmless, protect_streams
 
 app = typer.Typer(
@@ -57,14 +57,11 @@ def run(
 
     early = preload.start() if preload.possible() and not dry_run and launcher != "ray" else None
     with early or contextlib.nullcontext():
-        try:
-            from penstock.cli.run import run_command
+        from penstock.cli.run import run_command
 
-            changes = [*(overrides or []), *([f"launch.kind={launcher}"] if launcher else [])]
-            options = {"resume": resume, "dry_run": dry_run, "parent": parent, "preloading": early}
-            raise typer.Exit(run_command(config, changes, **options))
-        except KeyboardInterrupt:  # before the supervisor heeds it
-            raise typer.Exit(INTERRUPTED) from None
+        chosen = [f"launch.kind={launcher}"] if launcher else []
+        changes = [*(overrides or []), *chosen]
+        raise typer.Exit(run_command(config, changes, resume=resume, dry_run=dry_run, parent=parent, preloading=early))
 
 
 @app.command()
