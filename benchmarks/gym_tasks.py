@@ -51,10 +51,10 @@ TASKS = {
     "lunarlander": Task(
         "LunarLander-v3",
         200.0,
-        180,
+        100,
         model="normalize_observations = true",
         settings="[pipeline.ppo_loss]\ndiscount = 0.999\ngae_lambda = 0.98\nentropy_coefficient = 0.01\n"
-        "[pipeline.optimizer]\nlearning_rate = 1e-3",
+        "[pipeline.optimizer]\nlearning_rate = 1e-3\nepochs = 4\nminibatches = 32",
     ),
 }
 
