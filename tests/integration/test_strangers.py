@@ -27,13 +27,14 @@ import msgspec
 import psutil
 import pytest
 import torch
-from running import letters, outside_address, start, trained_steps, wait_for
+from running import Running, letters, outside_address, start, trained_steps, wait_for
 from test_dashboard_http import Watched
 
 from penstock.control.io.heartbeat import Line
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.engine import TorchEngine
+from penstock.journal.reader import history
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import TcpServer
@@ -317,24 +318,56 @@ def test_strangers_keep_no_client_out(
     assert max(during) < 1e3 * SERVED_WITHIN_S
 
 
-def listening(pid: int) -> list[Address]:
-    """Of a process and all below it."""
-    found: set[Address] = set()
-    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+GROUP = "group"
+"""Of torch: processes that compute or broadcast together listen for each other. It is in no row of `PORTS`, since its
+clients are its members; a run is attacked there with all the rest."""
+
+
+def listening(run: Running) -> dict[Address, str]:
+    """Where the processes of a run listen, and what each port is, by the run's own records; else `unknown`."""
+    directory = run.directory
+    endpoint = RunDir.open(directory).read_endpoint()
+    assert endpoint is not None
+    named = {endpoint.port: "control"}
+    for entry in history(directory / "journal.sqlite"):
+        event = msgspec.msgpack.decode(entry.body)
+        for ring in [event.get("ring"), *event.get("more_rings", ())] if event["type"] == "register" else ():
+            named |= dict.fromkeys(ring.get("tcp_ports", ()) if ring else (), "payloads")
+    for path in directory.glob("weights/**/manifest.json"):
+        manifest = json.loads(path.read_text())
+        for kind, addresses in (("weights", manifest["addresses"]), ("broadcast", [manifest["meeting"]])):
+            named |= {int(address.rpartition(":")[2]): kind for address in addresses if address}
+    found: dict[Address, str] = {}
+    top = psutil.Process(run.process.pid)
+    for process in (top, *top.children(recursive=True)):
         with contextlib.suppress(psutil.Error):
-            lines = process.net_connections(kind="tcp")
-            found |= {(line.laddr.ip, line.laddr.port) for line in lines if line.status == psutil.CONN_LISTEN}
-    return sorted(found)
+            lines = [line for line in process.net_connections(kind="tcp") if line.status == psutil.CONN_LISTEN]
+            unnamed = [line for line in lines if line.laddr.port not in named]
+            may_be_group = len(unnamed) == 1 and ({"rollout_worker", "rollout_rank", "trainer"} & {*process.cmdline()})
+            for line in lines:
+                kind = named.get(line.laddr.port, GROUP if may_be_group else f"unknown, of {process.cmdline()}")
+                found[line.laddr.ip, line.laddr.port] = kind
+    return found
+
+
+RUNS = {
+    "broadcast": ("", '[pipeline.weights]\ntransport = "broadcast"\n', {"control", "payloads", "weights", "broadcast"}),
+    "ranks": ("ranks = 2", '[pipeline.weights]\ntransport = "pull"\n', {"control", "payloads", "weights", GROUP}),
+}
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_pace_under_attack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every attack at once on every port of a run that trains: control, payloads, weights by pull and by broadcast."""
-    extra = '[pipeline.weights]\ntransport = "broadcast"\n[payload]\ntransport = "tcp"\n'
-    run = start(folder, letters(folder, steps=100_000, extra=extra))
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_keeps_its_pace_under_attack(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every attack at once on every port of a run that trains. A port that is new must be given a row of `PORTS`."""
+    rollout, extra, expected = RUNS[name]
+    extra += '[payload]\ntransport = "tcp"\n'
+    run = start(folder, letters(folder, steps=100_000, rollout=rollout, extra=extra))
     run.wait_for_step(5)
-    ports = listening(run.process.pid)
-    assert len(ports) >= 4, ports
+    ports = listening(run)
+    assert {kind for kind in ports.values() if kind != GROUP} <= PORTS.keys(), ports
+    assert expected <= {*ports.values()}, ports
+    assert {host for host, _ in ports} == {"127.0.0.1"}, ports
     rates: list[float] = []
     with ExitStack() as stack:
         for attacked in (False, True):
@@ -346,7 +379,8 @@ def test_a_run_keeps_its_pace_under_attack(folder: Path, capsys: pytest.CaptureF
             time.sleep(8.0)
             rates.append((trained_steps(run.directory) - before) / (time.monotonic() - began))
     with capsys.disabled():
-        sys.stderr.write(f"\nsteps/s, {len(ports)} ports: {rates[0]:.1f} before, {rates[1]:.1f} under attack\n")
+        line = f"steps/s, {len(ports)} ports: {rates[0]:.1f} before, {rates[1]:.1f} under attack"
+        sys.stderr.write(f"\n{name}: {line}; ports: {sorted(ports.values())}\n")
     ended_early = run.process.poll()
     run.interrupt()
     assert run.end()[0] == 130
