@@ -477,7 +477,7 @@ def main(argv: list[str]) -> int:
         return 0
     seconds, rounds = (1.5, 3) if options.quick else (4.0, 5)
     kinds = ["ours", "usual"]
-    console = Console()
+    console = Console(width=140)
     if shutil.which("redis-server"):
         kinds.append("redis")
     else:
