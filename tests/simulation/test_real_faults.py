@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def test_a_disk_that_lied_is_named_when_it_lost_every_checkpoint() -> None:
     faults = (Fault(4.0, "lying_disk", for_s=3.0), Fault(5.05, "power_off", for_s=2.0))
     report = simulate(Plan(seed=3, steps=60, work=QUICK, settings=SAVED, faults=faults))
     assert report.acceptable
-    assert "a checkpoint of step 18 was confirmed" in report.ended
+    assert re.search(r"a checkpoint of step \d+ was confirmed", report.ended)
     assert report.first_said("is damaged: checkpoint.json") or report.first_said("is damaged: ")
 
 
@@ -190,7 +191,7 @@ def test_payloads_over_the_network_come_through_sick_ports_and_bad_weather() -> 
         Fault(5.0, "sick_port", W0, for_s=20.0, amount=0),
         Fault(9.0, "sick_port", W1, for_s=20.0, amount=1),
         Fault(20.0, "sick_port", W1, for_s=20.0, amount=2),
-        Fault(30.0, "lose", for_s=15.0, amount=0.3),
+        Fault(25.0, "lose", for_s=25.0, amount=0.5),
     )
     report = run(*faults, steps=40, settings={"payload.transport": "tcp"})
     assert report.samples == 40 * 8, "nothing was missing"
