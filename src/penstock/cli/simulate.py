@@ -126,6 +126,7 @@ def _table(report: Report) -> Table:
         "staleness": _counts({str(age): count for age, count in report.staleness.items()}),
         "faults": _counts(report.fired),
         "promises": "held",
+        "ended": escape(report.ended),
         "history": report.digest,
     }
     for name, value in rows.items():
