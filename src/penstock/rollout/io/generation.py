@@ -64,6 +64,9 @@ class Generation:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.updating: Callable[[], bool] = lambda: False
         """Whether an update of the engine is under way; set by the maker of the updater."""
+        self.may_serve: Callable[[], bool] = lambda: True
+        """Whether the engine's own memory was verified; set by the maker of the updater. A failed write in place leaves
+        an engine that is named after a version which it does not hold."""
 
     async def over(self) -> str:
         """Waits for the end of generation: prompts exhausted, training complete, or `stop`."""
@@ -103,7 +106,7 @@ class Generation:
         while True:
             held = Held(Version(self._engine.version), self._engine.digest)
             newest = await self._controller.next_manifest(held, 0.0)
-            if self._engine.digest and newest is None:
+            if self._engine.digest and newest is None and self.may_serve():
                 return Version(self._engine.version)
             self._progressed("waiting for weights")
             await asyncio.sleep(LOOK_EVERY_S)
