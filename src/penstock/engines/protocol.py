@@ -48,6 +48,11 @@ class Updater(Protocol):
         """Whether an update is under way: the engine is the updater's until it ends."""
         ...
 
+    @property
+    def may_serve(self) -> bool:
+        """Whether the engine holds the version that it is named after, whole."""
+        ...
+
     async def run(self) -> None:
         """Updates until cancelled. PeerLost when the engine cannot be brought to serve."""
         ...

@@ -158,7 +158,7 @@ async def _generate(
             return generation.statistics() | updater.figures() | engine.statistics()
 
         generation.updating = lambda: updater.updating
-        generation.may_serve = lambda: updater.replica.may_serve
+        generation.may_serve = lambda: updater.may_serve
         executor = OrderExecutor(generation, client.call, client.pipeline, client.member)
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("watch the ring", watch_ring(ring))

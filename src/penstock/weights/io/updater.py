@@ -142,6 +142,10 @@ class ReplicaUpdater:
         """Whether an update is under way: the engine is this task's until it ends."""
         return self._step not in ("poll", "report")
 
+    @property
+    def may_serve(self) -> bool:
+        return self.replica.may_serve
+
     def figures(self) -> dict[str, float]:
         """By metric name, as one replica's."""
         return self.statistics.values()
