@@ -400,7 +400,7 @@ def check_witnesses(witness: Counter[str]) -> None:
 
 @pytest.mark.timeout(400)
 def test_chaos_in_short(tmp_path: Path) -> None:
-    check_witnesses(run_chaos(320, 35, tmp_path, sound=1))
+    check_witnesses(run_chaos(600, 40, tmp_path, sound=1))
     check_leftovers(tmp_path)
 
 
