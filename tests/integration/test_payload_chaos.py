@@ -398,12 +398,6 @@ def check_witnesses(witness: Counter[str]) -> None:
     assert {fault for fault, count in witness.items() if count} >= EXPECTED, witness
 
 
-@pytest.mark.timeout(400)
-def test_chaos_in_short(tmp_path: Path) -> None:
-    check_witnesses(run_chaos(600, 40, tmp_path, sound=1))
-    check_leftovers(tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_six_thousand_samples_through_chaos(tmp_path: Path) -> None:

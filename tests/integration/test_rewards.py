@@ -98,6 +98,7 @@ def test_a_broken_function_fails_the_run_wherever_it_runs() -> None:
     scoring.close()
 
 
+@pytest.mark.slow
 def test_a_hanging_thread_is_left_behind_and_the_function_moves_into_processes() -> None:
     told: list[str] = []
     settings = RewardSection(reward_timeout_s=3.0)

@@ -157,6 +157,7 @@ def calls(report: dict[str, Any], hook: str) -> list[int]:
     return [prompt for name, prompt in report["calls"] if name == hook]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_generate_everything_and_rank_0_delivers(tmp_path: Path) -> None:
     reports = run_ranks(tmp_path)
     assert [report.get("error") for report in reports] == [None, None]

@@ -85,6 +85,7 @@ def test_all_who_ask_get_each_version_in_one_group(stage_for: Callable[..., Stag
     assert (stage.host.sent, stage.host.broken) == (8, 0)
 
 
+@pytest.mark.slow
 def test_one_that_gave_up_waiting_is_not_waited_for_later(
     stage_for: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:

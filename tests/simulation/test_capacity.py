@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
@@ -27,6 +28,7 @@ max_staleness = 2
 """
 
 
+@pytest.mark.slow
 def test_where_the_workers_are_too_few_another_one_helps_and_a_larger_bound_does_not(tmp_path: Path) -> None:
     config, picture = tmp_path / "config.toml", tmp_path / "capacity.png"
     config.write_text(CONFIG)

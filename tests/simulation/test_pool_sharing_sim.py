@@ -10,6 +10,7 @@ ALTERNATING = Mix(pipelines=4, devices=16, horizon_s=1800.0)
 CONTINUOUS = Mix(pipelines=4, devices=16, horizon_s=900.0, train_s=0.0, apart_s=0.0, stagger_s=17.0)
 
 
+@pytest.mark.slow
 def test_sharing_beats_disjoint_pools_by_half_on_the_alternating_mix():
     shared = simulate(ALTERNATING, "shared")
     assert shared.samples >= 1.5 * simulate(ALTERNATING, "disjoint").samples
@@ -23,6 +24,7 @@ def test_moves_are_a_fifth_of_the_plain_rule_at_no_loss_of_throughput_where_noth
     assert shared.samples >= plain.samples
 
 
+@pytest.mark.slow
 def test_moves_are_a_fifth_of_the_plain_rule_at_no_loss_of_throughput_on_the_alternating_mix():
     shared, plain = simulate(ALTERNATING, "shared"), simulate(ALTERNATING, "plain")
     assert shared.moves_per_round <= plain.moves_per_round / 4, "over several seeds it is a fifth: decision 070"

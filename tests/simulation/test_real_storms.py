@@ -61,6 +61,7 @@ heartbeat and by kills, a lease whose lost answer was never asked for again, a d
 refused for their weights that counted as an environment that fails."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", FOUND)
 def test_storms(seed: int) -> None:
     report = simulate(mixed(seed, disks=False))
@@ -109,6 +110,7 @@ def pace(report: Report, steps: int) -> float:
     return (times[-1] - times[-1 - steps]) / steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_after_a_storm_the_pace_of_an_undisturbed_run_returns(seed: int) -> None:
     """The storm ends after a minute; what it left behind is over soon after."""

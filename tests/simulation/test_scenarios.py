@@ -12,6 +12,7 @@ from penstock.sim.scenarios import SCENARIOS, Scenario, judged, scenario_called,
 from penstock.sim.storms import Fault
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_scenario(scenario: Scenario) -> None:
     result = judged(scenario, simulate(scenario.plan))

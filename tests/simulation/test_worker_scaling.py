@@ -26,6 +26,7 @@ def steps_per_second(report: Report) -> float:
     return (len(times) - 1) / (times[-1] - times[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "max_staleness", "times"),
     [

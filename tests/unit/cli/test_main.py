@@ -105,12 +105,14 @@ def test_bench_lists_what_there_is():
     assert penstock("bench", "nothing").returncode == 2
 
 
+@pytest.mark.slow
 def test_simulate_runs_a_storm():
     result = penstock("simulate", "--steps", "10", "--faults", "1", "--seed", "3")
     assert result.returncode == 0, result.stderr
     assert "promises" in result.stdout
 
 
+@pytest.mark.slow
 def test_simulate_lists_and_runs_scenarios():
     assert "buffer-one-short" in penstock("simulate", "--list").stdout
     result = penstock("simulate", "--scenario", "full-disk")
