@@ -28,9 +28,9 @@ from penstock.weights import replica
 from penstock.weights.io.updater import ReplicaUpdater
 from penstock.weights.replica import Replica, ReplicaState, Resumed, ResumeEngine
 from penstock.weights.transaction import WeightTransaction
+from penstock.wire.messages import Delivered
 
 pytestmark = pytest.mark.slow
-from penstock.wire.messages import Delivered
 
 W0, W1, TRAINER, CONTROLLER = "p0.rollout.0", "p0.rollout.1", "p0.trainer", "controller"
 SETTINGS = {
