@@ -86,7 +86,11 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @contextlib.contextmanager
 def connected(server: TcpServer, say: bytes = b"") -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.ports[0]), 10) as connection:
+    with socket.socket() as connection:
+        # Otherwise the system may take in megabytes for a client that reads nothing.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.settimeout(10)
+        connection.connect(("127.0.0.1", server.ports[0]))
         connection.sendall(say)
         yield connection
 
