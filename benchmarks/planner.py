@@ -1,7 +1,7 @@
 """Planning time, from 2 pipelines on 4 devices to 256 on 4096, beside the plain gap-ratio loop.
 
-steady: every pipeline has its share and nothing is to be done. cold: all devices idle, everybody asks. drift: equal
-shares, remaining work from 1 to P. hog: one pipeline holds everything, all others ask. Everybody trains on half of its
+steady: every pipeline has its share and nothing is to be done. cold: all devices idle, all pipelines ask. drift: equal
+shares, remaining work from 1 to P. hog: one pipeline holds everything, all others ask. Each trains on half of its
 equal part of the devices.
 
 The peer is the textbook loop, written for this benchmark: one activation at a time, everything recomputed after each.
@@ -60,7 +60,7 @@ def make_snapshot(pipelines: int, devices: int, bundle: int, case: str) -> Snaps
         SeatView(SeatId(number), owner, row, "serving", 0.0)
         for number, (owner, row) in enumerate(zip(owners, rows, strict=False))
     )
-    # Everybody is overdue, and every move pays: the most work a plan can be.
+    # All are overdue, and every move pays: the most work a plan can be.
     return Snapshot(NOW, topology, views, seats)
 
 

@@ -60,7 +60,7 @@ def steps_per_s() -> float:
 
 
 def compute(seconds: float) -> None:
-    """Pure Python that keeps the interpreter to itself for about so long."""
+    """Pure Python that keeps the interpreter to itself for about this long."""
     timeit.timeit("x = x * 3 % 1000003", setup="x = 7", number=int(seconds * steps_per_s()))
 
 

@@ -5,7 +5,7 @@ samples. *continuous*: generation round after round while training happens elsew
 the number of moves shows what a rule does to itself. Regimes: `disjoint` and `colocated` are static pools (a pipeline's
 part split between training and generation, or used for both in turn), `plain` is the gap-ratio rule without move cost
 and hysteresis, `shared` is ours. The ratio to quote is the one to the strongest of the others, which is named. All of
-it is simulated: no GPU took part. Everybody has started, and the cold start is over, before the counting begins.
+it is simulated: no GPU took part. All pipelines have started, and the cold start is over, before the counting begins.
 """
 
 from __future__ import annotations

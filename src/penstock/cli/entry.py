@@ -1,6 +1,6 @@
-"""The `penstock` command as it is installed: `penstock run` begins to import torch before it is read what to run.
+"""The `penstock` command as it is installed: `penstock run` begins to import torch before it reads the configuration.
 
-Imports the standard library alone until then.
+Until then only the standard library is imported.
 """
 
 from __future__ import annotations

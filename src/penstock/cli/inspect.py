@@ -46,7 +46,7 @@ def parse_subject(subject: str) -> tuple[Kind, int]:
 def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
     """Exit 0 with the diagnosis of a live run; exit 1 when there is no answer.
 
-    With `at_s`: what it would have been so many seconds after the run began, by its journal.
+    With `at_s`: what it would have been that number of seconds after the start, by the journal.
     """
     import httpx
 
@@ -80,9 +80,9 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
         typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
         return 1
     _tell(sentences, status["pipelines"])
-    for name, sentence in sentences.items():
-        for missing, part in (("No rollout worker is registered", "rollout"), ("No trainer is registered", "trainer")):
-            for line in _starting(run, f"{name}.{part}") if missing in sentence else ():
+    for name, one in status["pipelines"].items():
+        for part, registered in (("rollout", one["workers_alive"]), ("trainer", one["trainer_alive"])):
+            for line in _starting(run, f"{name}.{part}") if not registered else ():
                 typer.echo(f"  {line}")
     return 0
 

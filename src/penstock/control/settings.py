@@ -142,5 +142,5 @@ class PipelineSettings(LivenessSection, GroupSection, StepSection):
 
     @property
     def set_aside_in_a_row_allowed(self) -> int:
-        """More prompts set aside with nothing delivered in between mean that the environment itself is broken."""
+        """Prompts set aside in a row, none delivered in between, after which the environment counts as broken."""
         return max(8, self.groups_per_step)

@@ -17,7 +17,7 @@ from penstock.engines.section import Capabilities
 from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
 from penstock.weights.io.neighbours import ManifestSource, WeightTransport
-from penstock.weights.io.updater import ReplicaReport, Way
+from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater, Way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,28 +38,6 @@ class Site:
 
     def progressed(self) -> None:
         self.process.progress.moved("generating")
-
-
-class Updater(Protocol):
-    """Keeps one engine's weights at the newest version."""
-
-    @property
-    def updating(self) -> bool:
-        """Whether an update is under way: the engine is the updater's until it ends."""
-        ...
-
-    @property
-    def may_serve(self) -> bool:
-        """Whether the engine holds the version that it is named after, whole."""
-        ...
-
-    async def run(self) -> None:
-        """Updates until cancelled. PeerLost when the engine cannot be brought to serve."""
-        ...
-
-    def figures(self) -> dict[str, float]:
-        """Counted since the start, by metric name."""
-        ...
 
 
 class BareEngine(Protocol):
@@ -121,6 +99,6 @@ class Engine(BareEngine, Protocol):
         *,
         way: Way,
         deadline_s: float,
-    ) -> Updater:
+    ) -> ReplicaUpdater:
         """The one task that changes its weights. `transport` makes the configured transport, if the engine needs it."""
         ...

@@ -35,7 +35,7 @@ from penstock.sim.waits import Waits
 CHECK_EVERY_S = 1.0
 WAITS_EVERY_S = 10.0
 UNBOUNDED_FOR_S = 90.0
-"""A wait without a deadline that has lasted for so long, and that no diagnosis names, counts as one for ever."""
+"""A wait without a deadline that has lasted for this long, and that no diagnosis names, counts as one for ever."""
 RECOVERS_WITHIN_S = 120.0
 """After the last fault is over: every pipeline trains again by then."""
 STALL_SLACK_S = 20.0

@@ -71,14 +71,12 @@ class Keys:
 class KeyStore(Store):
     """What torch asks of a store, by one kind of request. Waiting is looking again."""
 
+    local_host: str
+    """The address of this machine by which the others are reached."""
+
     def __init__(self, timeout_s: float) -> None:
         super().__init__()
         self.timeout_s = timeout_s
-
-    @property
-    def local_host(self) -> str:
-        """The address of this machine by which the others are reached."""
-        raise NotImplementedError
 
     def ask(self, request: Request) -> bytes | None:
         """The server answers it itself, a client sends it."""
@@ -121,10 +119,7 @@ class StoreServer(KeyStore):
         self._keys = Keys()
         self._port = ThreadedPort(self._serve, "broadcast", host=host, max_connections=256)
         self.host, self.port = self._port.host, self._port.port
-
-    @property
-    def local_host(self) -> str:
-        return self.host
+        self.local_host = self.host
 
     def ask(self, request: Request) -> bytes | None:
         return self._keys.answer(request)
@@ -160,10 +155,7 @@ class StoreClient(KeyStore):
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.sendall(HELLO.pack(MAGIC, token_digest(token)))
         self.check([""])  # a wrong token is noticed here
-
-    @property
-    def local_host(self) -> str:
-        return self._connection.getsockname()[0]
+        self.local_host = self._connection.getsockname()[0]
 
     def ask(self, request: Request) -> bytes | None:
         with self._lock:

@@ -144,6 +144,7 @@ class ReplicaUpdater:
 
     @property
     def may_serve(self) -> bool:
+        """Whether the engine holds the version that it is named after, whole."""
         return self.replica.may_serve
 
     def figures(self) -> dict[str, float]:
