@@ -41,17 +41,8 @@ class Optimizer:
         self._sums: dict[str, Tensor] = {}
         """Gradients of the parameters with masters, on the device of the policy."""
         for name, parameter in through.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._sum, name))
+            parameter.register_post_accumulate_grad_hook(partial(_add_to, self._sums, name))
         self._inner = _build(self._trained, settings)
-
-    def _sum(self, name: str, source: Tensor) -> None:
-        """Called for every gradient as soon as it is complete."""
-        assert source.grad is not None
-        if name in self._sums:
-            self._sums[name] += source.grad
-        else:
-            self._sums[name] = source.grad.float()
-        source.grad = None
 
     def clip(self) -> float:
         """Shortens the gradient; its norm before."""
@@ -132,6 +123,17 @@ class Optimizer:
             working: list[Tensor] = [self._working[name] for name in names]
             masters = [self._masters[name] for name in names]
             torch._foreach_copy_(working, masters)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _add_to(sums: dict[str, Tensor], name: str, source: Tensor) -> None:
+    """Called for every gradient as soon as it is complete. Bound to the sums alone: a hook of a parameter that led back
+    to the parameters would keep them for ever."""
+    assert source.grad is not None
+    if name in sums:
+        sums[name] += source.grad
+    else:
+        sums[name] = source.grad.float()
+    source.grad = None
 
 
 def _build(trained: Mapping[str, Tensor], settings: OptimizerSection) -> torch.optim.Optimizer:
