@@ -85,7 +85,7 @@ class ShardedPolicy(LanguagePolicy):
 def join_world(store: GroupStore, *, rank: int, ranks: int, device: torch.device, timeout_s: float) -> World:
     """Joins the ranks; every rank calls it once. On GPUs, NCCL carries what lies there; gloo the rest."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
         join_group(store, rank=rank, ranks=ranks, timeout_s=timeout_s, backend="cpu:gloo,cuda:nccl")
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
