@@ -20,6 +20,7 @@ from penstock.batch.pack import Packing, TokenMicroBatch, TrajectoryBatch, halve
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy, Policy
 from penstock.errors import ConfigError, RunFailed
 from penstock.train.attention import attend_in_forests
+from penstock.train.fused import fuse
 from penstock.train.losses.ppo import EpisodeTensors, ppo_loss
 from penstock.train.losses.tokens import Average, TokenLoss, Tokens, divergence, resolve
 from penstock.train.scores import TokenTensors
@@ -133,6 +134,8 @@ class TokenObjective:
         if packing != "padded" and not all(attend_in_forests(module) for module in models):
             log.info("this model cannot read several sequences in a row: it is trained with padding")
             self.packing = "padded"
+        for module in models:
+            fuse(module)
         self._may_recompute = may_recompute
         self.limit_tokens: int | None = None
         """What was found to fit into the device's memory."""
