@@ -69,7 +69,7 @@ class Bench:
         self.folder = folder
         self.service = service
         unused: Any = None
-        self.updater = service.updater(unused, unused, unused, way="in_place", deadline_s=60.0)
+        self.updater = service.updater(unused, unused, lambda: unused, way="in_place", deadline_s=60.0)
 
     def lives(self) -> dict[int, str]:
         """Every server there ever was, with the GPUs it saw."""

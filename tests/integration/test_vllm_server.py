@@ -32,7 +32,7 @@ from penstock.errors import PeerLost
 from penstock.records.ids import Version
 from penstock.records.weights import Held, Manifest
 from penstock.runtime.tensors import module_tensors
-from penstock.weights.io.files import Publisher
+from penstock.weights.io.files import FileTransport, Publisher, read_manifest
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater
 from penstock.weights.replica import ReplicaState
 
@@ -143,13 +143,13 @@ class DamagingEngine(VllmEngine):
     """Lets something happen between the check of the files and the server's reading of them."""
 
     def __init__(self, server: Server, run_dir: Path) -> None:
-        super().__init__(server.address, run_dir, label=label, fate=server.owned.fate)
+        super().__init__(server.address, run_dir, run_dir / "versions", label=label, fate=server.owned.fate)
         self.before_load: Callable[[Manifest], None] = lambda _: None
         self.after_load: Callable[[], None] = lambda: None
         self.resume_errors = 0
 
     def load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str, timeout_s: float) -> float:
-        self.before_load(self._manifests[digest])
+        self.before_load(self._fetched[digest][1])
         try:
             return super().load_in_place(tensors, version, digest, timeout_s)
         finally:
@@ -227,6 +227,22 @@ async def test_versions_are_served_one_after_the_other(tmp_path: Path, server: S
             await bench.serves(version)
 
     await bench.drive(story())
+
+
+async def test_a_version_on_another_host_is_fetched_and_then_served(tmp_path: Path, server: Server) -> None:
+    bench = Bench(tmp_path, server)
+    bench.engine._files = FileTransport(tmp_path / "not here")
+    bench.engine.elsewhere = FileTransport(tmp_path)  # which stands for a pull
+
+    async def story() -> None:
+        for version in (1, 2):
+            bench.publish(version)
+            await bench.serves(version)
+
+    await bench.drive(story())
+    [kept] = (tmp_path / "versions").rglob("[0-9]*/manifest.json")
+    assert bench.newest is not None
+    assert read_manifest(kept.parent).held == bench.newest.held
 
 
 async def requests_during(bench: Bench, story: Callable[[VllmRequests], Awaitable[None]]) -> None:

@@ -44,6 +44,6 @@ def _one_each(config: Config) -> Devices:
 
 def weights_stay_on_device(config: Config, pipeline: PipelineSection) -> bool:
     """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty, and with
-    several ranks, of the trainer or of an engine, no device holds a whole version."""
-    alone = pipeline.train_ranks == 1 and pipeline.engine.processes == 1
-    return pipeline.weights.transport == "auto" and not config.pool.devices and alone
+    several ranks no device holds a whole version."""
+    whole = pipeline.train_ranks == 1 and pipeline.engine.capabilities.device_weights
+    return pipeline.weights.transport == "auto" and not config.pool.devices and whole

@@ -148,7 +148,7 @@ async def _generate(
                 pipeline.weights,
                 process.config.payload.transport,
                 device_of(pipeline.rollout.device),
-                on_device=weights_stay_on_device(process.config, pipeline),
+                on_device=engine.capabilities.weights == "memory" and weights_stay_on_device(process.config, pipeline),
             ),
             way=pipeline.weights.way,
             deadline_s=pipeline.weights.deadline_s,

@@ -48,7 +48,7 @@ def policy() -> Any:
 @pytest.fixture
 def engine(policy: Any, tmp_path: Path) -> Iterator[tuple[VllmAdapters, Server]]:
     server = Server()
-    adapters = VllmAdapters("no socket", tmp_path, policy, tmp_path / "adapters")
+    adapters = VllmAdapters("no socket", tmp_path, tmp_path / "adapters", policy)
     adapters._client = httpx.Client(transport=httpx.MockTransport(server), base_url="http://vllm")
     yield adapters, server
     adapters.close()

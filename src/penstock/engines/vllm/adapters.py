@@ -67,17 +67,16 @@ class VllmAdapters(VllmEngine):
         self,
         address: str,
         run_dir: Path,
-        policy: AdaptedPolicy,
         home: Path,
+        policy: AdaptedPolicy,
         *,
         fate: Callable[[], str] = lambda: "",
         runs: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`home` is a directory for the files of adapters that the server has."""
-        super().__init__(address, run_dir, fate=fate, runs=runs)
+        """`home` is a directory for the files of adapters that the server has, and for versions that were fetched."""
+        super().__init__(address, run_dir, home, fate=fate, runs=runs)
         self._config = copy.copy(_config_of(policy))
         self._config.inference_mode = True
-        self._home = home
         self._newest: Manifest | None = None
         self._staged = ""
         self._serving = ""

@@ -1,4 +1,4 @@
-"""The half of a weight update that runs inside vLLM: a transfer backend that loads versions from a run directory.
+"""The half of a weight update that runs inside vLLM: a transfer backend that loads published versions.
 
 Registered through the entry point `vllm.general_plugins`, so a server started with
 `--weight-transfer-config '{"backend": "penstock"}'` finds it. The whole version is verified against its manifest
@@ -19,14 +19,17 @@ from typing import Any
 import msgspec
 import torch
 
-from penstock.errors import LocalProtocolError, RemoteProtocolError
+from penstock.errors import RemoteProtocolError
 from penstock.records.weights import Manifest
 from penstock.runtime.parent import die_with_parent
-from penstock.weights.io.files import map_version
+from penstock.weights.io.device import DeviceTransport
+from penstock.weights.io.files import FileTransport
+from penstock.weights.io.neighbours import WeightTransport
 
 OWNED = "PENSTOCK_OWNS_VLLM"
 """Set in the environment of servers that a worker started; other vLLMs of this environment are left alone."""
 BACKEND = "penstock"
+FETCH_S = 300.0
 
 
 def register() -> None:
@@ -55,24 +58,23 @@ def build() -> type[Any]:
     )
 
     @dataclass
-    class InitInfo(WeightTransferInitInfo):
-        run_dir: str
+    class InitInfo(WeightTransferInitInfo): ...
 
     @dataclass
     class UpdateInfo(WeightTransferUpdateInfo):
+        root: str
         manifest: dict[str, Any]
 
-    class FileTransferEngine(WeightTransferEngine):
+    class VersionTransferEngine(WeightTransferEngine):
         """Loads a version in checkpoint format, layer by layer."""
 
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo
-        run_dir: Path | None = None
         wanted: frozenset[str] = frozenset()
         """Names of the parameters; one that is tied to another has no name of its own."""
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
-            self.run_dir = Path(init_info.run_dir)
+            self.transports: dict[str, WeightTransport] = {}
 
         def start_weight_update(self) -> None:
             if not self.wanted:
@@ -85,12 +87,12 @@ def build() -> type[Any]:
                 torch.accelerator.synchronize()
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
-            if self.run_dir is None:
-                raise LocalProtocolError("the transfer backend was not told its run directory: initialise it first")
             manifest = msgspec.convert(update_info.manifest, Manifest)
+            if update_info.root not in self.transports:
+                self.transports[update_info.root] = transport_to(self.device, Path(update_info.root))
             # Complete and verified before the first tensor is touched: a layer that got only some of its tensors
             # counts the next attempt's on top and cannot be loaded any more.
-            tensors = map_version(self.run_dir, manifest)
+            tensors = self.transports[update_info.root].fetch(manifest, FETCH_S)
             loaded = self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in tensors.items()])
             # Others would keep what they had before: made-up numbers, or those of an older version.
             if loaded is not None and (missing := self.wanted - loaded):
@@ -105,7 +107,13 @@ def build() -> type[Any]:
 
         def shutdown(self) -> None: ...
 
-    return FileTransferEngine
+    return VersionTransferEngine
+
+
+def transport_to(device: torch.device, root: Path) -> WeightTransport:
+    """From the trainer's memory where that is on this very device, else from files."""
+    files = FileTransport(root)
+    return DeviceTransport(root, device, files) if device.type == "cuda" else files
 
 
 def refresh_tied_layers(model: torch.nn.Module) -> None:

@@ -63,11 +63,9 @@ class VllmService:
         self.server = VllmServer(settings)
         address = self.server.address()
         known: dict[str, Any] = {"fate": self.server.fate, "runs": lambda: self._answers}
-        self.weights: VllmEngine = VllmEngine(address, process.run.root, label=label, **known)
-        self._adapters: VllmAdapters | None = None
-        if isinstance(policy, AdaptedPolicy):
-            home = settings.home / "adapters"
-            self.weights = self._adapters = VllmAdapters(address, process.run.root, policy, home, **known)
+        places = (address, process.run.root, settings.home / "versions")
+        self._adapters = VllmAdapters(*places, policy, **known) if isinstance(policy, AdaptedPolicy) else None
+        self.weights: VllmEngine = self._adapters or VllmEngine(*places, label=label, **known)
         self.requests = VllmRequests(
             address,
             max_positions=settings.max_length,
@@ -106,6 +104,7 @@ class VllmService:
         deadline_s: float,
     ) -> ReplicaUpdater:
         """The server has no second buffer, but for adapters, and verifies its weights itself."""
+        self.weights.elsewhere = transport()
         self._updater = ReplicaUpdater(
             self.weights,
             source,

@@ -39,7 +39,7 @@ class VllmEngineSection(EngineSection):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(weights="files", tensor_parallel=True, adapters=True)
+        return Capabilities(weights="files", device_weights=True, tensor_parallel=True, adapters=True)
 
     @property
     def devices(self) -> int:

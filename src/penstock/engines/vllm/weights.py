@@ -6,6 +6,9 @@ proof: checksums are remembered for each digest when a version was first loaded 
 inside the server), and compared whenever that version must be verified again. A server that answers an update with an
 error keeps running but must not be resumed; one that dies or hangs is replaced.
 
+The server takes a version from the trainer's memory if both use the same GPU (`weights.io.device`), else from the
+version's files. Where this host does not see those, they are fetched and written here first.
+
 Off its devices by order of the pool, a server on a GPU has its weights in host memory and no cache; on CPU it only
 stands still. Either way its weights are verified again before it goes on.
 """
@@ -23,7 +26,9 @@ import torch
 
 from penstock.errors import LocalProtocolError, PeerLost, RemoteProtocolError, Transient
 from penstock.records.weights import Manifest
-from penstock.weights.io.files import map_version
+from penstock.weights.io.device import is_on_a_device
+from penstock.weights.io.files import FileTransport, Publisher, map_version
+from penstock.weights.io.neighbours import WeightTransport
 from penstock.weights.manifest import describe
 
 LOST_S = 5.0
@@ -34,7 +39,7 @@ LOOK_EVERY_S = 0.05
 class VllmEngine:
     """One server as the engine *and* the transport of a `ReplicaUpdater` with `way="in_place"`.
 
-    engine = VllmEngine("path/of/the/socket", run_dir)
+    engine = VllmEngine("path/of/the/socket", run_dir, home)
     ReplicaUpdater(engine, source, report, engine, way="in_place", verify=engine.served_digest)
     """
 
@@ -42,21 +47,28 @@ class VllmEngine:
         self,
         address: str,
         run_dir: Path,
+        home: Path,
         *,
         label: Callable[[int, str], str] = lambda version, digest: str(version),
         fate: Callable[[], str] = lambda: "",
         runs: Callable[[], bool] = lambda: True,
         timeout_s: float = 300.0,
     ) -> None:
-        """`address` is the path of the server's socket; `label` names a version and digest on the tokens drawn;
-        `fate` says how the server ended, when it did; `runs` whether there is one: without, nothing need be paused."""
+        """`address` is the path of the server's socket; `home` a directory for versions that had to be fetched;
+        `label` names a version and digest on the tokens drawn; `fate` says how the server ended, when it did; `runs`
+        whether there is one: without, nothing need be paused."""
         self._run_dir = run_dir
+        self._home = home
+        self._files = FileTransport(run_dir)
+        self.elsewhere: WeightTransport = self._files
+        """Fetches versions whose files this host does not see."""
         self._label = label
         self._fate = fate
         self._runs = runs
         transport = httpx.HTTPTransport(uds=address)
         self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
-        self._manifests: dict[str, Manifest] = {}
+        self._fetched: dict[str, tuple[Path, Manifest]] = {}
+        """By digest, the root of the newest version's files and their manifest."""
         self._checksums: dict[str, dict[str, str]] = {}
         self._loaded = -1
         """The version under which the server loaded what it holds."""
@@ -82,10 +94,22 @@ class VllmEngine:
     # The transport's side
 
     def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
-        """Verifies the files here, before the server is touched; the server reads them itself."""
-        tensors = map_version(self._run_dir, manifest, verify=verify)
-        self._manifests = {manifest.digest: manifest}
+        """The version's files, verified before the server is touched; the server reads them itself. What lies on a
+        device is verified there, by the server."""
+        root = self._run_dir
+        if not self._files.sees(manifest):
+            root, manifest = self._home, self._copied(manifest, timeout_s)
+        tensors = map_version(root, manifest, verify=verify and not is_on_a_device(root, manifest))
+        self._fetched = {manifest.digest: (root, manifest)}
         return tensors
+
+    def _copied(self, manifest: Manifest, timeout_s: float) -> Manifest:
+        """Of the files, made here, of a version that lies on another host."""
+        tensors = self.elsewhere.fetch(manifest, timeout_s)
+        copied = Publisher(self._home, manifest.lineage, keep=1).publish(manifest.version, tensors)
+        if copied.digest != manifest.digest:
+            raise RemoteProtocolError(f"the copy of {describe(manifest)} on this host is another: {describe(copied)}")
+        return copied
 
     # The engine's side
 
@@ -97,16 +121,16 @@ class VllmEngine:
 
     def load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str, timeout_s: float) -> float:
         """One whole cycle in the server. It must be paused: updating a running server kills it."""
-        manifest = self._manifests.get(digest)
-        if manifest is None or not self._paused:
+        if digest not in self._fetched or not self._paused:
             raise LocalProtocolError(f"version {version} was not fetched, or the server is not paused: {self!r}")
+        root, manifest = self._fetched[digest]
         began = time.monotonic()
 
         def left_s() -> float:
             return max(0.1, began + timeout_s - time.monotonic())
 
         if not self._initialised:
-            self._call("POST", "/init_weight_transfer_engine", left_s(), init_info={"run_dir": str(self._run_dir)})
+            self._call("POST", "/init_weight_transfer_engine", left_s(), init_info={})
             self._initialised = True
         before, self.digest = self.digest, ""
         try:
@@ -115,7 +139,7 @@ class VllmEngine:
             if "already active" not in str(error):
                 raise
             # An update that was begun and lost: everything is sent again, into the same one.
-        update = {"manifest": msgspec.to_builtins(manifest)}
+        update = {"root": str(root), "manifest": msgspec.to_builtins(manifest)}
         self._call("POST", "/update_weights", left_s(), update_info=update)
         self._call("POST", "/finish_weight_update", left_s(), weight_version=self._label(version, digest))
         found = self.checksums(left_s())

@@ -90,6 +90,11 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def is_on_a_device(run_dir: Path, manifest: Manifest) -> bool:
+    """Whether the trainer keeps the version in the memory of a GPU of this host."""
+    return (run_dir / manifest.directory / DEVICE_FILE).exists()
+
+
 class DeviceExport:
     """The trainer's side. Used by one thread at a time; lives as long as the trainer does."""
 
@@ -189,10 +194,16 @@ class DeviceTransport:
         specs = tensors_of(manifest)
         if slot.numel() != placement(specs)[1]:
             raise RemoteProtocolError(f"{describe(manifest)} does not fit the slot of {slot.numel()} bytes it is in")
+        try:
+            flat = torch.empty_like(slot)
+        except torch.OutOfMemoryError as error:
+            self.fallbacks += 1
+            logger.warning("no room for a second copy of the weights on the device, they come by the host: %s", error)
+            return self._fallback.fetch(manifest, timeout_s, verify=verify)
         self.fetched += 1
         if self.fetched == 1:
             logger.info("versions come from the trainer's memory on this device")
-        flat = torch.empty_like(slot).copy_(slot)
+        flat.copy_(slot)
         self._fetched = (copy, flat)
         tensors = views(flat, specs)
         if verify and self.delivered(manifest, tensors) != manifest.digest:

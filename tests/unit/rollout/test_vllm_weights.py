@@ -1,11 +1,14 @@
-"""A vLLM server labels tokens with the version that it loaded; equal bytes under a newer version are known as that."""
+"""Versions of a vLLM server: where their files come from, and what tokens drawn with equal bytes are called."""
 
 from pathlib import Path
 
 import msgspec
+import torch
 
 from penstock.engines.vllm.requests import completion_of, label
 from penstock.engines.vllm.weights import VllmEngine
+from penstock.records.ids import Version
+from penstock.weights.io.files import FileTransport, Publisher
 
 
 def answer(*spans: tuple[str, int, int]) -> bytes:
@@ -17,7 +20,7 @@ def answer(*spans: tuple[str, int, int]) -> bytes:
 
 
 def test_tokens_carry_the_version_that_their_weights_are_known_as(tmp_path: Path) -> None:
-    engine = VllmEngine(str(tmp_path / "socket"), tmp_path)
+    engine = VllmEngine(str(tmp_path / "socket"), tmp_path, tmp_path / "versions")
     engine.version, engine.digest, engine._loaded = 3, "d3", 3
     for version in (4, 5):
         engine.relabel(version, 1.0)
@@ -28,4 +31,18 @@ def test_tokens_carry_the_version_that_their_weights_are_known_as(tmp_path: Path
     assert (done.version, done.digest) == (2, "d2")
     done = completion_of(answer((label(3, "d3"), 0, 3)), (5, "d3"), engine.known_as)
     assert (done.version, done.digest) == (5, "d3")
+    engine.close()
+
+
+def test_files_of_another_host_are_copied_to_this_one(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    tensors = {"b": torch.randn(3, 4), "a": torch.arange(5.0)}
+    published = Publisher(there, "l1", bucket_bytes=40).publish(Version(3), tensors)
+    engine = VllmEngine(str(tmp_path / "socket"), here, tmp_path / "versions")
+    engine.elsewhere = FileTransport(there)
+    fetched = engine.fetch(published, 1.0)
+    assert {name: tensor.tolist() for name, tensor in fetched.items()} == {n: t.tolist() for n, t in tensors.items()}
+    root, manifest = engine._fetched[published.digest]
+    assert root == tmp_path / "versions"
+    assert manifest.held == published.held
     engine.close()
