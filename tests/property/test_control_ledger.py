@@ -55,7 +55,7 @@ class Naive:
         self.group_size = group_size
         self.max_staleness = max_staleness
         self.max_failures = max_failures
-        self.failures: Counter[int] = Counter()
+        self.failures: Counter[tuple[int, int]] = Counter()
         self.set_aside: set[int] = set()
         self.filtered: set[int] = set()
         self.version = self.next_step = 0
@@ -108,8 +108,8 @@ class Naive:
         if row is None or row.owner != owner or row.state != "leased":
             return False
         self.drop([row], "failed")
-        self.failures[row.prompt] += 1
-        if poison or self.failures[row.prompt] >= self.max_failures:
+        self.failures[row.prompt, row.member] += 1
+        if poison or self.failures[row.prompt, row.member] >= self.max_failures:
             self.drop(self.live(row.prompt), "failed")
             self.set_aside.add(row.prompt)
         return True

@@ -193,15 +193,19 @@ class Ledger:
             self._table.buffer(group)
 
     def fail(self, member: MemberId, failure: FailedRollout) -> str:
-        """Records a failed rollout: the member is issued again, or its prompt set aside if it failed too often."""
+        """Records a failed rollout: the member is issued again, or its prompt set aside if it failed too often.
+
+        One call that fails takes all members that were leased together: each counts its own failures, or the first
+        such call would be the last.
+        """
         group, index = self._table.find(member, failure.sample)
         if group is None or not self._table.is_leased(group, index):
             return NOT_LEASED_TO_YOU
-        group.failures += 1
+        group.failures[index] += 1
         self._table.drop_lease(group, index, "failed")
-        if failure.poison or group.failures >= self.max_failures:
+        if failure.poison or group.failures[index] >= self.max_failures:
             self._table.drop_group(group, "failed", redo=False)
-            self.state.set_aside[group.prompt] = SetAside(group.failures, failure.hook, failure.error)
+            self.state.set_aside[group.prompt] = SetAside(group.failures[index], failure.hook, failure.error)
         return ""
 
     def give_back(self, member: MemberId, sample: SampleId) -> str:
@@ -227,7 +231,7 @@ class Ledger:
             if died and self.max_losses is not None and group.losses >= self.max_losses:
                 self._table.drop_group(group, "lost", redo=False)
                 error = f"{group.losses} workers died while they generated it, the last was {member}"
-                self.state.set_aside[group.prompt] = SetAside(group.failures, "generate", error)
+                self.state.set_aside[group.prompt] = SetAside(max(group.failures), "generate", error)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -311,6 +315,14 @@ class Ledger:
         state.durable, state.settled = max(state.durable, durable), max(state.settled, settled)
         state.moves += 1
         return True
+
+    def trust_no_checkpoint(self) -> None:
+        """All processes are gone: which of the kept checkpoints is whole shows when a trainer has loaded one."""
+        self.state.durable = self.state.settled
+
+    def found(self, step: StepIndex) -> None:
+        """A trainer has started at this step, from the checkpoint of it."""
+        self.state.durable = max(self.state.durable, step)
 
     def roll_back(self, step: StepIndex) -> int:
         """Undoes every step from `step` on; returns how many prompts are to be issued again because of it."""

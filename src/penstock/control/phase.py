@@ -3,7 +3,8 @@
 Completion is not shutdown. A pipeline is *draining* when every sample its remaining steps need has been issued, and
 *complete* only when no sample, buffered or in flight, can fill a further step and the last step can no longer be lost.
 Stopping is always explicit. Drops and trainer rollbacks lead back from draining to running; only another life of the
-run leads back from complete, because workers told `exhausted` have left.
+run leads back from complete, because workers told `exhausted` have left. In another life a pipeline is complete again
+when its trainer has started from the checkpoint of the last step; if that is lost, the missing steps are trained again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PHASES: Final[dict[tuple[Phase, Phase], str]] = {
     ("draining", "stopped"): "a stop was asked for, or the run failed",
     ("complete", "stopped"): "a stop was asked for",
     ("complete", "running"): "the run was resumed with more to do",
+    ("complete", "draining"): "the run was resumed, and its trainer has yet to find the last checkpoint",
     ("stopped", "running"): "the run was resumed",
     ("stopped", "draining"): "the run was resumed",
     ("stopped", "complete"): "the run was resumed and has nothing left to do",

@@ -402,6 +402,8 @@ class PipelineControl:
             self._evict(member, "the run was resumed without it")
         self.evaluation.resume(now)
         lost = self._forget_processes(now)
+        if self.state.phase == "complete":
+            self.state.phase = "draining"  # and complete again once its trainer has found the last checkpoint
         line = f"resumed at step {self.state.ledger.version}; {lost} prompts are issued again"
         return [Ok(), Log("info", f"{self.settings.name}: {line}")], True
 
@@ -409,6 +411,7 @@ class PipelineControl:
         """Processes and untrained samples are gone; returns how many prompts are issued again."""
         state = self.state
         lost = self.ledger.lose_payloads()
+        self.ledger.trust_no_checkpoint()
         self.ledger.take_released()
         state.members.rings.clear()
         state.members.departed_rings.clear()
@@ -577,8 +580,9 @@ class PipelineControl:
             line = f"step {step - 1} was in the trainer's checkpoint but never acknowledged"
             effects.append(Log("warning", f"{self.settings.name}: {line}"))
         if step < table.version and state.phase == "complete":
-            sentence = f"training is complete after {table.version} steps; a trainer at step {step} comes too late"
-            return Refused("RunFailed", sentence)
+            done = f"training is complete after {table.version} steps and its workers have left"
+            lost = f"the trainer starts again at step {step}, so its last checkpoint is damaged or gone"
+            return Refused("RunFailed", f"{done}, but {lost}; resume the run to train the missing steps again")
         if step < table.version:
             trained = table.version
             try:
@@ -595,6 +599,7 @@ class PipelineControl:
                 state.weights = None
             state.published.withdraw_after(step)
             self.evaluation.roll_back(Version(step), now)
+            self.ledger.found(step)
         return None
 
     def _can_give_batch(self, now: float) -> bool:

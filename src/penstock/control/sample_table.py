@@ -57,7 +57,7 @@ class SampleTable:
         group = Group(
             prompt=prompt,
             attempt=redo.attempt,
-            failures=redo.failures,
+            failures=list(redo.failures) or [0] * size,
             losses=redo.losses,
             stage="open",
             samples=[NOT_LEASED] * size,
@@ -181,7 +181,7 @@ class SampleTable:
                 del self._group_of[sample]
         del state.groups[group.prompt]
         if redo:
-            state.redo[group.prompt] = Redo(group.attempt + 1, group.failures, group.losses)
+            state.redo[group.prompt] = Redo(group.attempt + 1, tuple(group.failures), group.losses)
 
     # -- indices ------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,8 @@ class Group(msgspec.Struct):
 
     prompt: PromptIndex
     attempt: int
-    failures: int
+    failures: list[int]
+    """How often each member failed."""
     losses: int
     """How many workers died while they generated it."""
     stage: Literal["open", "buffered", "dispatched", "trained"]
@@ -68,7 +69,7 @@ class Redo(msgspec.Struct, frozen=True):
     """A prompt whose group was thrown away and that must be issued again."""
 
     attempt: int = 0
-    failures: int = 0
+    failures: tuple[int, ...] = ()
     losses: int = 0
 
 

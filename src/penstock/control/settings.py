@@ -94,7 +94,7 @@ class GroupSection(Section):
     group_size: Positive = 8
     """Samples per prompt."""
     max_failures: Positive = 3
-    """Failures after which a prompt is set aside with its error."""
+    """How often a sample is tried before its prompt is set aside with the error."""
     max_losses: Positive | None = None
     """Deaths of its workers after which a prompt is set aside too: it may be what kills them. Off by default: workers
     die for other reasons."""

@@ -42,6 +42,7 @@ STALL_SLACK_S = 20.0
 """Beyond `control.stall_after_s`, for the controller to notice and to say so."""
 
 DISK_IS_FULL = ("the disk is full", "No space left on device")
+RESUME = "resume the run"
 
 
 def simulate(plan: Plan) -> Report:
@@ -113,7 +114,7 @@ class _Run:
             if system.outage in done:
                 home.kill()
                 await asyncio.sleep(system.outage.result())
-            elif running in done and plan.resumed and _is_full(running.exception()):
+            elif running in done and plan.resumed and _asks_to_be_resumed(running.exception()):
                 while system.sky.disk_full:  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(CHECK_EVERY_S)
             else:
@@ -208,9 +209,9 @@ class _Run:
                     _check_rings(system, placed, bound)
 
 
-def _is_full(error: BaseException | None) -> bool:
-    """Whether a run ended because its disk had no room, and says so."""
-    return isinstance(error, PenstockError) and any(words in str(error) for words in DISK_IS_FULL)
+def _asks_to_be_resumed(error: BaseException | None) -> bool:
+    """Whether a run ended with a sentence after which a user resumes it, once there is room on the disk."""
+    return isinstance(error, PenstockError) and any(words in str(error) for words in (*DISK_IS_FULL, RESUME))
 
 
 def _check_rings(system: System, placed: Placed, bound: int) -> None:

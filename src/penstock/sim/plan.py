@@ -33,7 +33,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     config: Config | None = None
     """Instead of one made from the numbers above."""
     resumed: bool = False
-    """A run that ended because its disk was full is resumed when there is room again."""
+    """A run that ended with a sentence that asks for it is resumed: a full disk, when there is room again."""
     limit_s: float = 3600.0
     """Virtual seconds after which the run counts as stuck."""
     real_limit_s: float = 300.0

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
-from penstock.control import effects
+from penstock.control import effects, events
 from penstock.control.phase import PHASES, Prospects, decide
 from penstock.errors import InvalidTransition
 from penstock.records.ids import MemberId, PipelineName
@@ -67,17 +68,67 @@ def test_without_checkpoints_the_trainer_completes_the_run_when_it_unregisters(d
     assert d.control.phase == "complete"
 
 
-def test_nothing_leads_back_from_complete(drive):
-    """Workers told `exhausted` have left: a trainer that wants to train a step again cannot be served."""
-    d = drive(steps=1)
+def completed(drive) -> Any:
+    """Two steps with a checkpoint after each, both kept."""
+    d = drive(steps=2)
     d.join("w")
-    d.fill()
-    d.train(0)
-    d.send(messages.Unregister(P, "t", "done"))
-    answer = d.send(messages.Register(P, "t2", "trainer", step=0))
-    assert answer == messages.Refused(
-        "RunFailed", "training is complete after 1 steps; a trainer at step 0 comes too late"
+    for step in range(2):
+        d.fill()
+        d.train(step)
+        d.checkpoint(step + 1, last_resort=min(1, step))
+    assert d.control.phase == "complete"
+    return d
+
+
+def test_in_the_same_life_nothing_leads_back_from_complete(drive):
+    """Workers told `exhausted` have left: a trainer that wants to train a step again cannot be served."""
+    d = completed(drive)
+    d.send(messages.Unregister(P, "t", "killed", died=True))
+    refused = d.send(messages.Register(P, "t2", "trainer", step=1))
+    assert refused == messages.Refused(
+        "RunFailed",
+        "training is complete after 2 steps and its workers have left, but the trainer starts again at step 1, so its "
+        "last checkpoint is damaged or gone; resume the run to train the missing steps again",
     )
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_resumed_pipeline_whose_last_checkpoint_is_lost_trains_the_missing_step_again(drive, stopped):
+    d = completed(drive)
+    last = set(d.books.steps[1].prompts)
+    if stopped:
+        d.send(messages.Stop(P, MemberId(""), "the trainer failed", failed=True))
+    d.send(events.RunResumed())
+    assert d.control.phase == "draining", "the last step may be lost: no trainer has found its checkpoint"
+    d.join("w2", trainer=None)
+    assert d.ask(2, "w2").verdict == "throttled"
+    assert "No trainer is registered" in d.control.diagnose(d.now)
+    d.join(trainer="t2", step=1)
+    assert d.control.phase == "running"
+    d.fill(member="w2")
+    assert {group.prompt for group in d.train(1, "t2").groups} == last
+    assert d.control.phase == "draining"
+    d.checkpoint(2, "t2", last_resort=1)
+    assert d.control.phase == "complete"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_resumed_pipeline_is_complete_when_its_trainer_has_found_the_last_checkpoint(drive, stopped):
+    d = completed(drive)
+    if stopped:
+        d.send(messages.Stop(P, MemberId(""), "another pipeline failed", failed=True))
+    d.send(events.RunResumed())
+    d.join("w2", trainer="t2", step=2)
+    assert d.control.phase == "complete"
+    assert d.ask(2, "w2").verdict == "exhausted"
+    assert d.send(messages.AskBatch(P, "t2", 2)) == messages.Complete(2)
+
+
+def test_a_resumed_pipeline_that_lost_all_its_checkpoints_says_so(drive):
+    d = completed(drive)
+    d.send(events.RunResumed())
+    refused = d.send(messages.Register(P, "t2", "trainer", step=0))
+    assert "a checkpoint of step 1 was confirmed; start it from the newest checkpoint, or a new run" in refused.message
 
 
 def test_a_trainer_that_dies_before_its_last_checkpoint_is_waited_for(drive):

@@ -158,13 +158,30 @@ def test_a_prompt_that_keeps_failing_is_set_aside_with_its_error_and_the_run_goe
     d.fail(lease.samples[0])
     (again,) = d.lease(1)
     d.fail(again.samples[0])
-    assert not d.books.set_aside
     d.fail(lease.samples[1])
+    assert not d.books.set_aside
+    (again,) = d.lease(1)
+    assert again.members == (0,)
+    d.fail(again.samples[0])
     assert d.books.set_aside[lease.prompt].error == "boom"
     assert d.books.set_aside[lease.prompt].failures == 3
     assert any("set aside after 3 failures in generate: boom" in line for line in d.lines)
     d.fill(1)
     assert d.train(0).groups[0].prompt == 1
+
+
+def test_a_call_that_fails_for_all_samples_of_a_prompt_is_one_failure_of_each(drive):
+    """A group of four was set aside when its first call failed, with no second try, and the run failed after eight."""
+    d = drive(group_size=4, groups_per_step=1, steps=100, max_staleness=1)
+    d.join("w")
+    (lease,) = d.lease(4)
+    for _ in range(2):
+        d.fail(*lease.samples)
+        assert not d.books.set_aside
+        (lease,) = d.lease(4)
+        assert lease.prompt == 0
+    d.fail(*lease.samples)
+    assert list(d.books.set_aside) == [0]
 
 
 def test_a_poisoned_prompt_is_set_aside_at_once(drive):
