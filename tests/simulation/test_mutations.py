@@ -13,6 +13,7 @@ from penstock.control.io.service import ControlService
 from penstock.control.ledger import Ledger
 from penstock.control.samples import Redo
 from penstock.errors import InvalidTransition, RunFailed
+from penstock.launch import restarts
 from penstock.launch.simulated import as_test, attempted, minimised, simulate
 from penstock.payload import slot as slots
 from penstock.payload.io.shm import Ring
@@ -286,3 +287,8 @@ def test_a_reply_before_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ControlService, "settle", at_once)
     assert "before its event was committed" in outcome(plan(()))
+
+
+def test_a_process_that_is_restarted_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "LONGEST_BACKOFF_S", restarts.FIRST_BACKOFF_S)
+    assert "was started 11 times in a minute" in outcome(plan((Fault(5.0, "crash_loop", W0, for_s=60.0, amount=0.5),)))

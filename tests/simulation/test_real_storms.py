@@ -61,6 +61,25 @@ heartbeat and by kills, a lease whose lost answer was never asked for again, a d
 refused for their weights that counted as an environment that fails."""
 
 
+@pytest.mark.parametrize("target", ["p0.rollout.0", "p0.trainer", "controller"])
+def test_a_process_that_dies_again_and_again_is_started_at_a_bounded_pace(target: str) -> None:
+    """The pauses double up to ten seconds; the run goes on once it lives."""
+    report = simulate(Plan(seed=3, steps=12, faults=(Fault(5.0, "crash_loop", target, for_s=60.0, amount=0.2),)))
+    assert report.complete
+    pauses = [one.line.rpartition(" in ")[2] for one in report.said if f"{target} ended" in one.line]
+    assert pauses[:6] == ["0.5 s", "1 s", "2 s", "4 s", "8 s", "10 s"]
+
+
+def test_the_last_checkpoint_of_a_complete_pipeline_is_damaged_while_another_still_trains() -> None:
+    """The run could not be resumed: the trainer fell back to the checkpoint before, and was refused as too late."""
+    faults = (Fault(4.0, "stop", "p1.trainer", for_s=40.0), Fault(24.0, "damage_checkpoint"), Fault(26.0, "power_off"))
+    settings = {"pipeline.checkpoint.every_steps": 2}
+    report = simulate(Plan(seed=3, steps=8, pipelines=2, faults=faults, settings=settings))
+    assert report.complete
+    assert report.first_said("p0: running -> draining", after_s=26.0) is not None
+    assert report.first_said("p0: training rolled back from step 8 to 6") is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", FOUND)
 def test_storms(seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -40,6 +40,9 @@ RECOVERS_WITHIN_S = 120.0
 """After the last fault is over: every pipeline trains again by then."""
 STALL_SLACK_S = 20.0
 """Beyond `control.stall_after_s`, for the controller to notice and to say so."""
+
+STARTS_A_MINUTE = 10
+"""Of one process under one supervisor: 0.5, 1, 2, 4, 8, then 10 s between them, however soon it dies."""
 
 DISK_IS_FULL = ("the disk is full", "No space left on device")
 RESUME = "resume the run"
@@ -270,11 +273,16 @@ class _View:
 class _Placer:
     def __init__(self, system: System) -> None:
         self._system = system
+        self._started: defaultdict[str, list[float]] = defaultdict(list)
 
     async def open(self) -> None:
         pass
 
     async def place(self, spec: ProcessSpec, member: str, session: str) -> _PlacedProcess:
+        now, started = self._system.loop.time(), self._started[spec.name]
+        started.append(now)
+        if len(recent := [at for at in started if now - at < 60.0]) > STARTS_A_MINUTE:
+            self._system.truth.breaks(f"{spec.name} was started {len(recent)} times in a minute")
         index = spec.arguments[spec.arguments.index("--index") + 1] if "--index" in spec.arguments else "0"
         placed = self._system.start(spec.role, spec.name, member, session, spec.pipeline or "", int(index))
         return _PlacedProcess(placed)

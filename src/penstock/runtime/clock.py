@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-LOOK_EVERY_S = 0.01
-"""How often a thread in virtual time looks whether what it waits for has come."""
-
 
 class TimeSource(Protocol):
     """What the module `time` offers, as far as this package needs it."""
@@ -40,11 +37,10 @@ def wait_for(condition: threading.Condition, predicate: Callable[[], bool], time
     """`condition.wait_for`, or the same in virtual time; the loop's own thread does not wait there."""
     if _source is time:
         return condition.wait_for(predicate, timeout_s)
-    until = monotonic() + timeout_s if timeout_s is not None else float("inf")
-    while not predicate() and monotonic() < until and _source.may_block():  # type: ignore[attr-defined]
+    if not predicate() and _source.may_block():  # type: ignore[attr-defined]
         condition.release()
         try:
-            sleep(min(LOOK_EVERY_S, until - monotonic()))
+            _source.sleep_until(predicate, timeout_s)  # type: ignore[attr-defined]
         finally:
             condition.acquire()
     return predicate()

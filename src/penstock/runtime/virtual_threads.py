@@ -115,9 +115,27 @@ class VirtualThreads:
         self._loop.call_later(seconds, self._wake, thread)
         thread.pause()
 
+    def sleep_until(self, predicate: Callable[[], bool], timeout_s: float | None) -> None:
+        """Until it holds, or the time is over. The loop looks: that is far cheaper than a turn of the thread."""
+        thread = _here.thread
+        assert thread is not None
+        until = self._loop.time() + timeout_s if timeout_s is not None else float("inf")
+
+        def look() -> None:
+            left_s = until - self._loop.time()
+            if left_s <= 0 or predicate():
+                self._wake(thread)
+            else:
+                self._loop.call_later(min(LOOK_EVERY_S, left_s), look)
+
+        self._asleep.add(thread)
+        self._loop.call_soon(look)
+        thread.pause()
+
     def _wake(self, thread: _Thread) -> None:
-        self._asleep.discard(thread)
-        thread.resume()
+        if thread in self._asleep:  # not ended by `close`
+            self._asleep.remove(thread)
+            thread.resume()
 
     def close(self) -> None:
         """Ends what still sleeps, and all threads."""

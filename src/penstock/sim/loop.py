@@ -283,6 +283,9 @@ class _Time:
     def sleep(self, seconds: float) -> None:
         self._loop.threads.sleep(seconds)
 
+    def sleep_until(self, predicate: Callable[[], bool], timeout_s: float | None) -> None:
+        self._loop.threads.sleep_until(predicate, timeout_s)
+
     def may_block(self) -> bool:
         return self._loop.threads.in_one
 
@@ -292,6 +295,7 @@ def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterat
     """A loop on which everything takes virtual time, the code that asks `clock` included."""
     loop = VirtualLoop(durations, real_limit_s=real_limit_s)
     loop.set_exception_handler(_quietly)
+    gc.freeze()  # what was there before is not looked through for what the simulation leaves
     with clock.taken_from(_Time(loop)):
         try:
             yield loop
@@ -302,6 +306,7 @@ def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterat
                 loop.close()
                 loop.processes.clear()
                 gc.collect()
+                gc.unfreeze()
 
 
 def _close(coroutine: Any) -> None:

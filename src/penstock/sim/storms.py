@@ -185,6 +185,22 @@ def cannot_start(system: System, one: Fault) -> None:
 
 
 @fault
+def crash_loop(system: System, one: Fault) -> Callable[[], None]:
+    """The process dies `amount` seconds after every start, for as long as it lasts."""
+    lasting = [True]
+
+    def look() -> None:
+        placed = system.placed.get(one.target)
+        if placed is not None and system.loop.time() - placed.process.started_at >= one.amount:
+            system.kill(one.target)
+        if lasting:
+            system.loop.call_later(0.1, look)
+
+    look()
+    return lasting.clear
+
+
+@fault
 def power_off(system: System, one: Fault) -> None:
     """Everything dies at once, the supervisor too; the run is resumed afterwards."""
     for name in list(system.placed):
@@ -299,6 +315,13 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
             faults.append(drawn)
         at_s = round(at_s + random.expovariate(1 / every_s), 2)
     return faults
+
+
+def crash_loops(seed: int, processes: list[str], *, span_s: float) -> list[Fault]:
+    """One process that dies again and again soon after its start; drawn apart too."""
+    random = Random(f"{seed} crashes")
+    at_s, for_s = round(random.uniform(5.0, span_s), 2), round(random.uniform(5.0, 60.0), 1)
+    return [Fault(at_s, "crash_loop", random.choice(processes), for_s=for_s, amount=round(random.uniform(0, 5), 1))]
 
 
 def disk_trouble(seed: int, trainers: list[str], *, span_s: float) -> list[Fault]:
