@@ -20,12 +20,17 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 from penstock.errors import RunFailed
 from penstock.runtime import clock
+from penstock.runtime.garbage import spare_what_exists
 from penstock.runtime.offload import Offload
 from penstock.runtime.virtual_threads import Durations, VirtualThreads, name_of
+
+_spare_what_exists = cache(spare_what_exists)
+"""Before the first simulation: what each leaves is looked for after it, and not among all that was ever imported."""
 
 EPOCH_S = 1_700_000_000.0
 """What `time.time()` says at the beginning."""
@@ -295,7 +300,7 @@ def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterat
     """A loop on which everything takes virtual time, the code that asks `clock` included."""
     loop = VirtualLoop(durations, real_limit_s=real_limit_s)
     loop.set_exception_handler(_quietly)
-    gc.freeze()  # what was there before is not looked through for what the simulation leaves
+    _spare_what_exists()
     with clock.taken_from(_Time(loop)):
         try:
             yield loop
@@ -306,7 +311,6 @@ def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterat
                 loop.close()
                 loop.processes.clear()
                 gc.collect()
-                gc.unfreeze()
 
 
 def _close(coroutine: Any) -> None:
