@@ -90,3 +90,8 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(import_module(home), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """For completion in a notebook: names that were not used yet, too."""
+    return sorted({*globals(), *__all__})

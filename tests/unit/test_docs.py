@@ -86,6 +86,7 @@ def test_jobs_of_other_frameworks_pass_the_check(tmp_path: Path, monkeypatch: py
     """With their own data: TRL's columns stand beside the prompt, verl's answer in the column `reward_model`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_reward", raising=False)
+    monkeypatch.setattr("penstock.config.check._check_packages", lambda config: None)
     row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2", "reward_model": {"ground_truth": "2"}}
     (tmp_path / "train.jsonl").write_text(msgspec.json.encode(row).decode() + "\n")
     [verl_reward] = [block for block in blocks(COMING_FROM, "python") if "my_reward.py" in block]

@@ -42,7 +42,9 @@ def test_package_files_only_export():
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr, ast.If)  # "if TYPE_CHECKING"
 
     def exports(node: ast.stmt) -> bool:
-        return isinstance(node, allowed) or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
+        return isinstance(node, allowed) or (
+            isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
+        )
 
     packages = {path: tree for path, tree in trees().items() if path.name == "__init__.py"}
     assert not breaking(lambda path: path in packages and not all(map(exports, packages[path].body)))
@@ -51,6 +53,7 @@ def test_package_files_only_export():
 def test_the_public_names_are_all_there():
     for name in penstock.__all__:
         assert getattr(penstock, name)
+        assert name in dir(penstock)
     with pytest.raises(AttributeError):
         _ = penstock.nothing  # type: ignore[attr-defined]
 

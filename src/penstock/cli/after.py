@@ -44,9 +44,7 @@ def eval_command(
     table: dict[str, Any] | None = None
     if env is not None:
         table = {"name": env, "options": dict(_option("--option", text) for text in options)}
-    elif not path.is_dir():
-        raise ConfigError(f"{path} is not a directory; expected a run or a model")
-    elif not (path / "run.json").exists():
+    elif (path / "config.json").exists() and not (path / "run.json").exists():
         raise ConfigError(f"{path} is a model, which has no environment of its own: name one with --env")
     one = _offline().saved(path, pipeline=pipeline, step=step, env=table)
     if engine:

@@ -321,6 +321,8 @@ def simulate(
         if config is None:
             raise ConfigError("--capacity needs a configuration: penstock simulate CONFIG --capacity")
         raise typer.Exit(commands.capacity_command(config, from_, plot))
+    if config is not None:
+        raise ConfigError(f"a simulation takes no configuration; --capacity predicts what {config} would reach")
     shape = {
         "seed": seed,
         "steps": steps,

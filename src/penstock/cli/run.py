@@ -85,9 +85,9 @@ def run_command(
         _say(console, f"{run.root} is complete: there is nothing to go on with. To train longer, set more steps:")
         _say(console, f"penstock run --resume {run.root} --set pipeline.{resolved.pipeline[0].name}.steps=…")
         return 0
+    if resume is not None:
+        _download_models(resolved)
     _say(console, f"run directory: {run.root}")
-    for model in _hub_models(resolved):  # once, and before anything waits for it
-        _say(console, f"model {model.name}: {directory_of(model)}")
     gpus = GpuWatch()
     try:
         with gpus:
@@ -98,7 +98,7 @@ def run_command(
             raise
         picture = plot(run)
         drawn = [] if picture is None else [f"reward curves so far: {picture}"]
-        hints = [*drawn, f"logs: {run.root}/logs", f"once mended, go on with: penstock run --resume {run.root}"]
+        hints = [*drawn, f"logs: {run.root}/logs", f"once fixed, go on with: penstock run --resume {run.root}"]
         raise type(error)("\n".join([error.message, *hints])) from error
     return _conclude(console, run, outcome, gpus)
 
@@ -168,11 +168,18 @@ def _prepare(
         ray_launcher().check(resolved)
     if dry_run:
         return resolved, None
+    _download_models(resolved)
     return resolved, RunDir.create(resolved.run.dir, resolved.run.name, dump(resolved), penstock.__version__)
 
 
 def _hub_models(config: Config) -> list[HubModel]:
     return [pipeline.model for pipeline in config.pipeline if isinstance(pipeline.model, HubModel)]
+
+
+def _download_models(config: Config) -> None:
+    """Once, before any process waits for it; a new run has no directory yet, so that a failure leaves none."""
+    for model in _hub_models(config):
+        typer.echo(f"model {model.name}: {directory_of(model)}")
 
 
 def _console() -> Console:

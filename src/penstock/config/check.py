@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from penstock.batch import advantage, filters
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.engines.settings import PathModel
+from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.envs.conformity import check_class, check_counted, check_text_environment
 from penstock.envs.registry import check_options, find_environment, find_reward, make_environment, scoring_of
 from penstock.envs.settings import EnvSection
@@ -35,6 +37,7 @@ def check_environment(config: Config) -> None:
             raise ConfigError(f"pipeline {pipeline.name!r}: {error}") from error
     if config.launch.kind == "local":  # elsewhere each machine has shared memory of its own
         _check_shared_memory()
+        _check_packages(config)
         for pipeline in config.pipeline:
             check_step_fits(pipeline, pipeline.sample_bytes)
 
@@ -89,6 +92,21 @@ def _check_shared_memory() -> None:
             f"this user cannot make files in {DIRECTORY}, or it is not there: finished samples wait in that shared "
             "memory for the trainer"
         )
+
+
+def _check_packages(config: Config) -> None:
+    """What the configuration needs of the extras: here, before a process misses it."""
+    needed = [("payload.transport = 'ucxx'", "ucxx", "ucxx")] if config.payload.transport == "ucxx" else []
+    for pipeline in config.pipeline:
+        if pipeline.lora is not None:
+            needed.append(("[pipeline.lora]", "peft", "lora"))
+        if isinstance(pipeline.engine, VllmEngineSection) and not pipeline.engine.python:
+            needed.append(("engine.kind = 'vllm' without engine.python", "vllm", "vllm"))
+        if "math_verify" in pipeline.env.rewards:
+            needed.append(("reward 'math_verify'", "math_verify", "data"))
+    for what, package, extra in needed:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{what} needs the package {package}: pip install 'penstock[{extra}]'")
 
 
 def _check(pipeline: PipelineSection) -> None:

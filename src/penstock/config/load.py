@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.config.run import Config
 from penstock.engines.registry import SECTIONS
 from penstock.errors import ConfigError
+from penstock.runtime.named import nearest
 
 Location = tuple[str | int, ...]
 
@@ -42,6 +43,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"no configuration at {path}: give the path of a .toml file") from None
+    except IsADirectoryError:
+        run = " A run directory is continued with --resume" if (path / "run.json").exists() else ""
+        raise ConfigError(f"{path} is a directory: give the path of a .toml file.{run}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     try:
@@ -167,6 +171,12 @@ def _explain(
     if problem["type"] == "missing":
         return f"{where}: {key!r} is missing and has no default"
     found = problem.get("input")
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        kinds = sorted(_tag(model) or "" for model in _models_at(location))
+        tag = problem["ctx"].get("tag")
+        if tag is None:
+            return f"{where}: {key}.kind is missing; known: {', '.join(kinds)}"
+        return f"{where}: {key}.kind: there is no kind {tag!r}{nearest(tag, kinds)}"
     if problem["type"] == "list_type" and isinstance(found, dict):
         return f"{where}: {key} is one of possibly several: write [[{key}]] with two brackets, found [{key}]"
     shown = "" if isinstance(found, (dict, list, BaseModel)) else f", found {json.dumps(found, default=str)}"
@@ -200,6 +210,11 @@ def _is_key(tree: dict[str, Any], location: Location, part: str | int) -> bool:
 
 def _fields_at(location: Location) -> Iterable[str]:
     """The keys that are valid in the table at `location`."""
+    return {name for model in _models_at(location) for name in model.model_fields}
+
+
+def _models_at(location: Location) -> list[type[BaseModel]]:
+    """What the table at `location` may be."""
     models: list[type[BaseModel]] = [Config]
     for part in location:
         if isinstance(part, int):
@@ -214,7 +229,7 @@ def _fields_at(location: Location) -> Iterable[str]:
             if part in model.model_fields
             for inner in models_in(model.model_fields[str(part)].annotation)
         ]
-    return {name for model in models for name in model.model_fields}
+    return models
 
 
 def _tag(model: type[BaseModel]) -> str | None:

@@ -37,7 +37,7 @@ def cached(model: HubModel) -> Path | None:
 
 
 def directory_of(model: HubModel) -> Path:
-    """Its directory, downloaded first if need be. ConfigError if it cannot be had."""
+    """Its directory, downloaded first if it is not in the cache. ConfigError if that fails."""
     found = cached(model)
     if found is not None:
         return found
@@ -55,7 +55,10 @@ def directory_of(model: HubModel) -> Path:
         snapshot_download(model.name, revision=model.revision or None, cache_dir=model.cache, allow_patterns=FILES)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model {model.name!r}{revision} cannot be had from the hub: {reason}") from error
+        raise ConfigError(
+            f"model {model.name!r}{revision} could not be downloaded from the hub ({reason}). Check the name and the "
+            "network, or name a directory with kind = 'path'"
+        ) from error
     found = cached(model)
     if found is None:
         raise ConfigError(f"model {model.name!r}{revision} has no config.json with safetensors beside it")

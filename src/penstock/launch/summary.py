@@ -164,7 +164,8 @@ def print_summary(
             f"{_figure(_mean(list(curve.staleness_mean.values())))} / {max(curve.staleness_max.values(), default=0)}",
         )
     console.print(f"{run.root.name}: {ended} after {wall_s:.0f} s", highlight=False, markup=False, style="bold")
-    console.print(table)
+    if table.row_count:  # there is none if it was interrupted while it started
+        console.print(table)
     several = len(status.get("pipelines", {})) > 1
     for name, one in status.get("pipelines", {}).items():
         if shares := curves.get(name, Curve()).shares(one.get("throttled_s", 0.0)):
@@ -175,8 +176,7 @@ def print_summary(
     lag = status.get("lag")
     if lag:
         console.print(
-            f"controller loop lag: p99 {lag['p99_s'] * 1e3:.1f} ms, "
-            f"wait-p99 {lag['wait_p99_s'] * 1e3:.1f} ms, worst of the run {lag['worst_s'] * 1e3:.0f} ms",
+            f"controller loop lag: p99 {lag['p99_s'] * 1e3:.1f} ms, worst of the run {lag['worst_s'] * 1e3:.0f} ms",
             highlight=False,
         )
         worst = {name: values["loop_lag_worst_s"] for name, values in status.get("loops", {}).items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -388,13 +389,18 @@ def _write_ending(run: RunDir, how: Ending, sentence: str = "", **details: Any) 
 
 @contextlib.contextmanager
 def configured(run: RunDir, config_toml: str) -> Iterator[None]:
-    """The run goes by this configuration from now on; one that turns out to be a mistake is not kept."""
-    former = run.config_path.read_text(encoding="utf-8")
+    """The run goes by this configuration from now on; one that turns out to be a mistake is not kept.
+
+    A complete run stays complete when more steps were asked for by mistake.
+    """
+    former, ending = run.config_path.read_text(encoding="utf-8"), run.read_ending()
     write_atomically(run.config_path, config_toml)
     try:
         yield
     except ConfigError:
         write_atomically(run.config_path, former)
+        if ending is not None and ending["how"] == "complete":
+            write_atomically(run.ending_path, json.dumps(ending))
         raise
 
 

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from pydantic import ValidationError
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from penstock.config.load import load, validate
 from penstock.config.pipeline import PipelineSection
@@ -159,6 +160,7 @@ def _export_adapted(one: Saved, to: Path, *, merged: bool) -> Path:
     assert isinstance(policy, AdaptedPolicy)
     to.mkdir(parents=True, exist_ok=True)
     if merged:
+        transformers_logging.disable_progress_bar()
         policy.save_merged(to)
     else:
         assert isinstance(model, HubModel | PathModel)

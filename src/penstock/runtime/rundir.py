@@ -91,7 +91,9 @@ class RunDir:
             made = json.loads(marker.read_text(encoding="utf-8"))
             run_id, found = RunId(str(made["run_id"])), made["format"]
         except FileNotFoundError:
-            raise ConfigError(f"{root} is not a run directory: it has no run.json") from None
+            raise ConfigError(_no_run(root)) from None
+        except PermissionError:
+            raise ConfigError(f"this user may not read {marker}: the run belongs to another user") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{marker} cannot be read ({error}); the run directory is damaged") from error
         if found != FORMAT:
@@ -197,6 +199,14 @@ class RunDir:
     def read_ending(self) -> dict[str, Any] | None:
         """None while the run goes on, and for ever if it was killed."""
         return _read_json(self.ending_path)
+
+
+def _no_run(root: Path) -> str:
+    if not root.is_dir():
+        return f"{root} is not a run directory: it does not exist. Give one such as runs/NAME-DATE-TIME"
+    runs = sorted(root.glob("*/run.json"), key=lambda marker: marker.stat().st_mtime)
+    hint = f". It holds {len(runs)}, the newest is {runs[-1].parent}" if runs else ""
+    return f"{root} is not a run directory: it has no run.json{hint}"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

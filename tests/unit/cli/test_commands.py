@@ -44,6 +44,16 @@ def test_a_complete_run_is_not_started_again(run: RunDir, capsys: pytest.Capture
     assert run.read_ending() is not None
 
 
+def test_a_directory_that_is_neither_run_nor_model(tmp_path: Path):
+    result = CliRunner().invoke(app, ["eval", str(tmp_path)])
+    assert "neither a run directory (run.json) nor a model (config.json)" in str(result.exception)
+
+
+def test_a_simulation_takes_no_configuration():
+    result = CliRunner().invoke(app, ["simulate", "run.toml"])
+    assert "--capacity predicts what run.toml would reach" in str(result.exception)
+
+
 def test_a_run_that_fails_says_where_its_logs_are(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -56,7 +66,7 @@ def test_a_run_that_fails_says_where_its_logs_are(
         run_command(None, [], resume=run.root, dry_run=False)
     first, *hints = caught.value.message.splitlines()
     assert first == "letters.trainer: the loss is not finite"
-    assert hints == [f"logs: {run.root}/logs", f"once mended, go on with: penstock run --resume {run.root}"]
+    assert hints == [f"logs: {run.root}/logs", f"once fixed, go on with: penstock run --resume {run.root}"]
 
 
 def test_a_run_that_did_not_come_to_run_says_only_why(run: RunDir):

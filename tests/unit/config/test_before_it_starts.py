@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,22 @@ def test_a_hub_id_is_answered_with_how_to_write_it(tmp_path: Path):
     config = load(written(tmp_path, model='kind = "path"\npath = "org/some-model"'))
     with pytest.raises(ConfigError, match="kind = 'hub'"):
         check_environment(config)
+
+
+@pytest.mark.parametrize(
+    ("setting", "package", "extra"),
+    [
+        ("pipeline.p.lora.rank=4", "peft", "lora"),
+        ("pipeline.p.engine.kind=vllm", "vllm", "vllm"),
+        ('pipeline.p.env.rewards=["math_verify"]', "math_verify", "data"),
+        ("payload.transport=ucxx", "ucxx", "ucxx"),
+    ],
+)
+def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, package: str, extra: str):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else found(name))
+    with pytest.raises(ConfigError, match=rf"needs the package {package}: pip install 'penstock\[{extra}\]'"):
+        check_environment(load(written(tmp_path), [setting]))
 
 
 def test_a_dataset_without_the_column_that_is_scored(tmp_path: Path):

@@ -146,6 +146,19 @@ def test_what_is_not_toml(tmp_path: Path, text: str):
     assert "not valid TOML" in mistake(tmp_path, text)
 
 
+def test_a_kind_that_is_not_there(tmp_path: Path):
+    assert ".kind: there is no kind 'tinny'; did you mean 'tiny'?" in mistake(tmp_path, GOOD.replace("tiny", "tinny"))
+    missing = mistake(tmp_path, GOOD.replace('kind = "tiny"', ""))
+    assert "run.toml:9: pipeline.letters.model.kind is missing; known: hub, mlp, path, tiny" in missing
+    assert "known: http, torch, vllm" in mistake(tmp_path, GOOD, "pipeline.letters.engine.kind=xyz")
+
+
+def test_a_run_directory_instead_of_a_file(tmp_path: Path):
+    (tmp_path / "run.json").touch()
+    with pytest.raises(ConfigError, match=r"is a directory: give the path of a \.toml file.*--resume"):
+        load(tmp_path)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(ConfigError, match="no configuration at"):
         load(tmp_path / "absent.toml")

@@ -139,9 +139,9 @@ def test_a_model_is_downloaded_once_by_revision_and_found_offline(hub: Hub, tmp_
 
 def test_what_the_hub_does_not_have_is_one_sentence(hub: Hub, tmp_path: Path):
     missing = asked(hub, tmp_path, "someone/other")
-    assert "ConfigError: model 'someone/other' cannot be had from the hub" in missing.stderr
+    assert "ConfigError: model 'someone/other' could not be downloaded from the hub" in missing.stderr
     revision = asked(hub, tmp_path, NAME, "v9")
-    assert "at revision 'v9' cannot be had from the hub" in revision.stderr
+    assert "at revision 'v9' could not be downloaded from the hub" in revision.stderr
 
 
 def test_a_mistyped_path_asks_the_hub_for_nothing(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

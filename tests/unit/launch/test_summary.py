@@ -49,7 +49,7 @@ def test_the_summary_names_everything_and_writes_the_plot(tmp_path: Path):
     assert "0.045 → 0.945" in text
     assert "outdated 3, failed 1" in text
     assert "1.25 / 2" in text
-    assert "p99 2.0 ms, wait-p99 2.5 ms, worst of the run 12 ms" in text
+    assert "p99 2.0 ms, worst of the run 12 ms" in text
     assert "worst of the other loops: w 40 ms, supervisor 5 ms" in text
     assert str(run.root) in text
     assert (run.plots / "rewards.png").stat().st_size > 1000

@@ -33,6 +33,13 @@ def test_a_directory_that_is_no_run(tmp_path: Path):
         RunDir.open(tmp_path)
 
 
+def test_the_folder_of_runs_is_answered_with_the_newest(run: RunDir, tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"the newest is {run.root}"):
+        RunDir.open(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        RunDir.open(tmp_path / "elsewhere")
+
+
 def test_a_directory_of_another_format(run: RunDir):
     marker = run.root / "run.json"
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 99, "penstock": "9.9"}))
