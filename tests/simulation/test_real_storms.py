@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from penstock.launch.simulated import simulate
@@ -78,6 +79,19 @@ def test_the_last_checkpoint_of_a_complete_pipeline_is_damaged_while_another_sti
     assert report.complete
     assert report.first_said("p0: running -> draining", after_s=26.0) is not None
     assert report.first_said("p0: training rolled back from step 8 to 6") is not None
+
+
+def test_the_last_checkpoint_is_damaged_when_the_workers_have_left() -> None:
+    """The trainer dies in the moment between its last checkpoint and its end: the run says what to do, and that helps."""
+    plan = Plan(seed=3, steps=4, settings={"pipeline.checkpoint.every_steps": 2})
+    at_s = simulate(plan).first_said("draining -> complete")
+    assert at_s is not None
+    faults = tuple(Fault(at_s + 0.001, what, "p0.trainer") for what in ("damage_checkpoint", "kill"))
+    ended = simulate(msgspec.structs.replace(plan, faults=faults)).ended
+    assert ended.endswith("resume the run to train the missing steps again")
+    report = simulate(msgspec.structs.replace(plan, faults=faults, resumed=True))
+    assert report.complete
+    assert report.first_said("training rolled back from step 4 to 2") is not None
 
 
 @pytest.mark.slow

@@ -38,7 +38,9 @@ def storms_command(shape: dict[str, Any], *, faults: float | None, seeds: int) -
             console.print(_table(report))
         else:
             pace = f"{report.virtual_s:.0f} s in {report.real_s:.1f} s"
-            console.print(f"seed {seed}: {pace}, {sum(report.fired.values())} faults, history {report.digest[:16]}")
+            ended = "" if report.complete else f", ended: {escape(report.ended)}"
+            faults_fired = sum(report.fired.values())
+            console.print(f"seed {seed}: {pace}, {faults_fired} faults, history {report.digest[:16]}{ended}")
     return 0
 
 
