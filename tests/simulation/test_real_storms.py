@@ -82,7 +82,7 @@ def test_the_last_checkpoint_of_a_complete_pipeline_is_damaged_while_another_sti
 
 
 def test_the_last_checkpoint_is_damaged_when_the_workers_have_left() -> None:
-    """The trainer dies in the moment between its last checkpoint and its end: the run says what to do, and that helps."""
+    """The trainer dies between its last checkpoint and its end: the run says what to do, and that helps."""
     plan = Plan(seed=3, steps=4, settings={"pipeline.checkpoint.every_steps": 2})
     at_s = simulate(plan).first_said("draining -> complete")
     assert at_s is not None

@@ -150,6 +150,10 @@ class Observer:
         if trainer is None:
             since = f" since {now - state.trainer_lost_at:.0f} s" if state.trainer_lost_at is not None else " yet"
             sentences.append(f"No trainer is registered{since}: the supervisor should start one.")
+        if self.admission.finished:
+            lacks = f"Training is over after {table.version} steps; the last checkpoint is not confirmed"
+            who = f": the trainer {trainer.member} should save it ({_pulse(trainer, now)})" if trainer else ""
+            return " ".join([*sentences, f"{lacks}{who}."])
         given = table.steps.get(StepIndex(table.version))
         if trainer is not None and given is not None:
             sentences.append(

@@ -48,6 +48,7 @@ def test_a_run_drains_completes_and_is_stopped_explicitly(drive):
     assert d.batch(1).final
     d.ack(1)
     assert d.control.phase == "draining", "the last step is trained but could still be lost"
+    assert "the last checkpoint is not confirmed: the trainer t should save it" in d.control.diagnose(d.now)
     assert d.send(messages.AskBatch(P, "t", 2)) == messages.Complete(2)
     assert d.ask(2).verdict == "throttled"
     d.checkpoint(2)
@@ -102,7 +103,8 @@ def test_a_resumed_pipeline_whose_last_checkpoint_is_lost_trains_the_missing_ste
     assert d.control.phase == "draining", "the last step may be lost: no trainer has found its checkpoint"
     d.join("w2", trainer=None)
     assert d.ask(2, "w2").verdict == "throttled"
-    assert "No trainer is registered" in d.control.diagnose(d.now)
+    waits = "No trainer is registered yet: the supervisor should start one. Training is over after 2 steps; the last"
+    assert d.control.diagnose(d.now) == f"{waits} checkpoint is not confirmed."
     d.join(trainer="t2", step=1)
     assert d.control.phase == "running"
     d.fill(member="w2")
