@@ -238,11 +238,13 @@ def test_a_slot_that_is_free_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -
     assert outcome(msgspec.structs.replace(plan(()), settings=tight)) != "complete"
 
 
-@pytest.mark.slow
 def test_a_slot_that_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    filtering = Plan(
+        seed=11, steps=40, work=Work(equal_rewards=0.6), settings={"pipeline.train.filters": ["zero_signal"]}
+    )
+    assert outcome(filtering) == "complete"
     monkeypatch.setattr(Ring, "discard", lambda self, refs: len(list(refs)))
-    leaking = Plan(seed=11, steps=200, work=Work(spread=0.9), faults=STRAGGLING, max_staleness=1)
-    assert outcome(leaking) != "complete"
+    assert "slots are in use at the end" in outcome(filtering)
 
 
 def test_a_controller_that_offers_no_weights_ends_the_run_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
