@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,13 @@ def test_the_public_names_are_all_there():
         assert name in dir(penstock)
     with pytest.raises(AttributeError):
         _ = penstock.nothing  # type: ignore[attr-defined]
+
+
+def test_help_on_train_is_that_of_the_function():
+    """Once a module of the package `penstock.train` is imported, that name is the package."""
+    package = import_module("penstock.train")
+    assert package.__doc__ == penstock.train.__doc__ == import_module("penstock.launch.python").train.__doc__
+    assert "environment" in inspect.signature(package).parameters  # type: ignore[arg-type]
 
 
 def test_every_module_says_what_it_is():

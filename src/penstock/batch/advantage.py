@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from penstock.errors import RunFailed
-from penstock.runtime.named import load_callable, takes
+from penstock.runtime.named import described, load_callable, takes
 
 Advantage = Callable[..., np.ndarray]
 """`(rewards float64[samples], group_sizes int64[groups], lengths=int64[samples], truncated=bool[samples])`; the last
@@ -86,7 +86,7 @@ def compute(
         wanted = {name: values for name, values in known.items() if takes(advantage, name)}
         result = np.asarray(advantage(rewards_array, sizes_array, **wanted), np.float64)
     except Exception as error:
-        raise RunFailed(f"{function} raised {type(error).__name__}: {error}") from error
+        raise RunFailed(f"{function} raised {described(error)}") from error
     if result.shape != rewards_array.shape or not np.isfinite(result).all():
         raise RunFailed(
             f"{function} must return one finite number per sample, {rewards_array.shape[0]} of them; it returned shape "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.errors import RunFailed
-from penstock.runtime.named import load_callable
+from penstock.runtime.named import described, load_callable
 
 GroupFilter = Callable[[Sequence[float], Sequence[int]], str | None]
 """`(rewards, lengths) -> reason | None`."""
@@ -46,7 +46,7 @@ def build(names: Sequence[str]) -> GroupFilter | None:
             try:
                 reason = group_filter(rewards, lengths)
             except Exception as error:
-                raise RunFailed(f"filter {name!r} raised {type(error).__name__}: {error}") from error
+                raise RunFailed(f"filter {name!r} raised {described(error)}") from error
             if isinstance(reason, str):
                 return reason
             if reason is not None:

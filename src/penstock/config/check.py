@@ -20,7 +20,7 @@ from penstock.envs.settings import EnvSection
 from penstock.errors import ConfigError, PenstockError
 from penstock.payload.io.mapping import DIRECTORY
 from penstock.rollout.hooks import Workload
-from penstock.runtime.named import check_call, check_call_begins, check_methods, load_callable, takes
+from penstock.runtime.named import check_call, check_call_begins, check_methods, described, load_callable, takes
 from penstock.runtime.sinks import check_sink
 from penstock.train.losses.tokens import NAMED as LOSSES
 
@@ -65,7 +65,7 @@ def made(config: Config, pipeline: PipelineSection, section: EnvSection) -> Any:
     except PenstockError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{owner} could not be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{owner} could not be made: {described(error)}") from error
     check_counted(owner, environment)
     if pipeline.kind == "language" and pipeline.rollout.workload is None:
         converses = pipeline.rollout.max_turns > 1 and hasattr(environment, "reply")

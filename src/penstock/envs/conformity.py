@@ -10,7 +10,7 @@ from typing import Any
 from penstock.envs.protocol import ConversingEnvironment, TextEnvironment
 from penstock.envs.rewards import TOLD, acceptable
 from penstock.errors import ConfigError
-from penstock.runtime.named import check_call, check_methods
+from penstock.runtime.named import check_call, check_methods, described
 
 
 def check_class(owner: str, environment: Any, *, scores: bool) -> None:
@@ -35,7 +35,7 @@ def check_text_environment(
     try:
         prompt = environment.prompt(0)
     except Exception as error:
-        raise ConfigError(f"{owner}: prompt(0) raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{owner}: prompt(0) raised {described(error)}") from error
     if not hasattr(prompt, "shown") or not hasattr(prompt, "columns"):
         found = type(prompt).__name__
         raise ConfigError(f"{owner}: prompt(0) returned a {found}, expected penstock.Prompt(text=…, columns={{…}})")

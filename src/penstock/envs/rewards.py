@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import ConfigError, PenstockError, RunFailed
-from penstock.runtime.named import takes
+from penstock.runtime.named import described, takes
 
 RewardFunction = Callable[..., Any]
 """Returns one float or None per completion, or something to await for that."""
@@ -144,7 +144,7 @@ def _row(
 
 
 def _raised(name: str, error: Exception) -> NoReward:
-    return NoReward(f"reward function {name!r} raised {type(error).__name__}: {error}")
+    return NoReward(f"reward function {name!r} raised {described(error)}")
 
 
 def acceptable(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

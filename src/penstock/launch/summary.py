@@ -46,8 +46,8 @@ class Curve:
         trained, devices = (sum(step.get(part, 0.0) for step in steps[1:]) / whole_s for part in PARTS)
         waited = f"waited for samples {max(0.0, 1 - trained - devices):.0%}"
         waited += f" and for devices {devices:.0%}" if devices >= 0.005 else ""
-        workers = f"the workers waited for the trainer {min(1.0, throttled_s / whole_s):.0%}"
-        return f"the trainer trained {min(1.0, trained):.0%} of the time and {waited}; {workers}"
+        leases = f"the staleness bound held leases back {min(1.0, throttled_s / whole_s):.0%}"
+        return f"the trainer trained {min(1.0, trained):.0%} of the time and {waited}; {leases}"
 
     def points(self) -> list[tuple[int, float]]:
         return sorted(self.rewards.items())

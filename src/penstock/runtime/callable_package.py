@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -12,8 +13,21 @@ class _CallablePackage(ModuleType):
     _called: str
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._function(*arguments, **keywords)
+
+    @property
+    def _function(self) -> Any:
         module, _, name = self._called.partition(":")
-        return getattr(import_module(module), name)(*arguments, **keywords)
+        return getattr(import_module(module), name)
+
+    @property
+    def __doc__(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """For `help()` and for `?` in a notebook."""
+        return self._function.__doc__
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function)
 
 
 def make_callable(package: str, called: str) -> None:

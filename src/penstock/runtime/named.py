@@ -8,13 +8,14 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
 
 SEARCHED_SHOWN = 4
-IMPORT_FRAMES = 2
-"""Of this module and `importlib`: those beyond are the user's."""
+OURS = (str(Path(__file__).parents[1]), str(importlib.__file__))
+"""Where frames of a traceback are not in the user's code."""
 
 
 def load_callable(kind: str, path: str, known: Collection[str] = ()) -> Callable[..., Any]:
@@ -88,12 +89,17 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f"; known: {', '.join(sorted(known))}" if 0 < len(known) <= 20 else ""
 
 
+def described(error: BaseException) -> str:
+    """What the user's own code raised, and in which line."""
+    return f"{type(error).__name__}: {error}{_line_of(error)}"
+
+
 def _line_of(error: BaseException) -> str:
-    """Where in the user's own file it was raised: the last line outside of Python's import machinery."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})" if error.filename and error.filename not in str(error) else ""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > IMPORT_FRAMES else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(("<", *OURS))]
+    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
 
 
 def _load(path: str) -> Any:
@@ -101,14 +107,17 @@ def _load(path: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{path!r}: the module {module_name!r} imports {error.name!r}, which is not installed{_line_of(error)}"
+            ) from error
         searched = ", ".join(repr(folder) for folder in sys.path[:SEARCHED_SHOWN])
         raise ConfigError(
             f"{path!r}: there is no module {error.name!r} on the Python path, which begins with {searched}; "
-            f"run.extra_path adds directories to it{_line_of(error)}"
+            f"run.extra_path adds directories to it"
         ) from error
     except (Exception, SystemExit) as error:  # whatever the user's own code does when it is imported
-        cause = f"{type(error).__name__}: {error}{_line_of(error)}"
-        raise ConfigError(f"{path!r}: the module {module_name!r} cannot be imported: {cause}") from error
+        raise ConfigError(f"{path!r}: the module {module_name!r} cannot be imported: {described(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [name for name in dir(found) if not name.startswith("_")]

@@ -108,7 +108,7 @@ def test_the_summary_says_who_waited_for_whom_and_how_busy_the_gpus_were(tmp_pat
     print_summary(Console(file=out, width=200), run, status, wall_s=12.0, ended="complete", busy=watch.busy)
     text = out.getvalue()
     assert "the trainer trained 60% of the time and waited for samples 30% and for devices 10%" in text
-    assert "the workers waited for the trainer 40%" in text
+    assert "the staleness bound held leases back 40%" in text
     assert "busy since the first step: GPU 0 85%" in text
 
 
