@@ -363,6 +363,8 @@ class PipelineControl:
                     state.trainer_lost_at, state.trainer_left_well = now, False
                 state.members.evicted += 1
                 effects.append(self._evict(finding.member, finding.reason, died=True))
+                if gone is not None and now - gone.progressed_at > settings.wedged_after_s:
+                    effects.extend(self._note_wedged(gone, finding.reason, now))
         unaccounted = self.ledger.conservation()
         if unaccounted and not state.stop_asked:
             effects.append(self._fail(f"{unaccounted} samples are unaccounted for (a bug)"))
@@ -372,6 +374,16 @@ class PipelineControl:
             effects.extend(stalled)
             changed = changed or bool(stalled)
         return effects, changed
+
+    def _note_wedged(self, gone: Member, reason: str, now: float) -> list[Effect]:
+        """A process that hangs is replaced. If the new one hangs too, the process is not at fault, and the run ends."""
+        state = self.state
+        if state.wedged_at is None:
+            state.wedged_at = now
+        if gone.registered_at <= state.wedged_at or state.stop_asked:
+            return []
+        since = f"for {now - state.wedged_at:.0f} s, since a process was replaced for the same"
+        return [self._fail(f"{gone.member} made {reason}, and no sample or step came in {since}")]
 
     def _watch_progress(self, now: float) -> list[Effect]:
         """Speaks up when nothing moved for too long, and ends the run when nothing moved for far too long."""
@@ -420,6 +432,7 @@ class PipelineControl:
         state.started_at = state.progressed_at = now
         state.issued_before = state.ledger.next_sample
         state.trainer_lost_at, state.trainer_left_well, state.set_aside_in_a_row = None, False, 0
+        state.wedged_at = None
         return lost
 
     def _on_settings(self, wanted: PipelineSettings, now: float) -> Outcome:
@@ -512,7 +525,7 @@ class PipelineControl:
         # A sample that is refused for its weights was drawn all the same: the environment works. One that is only
         # repeated moves nothing.
         if ledger.state.moves - moves > ledger.state.dropped["failed"] - failed:
-            self.state.set_aside_in_a_row = 0
+            self.state.set_aside_in_a_row, self.state.wedged_at = 0, None
         refused += [(one.sample, why) for one in event.failures if (why := self._take_failure(event.member, one, now))]
         refused += [(sample, why) for sample in event.returned if (why := self._give_back(event.member, sample, now))]
         refused += [(one.sample, why) for one in event.scores if (why := evaluation.take(event.member, one, now))]
@@ -670,6 +683,7 @@ class PipelineControl:
         trained = len(given.prompts) * ledger.group_size
         summary = StepSummary(event.step, trained, given.reward_mean, given.staleness_mean, given.staleness_max)
         state.recent = [*state.recent[1 - RECENT_STEPS :], summary]
+        state.wedged_at = None
         self.members.forget_rings(ledger.state.version - self.settings.max_staleness - 1)
         effects: list[Effect] = [Ok()]
         if event.missing_prompts:

@@ -20,13 +20,15 @@ class LivenessSection(Section):
     evict_after_s: Seconds = 15.0
     """Silence after which a process is evicted and its leases are issued again."""
     wedged_after_s: Seconds = 600.0
-    """No progress for this long, though heartbeats arrive, counts as silence too."""
+    """No progress for this long, though heartbeats arrive, counts as silence too. If the process that takes its place
+    hangs as well, the run fails."""
     startup_grace_s: Seconds = 120.0
     """How long the first processes may take to register."""
     stall_after_s: Seconds = 60.0
     """No step, delivery or lease for this long is reported, with who waits for whom."""
-    stall_fail_after_s: Seconds = 600.0
-    """And after this long the run fails with that sentence."""
+    stall_fail_after_s: Seconds = 900.0
+    """And after this long the run fails with that sentence. Longer than `wedged_after_s`: a process that hangs is
+    replaced before."""
     exit_without_trainer_s: Seconds | None = None
     """Fail when a pipeline has had no trainer for this long. Off by default, since trainers may join later."""
 

@@ -53,6 +53,8 @@ class PipelineState(msgspec.Struct):
     """Since when the next batch has enough groups."""
     trainer_lost_at: float | None = None
     trainer_left_well: bool = False
+    wedged_at: float | None = None
+    """When the first process was evicted for want of progress since a sample or a step last came in."""
     set_aside_in_a_row: int = 0
     wrong_weights: int = 0
     recent: list[StepSummary] = msgspec.field(default_factory=list)

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.config.run import Config
 from penstock.sim.parts import Work
-from penstock.sim.storms import Fault, crash_loops, disk_trouble, storm
+from penstock.sim.storms import Fault, crash_loops, disk_trouble, hangs, storm
 
 NAMES_DAMAGE = ("resume with an older checkpoint", "start it from the newest checkpoint", "is damaged")
 """How runs end whose journal or checkpoints were lost by a disk that lied."""
@@ -139,7 +139,7 @@ def trainers_of(plan: Plan) -> list[str]:
 def mixed(seed: int, *, disks: bool = True) -> Plan:
     """A random shape of run in a random storm that passes: the run must end well afterwards.
 
-    Without `disks` it is the storm alone: no disk that fails, no process that dies again and again.
+    Without `disks` it is the storm alone: no disk that fails, no process that hangs or dies again and again.
     """
     random = Random(f"{seed} mixed")
     pipelines, settings = random.choice((1, 1, 1, 1, 2, 3)), {}
@@ -180,6 +180,9 @@ def mixed(seed: int, *, disks: bool = True) -> Plan:
         faults += disk_trouble(seed, trainers_of(plan), span_s=span_s)
     if disks and random.random() < 0.2:
         faults += crash_loops(seed, [*workers_of(plan), *trainers_of(plan), "controller"], span_s=span_s)
+    if disks and random.random() < 0.2:
+        settings["control.wedged_after_s"] = 60.0
+        faults += hangs(seed, workers_of(plan), span_s=span_s)
     faults.sort(key=lambda one: one.at_s)
     return msgspec.structs.replace(plan, faults=tuple(faults), resumed=disks)
 

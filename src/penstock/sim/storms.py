@@ -324,6 +324,14 @@ def crash_loops(seed: int, processes: list[str], *, span_s: float) -> list[Fault
     return [Fault(at_s, "crash_loop", random.choice(processes), for_s=for_s, amount=round(random.uniform(0, 5), 1))]
 
 
+def hangs(seed: int, workers: list[str], *, span_s: float) -> list[Fault]:
+    """Trainers or a worker that make no progress until they are replaced; drawn apart too."""
+    random = Random(f"{seed} hangs")
+    at_s = round(random.uniform(5.0, span_s), 2)
+    trainers = Fault(at_s, "hang_trainer", for_s=round(random.uniform(1.0, 10.0), 1))
+    return [random.choice([trainers, Fault(at_s, "hang", random.choice(workers), for_s=120.0)])]
+
+
 def disk_trouble(seed: int, trainers: list[str], *, span_s: float) -> list[Fault]:
     """What a disk may do to a run in the first `span_s` seconds; drawn apart, so that storms stay what they are."""
     random = Random(f"{seed} disk")

@@ -106,6 +106,50 @@ def test_after_the_second_bound_the_run_fails_with_the_diagnosis(drive):
     assert d.control.diagnose(d.now).startswith("stopped: p: nothing moved")
 
 
+@pytest.mark.parametrize("stuck", ["w", "t"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_process_that_hangs_is_replaced_once_before_the_run_is_given_up(drive, stuck, again):
+    """By default the run failed in the moment in which the process was evicted. It must not go on for ever either."""
+    d = drive(max_staleness=0)
+    d.join("w")
+    leases = d.lease(4)
+    if stuck == "t":
+        d.deliver(leases)
+        d.batch(0)
+    seen = beating(d, 610, "w", "t", stuck=stuck)
+    assert f"p: {stuck} evicted: no progress for 601 s" in lines(seen)
+    assert not [effect for effect in seen if isinstance(effect, effects.FailRun)]
+    if stuck == "t":
+        d.join(trainer="t2", step=0)
+        d.batch(0, "t2")
+        d.ack(0, "t2") if not again else None
+    else:
+        d.join("w2", trainer=None)
+        leases = d.lease(4, "w2")
+        d.deliver(leases, "w2") if not again else None
+    assert (d.control.state.wedged_at is None) == (not again)
+    seen = beating(d, 610, f"{stuck}2", "w" if stuck == "t" else "t", stuck=f"{stuck}2")
+    failed = [effect.sentence for effect in seen if isinstance(effect, effects.FailRun)]
+    since = "no sample or step came in for 610 s, since a process was replaced for the same"
+    assert failed == ([f"p: {stuck}2 made no progress for 601 s, and {since}"] if again else [])
+
+
+def test_workers_that_hang_one_after_the_other_are_all_replaced(drive):
+    d = drive(wedged_after_s=50, max_staleness=0)
+    d.join("a", "b")
+    d.lease(2, "a")
+    d.now += 20
+    d.lease(2, "b")
+    for second in range(80):
+        d.now += 1.0
+        for member, since in (("a", 20), ("b", 0)):
+            d.send(messages.Heartbeat(P, member, float(second + since)))
+        d.send(messages.Heartbeat(P, "t", 0.0))
+        d.tick()
+    assert not d.control.members.having("rollout")
+    assert d.control.phase == "running"
+
+
 def test_nothing_is_a_stall_before_the_first_workers_had_time_to_register(drive):
     """A controller does not give up before its first registration."""
     d = drive(stall_after_s=10, stall_fail_after_s=20, startup_grace_s=100)
