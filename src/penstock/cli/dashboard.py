@@ -12,7 +12,6 @@ from penstock.dashboard.io.export import export
 from penstock.dashboard.io.files import plotly_script
 from penstock.dashboard.io.server import Dashboard, bind, serve
 from penstock.dashboard.io.shelf import Shelf
-from penstock.dashboard.page import INSTALL
 from penstock.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -21,8 +20,6 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def dashboard_command(path: Path, *, host: str, port: int, open_browser: bool, export_to: Path | None) -> int:
     shelf = Shelf(path)
     plotly = plotly_script()
-    if plotly is None:
-        typer.echo(f"plotly is not installed: there will be figures and texts, but no charts. {INSTALL}", err=True)
     if export_to is not None:
         names = shelf.names()
         if len(names) != 1:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 
 SCRIPTS = ("dom.js", "charts.js", "samples.js", "views.js", "runs.js", "app.js")
 STYLE = "dashboard.css"
 PLOTLY = "plotly.js"
-INSTALL = "pip install plotly"
 
 
 def key_of(run: str, view: str, query: Mapping[str, str]) -> str:
@@ -17,9 +15,9 @@ def key_of(run: str, view: str, query: Mapping[str, str]) -> str:
     return f"{run}/{view}?{parameters}"
 
 
-def served(template: str, *, charts: bool) -> str:
+def served(template: str) -> str:
     """The page for a browser that can ask for the rest."""
-    scripts = [*((PLOTLY,) if charts else ()), *(f"static/{name}" for name in SCRIPTS)]
+    scripts = [PLOTLY, *(f"static/{name}" for name in SCRIPTS)]
     return _filled(
         template,
         style=f'<link rel="stylesheet" href="static/{STYLE}">',
@@ -27,11 +25,11 @@ def served(template: str, *, charts: bool) -> str:
     )
 
 
-def exported(template: str, files: Mapping[str, str], plotly: str | None, data: bytes) -> str:
+def exported(template: str, files: Mapping[str, str], plotly: str, data: bytes) -> str:
     """The page with everything in it. `data` is JSON."""
     # Within a script element only "</" and "<!--" are special, and JSON can say "<" otherwise.
     harmless = data.decode("utf-8").replace("<", "\\u003c")
-    scripts = [*((plotly,) if plotly is not None else ()), *(files[name] for name in SCRIPTS)]
+    scripts = [plotly, *(files[name] for name in SCRIPTS)]
     elements = [f'<script type="application/json" id="exported">{harmless}</script>']
     elements += [f"<script>{_in_an_element(script)}</script>" for script in scripts]
     return _filled(template, style=f"<style>{files[STYLE]}</style>", scripts="\n".join(elements))
@@ -43,5 +41,4 @@ def _in_an_element(script: str) -> str:
 
 
 def _filled(template: str, *, style: str, scripts: str) -> str:
-    page = template.replace("<!-- install -->", html.escape(INSTALL))
-    return page.replace("<!-- style -->", style).replace("<!-- scripts -->", scripts)
+    return template.replace("<!-- style -->", style).replace("<!-- scripts -->", scripts)

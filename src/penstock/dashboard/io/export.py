@@ -20,7 +20,7 @@ SAMPLES = 50
 TAIL_CHARACTERS = 16_000
 
 
-def export(shelf: Shelf, name: str, target: Path, plotly: Path | None) -> int:
+def export(shelf: Shelf, name: str, target: Path, plotly: Path) -> int:
     """Writes the file and returns its size in bytes. A run that still goes on is exported as it stands."""
     if not target.parent.is_dir():
         raise ConfigError(f"cannot write {target}: there is no folder {target.parent}")
@@ -50,7 +50,7 @@ def export(shelf: Shelf, name: str, target: Path, plotly: Path | None) -> int:
             ask("sample", source=source, sample=str(row.sample))
     listing = [one for one in shelf.listing() if one["id"] == name]
     data = orjson.dumps({"runs": listing, "answers": answers})
-    script = plotly.read_text(encoding="utf-8") if plotly is not None else None
+    script = plotly.read_text(encoding="utf-8")
     files = own_files()
     text = page.exported(files["index.html"], files, script, data)
     try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 
 from penstock.dashboard.page import SCRIPTS, STYLE
@@ -15,11 +14,6 @@ def own_files() -> dict[str, str]:
     return {name: (folder / name).read_text(encoding="utf-8") for name in ("index.html", STYLE, *SCRIPTS)}
 
 
-def plotly_script() -> Path | None:
-    """The script that the installed `plotly` brings along; None when it is not installed. Nothing is imported."""
-    spec = importlib.util.find_spec("plotly")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        script = Path(folder) / "package_data" / "plotly.min.js"
-        if script.is_file():
-            return script
-    return None
+def plotly_script() -> Path:
+    """The script that comes with the package plotly, which is not imported for it."""
+    return Path(str(metadata.distribution("plotly").locate_file("plotly/package_data/plotly.min.js")))

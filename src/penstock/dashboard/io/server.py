@@ -47,7 +47,7 @@ HEADERS = {
 class Dashboard:
     """Answers requests from a shelf of runs. All reading happens in threads."""
 
-    def __init__(self, shelf: Shelf, *, plotly: Path | None) -> None:
+    def __init__(self, shelf: Shelf, *, plotly: Path) -> None:
         self._shelf = shelf
         self._plotly = plotly
         self._files = own_files()
@@ -69,12 +69,10 @@ class Dashboard:
         self._reading.close(timeout_s=1.0)
 
     async def _page(self, request: Request) -> Response:
-        text = page.served(self._files["index.html"], charts=self._plotly is not None)
+        text = page.served(self._files["index.html"])
         return Response(text, media_type="text/html")
 
     async def _charts(self, request: Request) -> Response:
-        if self._plotly is None:
-            return PlainTextResponse(f"plotly is not installed: {page.INSTALL}\n", 404)
         return FileResponse(self._plotly, media_type="text/javascript", headers={"cache-control": "max-age=86400"})
 
     async def _static(self, request: Request) -> Response:

@@ -152,7 +152,6 @@ function drawPipelines(main) {
 }
 
 async function start() {
-  document.getElementById("no-charts").hidden = Charts.there;
   const runs = await listRuns();
   const select = document.getElementById("runs");
   Dom.options(select, runs.map((run) => run.id), location.hash.slice(2).split("/").map(decodeURIComponent)[0] || runs[0].id);

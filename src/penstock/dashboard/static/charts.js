@@ -2,7 +2,6 @@
 /* Every chart of the page: few kinds, one look. An empty chart says why it is empty. */
 
 const Charts = {
-  there: typeof Plotly !== "undefined",
 
   colour(name) {
     return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -35,9 +34,9 @@ const Charts = {
 
   draw(node, traces, { x = "", y = "", height = 220, empty = "Nothing has been recorded yet.", layout = {} } = {}) {
     const filled = traces.filter((trace) => trace.x.length);
-    if (!Charts.there || !filled.length) {
+    if (!filled.length) {
       if (node.dataset.drawn) { Plotly.purge(node); delete node.dataset.drawn; delete node.dataset.clickable; }
-      node.replaceChildren(Charts.there ? Dom.el("div", { class: "empty", style: `min-height: ${height - 40}px` }, empty) : Dom.empty("no charts without plotly"));
+      node.replaceChildren(Dom.el("div", { class: "empty", style: `min-height: ${height - 40}px` }, empty));
       return;
     }
     if (!node.dataset.drawn) {
