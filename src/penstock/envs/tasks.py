@@ -40,11 +40,6 @@ class LettersTask:
         """Every character of any prompt or right answer."""
         return self.letters + MARK
 
-    @property
-    def answer_characters(self) -> int:
-        """The longest right answer."""
-        return self.length
-
     def answer(self, question: str) -> str:
         raise NotImplementedError
 
@@ -100,10 +95,6 @@ class Arithmetic:
     @property
     def alphabet(self) -> str:
         return string.digits + "".join(sorted({*self.operations, "-"})) + "="
-
-    @property
-    def answer_characters(self) -> int:
-        return len(str(self.limit * self.limit)) + 1
 
     def prompt(self, position: int) -> Prompt:
         left, right, choice = digits(self.seed, position, self.limit * len(self.operations), 3)

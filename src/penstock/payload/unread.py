@@ -8,7 +8,6 @@ what it had not yet passed on. Both concern samples that are soon too old to be 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 from penstock.records.payload import PayloadRef
 
@@ -42,11 +41,6 @@ class Unread:
             self._once_more.append((now, fresh))
             expired += fresh
         return expired
-
-    def tracked(self) -> Iterable[PayloadRef]:
-        """All that will still be freed."""
-        leaving = (payloads for _, payloads in self._once_more)
-        return (payload for payloads in (*self._by_version.values(), *leaving) for payload in payloads)
 
     def __repr__(self) -> str:
         counts = {version: len(payloads) for version, payloads in sorted(self._by_version.items())}

@@ -62,7 +62,7 @@ def test_a_tiny_language_model_learns_to_copy_letters(seed: int) -> None:
     learner = Learner(objective, OptimizerSection(**recommended["optimizer"]), steps=steps)
     engine = TorchEngine(served.module, pad_id=policy.tokenizer.pad_id, seed=seed)
     weights = OldWeights(engine, learner)
-    sampling = Sampling(max_new_tokens=task.answer_characters, stop_ids=(policy.tokenizer.eos_id,))
+    sampling = Sampling(max_new_tokens=task.length, stop_ids=(policy.tokenizer.eos_id,))
     curve = []
     for step in range(steps):
         weights.update()
