@@ -1,4 +1,4 @@
-"""Every port of a run among strangers: whoever has no token keeps no client of the run out, and slows none down.
+"""Every port of a run under attack: a client without the token keeps no client of the run out, and slows none down.
 
 All ports are attacked the same way, and the same is asked of each. A new port joins with a row of `PORTS`.
 """
@@ -292,7 +292,7 @@ def timed_ms(ask: Ask, times: int) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def many_files() -> Iterator[None]:
-    """This process holds the strangers' ends too."""
+    """This process holds the attackers' ends too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
     yield
@@ -302,7 +302,7 @@ def many_files() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 @pytest.mark.parametrize("port", PORTS)
-def test_strangers_keep_no_client_out(
+def test_unauthenticated_clients_keep_no_other_out(
     tmp_path: Path, port: str, attack: Callable[[Address, ExitStack], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with PORTS[port](tmp_path) as (address, ask):
@@ -390,7 +390,7 @@ def test_a_run_keeps_its_pace_under_attack(folder: Path, name: str, capsys: pyte
 
 @pytest.mark.slow
 def test_a_heartbeat_keeps_its_connection_when_the_controller_has_no_descriptor_left(tmp_path: Path) -> None:
-    """Strangers at every descriptor there is; the connection that is open already is served on."""
+    """Unauthenticated clients hold every descriptor there is; the connection that is open already is served on."""
     own = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, own[1]))
     try:

@@ -1,8 +1,8 @@
-"""HTTP as strangers may speak it: bounded heads, a deadline before they name the token, few of them at a time.
+"""HTTP for unauthenticated clients: bounded heads, a deadline for the credential, few connections at a time.
 
-Used by every HTTP port of a run. A connection is a stranger's until a request on it has the credential. Strangers share
-a small number of places: one more costs the oldest of them its place, so connections that are open for nothing keep no
-client of the run out. A connection of the run's own stays open and is never in the way of that.
+Used by every HTTP port of a run. A connection is authenticated once a request on it has the credential. Those that are
+not share a small number of places: one more closes the oldest of them, so idle connections keep no client of the run
+out. Authenticated connections stay open and do not count.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from uvicorn.server import ServerState
 MAX_HEAD_BYTES = 16 * 1024
 HELLO_S = 10.0
 """From the connection to the first request with the credential."""
-MAX_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 
-Knows = Callable[[bytes, list[tuple[bytes, bytes]]], bool]
+HasCredential = Callable[[bytes, list[tuple[bytes, bytes]]], bool]
 """`(url, headers)`: whether a request has the credential."""
 
 
-def bearer(token: str) -> Knows:
+def bearer(token: str) -> HasCredential:
     """The token in the header `Authorization`."""
     credential = f"Bearer {token}".encode()
 
-    def knows(url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
+    def has_credential(url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
         return any(name == b"authorization" and hmac.compare_digest(value, credential) for name, value in headers)
 
-    return knows
+    return has_credential
 
 
 class PortGuard:
-    """The strangers at one port. Give `protocol` to uvicorn as `http`."""
+    """The unauthenticated connections of one port. Give `protocol` to uvicorn as `http`."""
 
-    def __init__(self, knows: Knows, *, max_strangers: int | None = None, hello_s: float = HELLO_S) -> None:
+    def __init__(
+        self, has_credential: HasCredential, *, max_unauthenticated: int | None = None, hello_s: float = HELLO_S
+    ) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.knows = knows
+        self.has_credential = has_credential
         self.hello_s = hello_s
-        self.max_strangers = max_strangers or max(8, min(MAX_STRANGERS, files // 4))
-        self.strangers: dict[Guarded, None] = {}
+        self.max_unauthenticated = max_unauthenticated or max(8, min(MAX_UNAUTHENTICATED, files // 4))
+        self.unauthenticated: dict[Guarded, None] = {}
         self.turned_away = 0
-        """Strangers that had to go: for others, for their head, or at the deadline."""
+        """Connections closed without the credential: for a newer one, for their head, or at the deadline."""
 
     def protocol(
         self,
@@ -57,18 +59,18 @@ class PortGuard:
     ) -> Guarded:
         return Guarded(self, config, server_state, app_state, _loop)
 
-    def enter(self, newcomer: Guarded) -> None:
-        if len(self.strangers) >= self.max_strangers:
-            self.turn_away(next(iter(self.strangers)))
-        self.strangers[newcomer] = None
+    def enter(self, connection: Guarded) -> None:
+        if len(self.unauthenticated) >= self.max_unauthenticated:
+            self.turn_away(next(iter(self.unauthenticated)))
+        self.unauthenticated[connection] = None
 
-    def leave(self, guest: Guarded) -> None:
-        self.strangers.pop(guest, None)
+    def leave(self, connection: Guarded) -> None:
+        self.unauthenticated.pop(connection, None)
 
-    def turn_away(self, stranger: Guarded) -> None:
+    def turn_away(self, connection: Guarded) -> None:
         self.turned_away += 1
-        self.leave(stranger)
-        stranger.transport.abort()
+        self.leave(connection)
+        connection.transport.abort()
 
 
 class Guarded(HttpToolsProtocol):
@@ -87,7 +89,7 @@ class Guarded(HttpToolsProtocol):
         self._guard.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._known()
+        self._authenticated()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -106,16 +108,16 @@ class Guarded(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
-        if self._deadline is not None and self._guard.knows(self.url, self.headers):
-            self._known()
+        if self._deadline is not None and self._guard.has_credential(self.url, self.headers):
+            self._authenticated()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._in_head = True
         super().on_message_complete()
 
-    def _known(self) -> None:
-        """Neither counted nor timed as a stranger any more."""
+    def _authenticated(self) -> None:
+        """Neither counted nor timed any more."""
         self._guard.leave(self)
         if self._deadline is not None:
             self._deadline.cancel()

@@ -1,4 +1,4 @@
-"""Ports that are served by threads: accept loops that go on whatever happens, and strangers that keep no client out."""
+"""Ports served by threads: accept loops that survive errors, a limit on connections that spares authenticated ones."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ LISTENER_GONE = (errno.EINVAL, errno.EBADF, errno.ENOTSOCK)
 """To accept again would be refused for ever."""
 
 
-class Guest(Protocol):
+class Connection(Protocol):
     @property
-    def is_stranger(self) -> bool: ...
+    def authenticated(self) -> bool: ...
 
 
-G = TypeVar("G", bound=Guest)
+C = TypeVar("C", bound=Connection)
 
 
-def turned_away(guests: Collection[G], newcomer: G, limit: int) -> G | None:
-    """Which connection is closed when `newcomer` comes: none, the oldest unauthenticated one, or the newcomer itself.
+def turned_away(connections: Collection[C], newest: C, limit: int) -> C | None:
+    """Which connection is closed for `newest`: none, the oldest unauthenticated one, or `newest` itself.
 
-    So strangers cannot keep the run's own clients out.
+    So unauthenticated clients cannot keep the run's own clients out.
     """
-    if len(guests) < limit:
+    if len(connections) < limit:
         return None
-    return next((guest for guest in guests if guest.is_stranger), newcomer)
+    return next((connection for connection in connections if not connection.authenticated), newest)
 
 
 def accept_until(
@@ -62,11 +62,11 @@ def accept_until(
 
 
 class Peer:
-    """One connection; a stranger's until its server has seen the token."""
+    """One connection; its server sets `authenticated` when it has seen the token."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.is_stranger = True
+        self.authenticated = False
 
     def receive(self, target: memoryview, timeout_s: float | None = None) -> bool:
         """Fills the target, within `timeout_s` in all; False when the peer closed before its first byte."""
@@ -76,7 +76,7 @@ class Peer:
 class ThreadedPort:
     """A port with one thread per connection, bound when the constructor returns.
 
-    When there are `max_connections`, the oldest stranger makes way for a newcomer.
+    When there are `max_connections`, the oldest unauthenticated one is closed for a new one.
     """
 
     def __init__(
@@ -123,23 +123,23 @@ class ThreadedPort:
             logger.exception("the %s port %s stopped accepting", self._name, self.address)
 
     def _admit(self, connection: socket.socket) -> None:
-        newcomer = Peer(connection)
+        newest = Peer(connection)
         with self._lock:
-            leaving = newcomer if self.closing else turned_away(self._peers, newcomer, self._max_connections)
+            leaving = newest if self.closing else turned_away(self._peers, newest, self._max_connections)
             if leaving is not None:
                 self._peers.pop(leaving, None)
-            if leaving is not newcomer:
-                self._peers[newcomer] = None
+            if leaving is not newest:
+                self._peers[newest] = None
         if leaving is not None:
             _break_off(leaving.connection)  # which its thread notices
-        if leaving is newcomer:
+        if leaving is newest:
             connection.close()
             return
         try:
-            threading.Thread(target=self._serve_one, args=(newcomer,), name=f"{self._name}-serve", daemon=True).start()
+            threading.Thread(target=self._serve_one, args=(newest,), name=f"{self._name}-serve", daemon=True).start()
         except RuntimeError as error:  # the system has no more threads for us now
             logger.warning("%s port %s: a connection was turned away: %s", self._name, self.address, error)
-            self._leave(newcomer)
+            self._leave(newest)
 
     def _serve_one(self, peer: Peer) -> None:
         try:

@@ -58,7 +58,7 @@ class ControlApp:
 
     def __init__(self, controller: ControlService, token: str, *, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._controller = controller
-        self.knows = bearer(token)
+        self.has_credential = bearer(token)
         self._max_body_bytes = max_body_bytes
         self._requests: Codec[Request] = Codec(Request, max_bytes=max_body_bytes)
         self._replies: Codec[Reply] = Codec(Reply)
@@ -120,7 +120,7 @@ class ControlApp:
         for name, value in scope["headers"]:
             if name == b"content-length":
                 declared_bytes = int(value) if value.isdigit() and len(value) < 16 else self._max_body_bytes + 1
-        if not self.knows(b"", scope["headers"]):
+        if not self.has_credential(b"", scope["headers"]):
             raise Rejected(401, "the run's token is missing or wrong")
         if declared_bytes > self._max_body_bytes:
             raise Rejected(413, f"the body exceeds {self._max_body_bytes} bytes")
@@ -162,13 +162,13 @@ class ControlServer:
     """Serves the app on one port. `bind` first: it fails at once, and says which port it really is."""
 
     def __init__(
-        self, app: ControlApp, *, host: str = LOOPBACK, port: int = 0, max_strangers: int | None = None
+        self, app: ControlApp, *, host: str = LOOPBACK, port: int = 0, max_unauthenticated: int | None = None
     ) -> None:
-        """`max_strangers` connections may be open on which the token was not given yet; None: by the open files
+        """`max_unauthenticated` connections may be open on which the token was not given yet; None: by the open files
         allowed."""
         self.host = host
         self.port = port
-        self.guard = PortGuard(app.knows, max_strangers=max_strangers)
+        self.guard = PortGuard(app.has_credential, max_unauthenticated=max_unauthenticated)
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]
             loop="none",

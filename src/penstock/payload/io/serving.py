@@ -92,8 +92,8 @@ class Handler:
         return f"<Handler {self.exchange!r}>"
 
     @property
-    def is_stranger(self) -> bool:
-        return self.exchange.state is ExchangeState.AWAITING_HELLO
+    def authenticated(self) -> bool:
+        return self.exchange.state is not ExchangeState.AWAITING_HELLO
 
     @property
     def closed(self) -> bool:

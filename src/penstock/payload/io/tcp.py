@@ -169,8 +169,8 @@ class _Connection:
         return f"<TCP connection, {self._handler!r}>"
 
     @property
-    def is_stranger(self) -> bool:
-        return self._handler.is_stranger
+    def authenticated(self) -> bool:
+        return self._handler.authenticated
 
     def break_off(self) -> None:
         self._peer.break_off()

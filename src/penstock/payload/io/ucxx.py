@@ -196,8 +196,8 @@ class _Connection:
         return self._exchange.deadline if self._lingers_until is None else self._lingers_until
 
     @property
-    def is_stranger(self) -> bool:
-        return self._handler.is_stranger
+    def authenticated(self) -> bool:
+        return self._handler.authenticated
 
     def advance(self) -> bool:
         """Handle what was completed; true if there was something."""
@@ -259,7 +259,7 @@ class _Connection:
             finished.check()
             data = finished.memory[0]
             assert isinstance(data, bytearray)
-            if self.is_stranger:
+            if not self.authenticated:
                 (self._tag,) = TAG.unpack_from(data)
                 return Received(bytes(data[TAG.size :]))
             return Received(bytes(data))

@@ -143,7 +143,7 @@ class Endpoint:
             Route("/inference/v1/generate", self._generate, methods=["POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers={_Refused: _refused})
-        guard = PortGuard(self._knows)
+        guard = PortGuard(self._has_credential)
         config = uvicorn.Config(
             app,
             loop="none",
@@ -174,7 +174,7 @@ class Endpoint:
         """The episode is over: the key opens nothing any more."""
         self._episodes.pop(key).closed = True
 
-    def _knows(self, url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
+    def _has_credential(self, url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
         return any(bearer(key)(url, headers) for key in [*self._episodes])
 
     def _episode(self, request: Request) -> Recorded:

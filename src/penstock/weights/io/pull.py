@@ -150,13 +150,13 @@ class ArtifactServer:
         connection = peer.connection
         header = bytearray(REQUEST.size)
         while not self._port.closing:
-            wait_s = self._hello_timeout_s if peer.is_stranger else self._idle_timeout_s
+            wait_s = self._idle_timeout_s if peer.authenticated else self._hello_timeout_s
             if not peer.receive(memoryview(header), wait_s):
                 return
             connection.settimeout(self._idle_timeout_s)
             if not self._answer(connection, REQUEST.unpack(header)):
                 return
-            peer.is_stranger = False
+            peer.authenticated = True
 
     def _answer(self, connection: socket.socket, request: tuple[bytes, bytes, bytes, int, int, int]) -> bool:
         """Sends one range; False when the peer is not worth another word."""

@@ -134,7 +134,7 @@ class StoreServer(KeyStore):
         magic, token = HELLO.unpack(hello)
         if magic != MAGIC or not hmac.compare_digest(token, self._token):
             return
-        peer.is_stranger = False
+        peer.authenticated = True
         peer.connection.settimeout(None)
         while (body := _read(peer.connection)) is not None:
             try:
