@@ -124,7 +124,10 @@ async function drawView(mine) {
   if (data.unchanged) return wait;
   seen = data.revision;
   if (name === "overview") learnFrom(data);
-  else if (data.state.word === "running" || data.share_read < 0.999) await learn();
+  else if (data.state.word === "running" || data.share_read < 0.999) {
+    await learn();
+    if (mine !== round) return 0;
+  }
   const main = document.getElementById("main");
   main.querySelector('[data-key="opening"]')?.remove();
   if (view.perPipeline) drawPipelines(main);

@@ -7,7 +7,7 @@ const Runs = {
   metric: "reward",
   charts: undefined,
 
-  /** `isCurrent` says whether anybody still wants this drawn. */
+  /** `isCurrent`: whether this is still the view to draw. */
   async draw(main, isCurrent) {
     const runs = await listRuns();
     if (!isCurrent()) return;
@@ -85,7 +85,7 @@ const Runs = {
     main.append(card);
     card.hidden = runs.length < 2;
     Dom.keep(card, "table", () => Dom.el("div")).replaceChildren(answer.differences.length ? Dom.table([
-      { title: "key", kind: "mono", of: (row) => row.key },
+      { title: "key", kind: "mono key", of: (row) => row.key },
       ...runs.map((run) => ({ title: run, kind: "mono", of: (row) => row.values[run] ?? "–" })),
     ], answer.differences) : "");
   },

@@ -52,6 +52,7 @@ const Samples = {
   show(side, source, sample, page) {
     page.sample = sample;
     page.ask("sample", { source, sample: String(sample) }).then((answer) => {
+      if (page.sample !== sample) return;  // another one was clicked at meanwhile
       const record = answer.sample;
       const card = Dom.card(side, "text", `Sample ${record.sample}`, `step ${record.step}, reward ${Words.number(record.reward)}, advantage ${Words.number(record.advantage)}`);
       if (side.firstChild !== card) side.prepend(card);

@@ -116,7 +116,7 @@ const Views = {
     title: "Loops",
     ask: () => ["loops", {}],
     draw(main, data, page) {
-      const card = Dom.card(main, "table", "Lag of each event loop", "over its last minute; the worst is since its start");
+      const card = Dom.card(main, "table", "Lag of each event loop", "over its last minute; the worst is since its start; wait p99: what an event at a random moment would have waited");
       const columns = [{ title: "process", of: (row) => row.name }, ...["p50_s", "p90_s", "p99_s", "max_s", "wait_p99_s", "worst_s"].map((name) => ({
         title: { wait_p99_s: "wait p99", worst_s: "worst" }[name] ?? name.replace("_s", ""), number: true, of: (row) => Words.seconds(row[name]) }))];
       Dom.keep(card, "rows", () => Dom.el("div")).replaceChildren(data.processes.length ? Dom.table(columns, data.processes) : Dom.empty(NO_GAUGES));
