@@ -16,6 +16,7 @@ from penstock.launch.python import Run
 from penstock.runtime.rundir import RunDir
 
 SAMPLES_SHOWN = 8
+ITEMS_SHOWN = 20
 SAMPLE_CHARACTERS = 1200
 FAULTS_SHOWN = 40
 CHARTS_SHOWN = 8
@@ -169,11 +170,16 @@ def _written(sample: dict[str, Any]) -> str:
     """What the policy was given and wrote; of an episode without text, its figures."""
     if "pieces" not in sample:
         figures = {key: value for key, value in sample.items() if key not in IN_OTHER_COLUMNS}
-        told = ", ".join(
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
-        )
+        told = ", ".join(f"{key} {_shown(value)}" for key, value in figures.items())
         return _text(told[:SAMPLE_CHARACTERS])
     return "".join(_piece(one) for one in sample["pieces"])
+
+
+def _shown(value: Any) -> str:
+    """An episode may have hundreds of actions: the first ones, and how many there are."""
+    if isinstance(value, list) and len(value) > ITEMS_SHOWN:
+        return f"{value[:ITEMS_SHOWN]} … {len(value)} in all"
+    return f"{value:.4g}" if isinstance(value, float) else f"{value}"
 
 
 def _piece(piece: dict[str, Any]) -> str:
@@ -214,7 +220,7 @@ def _faults(run: RunDir) -> str:
         rows.append((path.stem, str(failure.get("message", ""))))
     if not rows:
         return "<h2>Faults</h2><p>None: no process was restarted, and no warning was written.</p>"
-    return "<h2>Faults</h2>" + _table(("when or which", "what"), rows)
+    return "<h2>Faults</h2>" + _table(("when, or process", "what"), rows)
 
 
 class _Raw(str):
