@@ -302,13 +302,13 @@ class PipelineControl:
             return [Refused("Stale", self.members.why_unknown(event.member))], False
         effects: list[Effect] = []
         known = self.members.get(event.member) is not None
-        if event.role == "trainer":
+        if event.role == "trainer" and not known:  # what is repeated says where it began, not where it is
             step = event.step if event.step is not None else StepIndex(ledger.version)
-            refusal = self._place_trainer(step, known, effects, now)
+            refusal = self._place_trainer(step, effects, now)
             if refusal is not None:
                 return [refusal], False
             former = self.members.trainer()
-            if former is not None and former.member != event.member:
+            if former is not None:
                 effects.append(self._evict(former.member, f"replaced by {event.member}"))
             state.trainer_lost_at, state.trainer_left_well = None, False
         if event.prompt_count is not None and self.settings.epochs is not None:
@@ -580,10 +580,10 @@ class PipelineControl:
 
     # -- the trainer --------------------------------------------------------------------------------------------
 
-    def _place_trainer(self, step: StepIndex, known: bool, effects: list[Effect], now: float) -> Refused | None:
-        """Brings the ledger to the step a (re)started trainer begins with, or says why that cannot be."""
+    def _place_trainer(self, step: StepIndex, effects: list[Effect], now: float) -> Refused | None:
+        """Brings the ledger to the step a new trainer begins with, or says why that cannot be."""
         state, table = self.state, self.ledger.state
-        if step > table.version and not known:
+        if step > table.version:
             if step != table.version + 1 or table.version not in table.steps:
                 sentence = (
                     f"the trainer starts at step {step}, but the journal knows only {table.version} trained steps"
@@ -605,14 +605,13 @@ class PipelineControl:
                 return Refused("RunFailed", f"{error}; {what}")
             line = f"training rolled back from step {trained} to {step}; {redone} prompts are issued again"
             effects.append(Log("warning", f"{self.settings.name}: {line}"))
-        elif not known:
+        else:
             self.ledger.undo_after(step)
-        if not known:
-            if state.weights is not None and state.weights.version > step:
-                state.weights = None
-            state.published.withdraw_after(step)
-            self.evaluation.roll_back(Version(step), now)
-            self.ledger.found(step)
+        if state.weights is not None and state.weights.version > step:
+            state.weights = None
+        state.published.withdraw_after(step)
+        self.evaluation.roll_back(Version(step), now)
+        self.ledger.found(step)
         return None
 
     def _can_give_batch(self, now: float) -> bool:

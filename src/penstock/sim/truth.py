@@ -49,6 +49,7 @@ class Truth:
         """By digest: versions it was published as, with their bytes' own digest."""
         self._batches: dict[tuple[str, int], Batch] = {}
         self._trained: dict[tuple[str, int], dict[int, list[int]]] = {}
+        self._trainers: set[str] = set()
         self._acked: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self.moved_at: dict[str, float] = {}
         """When a lease was given, a delivery taken, a step acknowledged, or the trainer came back."""
@@ -97,7 +98,10 @@ class Truth:
         match request, reply:
             case messages.PublishWeights(pipeline=pipeline, manifest=manifest), messages.Ok():
                 self._published[manifest.digest][manifest.version] = self._contents[pipeline, manifest.version]
+            case messages.Register(role="trainer", member=member), messages.Registered() if member in self._trainers:
+                pass  # repeated by the network
             case messages.Register(pipeline=pipeline, role="trainer", step=step), messages.Registered():
+                self._trainers.add(request.member)
                 self._trainer_began(pipeline, int(step or 0))
                 if pipeline in self.moved_at:  # a trainer that came back begins anew
                     self.moved_at[pipeline] = self._now()

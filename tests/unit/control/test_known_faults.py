@@ -185,3 +185,18 @@ def test_a_reward_that_is_no_number_is_a_failure_of_the_environment(drive):
     for expected in (1, 2, 3):
         d.deliver(d.lease(2), rewards=(float("nan"), 1.0))
         assert d.control.state.set_aside_in_a_row == expected
+
+
+def test_a_late_copy_of_a_trainers_registration_rolls_nothing_back(drive):
+    """A process registers once. What the network repeats says where it began, not where it is."""
+    d = drive()
+    d.join("w", step=0)
+    d.fill()
+    d.train(0)
+    d.publish(1)
+    answer = d.send(messages.Register(P, "t", "trainer", step=0))
+    assert isinstance(answer, messages.Registered)
+    assert d.books.version == 1
+    assert d.books.dropped["lost"] == 0
+    d.fill()
+    d.train(1)
