@@ -251,6 +251,8 @@ class Supervisor:
             status = await self._page("status")
             self._status = status | {"supervisor": self._lag.report().values()}
             self._loops |= loops_of(self._status)
+            for one in self._status["pipelines"].values():
+                one["ending"] = self._over.is_set()
             stall_s = self._config.control.stall_after_s
             if any(one["stalled_s"] > stall_s for one in self._status["pipelines"].values()):
                 sentences = await self._page("diagnosis")

@@ -247,7 +247,7 @@ class TerminalView(RunView):
         curve = self.curve(name, min(CURVE_COLUMNS, self._console.width - 24))
         rows: list[RenderableType] = [bar, grid, Text(awaited_by(one) or curve, style="green", no_wrap=True)]
         if stages := self.stages(name, status):
-            rows.append(Text(stages, style="dim", no_wrap=True, overflow="ellipsis"))
+            rows.append(Text(stages, style="dim"))
         if one.get("diagnosis"):
             rows.append(Text(harmless(one["diagnosis"]), style="bold red"))
         return Panel(Group(*rows), title=Text(f"{shortened(name)} · {one['phase']}"), title_align="left")
@@ -269,8 +269,8 @@ class TerminalView(RunView):
 
 
 def awaited_by(one: dict[str, Any]) -> str:
-    """Which processes a running pipeline cannot do without, and has not."""
-    if one["phase"] != "running":
+    """Which processes a running pipeline cannot do without, and has not; none while the run is being ended."""
+    if one["phase"] != "running" or one.get("ending"):
         return ""
     there = {"a rollout worker": one["workers_alive"], "the trainer": one.get("trainer_alive", 1)}
     missing = [who for who, alive in there.items() if not alive]
@@ -316,7 +316,9 @@ def figure(value: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """In the unit that suits it."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
 def shortened(name: str) -> str:

@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.launch.view import Pace, PlainView, TerminalView, Tolerated, clock, figure, sparkline
+from penstock.launch.view import (
+    Pace,
+    PlainView,
+    TerminalView,
+    Tolerated,
+    awaited_by,
+    clock,
+    duration,
+    figure,
+    sparkline,
+)
 
 PIPELINE = {
     "step": 3,
@@ -190,6 +200,17 @@ def test_who_is_awaited_is_said_instead_of_zeros_and_of_troubles_with_devices():
     assert out.getvalue().splitlines() == [
         "letters: step 0/10 (running)  waiting for a rollout worker and the trainer to start"
     ]
+
+
+def test_nothing_is_awaited_while_the_run_ends():
+    gone = PIPELINE | {"workers_alive": 0, "trainer_alive": 0}
+    assert awaited_by(gone) == "waiting for a rollout worker and the trainer to start"
+    assert awaited_by(gone | {"ending": True}) == ""
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(2.5, "2.5 s"), (0.0126, "12.6 ms"), (2.83e-7, "0.283 µs")])
+def test_a_duration_has_the_unit_that_suits_it(seconds: float, shown: str):
+    assert duration(seconds) == shown
 
 
 def test_the_terminal_view_draws_the_pool():
