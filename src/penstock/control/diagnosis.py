@@ -57,6 +57,7 @@ class Observer:
             "throttled_s": round(state.throttle.engaged_s, 3),
             "workers_alive": sum(not worker.suspected for worker in workers),
             "workers_suspected": sum(worker.suspected for worker in workers),
+            "workers_loading": sum(worker.doing.startswith(LOADING) for worker in workers),
             "members_evicted": state.members.evicted,
             "trainer_alive": int(trainer is not None and not trainer.suspected),
             "staleness_mean": _mean([step.staleness_mean for step in recent]),

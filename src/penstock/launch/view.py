@@ -269,12 +269,20 @@ class TerminalView(RunView):
 
 
 def awaited_by(one: dict[str, Any]) -> str:
-    """Which processes a running pipeline cannot do without, and has not; none while the run is being ended."""
-    if one["phase"] != "running" or one.get("ending"):
+    """What keeps a pipeline waiting at its beginning and at its end; nothing while the run is being ended."""
+    if one.get("ending"):
+        return ""
+    if one["phase"] == "draining" and one["step"] == one["steps"]:
+        return "waiting for the last evaluation" if one.get("eval_running") else "saving the last checkpoint"
+    if one["phase"] != "running":
         return ""
     there = {"a rollout worker": one["workers_alive"], "the trainer": one.get("trainer_alive", 1)}
     missing = [who for who, alive in there.items() if not alive]
-    return f"waiting for {' and '.join(missing)} to start" if missing else ""
+    if missing:
+        return f"waiting for {' and '.join(missing)} to start"
+    if one.get("workers_loading") == one["workers_alive"]:
+        return "waiting for the engine of a rollout worker to load"
+    return ""
 
 
 def started_of(status: dict[str, Any]) -> set[str]:

@@ -213,6 +213,21 @@ def test_a_duration_has_the_unit_that_suits_it(seconds: float, shown: str):
     assert duration(seconds) == shown
 
 
+@pytest.mark.parametrize(
+    ("changed", "awaited"),
+    [
+        ({"workers_alive": 2, "workers_loading": 2}, "waiting for the engine of a rollout worker to load"),
+        ({"workers_alive": 2, "workers_loading": 1}, ""),
+        ({"phase": "draining", "step": 10}, "saving the last checkpoint"),
+        ({"phase": "draining", "step": 10, "eval_running": 1}, "waiting for the last evaluation"),
+        ({"phase": "draining", "step": 9}, ""),
+        ({"phase": "complete", "step": 10}, ""),
+    ],
+)
+def test_what_keeps_a_pipeline_waiting_is_said(changed: dict[str, object], awaited: str) -> None:
+    assert awaited_by(PIPELINE | {"trainer_alive": 1} | changed) == awaited
+
+
 def test_the_terminal_view_draws_the_pool():
     out = StringIO()
     console = Console(file=out, width=120, height=40, force_terminal=True, color_system=None)
