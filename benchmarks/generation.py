@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -152,16 +153,15 @@ def by_vllm(shape: dict[str, int], rows_list: list[int], chosen: Any) -> dict[in
 def by_vllm_elsewhere(name: str, rows_list: list[int], chosen: Any) -> dict[int, list[float]]:
     """The same in the interpreter that is named."""
     rows = ",".join(map(str, rows_list))
-    flags = ["--shapes", name, "--rows", rows, "--lengths", chosen.lengths, "--only-vllm", "--json"]
+    flags = ["--shapes", name, "--rows", rows, "--lengths", chosen.lengths]
     for key in ("prompt", "new", "rounds"):
         flags += [f"--{key}", str(getattr(chosen, key))]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     settings |= {"TORCHDYNAMO_DISABLE": "1"} if not torch.cuda.is_available() else {}
-    done = subprocess.run(
-        [chosen.vllm_python, __file__, *flags], env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True
-    )
-    [said] = [line for line in done.stdout.splitlines() if line.startswith('{"device"')]  # among the server's own lines
-    return {line["rows"]: line["vllm"] for line in json.loads(said)["found"]}
+    with tempfile.NamedTemporaryFile(suffix=".json") as found:
+        command = [chosen.vllm_python, __file__, *flags, "--only-vllm", found.name]
+        subprocess.run(command, env=os.environ | settings, check=True)
+        return {int(rows): rates for rows, rates in json.load(found).items()}
 
 
 def measured(model: Any, name: str, rows: int, chosen: Any, bytes_per_s: float) -> dict[str, Any]:
@@ -192,9 +192,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--lengths", choices=["equal", "geometric"], default="equal")
     parser.add_argument("--without", default="", help="library, vllm, eager")
     parser.add_argument("--vllm-python", default=os.environ.get("PENSTOCK_VLLM_PYTHON", ""))
-    parser.add_argument("--only-vllm", action="store_true", help="in this interpreter; used by --vllm-python")
+    parser.add_argument("--only-vllm", type=Path, help="in this interpreter, to this file; used by --vllm-python")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = (chosen.shapes or ("135m,0.5b" if device.type == "cuda" else "7m,135m")).split(",")
@@ -203,25 +203,23 @@ def main(arguments: list[str]) -> int:
         rows_list, chosen.rounds, chosen.new = rows_list[:2], 1, min(chosen.new, 32)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    bytes_per_s = 0.0 if chosen.only_vllm else bandwidth(device)
+    if chosen.only_vllm is not None:
+        chosen.only_vllm.write_text(json.dumps(by_vllm(SHAPES[shapes[0]], rows_list, chosen)))
+        return 0
+    bytes_per_s = bandwidth(device)
     found: list[dict[str, Any]] = []
     for name in shapes:
         served: dict[int, list[float]] = {}
-        if chosen.only_vllm or ("vllm" not in chosen.without.split(",") and not chosen.vllm_python):
-            served = by_vllm(SHAPES[name], rows_list, chosen)
-        elif "vllm" not in chosen.without.split(","):
-            served = by_vllm_elsewhere(name, rows_list, chosen)
-        model = None if chosen.only_vllm else model_of(SHAPES[name], device, 2048)
+        if "vllm" not in chosen.without.split(","):
+            ask = partial(by_vllm_elsewhere, name) if chosen.vllm_python else partial(by_vllm, SHAPES[name])
+            served = ask(rows_list, chosen)
+        model = model_of(SHAPES[name], device, 2048)
         for rows in rows_list:
             line: dict[str, Any] = {"model": name, "rows": rows, "vllm": served.get(rows)}
-            found.append(line | ({} if model is None else measured(model, name, rows, chosen, bytes_per_s)))
-            if not chosen.json:
-                print(found[-1], flush=True)
-    if chosen.json:
-        print(
-            json.dumps({"device": str(device), "bytes_per_s": bytes_per_s, "lengths": chosen.lengths, "found": found})
-        )
-        return 0
+            found.append(line | measured(model, name, rows, chosen, bytes_per_s))
+            print(found[-1], flush=True)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps([figure for line in found for figure in figures_of(line, chosen)], indent=2))
     table = Table(title=f"tokens/s, {chosen.prompt} + {chosen.new} tokens, {device}, {bytes_per_s / 1e9:.0f} GB/s")
     columns = ["model", "rows", "engine", "eager", "generate", "vllm", "limit"]
     for column in columns:
@@ -234,6 +232,19 @@ def main(arguments: list[str]) -> int:
     if not any(line.get("vllm") for line in found):
         console.print("vLLM: left out, it needs a GPU and an interpreter that has it")
     return 0
+
+
+def figures_of(line: dict[str, Any], chosen: Any) -> list[dict[str, Any]]:
+    """The engine beside each peer, and beside the limit."""
+    name = f"{line['model']}, {line['rows']} rows, {chosen.prompt} + {chosen.new} tokens, {chosen.lengths} lengths"
+    ours = statistics.median(line["engine"])
+    figures = []
+    for peer, known in (("generate", release("transformers")), ("vllm", "vLLM"), ("limit", "the memory's bandwidth")):
+        if line.get(peer) is not None:
+            beside = line[peer] if peer == "limit" else statistics.median(line[peer])
+            figure = {"name": name, "unit": "tokens/s", "ours": ours, "peer": beside, "ratio": ours / beside}
+            figures.append(figure | {"peer_name": f"{peer}, {known}", "ours_rounds": line["engine"]})
+    return figures
 
 
 def _shown(value: Any) -> str:

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--optimizer", default="torch.optim:AdamW")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank")
     parser.add_argument("--no-plain", action="store_true", help="without the plain loop")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = SHAPES[arguments.model]
@@ -156,9 +157,9 @@ def main(argv: Sequence[str]) -> int:
     first = rows[0]
     for row in rows:
         row |= {"speed": first["seconds"] / row["seconds"], "memory": row["peak_gib"] / (first["peak_gib"] or 1)}
-    if arguments.json:
-        print(json.dumps({"model": arguments.model, "tokens": read, "rows": rows}))
-        return 0
+    if arguments.json is not None:
+        figures = [figure for row in rows for figure in figures_of(row, first, f"{arguments.model}, {read} tokens")]
+        arguments.json.write_text(json.dumps(figures, indent=2))
     shown = {row["loop"].removeprefix("penstock, "): row for row in rows}
     table = Table(title=f"{arguments.model}, {read} tokens a step, {len(samples)} samples, on {device.type}")
     for column in ("", "s a step", "tokens/s", "tokens computed", "speed", "peak GiB", "memory", "MFU"):
@@ -181,6 +182,15 @@ def main(argv: Sequence[str]) -> int:
             f"{packed['seconds'] / prefix['seconds']:.2f} times as fast as packed"
         )
     return 0
+
+
+def figures_of(row: dict[str, Any], first: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    """Seconds and memory of a step beside the first loop that was measured."""
+    about = {"peer_name": first["loop"], "mfu": row["mfu"], "tokens_computed": row["tokens_computed"]}
+    return [
+        {"name": f"{row['loop']}, {what}", "unit": unit, "ours": row[key], "peer": first[key], "ratio": ratio} | about
+        for unit, key, ratio in (("s", "seconds", row["speed"]), ("GiB", "peak_gib", row["memory"]))
+    ]
 
 
 def rows_of(
