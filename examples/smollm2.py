@@ -38,8 +38,10 @@ class Sums:
 
 
 def judge(completion: str, answer: str) -> float:
-    """1 for the number alone; a third of that for any number alone, and less for the answer in a sentence: a reward that
-    paid for sentences would be learned first, and never left."""
+    """1 for the number alone, a little for any number alone, and least for the answer in a sentence.
+
+    A reward that paid well for sentences would be learned first, and never left.
+    """
     said = completion.strip()
     if said.rstrip(".") == answer:
         return 1.0
