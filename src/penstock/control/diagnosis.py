@@ -149,8 +149,9 @@ class Observer:
         trainer, workers = self.members.trainer(), self.members.having("rollout")
         sentences: list[str] = []
         if trainer is None:
-            since = f" since {now - state.trainer_lost_at:.0f} s" if state.trainer_lost_at is not None else " yet"
-            sentences.append(f"No trainer is registered{since}: the supervisor should start one.")
+            lost_at = state.trainer_lost_at
+            lacks = "is registered yet" if lost_at is None else f"has been registered for {now - lost_at:.0f} s"
+            sentences.append(f"No trainer {lacks}: the supervisor should start one.")
         if self.admission.finished:
             lacks = f"Training is over after {table.version} steps; the last checkpoint is not confirmed"
             who = f": the trainer {trainer.member} should save it ({_pulse(trainer, now)})" if trainer else ""
@@ -166,7 +167,7 @@ class Observer:
             sentences.append(f"The batch of step {table.next_step} is ready{who}.")
         else:
             waiter = f"The trainer {trainer.member}" if trainer is not None else f"Step {table.next_step}"
-            sentences.append(f"{waiter} waits for {self.batch_waits_for()} since {now - state.progressed_at:.0f} s.")
+            sentences.append(f"{waiter} has waited {now - state.progressed_at:.0f} s for {self.batch_waits_for()}.")
             sentences.extend(self._blame_workers(workers, now))
         return " ".join(sentences)
 

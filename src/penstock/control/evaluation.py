@@ -115,7 +115,7 @@ class Evaluation:
             return
         state.moves += 1
         if state.running is not None and state.running.version is None:
-            self._skip(f"superseded by version {due} before anybody began it", now)
+            self._skip(f"superseded by version {due} before it began", now)
         if state.running is None:
             self._start(due, now)
             return

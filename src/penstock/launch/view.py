@@ -77,7 +77,7 @@ class Tolerated:
     def update(self, status: dict[str, Any]) -> None:
         try:
             self._view.update(status)
-        except Exception as error:  # noqa: BLE001 - the view may be anyone's, and the run is not its
+        except Exception as error:  # noqa: BLE001 - an error of the view must not end the run
             self._tolerate(error)
 
     def note(self, line: str) -> None:

@@ -77,16 +77,16 @@ def _trouble(name: PipelineName, entry: Entry, workers: int, uses: Iterable[Devi
         return ""
     in_the_way = _users(uses, set(entry.shape.inference))
     return (
-        f"{name} has {demand.remaining} samples to generate and no worker since {now - entry.waiting_since:.0f} s: "
-        f"{in_the_way or 'its devices are free, a plan is due'}"
+        f"{name} has {demand.remaining} samples to generate and has had no worker for "
+        f"{now - entry.waiting_since:.0f} s: {in_the_way or 'its devices are free, a plan is due'}"
     )
 
 
 def _request(hold: Hold, uses: Iterable[DeviceUse], now: float) -> str:
     in_the_way = _users(uses, set(hold.devices or hold.among)) or "kept for an earlier request"
     return (
-        f"{hold.member} ({hold.priority.name.lower()}) waits for {hold.count} of devices {list(hold.among)} since "
-        f"{now - hold.since:.0f} s: {in_the_way}"
+        f"{hold.member} ({hold.priority.name.lower()}) has waited {now - hold.since:.0f} s for {hold.count} of devices "
+        f"{list(hold.among)}: {in_the_way}"
     )
 
 
@@ -101,5 +101,5 @@ def _use(claim: Seat | Hold, now: float) -> DeviceUse:
 def _users(uses: Iterable[DeviceUse], devices: set[DeviceId]) -> str:
     """The occupants of these devices, the longest there first; at most four, to keep the sentence short."""
     there = sorted((use for use in uses if not devices.isdisjoint(use.devices)), key=lambda use: -use.since_s)
-    words = [f"{use.member} is {use.doing} on {list(use.devices)} since {use.since_s:.0f} s" for use in there[:4]]
+    words = [f"{use.member} is {use.doing} on {list(use.devices)}, for {use.since_s:.0f} s" for use in there[:4]]
     return ", ".join(words) + (f", and {len(there) - 4} more" if len(there) > 4 else "")

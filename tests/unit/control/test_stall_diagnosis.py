@@ -40,7 +40,7 @@ def test_a_worker_that_keeps_its_samples_is_named(drive):
     seen = beating(d, 65, "w", "t", doing="generate", stuck="w")
     (line,) = lines(seen)
     assert line.startswith("p: stalled for 6")
-    assert "The trainer t waits for 2 more of 2 groups for step 0 (4 samples leased" in line
+    assert "The trainer t has waited 61 s for 2 more of 2 groups for step 0 (4 samples leased" in line
     assert "Worker w holds 4 samples and should deliver them" in line
     assert "last progress 6" in line
     assert "in 'generate'" in line
@@ -101,7 +101,7 @@ def test_after_the_second_bound_the_run_fails_with_the_diagnosis(drive):
     d.join("w")
     d.lease(4)
     (failed,) = [effect for effect in beating(d, 60, "w", "t") if isinstance(effect, effects.FailRun)]
-    assert failed.sentence.startswith("p: nothing moved for 51 s: The trainer t waits for")
+    assert failed.sentence.startswith("p: nothing moved for 51 s: The trainer t has waited 51 s for")
     assert d.control.phase == "stopped"
     assert d.control.diagnose(d.now).startswith("stopped: p: nothing moved")
 
@@ -170,7 +170,7 @@ def test_nothing_is_a_stall_before_the_first_workers_had_time_to_register(drive)
         ),
         (lambda d: d.join("w", trainer=None), "No trainer is registered yet"),
         (lambda d: (d.join("w"), d.fill()), "The batch of step 0 is ready: the trainer t should ask ("),
-        (lambda d: (d.join("w"), d.send(messages.Unregister(P, "t"))), "No trainer is registered since 0 s"),
+        (lambda d: (d.join("w"), d.send(messages.Unregister(P, "t"))), "No trainer has been registered for 0 s"),
         (lambda d: d.send(messages.Stop(P, MemberId(""), "enough")), "stopped: enough."),
     ],
 )
@@ -188,7 +188,7 @@ def test_workers_are_not_blamed_when_all_that_is_lacking_is_a_trainer(drive):
     assert d.ask().verdict == "throttled"
     d.send(messages.Unregister(P, "t"))
     assert d.control.diagnose(d.now) == (
-        "No trainer is registered since 0 s: the supervisor should start one. The batch of step 0 is ready."
+        "No trainer has been registered for 0 s: the supervisor should start one. The batch of step 0 is ready."
     )
 
 

@@ -110,9 +110,9 @@ def test_the_time_of_each_stage_is_shown():
 
 def test_a_stall_is_shown():
     out = StringIO()
-    stalled = PIPELINE | {"diagnosis": "trainer waits for a batch since 61 s"}
+    stalled = PIPELINE | {"diagnosis": "trainer has waited 61 s for a batch"}
     PlainView(Console(file=out, width=300)).update({"pipelines": {"letters": stalled}})
-    assert "trainer waits for a batch since 61 s" in out.getvalue()
+    assert "trainer has waited 61 s for a batch" in out.getvalue()
 
 
 def test_the_terminal_view_draws_a_panel_per_pipeline():
@@ -157,7 +157,7 @@ POOL = {
     "idle": 2,
     "moves": 37,
     "failed_moves": 1,
-    "shares": [share("left", "left has 64 samples to generate and no worker since 12 s: right.0 is generating on [2]")],
+    "shares": [share("left", "left has 64 samples to generate and has had no worker for 12 s: right.0 is on [2]")],
     "uses": [
         use([0, 1], "right", "training", 12.0),
         use([2], "right", "generating", 40.0),
@@ -165,7 +165,7 @@ POOL = {
         use([5], "right", "generating", 4.0),
         use([6], "left", "waking", 1.0),
     ],
-    "waiting": ["left.trainer (training) waits for 2 of devices [0, 1] since 3 s: right.trainer is training on [0, 1]"],
+    "waiting": ["left.trainer (training) has waited 3 s for 2 of devices [0, 1]: right.trainer is training on [0, 1]"],
 }
 
 
@@ -176,8 +176,8 @@ def test_plain_lines_say_who_is_on_which_device_and_who_waits():
     assert lines[1] == (
         "pool: 0-1 right training  2-3 right generating  5 right generating  6 left waking  2 idle  37 moves (1 failed)"
     )
-    assert lines[2].startswith("pool: left has 64 samples to generate and no worker since 12 s")
-    assert lines[3].startswith("pool: left.trainer (training) waits for 2 of devices [0, 1] since 3 s")
+    assert lines[2].startswith("pool: left has 64 samples to generate and has had no worker for 12 s")
+    assert lines[3].startswith("pool: left.trainer (training) has waited 3 s for 2 of devices [0, 1]")
 
 
 def test_devices_that_are_not_shared_are_not_shown_but_trouble_with_them_is():
@@ -237,7 +237,7 @@ def test_the_terminal_view_draws_the_pool():
     text = out.getvalue()
     assert "pool · 3 generating, 2 held by trainers, 1 moving, 2 idle · 37 moves (1 failed)" in text
     assert "2-3      right     generating  4 s" in text
-    assert "left has 64 samples to generate and no worker since 12 s" in text
+    assert "left has 64 samples to generate and has had no worker for 12 s" in text
 
 
 def drawn(status: dict[str, Any], width: int, height: int) -> list[str]:
