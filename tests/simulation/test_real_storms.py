@@ -94,6 +94,15 @@ def test_the_last_checkpoint_is_damaged_when_the_workers_have_left() -> None:
     assert report.first_said("training rolled back from step 4 to 2") is not None
 
 
+def test_a_trainer_that_hangs_on_its_devices_keeps_them_until_it_has_ended() -> None:
+    """It could not move off, unregistered all the same, and another moved on while its step still ran there."""
+    faults = (Fault(8.3, "hang_trainer", for_s=1.0), Fault(9.8, "cut", "p0.trainer", for_s=8.0))
+    settings = {"pool.devices": 2, "control.reconnect_s": 5.0, "control.wedged_after_s": 40.0}
+    report = simulate(Plan(seed=3, steps=8, pipelines=2, faults=faults, settings=settings))
+    assert report.complete
+    assert report.first_said("unregister: Transient: it is still on its devices") is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", FOUND)
 def test_storms(seed: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from penstock.control.io.client import ControlClient
-from penstock.errors import PeerLost
+from penstock.errors import PeerLost, Transient
 from penstock.records.ids import PipelineName
 from penstock.roles.process import RoleProcess
 from penstock.runtime.lag import LagMonitor
@@ -32,7 +32,8 @@ async def connected(
 ) -> AsyncIterator[ControlClient]:
     """A registered connection with heartbeats; unregisters within a bound, however the body ends.
 
-    Devices of a pool are given on as soon as their holder has unregistered, so it moves off them before.
+    Devices of a pool are given on as soon as their holder has unregistered, so it moves off them before. A holder that
+    cannot does not unregister: its supervisor reports the end of its process.
     """
     pipeline = PipelineName(process.pipeline.name)
     client = process.client()
@@ -53,9 +54,21 @@ async def connected(
         finally:
             reason = failure or process.stop.reason or "finished"
             unregister = Unregister(pipeline=pipeline, member=process.member, reason=reason, failed=bool(failure))
+            on_devices = bool(process.config.pool.devices)
+
+            async def move() -> None:
+                nonlocal on_devices
+                await move_off()
+                on_devices = False
+
+            async def leave() -> None:
+                if on_devices:
+                    raise Transient("it is still on its devices, which are free when its process has ended")
+                await client.call(unregister, timeout_s=LEAVE_S)
+
             steps: list[tuple[str, Callable[[], Any]]] = [
-                *([("move off the devices", move_off)] if process.config.pool.devices else []),
-                ("unregister", lambda: client.call(unregister, timeout_s=LEAVE_S)),
+                *([("move off the devices", move)] if on_devices else []),
+                ("unregister", leave),
                 ("stop the heartbeat", lambda: asyncio.to_thread(sidecar.stop, LEAVE_S)),
             ]
             client.hurry(LEAVE_S)
