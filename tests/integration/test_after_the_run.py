@@ -57,6 +57,7 @@ def test_from_a_run_to_a_model_and_a_report(tmp_path: Path):
 
 
 def test_mistakes_say_what_there_is(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "penstock.cli.main", "eval", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
