@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from penstock.batch.pack import Packing, TokenMicroBatch, TrajectoryBatch, halved
+from penstock.engines.fused import fuse
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy, Policy
 from penstock.errors import ConfigError, RunFailed
 from penstock.train.attention import attend_in_forests
-from penstock.train.fused import fuse
 from penstock.train.losses.ppo import EpisodeTensors, ppo_loss
 from penstock.train.losses.tokens import Average, TokenLoss, Tokens, divergence, resolve
 from penstock.train.scores import TokenTensors

@@ -1,32 +1,25 @@
 """Fewer kernels for a decode step than the model's own code launches, with the same result.
 
-Attention: query heads that share keys are asked together; with a mask the library would copy keys and values for every
-query head, at every step. Normalisation: one kernel on a GPU instead of eight.
+Query heads that share keys are asked together; with a mask the library would copy keys and values for every query head,
+at every step. Norms are fused, as in training.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from penstock.engines.fused import fuse_norms
 
 NAME = "penstock_decode"
 
 
 def use_fewer_kernels(model: nn.Module) -> None:
     """Makes a model use these where they fit it; the rest of it is left as it is."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.forward = partial(_normalised, module)
+    fuse_norms(model)
     _group_attention(model)
-
-
-def _normalised(module: Any, hidden: Tensor) -> Tensor:
-    if not hidden.is_cuda:
-        return type(module).forward(module, hidden)
-    return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), module.weight, module.variance_epsilon)
 
 
 def _group_attention(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from penstock.train.fused import fuse
+from penstock.engines.fused import fuse
 
 SIZES = {
     "hidden_size": 32,

@@ -19,18 +19,24 @@ from torch.nn.functional import rms_norm, silu
 
 def fuse(module: nn.Module) -> int:
     """Changes the forward pass of a transformers model; how many of its modules were changed."""
-    norm, feed_forward = _codes()
-    changed = 0
-    for part in module.modules():
-        code = _code(type(part))
-        if code == norm:
-            part.forward = partial(_norm, part)
-        elif code == feed_forward and "silu" in type(part.act_fn).__name__.lower():
-            part.forward = partial(_feed_forward, part)
-        else:
-            continue
-        changed += 1
-    return changed
+    return fuse_norms(module) + fuse_feed_forward(module)
+
+
+def fuse_norms(module: nn.Module) -> int:
+    norm, _ = _codes()
+    found = [part for part in module.modules() if _code(type(part)) == norm]
+    for part in found:
+        part.forward = partial(_norm, part)
+    return len(found)
+
+
+def fuse_feed_forward(module: nn.Module) -> int:
+    _, feed_forward = _codes()
+    alike = [part for part in module.modules() if _code(type(part)) == feed_forward]
+    found = [part for part in alike if "silu" in type(part.act_fn).__name__.lower()]
+    for part in found:
+        part.forward = partial(_feed_forward, part)
+    return len(found)
 
 
 @cache
