@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.launch.simulated import simulate
-from penstock.sim.parts import Work
+from penstock.sim.parts import SimEngine, Work
 from penstock.sim.plan import Plan, Report, mixed
 from penstock.sim.storms import Fault, storm
 from penstock.sim.system import TIMED, System
@@ -101,6 +101,18 @@ def test_a_trainer_that_hangs_on_its_devices_keeps_them_until_it_has_ended() -> 
     report = simulate(Plan(seed=3, steps=8, pipelines=2, faults=faults, settings=settings))
     assert report.complete
     assert report.first_said("unregister: Transient: it is still on its devices") is not None
+
+
+def test_the_supervisor_reports_the_end_of_a_worker_that_could_not_move_off_its_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fails(self: SimEngine, timeout_s: float) -> None:
+        raise ValueError("it stays")
+
+    monkeypatch.setattr(SimEngine, "vacate", fails)
+    report = simulate(Plan(seed=3, steps=4, pipelines=2, settings={"pool.devices": 2}))
+    assert report.complete
+    assert report.first_said("left: exit code 0") is not None
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ class Supervisor:
         if self._over.is_set():
             return None
         failure_report = self._run.read_failure(spec.name)
-        if ended.exit_code != 0 and spec.pipeline is not None:
+        if spec.pipeline is not None:  # also of one that ended well: it may have left its devices only by ending
             await self._report_death(spec.pipeline, member, describe_exit(ended, None))
         return policy.ended(ended, monotonic() - began, failure_report)
 
