@@ -208,6 +208,7 @@ def adapt(policy: LanguagePolicy, lora: LoraSection, *, seed: int = 0) -> Adapte
     return AdaptedPolicy(module, policy.tokenizer)
 
 
+MIN_RETURN_STD = 1e-4
 RETURNS_RATE = 0.2
 """How fast the running mean and spread of returns follow a batch."""
 
@@ -315,16 +316,17 @@ class ActorCritic(nn.Module):
     @torch.no_grad()
     def observe_returns(self, returns: Tensor) -> None:
         """Follow the mean and spread of returns, and rescale the critic's last layer so that no value changes."""
-        mean, square = returns.mean(), returns.square().mean()
-        if not torch.isfinite(square) or returns.std(correction=0) < 1e-8:
+        mean, variance = returns.mean(), returns.var(correction=0)
+        if not torch.isfinite(variance) or variance < 1e-16:
             return  # nothing to learn a scale from
         self.batches += 1
         rate = max(1.0 / float(self.batches), RETURNS_RATE)
         old_mean, old_std = self.return_mean.clone(), self.return_std.clone()
-        old_square = old_mean.square() + old_std.square()
         self.return_mean.lerp_(mean, rate)
-        variance = old_square.lerp(square, rate) - self.return_mean.square()
-        self.return_std.copy_(variance.clamp(min=1e-12).sqrt())
+        # Not as a difference of squares: in float32 that is noise where returns are alike and far from zero.
+        within = old_std.square().lerp(variance, rate)
+        between = rate * (1 - rate) * (mean - old_mean).square()
+        self.return_std.copy_((within + between).sqrt().clamp(min=MIN_RETURN_STD))
         last = self.critic[-1]
         assert isinstance(last, nn.Linear)
         last.weight *= old_std / self.return_std

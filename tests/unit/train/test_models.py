@@ -139,3 +139,21 @@ def test_attention_that_plans_for_every_shape_is_not_used() -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     build(TinyLanguageModel(alphabet="ab", hidden_size=16, heads=2, layers=1))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_the_scale_of_returns_that_are_alike_and_far_from_zero_is_their_spread() -> None:
+    torch.manual_seed(0)
+    policy = build(GymnasiumPolicy((3,), "discrete", 2))
+    assert isinstance(policy, ActorCriticPolicy)
+    network: Any = policy.module
+    observations = torch.randn(8, 3)
+    for batch in range(40):
+        returns = 100 + 0.01 * torch.randn(4096)
+        network.observe_returns(returns)
+        if batch == 0:
+            values = network.value(observations)
+    assert network.return_mean == pytest.approx(100, abs=1e-2)
+    assert network.return_std == pytest.approx(0.01, rel=0.1), "a difference of squares is noise here"
+    torch.testing.assert_close(network.value(observations), values, atol=1e-3, rtol=0)
+    network.observe_returns(torch.full((4096,), 100.0) + 1e-5 * torch.randn(4096))
+    assert network.return_std >= 1e-4
