@@ -147,11 +147,10 @@ def test_the_scale_of_returns_that_are_alike_and_far_from_zero_is_their_spread()
     assert isinstance(policy, ActorCriticPolicy)
     network: Any = policy.module
     observations = torch.randn(8, 3)
-    for batch in range(40):
-        returns = 100 + 0.01 * torch.randn(4096)
-        network.observe_returns(returns)
-        if batch == 0:
-            values = network.value(observations)
+    network.observe_returns(100 + 0.01 * torch.randn(4096))
+    values = network.value(observations)
+    for _ in range(40):
+        network.observe_returns(100 + 0.01 * torch.randn(4096))
     assert network.return_mean == pytest.approx(100, abs=1e-2)
     assert network.return_std == pytest.approx(0.01, rel=0.1), "a difference of squares is noise here"
     torch.testing.assert_close(network.value(observations), values, atol=1e-3, rtol=0)
