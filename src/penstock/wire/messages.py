@@ -73,7 +73,7 @@ class AskLease(Call, tag="ask_lease", frozen=True):
     """Asks for up to `samples` samples to generate."""
 
     request: int
-    """Counted up by the worker; the same number again gets the same answer again."""
+    """Counted up by the worker with every grant that reached it; what a number was granted it is granted again."""
     samples: int
     version: Version
     """What the engine serves now."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any, cast
 
-from penstock.records.ids import SampleId
+from penstock.errors import PeerLost, PenstockError
+from penstock.records.ids import PromptIndex, SampleId, Version
+from penstock.records.prompt import PromptLease
 from penstock.rollout.io.worker_client import WorkerClient
 from penstock.runtime.tasks import Tasks
-from penstock.wire.messages import Deliver, Delivered
+from penstock.wire.messages import AskLease, Deliver, Delivered, Leased
 
 
 class Deaf:
@@ -49,3 +52,36 @@ async def test_a_delivery_that_was_cut_off_is_made_again() -> None:
 
 async def test_a_worker_that_stops_does_not_deliver_again() -> None:
     assert len(await cut_off(stopping=True)) == 1  # its leases go back when it unregisters
+
+
+class Granting:
+    """A controller that says these things, one after the other."""
+
+    pipeline, member = "p", "p.rollout.0-1"
+
+    def __init__(self, *answers: Leased | PenstockError) -> None:
+        self._answers = list(answers)
+        self.asked: list[int] = []
+
+    async def call(self, message: AskLease) -> Leased:
+        self.asked.append(message.request)
+        answer = self._answers.pop(0)
+        if isinstance(answer, PenstockError):
+            raise answer
+        return answer
+
+
+async def test_a_request_keeps_its_number_until_a_grant_has_arrived() -> None:
+    """A repeated call can be granted what the call before it was not: only the same number gets that answer again."""
+    granted = Leased((PromptLease(PromptIndex(0), 0, (SampleId(7),), (0,), Version(0)),), "granted", "running")
+    refused = Leased((), "version_too_old", "running")
+    controller = Granting(refused, PeerLost("the answer was lost"), refused, granted, granted)
+    process = cast(Any, SimpleNamespace(stop=SimpleNamespace(requested=False)))
+    async with Tasks() as tasks:
+        worker = WorkerClient(
+            process, cast(Any, controller), tasks, cast(Any, SimpleNamespace(version=0)), cast(Any, None)
+        )
+        for _ in range(5):
+            with contextlib.suppress(PeerLost):
+                await worker.lease(1, 1.0)
+    assert controller.asked == [0, 0, 0, 0, 1]

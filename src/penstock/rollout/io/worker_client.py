@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,12 +54,14 @@ class WorkerClient:
         self._client = client
         self._serving = serving
         self._ring = ring
-        self._requests = itertools.count()
+        self._request = 0
+        """Goes up with every grant that arrived. Whatever was granted unseen, because an answer was lost or a repeated
+        call was answered twice, is answered again to the same number."""
         self._unread = Unread()
         self._giving_back: asyncio.Task[None] | None = None
 
     async def lease(self, samples: int, wait_s: float) -> Leased:
-        # An answer that was lost can be had again only until the next request: before that it is waited for.
+        # One request at a time: what this one is granted is given back first.
         if self._giving_back is not None and not self._giving_back.done():
             await asyncio.wait([self._giving_back], timeout=wait_s)
             if not self._giving_back.done():
@@ -68,7 +69,7 @@ class WorkerClient:
         ask = AskLease(
             pipeline=self._client.pipeline,
             member=self._client.member,
-            request=next(self._requests),
+            request=self._request,
             samples=samples,
             version=Version(self._serving.version),
             wait_s=wait_s,
@@ -95,6 +96,8 @@ class WorkerClient:
             return error
         if not isinstance(reply, Leased):
             return RemoteProtocolError(f"the controller answered a request for a lease with {reply!r}")
+        if reply.leases:
+            self._request = ask.request + 1
         expired = self._unread.expire(reply.oldest, monotonic()) if reply.oldest is not None else []
         if reply.discard or expired:
             self._ring.discard((*reply.discard, *expired))
