@@ -13,7 +13,6 @@ from penstock.batch import advantage, filters
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.engines.settings import PathModel
-from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.envs.conformity import check_class, check_counted, check_text_environment
 from penstock.envs.registry import check_options, find_environment, find_reward, make_environment, scoring_of
 from penstock.envs.settings import EnvSection
@@ -100,8 +99,9 @@ def _check_packages(config: Config) -> None:
     for pipeline in config.pipeline:
         if pipeline.lora is not None:
             needed.append(("[pipeline.lora]", "peft", "lora"))
-        if isinstance(pipeline.engine, VllmEngineSection) and not pipeline.engine.python:
-            needed.append(("engine.kind = 'vllm' without engine.python", "vllm", "vllm"))
+        if pipeline.engine.needs is not None:
+            what, package = pipeline.engine.needs
+            needed.append((what, package, package))
         if "math_verify" in pipeline.env.rewards:
             needed.append(("reward 'math_verify'", "math_verify", "data"))
     for what, package, extra in needed:

@@ -43,6 +43,11 @@ class EngineSection(Section):
         raise NotImplementedError
 
     @property
+    def needs(self) -> tuple[str, str] | None:
+        """What of this table needs a package here, and which: the extra that installs it has the same name."""
+        return None
+
+    @property
     def serves(self) -> str:
         """The model it serves, where that is not the pipeline's."""
         return ""

@@ -42,6 +42,10 @@ class VllmEngineSection(EngineSection):
         return Capabilities(weights="files", device_weights=True, tensor_parallel=True, adapters=True)
 
     @property
+    def needs(self) -> tuple[str, str] | None:
+        return None if self.python else ("engine.kind = 'vllm' without engine.python", "vllm")
+
+    @property
     def devices(self) -> int:
         return self.tensor_parallel * self.data_parallel
 
