@@ -19,31 +19,25 @@ from torch.nn.functional import rms_norm, silu
 
 def fuse(module: nn.Module) -> int:
     """Changes the forward pass of a transformers model; how many of its modules were changed."""
-    return fuse_norms(module) + fuse_feed_forward(module)
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    gated = [part for part in _alike(module, LlamaMLP) if "silu" in type(part.act_fn).__name__.lower()]
+    for part in gated:
+        part.forward = partial(_feed_forward, part)
+    return fuse_norms(module) + len(gated)
 
 
 def fuse_norms(module: nn.Module) -> int:
-    norm, _ = _codes()
-    found = [part for part in module.modules() if _code(type(part)) == norm]
-    for part in found:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norms = _alike(module, LlamaRMSNorm)
+    for part in norms:
         part.forward = partial(_norm, part)
-    return len(found)
+    return len(norms)
 
 
-def fuse_feed_forward(module: nn.Module) -> int:
-    _, feed_forward = _codes()
-    alike = [part for part in module.modules() if _code(type(part)) == feed_forward]
-    found = [part for part in alike if "silu" in type(part.act_fn).__name__.lower()]
-    for part in found:
-        part.forward = partial(_feed_forward, part)
-    return len(found)
-
-
-@cache
-def _codes() -> tuple[str, str]:
-    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-
-    return _code(LlamaRMSNorm), _code(LlamaMLP)
+def _alike(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    return [part for part in module.modules() if _code(type(part)) == _code(kind)]
 
 
 @cache

@@ -209,6 +209,7 @@ def adapt(policy: LanguagePolicy, lora: LoraSection, *, seed: int = 0) -> Adapte
 
 
 MIN_RETURN_STD = 1e-4
+"""Below it differences of returns are rounding, and dividing by it would blow them up."""
 RETURNS_RATE = 0.2
 """How fast the running mean and spread of returns follow a batch."""
 

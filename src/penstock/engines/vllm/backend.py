@@ -30,6 +30,7 @@ OWNED = "PENSTOCK_OWNS_VLLM"
 """Set in the environment of servers that a worker started; other vLLMs of this environment are left alone."""
 BACKEND = "penstock"
 FETCH_S = 300.0
+"""For one version; the caller has a shorter deadline for the whole update."""
 
 
 def register() -> None:
