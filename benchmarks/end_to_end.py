@@ -99,10 +99,8 @@ def configuration(directory: Path, options: argparse.Namespace, runs: Path, vllm
     here, rows = json.dumps(str(Path(__file__).parent)), options.rows or options.samples
     engine = f"rows = {rows}\ncache_tokens = {rows * (options.tokens + 64)}"
     if vllm:
-        on_gpu = torch.cuda.is_available()
-        flags = ["--gpu-memory-utilization", str(options.vllm_share)] if on_gpu else []
         engine = f'kind = "vllm"\nmax_requests = {rows}\npython = {json.dumps(options.vllm_python)}\n'
-        engine += f"eager = {json.dumps(not on_gpu)}\noptions = {json.dumps(flags)}"
+        engine += f"eager = {json.dumps(not torch.cuda.is_available())}"
     return f"""
 [run]
 name = "end-to-end"
@@ -165,7 +163,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plain-steps", type=int, default=4)
     parser.add_argument("--lengths", choices=["equal", "geometric"], default="equal")
     parser.add_argument("--vllm-python", default=os.environ.get("PENSTOCK_VLLM_PYTHON", ""))
-    parser.add_argument("--vllm-share", type=float, default=0.4, help="of the GPU's memory, for the server")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if cuda else "cpu")

@@ -12,8 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.protocol import Site
 from penstock.engines.vllm import service as vllm_engine
 from penstock.engines.vllm.service import VllmService, gpus_at
 from penstock.engines.vllm.settings import VllmEngineSection
@@ -100,8 +102,9 @@ def bench(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     )
     policy = build(TinyLanguageModel(hidden_size=64, heads=2))
     assert isinstance(policy, LanguagePolicy)
-    service = VllmService(process, section, policy, seed=0, device="cuda", threads=1, in_pool=True)
-    return Bench(folder, service)
+    cuda = torch.device("cuda")
+    site = Site(process=process, seed=0, device="cuda", threads=1, in_pool=True, device_at=lambda devices: cuda)
+    return Bench(folder, VllmService(site, section, policy))
 
 
 @asynccontextmanager

@@ -35,6 +35,8 @@ class Site:
     """Which device of torch these devices of the pool are."""
     ranks: EngineRanks | None = None
     """The other processes of the engine, if it has any."""
+    memory_share: float = 1.0
+    """Of a GPU's memory, what the engine may take for itself: less where a trainer works on the same one meanwhile."""
 
     def progressed(self) -> None:
         self.process.progress.moved("generating")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from penstock.config.devices import weights_stay_on_device
+from penstock.config.pipeline import PipelineSection
+from penstock.config.run import Config
 from penstock.engines.build import build_engine
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.protocol import Engine, Site
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 SWITCH_S = 0.0005
 """How long a thread may compute in Python while another waits. The engine's thread comes back from the device at every
 decode step: by Python's default it would wait 5 ms each time that prompts, rewards or payloads are being worked on."""
+SHARE_BESIDE_TRAINER = 0.4
+"""Of a GPU's memory, for all engines on the trainer's own: gradients, optimiser and activations need more."""
 
 Parts = tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]
 """Environment, engine, hooks and policy."""
@@ -191,6 +195,7 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
         in_pool=in_pool,
         device_at=partial(device_at, rollout.device, in_pool=in_pool, rank=rank),
         ranks=engine_ranks if engine_ranks is not None and engine_ranks.count > 1 else None,
+        memory_share=memory_share(config, pipeline),
     )
     engine: Any = build_engine(pipeline.engine, policy, site)
     workload = workload_of(
@@ -204,6 +209,16 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
         progressed=process.progress.moved,
     )
     return environment, engine, workload, policy
+
+
+def memory_share(config: Config, pipeline: PipelineSection) -> float:
+    """Of a GPU's memory, for each worker's engine: all of it, unless the trainer has the same GPU at the same time. A
+    pool gives it to one after the other, and Ray to one alone."""
+    if config.pool.devices or config.launch.kind != "local":
+        return 1.0
+    at = partial(device_at, devices=(), in_pool=False)
+    trains_on = {at(pipeline.train.device, rank=rank) for rank in range(pipeline.train_ranks)}
+    return SHARE_BESIDE_TRAINER / pipeline.rollout.workers if at(pipeline.rollout.device) in trains_on else 1.0
 
 
 def _settings(process: RoleProcess) -> RunnerSettings:

@@ -11,7 +11,7 @@ from penstock.errors import LocalProtocolError
 from penstock.records.weights import TensorSpec
 from penstock.weights.io import device_digest as module
 from penstock.weights.io.device import placement, views
-from penstock.weights.io.device_digest import device_digest
+from penstock.weights.io.device_digest import device_digest, scattered_digest
 from profiles import examples
 
 SPECS = (
@@ -83,3 +83,24 @@ def test_exchanged_words_are_noticed(first: int, second: int) -> None:
     words = slot.clone().view(torch.int64)
     words[first], words[second] = second, first
     assert (device_digest(words.view(torch.uint8), ()) == device_digest(slot, ())) == (first == second)
+
+
+def scattered(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    """The same tensors, each in memory of its own, and one that begins within a word."""
+    return [(name, tensor.clone()) for name, tensor in views(flat(seed), SPECS).items()] + [
+        ("f.misaligned", torch.arange(40, dtype=torch.uint8)[3:])
+    ]
+
+
+def test_tensors_anywhere_have_one_digest_and_every_changed_byte_another() -> None:
+    whole = scattered_digest(scattered())
+    assert scattered_digest(scattered()) == whole
+    assert scattered_digest(scattered(1)) != whole
+    assert scattered_digest(scattered()[:-1]) != whole
+    for at, (_, tensor) in enumerate(scattered()):
+        for position in {0, tensor.numel() - 1} if tensor.numel() else ():
+            damaged = scattered()
+            damaged[at][1].view(-1)[position] += 1
+            assert scattered_digest(damaged) != whole
+    renamed = [("other" if at == 0 else name, tensor) for at, (name, tensor) in enumerate(scattered())]
+    assert scattered_digest(renamed) != whole

@@ -2,7 +2,8 @@
 
 Registered through the entry point `vllm.general_plugins`, so a server started with
 `--weight-transfer-config '{"backend": "penstock"}'` finds it. The whole version is verified against its manifest
-before the first of its tensors reaches the model.
+before the first of its tensors reaches the model. What the model then holds is proved by `Proof`, where it lies: the
+server's own checksums copy every parameter to the host and hash it there, seconds for a large model at every version.
 
 vLLM loads this in every one of its processes, so it is also where those of a server that a worker owns are tied to the
 one that started them: none outlives the worker, however that ends.
@@ -23,6 +24,7 @@ from penstock.errors import RemoteProtocolError
 from penstock.records.weights import Manifest
 from penstock.runtime.parent import die_with_parent
 from penstock.weights.io.device import DeviceTransport
+from penstock.weights.io.device_digest import scattered_digest
 from penstock.weights.io.files import FileTransport
 from penstock.weights.io.neighbours import WeightTransport
 
@@ -109,6 +111,40 @@ def build() -> type[Any]:
         def shutdown(self) -> None: ...
 
     return VersionTransferEngine
+
+
+class Proof:
+    """Methods that every process of the server with a part of the model gets (`--worker-extension-cls`).
+
+    They raise instead of answering: of several copies of the model, the caller would be told one's answer only.
+    """
+
+    model_runner: Any
+    PENSTOCK_KEPT = 8
+    """Versions whose digests are remembered."""
+
+    def penstock_loaded(self, digest: str, before: str) -> None:
+        """This version was loaded over the one `before`: from now on it is known by what lies in memory."""
+        found, known = self.penstock_digest(), self.penstock_known()
+        if known.get(digest, found) != found:
+            raise RemoteProtocolError(f"loaded once more, the version {digest} is not what it was")
+        if before not in ("", digest) and known.get(before) == found:
+            raise RemoteProtocolError(f"the version {digest} was loaded, and the model still is {before}")
+        known[digest] = found
+        while len(known) > self.PENSTOCK_KEPT:
+            del known[next(iter(known))]
+
+    def penstock_holds(self, digest: str) -> None:
+        """The memory is as it was when this version was loaded."""
+        if self.penstock_known().get(digest) != self.penstock_digest():
+            raise RemoteProtocolError(f"the model is not the version {digest}")
+
+    def penstock_digest(self) -> str:
+        return scattered_digest(self.model_runner.get_model().named_parameters())
+
+    def penstock_known(self) -> dict[str, str]:
+        """By the version's digest, that of the memory it was loaded into."""
+        return self.__dict__.setdefault("penstock_memory", {})
 
 
 def transport_to(device: torch.device, root: Path) -> WeightTransport:

@@ -12,12 +12,4 @@ from penstock.errors import ConfigError
 def build(section: VllmEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> VllmService:
     if not isinstance(policy, LanguagePolicy):
         raise ConfigError(f"pipeline {site.process.pipeline_name!r}: vLLM serves language models only")
-    return VllmService(
-        site.process,
-        section,
-        policy,
-        seed=site.seed,
-        device=site.device,
-        threads=site.threads,
-        in_pool=site.in_pool,
-    )
+    return VllmService(site, section, policy)

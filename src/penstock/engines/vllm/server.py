@@ -22,6 +22,7 @@ import httpx
 import msgspec
 import psutil
 
+from penstock.engines.vllm.backend import Proof
 from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
 from penstock.runtime.process import how_ended, kill_tree
@@ -65,6 +66,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
     max_length: int
     threads: int
     accelerator: bool = False
+    memory_share: float = 1.0
+    """Of a GPU's memory; 1: what the server takes by itself."""
     lora_rank: int = 0
     """Of adapters that are loaded beside the model, whose weights are then read from its directory; 0: none."""
     seed: int = 0
@@ -86,6 +89,7 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
     flags += ["--uds", SOCKET, "--disable-uvicorn-access-log"]
     # Token ids with the versions of their weights are told only by this interface.
     flags += ["--enable-scale-out", "--weight-transfer-config", '{"backend": "penstock"}']
+    flags += ["--worker-extension-cls", f"{Proof.__module__}.{Proof.__qualname__}"]
     # After the temperature and the cuts, as drawn; and no cut that a file beside the model asks for.
     flags += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if settings.engine.tensor_parallel > 1:
@@ -96,6 +100,8 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
         flags.append("--enforce-eager")
     if settings.accelerator:
         flags.append("--enable-sleep-mode")
+        if settings.memory_share < 1:
+            flags += ["--gpu-memory-utilization", f"{settings.memory_share:.3f}"]
     return [settings.python, "-m", MAIN, str(parent_pid), *flags, *settings.engine.options]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from penstock.engines.models import AdaptedPolicy, LanguagePolicy
+from penstock.engines.protocol import Site
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.vllm.adapters import VllmAdapters, export_base, rank_of
 from penstock.engines.vllm.requests import VllmRequests, label
@@ -23,7 +24,6 @@ from penstock.engines.vllm.server import ServerSettings, VllmServer, check_inter
 from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.engines.vllm.weights import VllmEngine
 from penstock.errors import ConfigError
-from penstock.runtime.member import RunMember
 from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import device_of
 from penstock.weights.io.neighbours import ManifestSource, WeightTransport
@@ -40,25 +40,13 @@ HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 class VllmService:
     """One server for one worker. Completions come from `requests`, versions go in through `weights`."""
 
-    def __init__(
-        self,
-        process: RunMember,
-        section: VllmEngineSection,
-        policy: LanguagePolicy,
-        *,
-        seed: int,
-        device: str,
-        threads: int,
-        in_pool: bool,
-    ) -> None:
+    def __init__(self, site: Site, section: VllmEngineSection, policy: LanguagePolicy) -> None:
         self._section = section
         self.capabilities = section.capabilities
-        self._device = device
-        self._in_pool = in_pool
-        self._process = process
-        python = section.python or sys.executable
-        check_interpreter(python)
-        settings = server_settings(process, section, policy, seed=seed, python=python, device=device, threads=threads)
+        self._site = site
+        self._process = process = site.process
+        check_interpreter(section.python or sys.executable)
+        settings = server_settings(site, section, policy)
         self.max_positions: int | None = settings.max_length
         self.server = VllmServer(settings)
         address = self.server.address()
@@ -188,11 +176,11 @@ class VllmService:
 
     def _gpus_at(self, devices: tuple[int, ...]) -> tuple[str, ...]:
         """What the server may see of the GPUs; empty where it is left to the server."""
-        if not self.server.settings.accelerator or not self._in_pool:
+        if not self.server.settings.accelerator or not (self._site.in_pool or ":" in self._site.device):
             return ()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         known = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-        return gpus_at(devices, self._device, known)
+        return gpus_at(devices, self._site.device, known)
 
 
 def gpus_at(devices: Sequence[int], name: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -205,18 +193,9 @@ def gpus_at(devices: Sequence[int], name: str, known: Sequence[str]) -> tuple[st
     return tuple(known[one % len(known)] if known else str(one) for one in numbers)
 
 
-def server_settings(
-    process: RunMember,
-    section: VllmEngineSection,
-    policy: LanguagePolicy,
-    *,
-    seed: int,
-    python: str,
-    device: str,
-    threads: int,
-) -> ServerSettings:
+def server_settings(site: Site, section: VllmEngineSection, policy: LanguagePolicy) -> ServerSettings:
     config: Any = policy.module.config
-    accelerator = device_of(device).type != "cpu"
+    process, accelerator = site.process, device_of(site.device).type != "cpu"
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not accelerator and head_size not in HEAD_SIZES_ON_CPU:
         raise ConfigError(
@@ -233,12 +212,13 @@ def server_settings(
         home=home,
         log=process.run.log_path(f"{process.name}.vllm"),
         engine=section,
-        python=python,
+        python=section.python or sys.executable,
         dtype=str(next(policy.module.parameters()).dtype).removeprefix("torch."),
         max_length=section.max_length or config.max_position_embeddings,
-        threads=threads,
+        threads=site.threads,
         accelerator=accelerator,
-        seed=seed % 2**32,
+        memory_share=site.memory_share,
+        seed=site.seed % 2**32,
     )
 
 

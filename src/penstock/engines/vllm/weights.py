@@ -1,10 +1,10 @@
 """Drives the weights of a vLLM server through its own calls: pause, start, update, finish, resume.
 
 vLLM keeps its weights in its own process and overwrites them, so this is the in-place way with the same states: from
-`start` on the replica is TORN until one complete version is in and verified. The server's checksum endpoint is the
-proof: checksums are remembered for each digest when a version was first loaded completely (every bucket verified
-inside the server), and compared whenever that version must be verified again. A server that answers an update with an
-error keeps running but must not be resumed; one that dies or hangs is replaced.
+`start` on the replica is TORN until one complete version is in and verified. The proof is made inside the server
+(`backend.Proof`): once a version was loaded completely, every bucket verified, the digest of the memory it lies in is
+remembered, and compared whenever that version must be verified again. A server that answers an update with an error
+keeps running but must not be resumed; one that dies or hangs is replaced.
 
 The server takes a version from the trainer's memory if both use the same GPU (`weights.io.device`), else from the
 version's files. Where this host does not see those, they are fetched and written here first.
@@ -34,6 +34,7 @@ from penstock.weights.manifest import describe
 LOST_S = 5.0
 """Connections break a little before it can be known how the server ended."""
 LOOK_EVERY_S = 0.05
+PROOF_S = 60.0
 
 
 class VllmEngine:
@@ -69,7 +70,8 @@ class VllmEngine:
         self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
         self._fetched: dict[str, tuple[Path, Manifest]] = {}
         """By digest, the root of the newest version's files and their manifest."""
-        self._checksums: dict[str, dict[str, str]] = {}
+        self._complete = ""
+        """The digest of the last version that was loaded completely, also while the next is loaded over it."""
         self._loaded = -1
         """The version under which the server loaded what it holds."""
         self._known_as: dict[tuple[int, str], int] = {}
@@ -89,7 +91,7 @@ class VllmEngine:
     def forget(self) -> None:
         """The server was stopped: the next one holds nothing."""
         self._initialised = self._vacated = False
-        self.version, self.digest = -1, ""
+        self.version, self.digest, self._complete = -1, "", ""
 
     # The transport's side
 
@@ -132,7 +134,7 @@ class VllmEngine:
         if not self._initialised:
             self._call("POST", "/init_weight_transfer_engine", left_s(), init_info={})
             self._initialised = True
-        before, self.digest = self.digest, ""
+        self.digest = ""
         try:
             self._call("POST", "/start_weight_update", left_s())
         except RemoteProtocolError as error:
@@ -142,15 +144,8 @@ class VllmEngine:
         update = {"root": str(root), "manifest": msgspec.to_builtins(manifest)}
         self._call("POST", "/update_weights", left_s(), update_info=update)
         self._call("POST", "/finish_weight_update", left_s(), weight_version=self._label(version, digest))
-        found = self.checksums(left_s())
-        known = self._checksums.setdefault(digest, found)
-        if known != found:
-            wrong = sorted(name for name in known if known[name] != found.get(name))
-            raise RemoteProtocolError(f"the server's {wrong[0]} is not that of {describe(manifest)}")
-        if before and before != digest and found == self._checksums.get(before):
-            raise RemoteProtocolError(f"the server still holds version {self.version} after {describe(manifest)}")
-        while len(self._checksums) > 8:
-            del self._checksums[next(iter(self._checksums))]
+        self._prove("penstock_loaded", left_s(), digest, self._complete)
+        self._complete = digest
         self.version, self.digest = version, digest
         self._loaded = version
         self._known_as.pop((version, digest), None)
@@ -196,15 +191,18 @@ class VllmEngine:
     # Proof
 
     def served_digest(self) -> str:
-        """The digest of the version whose checksums the server's memory has now; empty when it is none known."""
-        try:
-            found = self.checksums()
-        except RemoteProtocolError:  # half loaded, the server holds layers without data and cannot sum them
+        """The digest of the version that the server's memory still is, as it was loaded; empty when it is none."""
+        if not self._complete:
             return ""
-        return next((digest for digest, known in self._checksums.items() if known == found), "")
+        try:
+            self._prove("penstock_holds", PROOF_S, self._complete)
+        except RemoteProtocolError:  # also half loaded: the server holds layers without data and cannot sum them
+            return ""
+        return self._complete
 
-    def checksums(self, timeout_s: float = 60.0) -> dict[str, str]:
-        return self._call("POST", "/weight_checker", timeout_s, action="checksum")["checksums"]
+    def _prove(self, method: str, timeout_s: float, *digests: str) -> None:
+        """RemoteProtocolError unless it holds in every process of the server: see `backend.Proof`."""
+        self._call("POST", "/collective_rpc", timeout_s, method=method, args=digests)
 
     def served_tensors(self) -> Mapping[str, torch.Tensor]:
         raise LocalProtocolError("a vLLM server keeps its tensors to itself: pass `verify=engine.served_digest`")
@@ -218,9 +216,9 @@ class VllmEngine:
     def swap(self, version: int, digest: str, timeout_s: float) -> float:
         raise LocalProtocolError("a vLLM server has no second buffer: use way='in_place'")
 
-    def _call(self, method: str, path: str, timeout_s: float, **body: Any) -> Any:
+    def _call(self, verb: str, path: str, timeout_s: float, **body: Any) -> Any:
         try:
-            reply = self._client.request(method, path, json=body or None, timeout=timeout_s)
+            reply = self._client.request(verb, path, json=body or None, timeout=timeout_s)
         except httpx.TimeoutException as error:
             raise PeerLost(f"the vLLM server did not answer {path} within {timeout_s:.0f} s") from error
         except httpx.TransportError as error:

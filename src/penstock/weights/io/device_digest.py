@@ -8,7 +8,7 @@ manifest but is another number: the two are never compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import msgspec
@@ -20,6 +20,7 @@ from penstock.errors import LocalProtocolError
 from penstock.records.weights import TensorSpec
 
 ROW_WORDS = 1 << 16
+WORD_BYTES = 8
 BLOCK_ROWS = 128
 """Rows that are summed at once: the memory this takes beside the weights is 64 MB."""
 
@@ -53,8 +54,25 @@ def device_digest(flat: torch.Tensor, tensors: tuple[TensorSpec, ...]) -> str:
     """
     if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() % 8 or flat.storage_offset() % 8:
         raise LocalProtocolError(f"expected whole words as a flat uint8 tensor, found {flat.dtype}{list(flat.shape)}")
-    hashed = xxhash.xxh3_128(msgspec.msgpack.encode(tensors))
-    sums = list(_sums(flat.view(torch.int64)))
+    return _hashed(tensors, list(_sums(flat.view(torch.int64))))
+
+
+def scattered_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The digest of tensors that lie anywhere, on any device. A last incomplete word is filled up with zeros."""
+    known: list[tuple[str, str, list[int]]] = []
+    sums: list[torch.Tensor] = []
+    for name, tensor in named:
+        known.append((name, str(tensor.dtype), list(tensor.shape)))
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if (rest := flat.numel() % WORD_BYTES) or flat.data_ptr() % WORD_BYTES:
+            flat = torch.nn.functional.pad(flat, (0, -rest % WORD_BYTES))
+            flat = flat.clone() if flat.data_ptr() % WORD_BYTES else flat
+        sums += [one.cpu() for one in _sums(flat.view(torch.int64))]
+    return _hashed(known, sums)
+
+
+def _hashed(about: object, sums: list[torch.Tensor]) -> str:
+    hashed = xxhash.xxh3_128(msgspec.msgpack.encode(about))
     if sums:
         hashed.update(torch.cat(sums).cpu().numpy().tobytes())
     return hashed.hexdigest()

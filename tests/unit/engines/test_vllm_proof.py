@@ -1,0 +1,59 @@
+"""What a vLLM server says of the weights in its memory, with a model in place of its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from penstock.engines.vllm.backend import Proof
+from penstock.errors import RemoteProtocolError
+
+
+class Worker(Proof):
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 5)
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            self.model.weight.fill_(value)
+
+
+def test_a_version_is_proved_as_long_as_the_memory_is_what_was_loaded() -> None:
+    worker = Worker()
+    worker.penstock_loaded("one", "")
+    worker.penstock_holds("one")
+    with pytest.raises(RemoteProtocolError, match="is not the version two"):
+        worker.penstock_holds("two")
+    worker.fill(2.0)
+    with pytest.raises(RemoteProtocolError, match="is not the version one"):
+        worker.penstock_holds("one")
+    worker.penstock_loaded("two", "one")
+    worker.penstock_holds("two")
+
+
+def test_a_load_that_changed_nothing_is_refused() -> None:
+    worker = Worker()
+    worker.penstock_loaded("one", "")
+    with pytest.raises(RemoteProtocolError, match="still is one"):
+        worker.penstock_loaded("two", "one")
+    worker.penstock_holds("one")
+
+
+def test_a_version_that_is_loaded_again_must_be_what_it_was() -> None:
+    worker = Worker()
+    worker.penstock_loaded("one", "")
+    worker.fill(2.0)
+    with pytest.raises(RemoteProtocolError, match="is not what it was"):
+        worker.penstock_loaded("one", "")
+
+
+def test_only_the_newest_versions_are_remembered() -> None:
+    worker = Worker()
+    for number in range(3 * Proof.PENSTOCK_KEPT):
+        worker.fill(float(number))
+        worker.penstock_loaded(str(number), str(number - 1))
+    assert len(worker.penstock_known()) == Proof.PENSTOCK_KEPT
+    worker.penstock_holds(str(number))
