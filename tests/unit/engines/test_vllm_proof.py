@@ -52,8 +52,9 @@ def test_a_version_that_is_loaded_again_must_be_what_it_was() -> None:
 
 def test_only_the_newest_versions_are_remembered() -> None:
     worker = Worker()
-    for number in range(3 * Proof.PENSTOCK_KEPT):
+    last = 3 * Proof.PENSTOCK_KEPT
+    for number in range(last + 1):
         worker.fill(float(number))
         worker.penstock_loaded(str(number), str(number - 1))
     assert len(worker.penstock_known()) == Proof.PENSTOCK_KEPT
-    worker.penstock_holds(str(number))
+    worker.penstock_holds(str(last))
