@@ -57,7 +57,7 @@ class Observer:
             "throttled_s": round(state.throttle.engaged_s, 3),
             "workers_alive": sum(not worker.suspected for worker in workers),
             "workers_suspected": sum(worker.suspected for worker in workers),
-            "workers_loading": sum(worker.doing.startswith(LOADING) for worker in workers),
+            "workers_loading": sum(worker.kept_by == LOADING for worker in workers),
             "members_evicted": state.members.evicted,
             "trainer_alive": int(trainer is not None and not trainer.suspected),
             "staleness_mean": _mean([step.staleness_mean for step in recent]),
@@ -110,7 +110,7 @@ class Observer:
         """Whether a worker gets on with loading its engine. That is reported, and has a deadline of its own."""
         fresh = now - self.settings.stall_after_s
         workers = self.members.having("rollout")
-        return any(worker.doing.startswith(LOADING) and worker.progressed_at > fresh for worker in workers)
+        return any(worker.kept_by == LOADING and worker.progressed_at > fresh for worker in workers)
 
     def demand(self) -> tuple[int, int]:
         """Samples that could still be leased or are out, and how many ever came to an end.
@@ -182,7 +182,7 @@ class Observer:
                 f"({_pulse(worker, now)})."
                 for worker in sorted(holders, key=lambda worker: worker.progressed_at)[:3]
             ]
-        if all(worker.doing.startswith(LOADING) for worker in workers):
+        if all(worker.kept_by == LOADING for worker in workers):
             return [
                 f"Worker {worker.member} cannot lease before its engine serves ({_pulse(worker, now)})."
                 for worker in workers[:3]

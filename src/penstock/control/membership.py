@@ -17,7 +17,7 @@ from penstock.control.settings import PipelineSettings
 from penstock.records.ids import MemberId, Version
 from penstock.records.payload import RingAddress
 from penstock.records.prompt import PromptLease
-from penstock.wire.messages import Heartbeat, Refused, Register, Role
+from penstock.wire.messages import LOADING, REWARD, Heartbeat, Refused, Register, Role
 
 FORMER_KEPT = 256
 """Departed members remembered by name, so that their late calls differ from those of unknown processes."""
@@ -46,6 +46,15 @@ class Member(msgspec.Struct):
     @property
     def rings(self) -> tuple[str, ...]:
         return (self.ring, *self.more_rings) if self.ring else self.more_rings
+
+    @property
+    def kept_by(self) -> str:
+        """What keeps it from its usual work, of which users are told; empty if nothing does."""
+        return _kept_by(self.doing)
+
+
+def _kept_by(doing: str) -> str:
+    return next((kind for kind in (LOADING, REWARD) if doing.startswith(kind)), "")
 
 
 class MembershipState(msgspec.Struct):
@@ -145,7 +154,8 @@ class Membership:
         """Records a heartbeat if it says something new; returns whether it did."""
         member = self.state.live[event.member]
         progressed_at = now - max(0.0, event.progressed_ago_s)
-        if member.heartbeat_seen and now - member.heard_at < self.settings.resolution_s:
+        nothing_new = member.heartbeat_seen and member.kept_by == _kept_by(event.doing)
+        if nothing_new and now - member.heard_at < self.settings.resolution_s:
             return False
         member.heartbeat_seen = True
         member.heard_at = now

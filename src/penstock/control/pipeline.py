@@ -38,6 +38,7 @@ from penstock.records.weights import Held, Manifest
 from penstock.weights.published import PublishedVersions
 from penstock.wire.codec import decode_section, encode_section
 from penstock.wire.messages import (
+    REWARD,
     AckCheckpoint,
     AckStep,
     AskBatch,
@@ -150,8 +151,7 @@ class PipelineControl:
 
     def slow_reward(self) -> str:
         """What a worker says of a reward function that runs for long; empty if none does."""
-        said = [member.doing for member in self.members.having("rollout")]
-        return next((doing for doing in said if doing.startswith("reward ")), "")
+        return next((one.doing for one in self.members.having("rollout") if one.kept_by == REWARD), "")
 
     def check(self) -> None:
         """Raises if an invariant of the ledger, the admission or the phase is broken."""

@@ -60,6 +60,8 @@ class Unregister(Call, tag="unregister", frozen=True):
 
 LOADING = "loading"
 """How `doing` begins for a worker whose engine cannot serve yet."""
+REWARD = "reward"
+"""And for one with a reward function that runs for long."""
 
 
 class Heartbeat(Call, tag="heartbeat", frozen=True):

@@ -261,3 +261,23 @@ def test_the_status_is_plain_numbers(drive):
     assert (status["step"], status["samples_trained"], status["reward_mean"]) == (1, 4, 1.0)
     assert status["conservation_error"] == 0
     assert "p running" in repr(d.control)
+
+
+def test_a_worker_that_calls_often_is_not_said_to_load_any_more(drive):
+    """Heartbeats between other calls are not recorded, but for those that say what users are told."""
+    d = drive(stall_after_s=60)
+    d.join("w")
+    d.publish(0)
+    d.send(messages.Heartbeat(P, "w", 0.0, f"{messages.LOADING} the vLLM server for 3 s"))
+    assert d.control.status(d.now)["workers_loading"] == 1
+    for step in range(5):
+        d.fill()
+        d.batch(step)
+        d.publish(step + 1)
+        d.ack(step)
+        d.send(messages.Heartbeat(P, "w", 0.0, "generating"))
+        assert d.control.status(d.now)["workers_loading"] == 0
+    d.send(messages.Heartbeat(P, "w", 0.0, f"{messages.REWARD} judge running for 12 s, 1 call"))
+    assert "judge" in d.control.slow_reward()
+    d.send(messages.Heartbeat(P, "w", 0.0, "generating"))
+    assert d.control.slow_reward() == ""

@@ -38,6 +38,7 @@ from penstock.envs.settings import RewardSection
 from penstock.errors import PenstockError, RunFailed
 from penstock.runtime.parent import watch_parent
 from penstock.runtime.process import exit_cause
+from penstock.wire.messages import REWARD
 
 log = logging.getLogger(__name__)
 
@@ -311,7 +312,7 @@ class Scoring:
             if (ran_s := now - oldest.began) > TOLD_AFTER_S:
                 name = self.rubric.names[oldest.function]
                 calls = f"{len(running)} calls in flight" if len(running) > 1 else "one call in flight"
-                self._progressed(f"reward {name} running for {ran_s:.0f} s, {calls}{_place(oldest)}")
+                self._progressed(f"{REWARD} {name} running for {ran_s:.0f} s, {calls}{_place(oldest)}")
             for call in running:
                 if now - call.began > self.settings.reward_timeout_s and not call.stoppable:
                     self._leave_behind(call)
