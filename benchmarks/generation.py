@@ -157,6 +157,7 @@ def by_vllm_elsewhere(name: str, rows_list: list[int], chosen: Any) -> dict[int,
     for key in ("prompt", "new", "rounds"):
         flags += [f"--{key}", str(getattr(chosen, key))]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    settings |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a GPU that was asked about cannot be used after a fork
     settings |= {"TORCHDYNAMO_DISABLE": "1"} if not torch.cuda.is_available() else {}
     with tempfile.NamedTemporaryFile(suffix=".json") as found:
         command = [chosen.vllm_python, __file__, *flags, "--only-vllm", found.name]

@@ -11,6 +11,7 @@ one that started them: none outlives the worker, however that ends.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from dataclasses import dataclass
@@ -38,14 +39,26 @@ FETCH_S = 300.0
 def register() -> None:
     """Called by vLLM in every one of its processes."""
     parent = multiprocessing.parent_process()
-    if OWNED in os.environ and parent is not None and parent.pid is not None:
-        die_with_parent(parent.pid)
+    if OWNED in os.environ:
+        log_to_the_server()
+        if parent is not None and parent.pid is not None:
+            die_with_parent(parent.pid)
     from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
         WeightTransferEngineFactory,
     )
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, build())
+
+
+def log_to_the_server() -> None:
+    """What is said here stands between the server's own lines: which way versions come, for example."""
+    ours = logging.getLogger("penstock")
+    if not ours.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
 
 
 def build() -> type[Any]:
