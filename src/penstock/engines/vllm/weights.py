@@ -66,7 +66,8 @@ class VllmEngine:
         self._label = label
         self._fate = fate
         self._runs = runs
-        transport = httpx.HTTPTransport(uds=address)
+        # After an error the server closes the connection a little later: a kept one could be used just then.
+        transport = httpx.HTTPTransport(uds=address, limits=httpx.Limits(max_keepalive_connections=0))
         self._client = httpx.Client(transport=transport, base_url="http://vllm", timeout=timeout_s)
         self._fetched: dict[str, tuple[Path, Manifest]] = {}
         """By digest, the root of the newest version's files and their manifest."""
