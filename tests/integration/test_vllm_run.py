@@ -81,13 +81,13 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def started(folder: Path, pool: str, **pipelines: str) -> Running:
-    """A run of these pipelines, each as long as it says."""
+def started(folder: Path, pool: str, *, settings: tuple[str, ...] = (), **pipelines: str) -> Running:
+    """A run of these pipelines, each as long as it says, with further settings."""
     (folder / "mine.py").write_text(FINITE)
     config = folder / "run.toml"
     tables = [PIPELINE.format(name=name, length=length, python=PYTHON) for name, length in pipelines.items()]
     config.write_text(RUN.format(folder=folder) + pool + "".join(tables))
-    return start(folder, config)
+    return start(folder, config, *(word for setting in settings for word in ("--set", setting)))
 
 
 def server_of(run: Running, worker: str = WORKER) -> list[psutil.Process]:
@@ -181,6 +181,26 @@ def test_adapters_are_loaded_while_the_server_goes_on(folder: Path) -> None:
     steps = step_lines(run.directory)
     assert abs(steps[0]["ratio_max"] - 1.0) < 1e-3  # the server's log-probabilities are those of the trainer's model
     assert all(abs(step["ratio_mean"] - 1.0) < 0.2 for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@needs_vllm
+def test_a_model_divided_over_two_processes_is_replaced_as_a_whole_when_one_is_killed(folder: Path) -> None:
+    run = started(folder, "", settings=("pipeline.letters.engine.tensor_parallel=2",), letters="steps = 24")
+    run.wait_for_step(6, START_S)
+    first = server_of(run)
+    ranks = [one for one in first if one.name().startswith("VLLM::Worker_TP")]
+    assert len(ranks) == 2
+    ranks[1].kill()
+    wait_for(lambda: not any(alive(one) for one in first), 120, "the rest of a killed server to end")
+
+    code, output = run.end(START_S)
+    assert code == 0, output + run.logs()
+    steps = step_lines(run.directory)
+    assert len(steps) >= 24
+    assert abs(steps[0]["ratio_max"] - 1.0) < 1e-3  # both had loaded their part of the trainer's model
+    assert sum(step["reward"] for step in steps[-5:]) / 5 > 0.6 > 0.4 > steps[0]["reward"]
 
 
 def first_orders(run: Running) -> dict[str, float]:
