@@ -48,6 +48,8 @@ SWITCH_S = 0.0005
 decode step: by Python's default it would wait 5 ms each time that prompts, rewards or payloads are being worked on."""
 SHARE_BESIDE_TRAINER = 0.4
 """Of a GPU's memory, for all engines on the trainer's own: gradients, optimiser and activations need more."""
+SHARE_OF_ENGINES = 0.9
+"""For several engines on a GPU without a trainer."""
 
 Parts = tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]
 """Environment, engine, hooks and policy."""
@@ -212,13 +214,16 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
 
 
 def memory_share(config: Config, pipeline: PipelineSection) -> float:
-    """Of a GPU's memory, for each worker's engine: all of it, unless the trainer has the same GPU at the same time. A
-    pool gives it to one after the other, and Ray to one alone."""
+    """Of a GPU's memory, for each worker's engine: all of it, unless others of this run have the same GPU at the same
+    time. A pool gives it to one after the other, and Ray to one alone."""
     if config.pool.devices or config.launch.kind != "local":
         return 1.0
     at = partial(device_at, devices=(), in_pool=False)
-    trains_on = {at(pipeline.train.device, rank=rank) for rank in range(pipeline.train_ranks)}
-    return SHARE_BESIDE_TRAINER / pipeline.rollout.workers if at(pipeline.rollout.device) in trains_on else 1.0
+    here = at(pipeline.rollout.device)
+    engines = sum(other.rollout.workers for other in config.pipeline if at(other.rollout.device) == here)
+    if any(at(other.train.device, rank=rank) == here for other in config.pipeline for rank in range(other.train_ranks)):
+        return SHARE_BESIDE_TRAINER / engines
+    return SHARE_OF_ENGINES / engines if engines > 1 else 1.0
 
 
 def _settings(process: RoleProcess) -> RunnerSettings:
