@@ -1,7 +1,8 @@
-"""Which devices each pipeline may use. Without a pool of its own every process gets a device for itself."""
+"""Which devices each pipeline may use. Without a pool every process has devices of its own, as far as there are any."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from penstock.config.pipeline import PipelineSection
@@ -34,7 +35,7 @@ def _one_each(config: Config) -> Devices:
     placements: dict[str, Placement] = {}
     count = 0
     for one in config.pipeline:
-        workers = one.rollout.workers * one.rollout.devices_per_worker
+        workers = one.rollout.workers * one.worker_devices
         ranks = one.train_ranks
         train, rollout = tuple(range(count, count + ranks)), tuple(range(count + ranks, count + ranks + workers))
         placements[one.name] = Placement(train, rollout, train_is_shared=False)
@@ -42,8 +43,55 @@ def _one_each(config: Config) -> Devices:
     return Devices(count, placements)
 
 
-def weights_stay_on_device(config: Config, pipeline: PipelineSection) -> bool:
-    """Whether versions may lie in the trainer's device memory. The devices of a pool are given back empty, and with
-    several ranks no device holds a whole version."""
-    whole = pipeline.train_ranks == 1 and pipeline.engine.capabilities.device_weights
-    return pipeline.weights.transport == "auto" and not config.pool.devices and whole
+SHARE_BESIDE_TRAINER = 0.4
+"""Of a GPU's memory, for all engines on a trainer's own: gradients, optimiser and activations need more."""
+SHARE_OF_ENGINES = 0.9
+"""For several engines on a GPU without a trainer."""
+
+
+def trains_on(config: Config, pipeline: PipelineSection, gpus: int) -> tuple[int | str, ...]:
+    """The GPU of each rank, by its number among those of the machine; another device by its name."""
+    return _at(pipeline.train.device, devices_of(config).placements[pipeline.name].train, gpus)
+
+
+def generates_on(
+    config: Config, pipeline: PipelineSection, gpus: int, worker: int | None = None
+) -> tuple[int | str, ...]:
+    """Of all workers or of one, in the same way. In a pool it is the controller that says so, while the run goes on."""
+    devices = devices_of(config).placements[pipeline.name].rollout
+    if worker is not None:
+        devices = devices[worker * pipeline.worker_devices :][: pipeline.worker_devices]
+    return _at(pipeline.rollout.device, devices, gpus)
+
+
+def _at(name: str, devices: tuple[int, ...], gpus: int) -> tuple[int | str, ...]:
+    kind, _, number = name.partition(":")
+    if kind not in ("auto", "cuda"):
+        return tuple(name for _ in devices)
+    return tuple(int(number) if number else device % max(gpus, 1) for device in devices)
+
+
+def memory_share(config: Config, pipeline: PipelineSection, gpus: int) -> float:
+    """Of a GPU's memory, for each worker's engine: all of it, unless others of this run have the same GPU at the same
+    time. A pool gives it to one after the other, and Ray to one alone."""
+    if config.pool.devices or config.launch.kind != "local":
+        return 1.0
+    trainers = {gpu for one in config.pipeline for gpu in trains_on(config, one, gpus)}
+    engines = Counter(gpu for one in config.pipeline for gpu in generates_on(config, one, gpus))
+
+    def share(gpu: int | str) -> float:
+        if gpu in trainers:
+            return SHARE_BESIDE_TRAINER / engines[gpu]
+        return SHARE_OF_ENGINES / engines[gpu] if engines[gpu] > 1 else 1.0
+
+    return min(share(gpu) for gpu in generates_on(config, pipeline, gpus))
+
+
+def weights_stay_on_device(config: Config, pipeline: PipelineSection, gpus: int) -> bool:
+    """Whether versions lie in the trainer's device memory: where an engine is on its only GPU. The devices of a pool
+    are given back empty, and those of Ray are of one process alone."""
+    if config.pool.devices or config.launch.kind != "local" or pipeline.train_ranks > 1:
+        return False
+    trainer = trains_on(config, pipeline, gpus)[0]
+    may = pipeline.weights.transport == "auto" and pipeline.engine.capabilities.device_weights
+    return may and trainer in generates_on(config, pipeline, gpus)

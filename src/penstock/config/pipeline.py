@@ -126,6 +126,11 @@ class PipelineSection(Section):
         return self.train.ranks or len(self.train_devices) or 1
 
     @property
+    def worker_devices(self) -> int:
+        """That one worker has at a time."""
+        return max(self.rollout.devices_per_worker, self.rollout.ranks, self.engine.devices)
+
+    @property
     def kind(self) -> Literal["language", "gymnasium"]:
         return "gymnasium" if self.env.name == "gymnasium" else "language"
 

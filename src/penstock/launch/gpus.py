@@ -1,14 +1,21 @@
-"""How busy the GPUs of this machine are during a run, by the driver's own figures. Without a driver: nothing."""
+"""The GPUs of this machine: which process may use which, and how busy they are. Without a driver: nothing."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
+
+from penstock.config.devices import generates_on, trains_on
+from penstock.config.run import Config
+from penstock.launch.processes import ProcessSpec
+from penstock.runtime.process import GPUS_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +24,38 @@ EVERY_S = 2.0
 TIMEOUT_S = 10.0
 IDLE = 0.01
 """GPUs less busy than this belong to others, or to none."""
+
+
+def gpus_here() -> tuple[str, ...]:
+    """Those that the run may use, by the names that CUDA_VISIBLE_DEVICES has for them."""
+    chosen, driver = os.environ.get("CUDA_VISIBLE_DEVICES"), shutil.which("nvidia-smi")
+    if chosen is not None:
+        return tuple(filter(None, chosen.split(",")))
+    if driver is None:
+        return ()
+    query = [driver, "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        return tuple(said.stdout.split())
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the driver does not say which GPUs there are, so processes share the first: %s", error)
+        return ()
+
+
+def seen_by(spec: ProcessSpec, config: Config, gpus: Sequence[str]) -> dict[str, str]:
+    """What a process has in its environment so that it finds its own GPUs only. All of them, where they are a pool's
+    to give out, and where the configuration names one by its number."""
+    pipeline = next((one for one in config.pipeline if one.name == spec.pipeline), None)
+    if pipeline is None or len(gpus) < 2:
+        return {}
+    count = {GPUS_VARIABLE: str(len(gpus))}
+    if spec.role == "trainer":
+        name, own = pipeline.train.device, trains_on(config, pipeline, len(gpus))
+    else:
+        name, own = pipeline.rollout.device, generates_on(config, pipeline, len(gpus), spec.index)
+    if config.pool.devices or name not in ("auto", "cuda"):
+        return count
+    return count | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[int(gpu)] for gpu in dict.fromkeys(own))}
 
 
 class GpuWatch:

@@ -14,6 +14,7 @@ from asyncio.subprocess import DEVNULL, Process
 
 from penstock.config.run import Config
 from penstock.launch.forkserver import ForkedProcess, ForkServer
+from penstock.launch.gpus import gpus_here, seen_by
 from penstock.launch.preload import Preloading
 from penstock.launch.processes import MEMBER_VARIABLE, ProcessSpec, command, environment
 from penstock.launch.restarts import Ended
@@ -100,16 +101,18 @@ class LocalPlacer:
         self._run = run
         self._config = config
         self._forkserver = ForkServer(config, run.log_path("forkserver"), preloading)
+        self._gpus: tuple[str, ...] = ()
 
     async def open(self) -> None:
-        await self._forkserver.start()
+        _, self._gpus = await asyncio.gather(self._forkserver.start(), asyncio.to_thread(gpus_here))
         removed = [*sweep_own(self._run.run_id, os.getpid()), *sweep_dead()]
         if removed:
             log.info("removed %d shared-memory rings that dead runs had left", len(removed))
 
     async def place(self, spec: ProcessSpec, member: str, session: str) -> ProcessWithDescendants:
         arguments = command(spec, self._run.root, member, session, parent=os.getpid())
-        inherited, path = environment(spec, self._config.run.extra_path, member), self._run.log_path(spec.name)
+        path = self._run.log_path(spec.name)
+        inherited = environment(spec, self._config.run.extra_path, member) | seen_by(spec, self._config, self._gpus)
         if spec.role == "trainer":
             await asyncio.sleep(0)  # it begins with samples: workers that are started with it come first
         forked = await self._forkserver.fork(spec, arguments, inherited, path)

@@ -85,7 +85,7 @@ def needs_of(spec: ProcessSpec, config: Config, *, with_gpus: bool) -> Needs:
         return Needs(spec.threads * ranks, gpus, directory=True)
     rollout = pipeline.rollout
     device = _wants_gpu(rollout.device, with_gpus, f"pipeline.{pipeline.name}.rollout.device")
-    gpus = max(rollout.ranks, rollout.devices_per_worker) if device else 0
+    gpus = pipeline.worker_devices if device else 0
     cpus = spec.threads * rollout.ranks + (rollout.preparation_processes or 0)
     return Needs(cpus, gpus, directory=_reads_weights_files(pipeline))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ class ProcessSpec:
     pipeline: str | None = None
     wave: int = 0
     vital: bool = True
+    index: int = 0
+    """Of a worker, among those of its pipeline."""
 
 
 MEMBER_VARIABLE = "PENSTOCK_MEMBER"
@@ -52,6 +54,7 @@ def processes_of(config: Config) -> list[ProcessSpec]:
                     ("--pipeline", pipeline.name, "--index", str(index)),
                     pipeline.rollout.threads,
                     pipeline.name,
+                    index=index,
                 )
             )
     for index, sink in enumerate(config.metrics.sinks):
@@ -70,7 +73,7 @@ def command(spec: ProcessSpec, run_root: Path, member: str, session: str, parent
     ]
 
 
-def environment(spec: ProcessSpec, extra_path: Iterable[Path | str], member: str = "") -> Mapping[str, str]:
+def environment(spec: ProcessSpec, extra_path: Iterable[Path | str], member: str = "") -> dict[str, str]:
     """What the process finds in its environment, beside what its parent has. Whatever it starts inherits `member`, by
     which it is found when the process has ended."""
     threads = str(spec.threads)

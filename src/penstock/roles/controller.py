@@ -107,7 +107,7 @@ def controller_of(config: Config) -> Controller:
         PipelineOpened(
             pipeline=PipelineName(section.name),
             inference=tuple(DeviceId(device) for device in devices.placements[section.name].rollout),
-            bundle=section.rollout.devices_per_worker,
+            bundle=section.worker_devices,
             concurrency=section.rollout.batch_samples,
             weight=section.weight,
             min_bundles=section.min_workers,

@@ -28,7 +28,7 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
 from penstock.runtime.ranks import file_store
 from penstock.runtime.tasks import Tasks
-from penstock.runtime.tensors import device_of
+from penstock.runtime.tensors import device_of, gpu_count
 from penstock.weights.io.transports import transport_of
 
 
@@ -93,7 +93,7 @@ async def _keep_step(
             pipeline.weights,
             process.config.payload.transport,
             device_of(pipeline.rollout.device),
-            on_device=weights_stay_on_device(process.config, pipeline),
+            on_device=weights_stay_on_device(process.config, pipeline, gpu_count()),
         ),
         way=pipeline.weights.way,
         deadline_s=pipeline.weights.deadline_s,

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.config.devices import weights_stay_on_device
-from penstock.config.pipeline import PipelineSection
-from penstock.config.run import Config
+from penstock.config.devices import memory_share, weights_stay_on_device
 from penstock.engines.build import build_engine
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.protocol import Engine, Site
@@ -38,7 +36,7 @@ from penstock.rollout.prefetch import Bounds
 from penstock.runtime.offload import background
 from penstock.runtime.seeds import next_seed
 from penstock.runtime.tasks import Tasks
-from penstock.runtime.tensors import device_at, device_of
+from penstock.runtime.tensors import device_at, device_of, gpu_count
 from penstock.weights.io.transports import transport_of
 
 log = logging.getLogger(__name__)
@@ -46,10 +44,6 @@ log = logging.getLogger(__name__)
 SWITCH_S = 0.0005
 """How long a thread may compute in Python while another waits. The engine's thread comes back from the device at every
 decode step: by Python's default it would wait 5 ms each time that prompts, rewards or payloads are being worked on."""
-SHARE_BESIDE_TRAINER = 0.4
-"""Of a GPU's memory, for all engines on the trainer's own: gradients, optimiser and activations need more."""
-SHARE_OF_ENGINES = 0.9
-"""For several engines on a GPU without a trainer."""
 
 Parts = tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]
 """Environment, engine, hooks and policy."""
@@ -154,7 +148,8 @@ async def _generate(
                 pipeline.weights,
                 process.config.payload.transport,
                 device_of(pipeline.rollout.device),
-                on_device=engine.capabilities.weights == "memory" and weights_stay_on_device(process.config, pipeline),
+                on_device=engine.capabilities.weights == "memory"
+                and weights_stay_on_device(process.config, pipeline, gpu_count()),
             ),
             way=pipeline.weights.way,
             deadline_s=pipeline.weights.deadline_s,
@@ -197,7 +192,7 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
         in_pool=in_pool,
         device_at=partial(device_at, rollout.device, in_pool=in_pool, rank=rank),
         ranks=engine_ranks if engine_ranks is not None and engine_ranks.count > 1 else None,
-        memory_share=memory_share(config, pipeline),
+        memory_share=memory_share(config, pipeline, gpu_count()),
     )
     engine: Any = build_engine(pipeline.engine, policy, site)
     workload = workload_of(
@@ -211,19 +206,6 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
         progressed=process.progress.moved,
     )
     return environment, engine, workload, policy
-
-
-def memory_share(config: Config, pipeline: PipelineSection) -> float:
-    """Of a GPU's memory, for each worker's engine: all of it, unless others of this run have the same GPU at the same
-    time. A pool gives it to one after the other, and Ray to one alone."""
-    if config.pool.devices or config.launch.kind != "local":
-        return 1.0
-    at = partial(device_at, devices=(), in_pool=False)
-    here = at(pipeline.rollout.device)
-    engines = sum(other.rollout.workers for other in config.pipeline if at(other.rollout.device) == here)
-    if any(at(other.train.device, rank=rank) == here for other in config.pipeline for rank in range(other.train_ranks)):
-        return SHARE_BESIDE_TRAINER / engines
-    return SHARE_OF_ENGINES / engines if engines > 1 else 1.0
 
 
 def _settings(process: RoleProcess) -> RunnerSettings:

@@ -17,6 +17,7 @@ from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import connected, report_gauges, watch_for_stop
 from penstock.runtime.offload import Offload, background
 from penstock.runtime.tasks import Tasks
+from penstock.runtime.tensors import gpu_count
 from penstock.train import checkpoint
 from penstock.train.data import BatchLoader, DataLoader
 from penstock.train.emergencies import heed_checkpoints
@@ -51,7 +52,7 @@ async def main(process: RoleProcess, make: Callable[[RoleProcess], Learner] | No
             rollouts = _rollout_log(process, learner)
             fetcher = fetcher_of(process)
             try:
-                on_device = weights_stay_on_device(process.config, pipeline)
+                on_device = weights_stay_on_device(process.config, pipeline, gpu_count())
                 placement = {"workers": pipeline.rollout.workers, "on_device": on_device}
                 with weight_publisher(
                     process, lineage, pipeline.weights, process.config.payload, **placement

@@ -63,7 +63,8 @@ class RolloutSection(GroupSection):
     ring_slots: Positive = 4096
     """How many samples that may be, at the least: a ring always has room for those of every step under way."""
     device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one. Every worker has its own, as far as there are any; `cuda:1` is
+    that one for all of them."""
     threads: Positive = 1
     """Torch threads of a worker."""
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 
 POLL_S = 0.01
+GPUS_VARIABLE = "PENSTOCK_GPUS"
+"""How many the machine has, in the environment of processes that may see only their own."""
 
 
 def start_time(pid: int) -> float | None:

@@ -6,12 +6,14 @@ Trainer and engines must agree on the first, or no digest ever matches; and on t
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.runtime.process import GPUS_VARIABLE
 
 RESIDUE_BYTES = 64 << 20
 """Device memory that may stay allocated when all else was taken off: caches of libraries, not ours to free."""
@@ -68,6 +70,11 @@ def device_of(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r}: {error}") from error
+
+
+def gpu_count() -> int:
+    """Of this machine, also where this process may see only its own."""
+    return int(os.environ.get(GPUS_VARIABLE) or torch.cuda.device_count())
 
 
 def device_at(name: str, devices: Sequence[int], *, in_pool: bool, rank: int = 0) -> torch.device:

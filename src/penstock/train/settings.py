@@ -47,7 +47,7 @@ class TrainSection(StepSection):
     it is repeated, and from then on they are recomputed. Shards cannot repeat a step: with several ranks, or `fsdp`, a
     pretrained model on a GPU recomputes them from the start."""
     device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: a GPU if there is one."""
+    """`cpu`, `cuda`, or `auto`: a GPU if there is one. Every rank has its own; `cuda:1` is that one."""
     threads: Positive = 1
     """Torch threads of the trainer, of each rank."""
     fsdp: bool = False

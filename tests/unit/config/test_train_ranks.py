@@ -26,7 +26,7 @@ def test_ranks_without_named_devices_take_the_first_of_the_pool_or_one_each():
     placed = devices_of(alone)
     assert placed.placements["a"].train == (0, 1, 2)
     assert not set(placed.placements["a"].train) & set(placed.placements["a"].rollout)
-    assert not weights_stay_on_device(alone, alone.pipeline[0]), "no device holds a whole version"
+    assert not weights_stay_on_device(alone, alone.pipeline[0], gpus=1), "no device holds a whole version"
 
 
 @pytest.mark.parametrize(
