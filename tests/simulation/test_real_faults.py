@@ -72,6 +72,21 @@ def test_a_worker_whose_heartbeat_is_lost_works_on_while_it_delivers() -> None:
     assert muted.restarts == 5, "it was evicted and replaced"
 
 
+def test_an_end_that_the_controller_could_not_be_told_of_is_told_later() -> None:
+    """By its silence alone, a worker that was never heard of would be missed only after the startup grace."""
+    report = run(
+        Fault(5.0, "kill", W0),
+        Fault(5.1, "cut", f"{W0}.heart", for_s=30.0),
+        Fault(9.0, "cut", "supervisor", for_s=6.0),
+        Fault(10.0, "kill", W0),
+        steps=40,
+    )
+    ends = [one.at for one in report.said if one.process == "controller" and "left: killed by SIGKILL" in one.line]
+    assert report.first_said("could not be told that p0.rollout.0") is not None
+    assert len(ends) == 2
+    assert 15.0 < ends[1] < 20.0
+
+
 def test_a_slow_worker_neither_stops_the_others_nor_breaks_the_bound() -> None:
     calm = run(steps=40, workers=4)
     slow = run(Fault(3.0, "slow", W0, for_s=1000.0, amount=20.0), steps=40, workers=4)

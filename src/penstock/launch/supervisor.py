@@ -131,6 +131,8 @@ class Supervisor:
         self._members: dict[str, str] = {}
         self._evicted_since: dict[str, float] = {}
         self._ended_well: set[str] = set()
+        self._untold: dict[MemberId, Unregister] = {}
+        """Ends of processes that the controller could not be told of."""
         self._status: dict[str, Any] = {}
         self._failure: PenstockError | None = None
         self._random = random
@@ -221,15 +223,28 @@ class Supervisor:
         return [name for name in same if name != spec.name and name in self._placed and self._placed[name].running]
 
     async def _report_death(self, pipeline: str, member: str, why: str) -> None:
-        """The controller would notice by the silence; told, it issues the leases again at once."""
+        """The controller would notice by the silence; told, it issues the leases again at once. One that does not
+        answer is told later, while the process is started again."""
         died = Unregister(PipelineName(pipeline), MemberId(member), reason=why, died=True)
+        if not await self._tell(died):
+            self._untold[died.member] = died
+
+    async def _tell_again(self) -> None:
+        for died in tuple(self._untold.values()):
+            if not await self._tell(died):
+                break
+            self._untold.pop(died.member, None)
+
+    async def _tell(self, died: Unregister) -> bool:
         client = self._caller(died.pipeline, died.member)
         try:
             await client.call(died, timeout_s=REPORT_DEATH_S)
         except PenstockError as error:
-            log.info("the controller could not be told that %s ended: %s", member, error)
+            log.info("the controller could not be told that %s ended: %s", died.member, error)
+            return False
         finally:
             await client.close()
+        return True
 
     async def _watch(self) -> None:
         """Asks the controller for the run's status and notices completion."""
@@ -260,6 +275,7 @@ class Supervisor:
                     one["diagnosis"] = sentences.get(name, "")
             self._view.update(self._status)
             self._kill_evicted()
+            await self._tell_again()
         except PeerLost as error:
             log.debug("no status from the controller at present: %s", error)
 
