@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import re
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from penstock.errors import RunFailed
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished
 from penstock.rollout.io.language_workload import outcomes_of
-from penstock.rollout.io.scoring import Scoring
+from penstock.rollout.io.scoring import Scoring, _Child
 
 
 def sleepy(prompts: Any, completions: Sequence[str]) -> list[float]:
@@ -119,6 +120,26 @@ def test_a_hanging_thread_is_left_behind_and_the_function_moves_into_processes()
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_process_that_two_threads_kill_at_once_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker closes its rewards while the thread of a call gives up on the process."""
+    child = _Child(picky_rubric, ())
+    closing = child._pipe.close
+    inside = threading.Semaphore(1)
+
+    def slowly() -> None:
+        assert inside.acquire(blocking=False), "the file is being closed already"
+        time.sleep(0.3)
+        closing()
+        inside.release()
+
+    monkeypatch.setattr(child._pipe, "close", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        for killed in [threads.submit(child.kill) for _ in range(2)]:
+            killed.result(WAIT_S)
+    assert not child.alive
 
 
 def test_threads_that_cannot_be_replaced_end_the_run_when_none_is_left() -> None:

@@ -424,6 +424,7 @@ class _Child:
         theirs.close()
         self.alive = True
         self._ready = False
+        self._killing = threading.Lock()
 
     def call(self, call: _Call, name: str, timeout_s: float) -> tuple[Values, BaseException | None]:
         """Blocks for the answer. Afterwards the process may be gone: see `alive`."""
@@ -451,10 +452,12 @@ class _Child:
         return ([], answer) if isinstance(answer, PenstockError) else (answer, None)
 
     def kill(self) -> None:
-        self.alive = False
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        """Harmless twice, also by two threads at once: of those the second would close a file that is no longer its."""
+        with self._killing:
+            self.alive = False
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
 
     def _over(self, reason: str, call: _Call) -> tuple[Values, None]:
         return [NoReward(reason)] * len(call.completions), None
