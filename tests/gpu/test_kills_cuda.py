@@ -10,7 +10,7 @@ import pytest
 import torch
 from running import Running, start, step_lines, trained_steps, wait_for
 from test_kill_matrix import alive, assert_exact
-from test_vllm_run import PYTHON, needs_vllm, server_of
+from test_vllm_run import needs_vllm, server_of, started
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -20,45 +20,12 @@ START_S = 300.0
 LEFT_MB = 64
 """Others may use the GPU a little."""
 
-FINITE = f"""
-from penstock.envs.tasks import Copy
-
-class Mine(Copy):
-    count = {STEPS * GROUPS_PER_STEP}
-
-    def __init__(self, seed=0):
-        super().__init__(letters=4, length=1, seed=seed)
-"""
-
-RUN = """\
-[run]
-name = "kills"
-dir = "{folder}/runs"
-extra_path = ["{folder}"]
-[[pipeline]]
-name = "letters"
-epochs = 1
-steps = 1000
-[pipeline.env]
-name = "mine:Mine"
-[pipeline.model]
-kind = "tiny"
-hidden = 128
-layers = 2
-heads = 2
-[pipeline.engine]
-{engine}
-[pipeline.rollout]
-group_size = 8
-max_new_tokens = 1
-[pipeline.train]
-groups_per_step = 4
-[pipeline.optimizer]
-learning_rate = 1e-3
-decay_steps = 300
-[pipeline.checkpoint]
-every_steps = 10
-"""
+SETTINGS = (
+    f"pipeline.letters.train.groups_per_step={GROUPS_PER_STEP}",
+    "pipeline.letters.optimizer.learning_rate=1e-3",
+    f"pipeline.letters.optimizer.decay_steps={STEPS}",
+)
+ENGINES = {"torch": "pipeline.letters.engine={kind = 'torch'}", "vllm": "pipeline.letters.engine.eager=false"}
 
 
 def used_mb() -> int:
@@ -84,11 +51,13 @@ def kill(run: Running, name: str) -> None:
 @pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=needs_vllm)])
 def test_through_kills_every_prompt_is_trained_once_and_the_memory_is_given_back(folder: Path, engine: str) -> None:
     before = used_mb()
-    (folder / "mine.py").write_text(FINITE)
-    config = folder / "run.toml"
-    python = f'python = "{PYTHON}"' if engine == "vllm" else ""
-    config.write_text(RUN.format(folder=folder, engine=f'kind = "{engine}"\n{python}'))
-    run = start(folder, config)
+    run = started(
+        folder,
+        "",
+        prompts=STEPS * GROUPS_PER_STEP,
+        settings=(ENGINES[engine], *SETTINGS),
+        letters="steps = 1000\nepochs = 1",
+    )
     run.wait_for_step(40, START_S)
     assert used_mb() > before + LEFT_MB  # it is on the GPU
     if engine == "vllm":

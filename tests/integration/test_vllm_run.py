@@ -27,11 +27,11 @@ PROMPTS, GROUPS_PER_STEP = 320, 8
 START_S = 900.0
 """For a server to start on a machine that is busy with much else."""
 
-FINITE = f"""
+FINITE = """
 from penstock.envs.tasks import Copy
 
 class Mine(Copy):
-    count = {PROMPTS}
+    count = {prompts}
 
     def __init__(self, seed=0):
         super().__init__(letters=4, length=1, seed=seed)
@@ -81,9 +81,11 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-def started(folder: Path, pool: str, *, settings: tuple[str, ...] = (), **pipelines: str) -> Running:
+def started(
+    folder: Path, pool: str, *, prompts: int = PROMPTS, settings: tuple[str, ...] = (), **pipelines: str
+) -> Running:
     """A run of these pipelines, each as long as it says, with further settings."""
-    (folder / "mine.py").write_text(FINITE)
+    (folder / "mine.py").write_text(FINITE.format(prompts=prompts))
     config = folder / "run.toml"
     tables = [PIPELINE.format(name=name, length=length, python=PYTHON) for name, length in pipelines.items()]
     config.write_text(RUN.format(folder=folder) + pool + "".join(tables))

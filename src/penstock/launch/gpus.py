@@ -43,19 +43,19 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def seen_by(spec: ProcessSpec, config: Config, gpus: Sequence[str]) -> dict[str, str]:
-    """What a process has in its environment so that it finds its own GPUs only. All of them, where they are a pool's
-    to give out, and where the configuration names one by its number."""
+    """Variables for the process's environment, so that it finds its own GPUs only. It finds all of them where a pool
+    gives them out, and where the configuration names one by its number."""
     pipeline = next((one for one in config.pipeline if one.name == spec.pipeline), None)
     if pipeline is None or len(gpus) < 2:
         return {}
-    count = {GPUS_VARIABLE: str(len(gpus))}
+    how_many = {GPUS_VARIABLE: str(len(gpus))}
     if spec.role == "trainer":
         name, own = pipeline.train.device, trains_on(config, pipeline, len(gpus))
     else:
         name, own = pipeline.rollout.device, generates_on(config, pipeline, len(gpus), spec.index)
     if config.pool.devices or name not in ("auto", "cuda"):
-        return count
-    return count | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[int(gpu)] for gpu in dict.fromkeys(own))}
+        return how_many
+    return how_many | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[int(gpu)] for gpu in dict.fromkeys(own))}
 
 
 class GpuWatch:

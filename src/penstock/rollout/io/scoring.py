@@ -452,7 +452,7 @@ class _Child:
         return ([], answer) if isinstance(answer, PenstockError) else (answer, None)
 
     def kill(self) -> None:
-        """Harmless twice, also by two threads at once: of those the second would close a file that is no longer its."""
+        """Harmless twice. One thread at a time: a second one would close a descriptor that others have by then."""
         with self._killing:
             self.alive = False
             self._process.kill()
