@@ -82,7 +82,7 @@ def expected(seed: int, tokens: int = 8) -> list[int]:
 class Server:
     """A worker's server, asked in the plain way, so that what it serves is seen from outside."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *options: str) -> None:
         (directory / "model").mkdir()
         config = model(0).config
         config.architectures = ["Qwen2ForCausalLM"]
@@ -92,7 +92,7 @@ class Server:
                 model=directory / "model",
                 home=directory / "home",
                 log=directory / "log",
-                engine=VllmEngineSection(max_requests=8, eager=True),
+                engine=VllmEngineSection(max_requests=8, eager=True, options=list(options)),
                 python=PYTHON,
                 dtype="float32",
                 max_length=4096,
@@ -355,6 +355,64 @@ async def test_requests_in_flight_are_kept_and_their_tokens_carry_their_versions
         before, after = (forward_logprobs(version, completion, PROMPT, 1.0) for version in (3, 4))
         np.testing.assert_allclose(completion.logprobs[:swapped], before[:swapped], atol=1e-4)
         np.testing.assert_allclose(completion.logprobs[swapped:], after[swapped:], atol=1e-4)
+
+
+async def test_requests_that_new_weights_throw_out_do_not_say_that_the_server_is_too_full(
+    tmp_path: Path, server: Server
+) -> None:
+    bench = Bench(tmp_path, server)
+    before = server.metric("num_preemptions_total")
+
+    async def counted() -> bool:
+        return await asyncio.to_thread(server.metric, "num_preemptions_total") > before
+
+    async def looked() -> bool:
+        return bool(server.owned.figures)
+
+    async def story(requests: VllmRequests) -> None:
+        bench.publish(3)
+        await bench.serves(3)
+
+        async def draw() -> None:
+            while True:
+                await requests.complete(PROMPT, Sampling(max_new_tokens=LONG))
+
+        probing = server.owned.probe(stall_s=60.0, resumed=lambda: bench.engine.resumed_at, every_s=0.01)
+        tasks = [asyncio.create_task(probing), *(asyncio.create_task(draw()) for _ in range(6))]
+        await eventually(looked, "a look at the server")
+        await eventually(lambda: asyncio.to_thread(server.running), "requests in flight")
+        bench.publish(4)
+        await bench.serves(4)
+        await eventually(counted, "vLLM to count what it threw out")
+        server.owned.figures = {}
+        await eventually(looked, "a look at the server after the pause")
+        assert server.owned.figures["preemptions"] == 0.0
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    await requests_during(bench, story)
+
+
+async def test_requests_for_which_there_is_no_cache_are_counted(tmp_path: Path) -> None:
+    server = await asyncio.to_thread(Server, tmp_path, "--num-gpu-blocks-override", "40")  # not two of the longest
+    requests = VllmRequests(server.address, max_positions=4096, held=lambda: (0, ""), deadline_s=120.0)
+    most: dict[str, float] = {}
+
+    async def full() -> bool:
+        most.update({name: max(most.get(name, 0.0), value) for name, value in server.owned.figures.items()})
+        return bool(most.get("preemptions") and most["requests_waiting"])
+
+    tasks = [asyncio.create_task(server.owned.probe(stall_s=60.0, every_s=0.01))]
+    tasks += [asyncio.create_task(requests.complete(PROMPT, Sampling(max_new_tokens=LONG))) for _ in range(8)]
+    try:
+        await eventually(full, "a server that is too full")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await requests.close()
+        await asyncio.to_thread(server.close)
 
 
 async def test_interrupted_requests_give_what_they_have_and_can_be_gone_on_with(tmp_path: Path, server: Server) -> None:

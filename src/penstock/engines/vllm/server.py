@@ -153,16 +153,38 @@ FIGURES = {
     "vllm:kv_cache_usage_perc": "cache_used",
 }
 """Of the server's metrics, and what they are called here."""
+SETTLED_S = 1.0
+"""After a pause, until all requests are read again."""
 
 
-def figures_of(metrics: str) -> dict[str, float]:
-    """How full a server is, by its metrics in Prometheus' format. Of several decoding processes, the sum."""
-    found: dict[str, float] = {}
-    for line in metrics.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in FIGURES:
-            found[FIGURES[name]] = found.get(FIGURES[name], 0.0) + float(line.rsplit(" ", 1)[1])
-    return found
+class Room:
+    """How full a server is, by its metrics: what it decodes, what waits for room, what was thrown out for lack of it.
+
+    A pause for new weights throws out all requests too, and they wait until they are read again. vLLM counts those like
+    the others, so nothing is said of the first moments after a pause.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        """When the last pause before the last look ended, if that look was used."""
+        self._counted = 0.0
+        self._thrown_out = 0.0
+
+    def look(self, metrics: str, now: float, resumed_at: float | None) -> dict[str, float]:
+        """From metrics in Prometheus' format, at a time; empty in a pause, which has no end yet, and just after one."""
+        found: dict[str, list[float]] = {name: [] for name in FIGURES.values()}
+        for line in metrics.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in FIGURES:
+                found[FIGURES[name]].append(float(line.rsplit(" ", 1)[1]))
+        figures = {name: sum(of_each) for name, of_each in found.items()}  # of the processes that decode
+        counted = figures["preemptions"]
+        settled = resumed_at is not None and now - resumed_at >= SETTLED_S
+        if settled and self._since == resumed_at:
+            self._thrown_out += counted - self._counted
+        self._since, self._counted = resumed_at if settled else None, counted
+        cache_used = max(found["cache_used"], default=0.0)
+        return figures | {"preemptions": self._thrown_out, "cache_used": cache_used} if settled else {}
 
 
 class VllmServer:
@@ -171,7 +193,7 @@ class VllmServer:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.figures: dict[str, float] = {}
-        """How full the server is, as it said last; empty before it has."""
+        """How full the server is, as it said last (see `Room`)."""
         self._process: subprocess.Popen[bytes] | None = None
         self._home: int | None = None
 
@@ -254,20 +276,23 @@ class VllmServer:
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{how_ended(code)}; {self.last_lines()}"
 
-    async def probe(self, *, stall_s: float, every_s: float = 2.0) -> None:
+    async def probe(
+        self, *, stall_s: float, resumed: Callable[[], float | None] = lambda: 0.0, every_s: float = 1.0
+    ) -> None:
         """Raises PeerLost when the server does not answer for `stall_s`; returns when it was stopped or has ended.
 
         The question goes through to the process that decodes: one that listens but does not work is lost too. Also
-        asks how full the server is.
+        asks how full the server is; `resumed` says when its last pause ended, None in one.
         """
-        process = self._launched()
+        process, room = self._launched(), Room()
         async with self._client(stall_s) as client:
             while self._process is process and process.poll() is None:
                 try:
                     answer = await client.get("/is_paused")
                     problem = f"says {answer.status_code}: {answer.text[:300]}" if answer.is_error else ""
                     if not problem:
-                        self.figures = figures_of((await client.get("/metrics")).text)
+                        resumed_at, metrics = resumed(), (await client.get("/metrics")).text
+                        self.figures = room.look(metrics, time.monotonic(), resumed_at)
                 except httpx.TimeoutException:
                     problem = f"did not answer for {stall_s:.0f} s"
                 except httpx.TransportError as error:

@@ -162,7 +162,8 @@ class VllmService:
         self._answers = True
         await asyncio.to_thread(self.weights.sleep, PAUSE_S)  # until a published version is in it
         self._tasks.spawn("watch the vLLM server", self.server.watch())
-        self._tasks.spawn("probe the vLLM server", self.server.probe(stall_s=self._section.stall_s))
+        probing = self.server.probe(stall_s=self._section.stall_s, resumed=lambda: self.weights.resumed_at)
+        self._tasks.spawn("probe the vLLM server", probing)
 
     async def _stop(self, timeout_s: float) -> None:
         coming, self._coming, self._answers = self._coming, None, False

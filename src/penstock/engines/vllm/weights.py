@@ -77,7 +77,8 @@ class VllmEngine:
         """The version under which the server loaded what it holds."""
         self._known_as: dict[tuple[int, str], int] = {}
         self._initialised = False
-        self._paused = False
+        self.resumed_at: float | None = time.monotonic()
+        """When the server began to go on; None while it is paused."""
         self._vacated = False
         self.version = -1
         self.digest = ""
@@ -87,7 +88,7 @@ class VllmEngine:
         self._client.close()
 
     def __repr__(self) -> str:
-        return f"VllmEngine({self._client.base_url}, version {self.version}, paused {self._paused})"
+        return f"VllmEngine({self._client.base_url}, version {self.version}, paused {self.resumed_at is None})"
 
     def forget(self) -> None:
         """The server was stopped: the next one holds nothing."""
@@ -120,11 +121,11 @@ class VllmEngine:
         """Requests in flight are kept and go on after `wake`."""
         if self._runs():
             self._call("POST", "/pause?mode=keep", timeout_s)
-        self._paused = True
+        self.resumed_at = None
 
     def load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str, timeout_s: float) -> float:
         """One whole cycle in the server. It must be paused: updating a running server kills it."""
-        if digest not in self._fetched or not self._paused:
+        if digest not in self._fetched or self.resumed_at is not None:
             raise LocalProtocolError(f"version {version} was not fetched, or the server is not paused: {self!r}")
         root, manifest = self._fetched[digest]
         began = time.monotonic()
@@ -164,14 +165,14 @@ class VllmEngine:
 
     def wake(self, timeout_s: float) -> None:
         self._call("POST", "/resume", timeout_s)
-        self._paused = False
+        self.resumed_at = time.monotonic()
 
     # The pool's side
 
     def vacate(self, timeout_s: float) -> None:
         """Frees the devices as far as the server can."""
         self._call("POST", "/sleep?level=1&mode=keep", timeout_s)
-        self._paused = self._vacated = True
+        self.resumed_at, self._vacated = None, True
 
     def occupy(self, timeout_s: float) -> None:
         """Back on the devices, with the weights it had, verified; a server without any stays paused. Harmless twice."""
@@ -182,7 +183,7 @@ class VllmEngine:
             self._call("POST", "/pause?mode=keep", timeout_s)
         elif self.served_digest() != self.digest:
             raise PeerLost(f"the vLLM server woke up with other weights than it went to sleep with: {self!r}")
-        self._paused, self._vacated = not self.digest, False
+        self.resumed_at, self._vacated = time.monotonic() if self.digest else None, False
 
     def check_vacated(self, timeout_s: float) -> None:
         """PeerLost unless the server says that it is off its devices."""
