@@ -51,20 +51,26 @@ vllm:kv_cache_usage_perc{{engine="1",model_name="m"}} 0.125
 
 def test_a_servers_metrics_say_how_full_it_is() -> None:
     room = Room()
-    room.look(metrics(16, 7, 2, 0.25), 10.0, 0.0)
+    for now in (10.0, 11.0):
+        room.look(metrics(16, 7, 2, 0.25), now, 0.0)
     found = {"requests_decoding": 12.0, "requests_waiting": 9.0, "preemptions": 3.0, "cache_used": 0.9375}
-    assert room.look(metrics(12, 9, 5, 0.9375), 11.0, 0.0) == found
+    assert room.look(metrics(12, 9, 5, 0.9375), 12.0, 0.0) == found
 
 
 def test_requests_that_a_pause_threw_out_are_not_too_many() -> None:
     """A sequence seen on a GPU, where 256 requests were decoded."""
     room = Room()
-    before = room.look(metrics(256, 256, 0, 0.01), 10.0, 0.0)
-    assert room.look(metrics(256, 256, 0, 0.01), 11.0, None) == {}  # paused
-    assert room.look(metrics(20, 492, 256, 0.001), 12.0, 11.5) == {}  # it reads them again
-    assert room.look(metrics(256, 256, 256, 0.01), 13.0, 11.5) == before
-    assert room.look(metrics(256, 256, 512, 0.01), 18.0, 16.5) == before  # a whole pause between two looks
-    assert room.look(metrics(200, 312, 515, 0.99), 19.0, 16.5)["preemptions"] == 3.0
+    room.look(metrics(256, 256, 0, 0.01), 10.0, 0.0)
+    before = room.look(metrics(256, 256, 0, 0.01), 11.0, 0.0)
+    assert before["requests_waiting"] == 256.0
+    assert room.look(metrics(256, 256, 0, 0.01), 12.0, None) == {}  # paused
+    assert room.look(metrics(256, 256, 0, 0.01), 13.0, 12.5) == {}  # the metrics are of before
+    assert room.look(metrics(20, 492, 20, 0.001), 14.0, 12.5) == {}  # it reads them again
+    assert room.look(metrics(256, 256, 256, 0.01), 15.0, 12.5) == {}
+    assert room.look(metrics(256, 256, 256, 0.01), 16.0, 12.5) == before
+    assert room.look(metrics(256, 256, 512, 0.01), 19.0, 17.5) == {}  # a whole pause between two looks
+    assert room.look(metrics(256, 256, 512, 0.01), 20.0, 17.5) == before
+    assert room.look(metrics(200, 312, 515, 0.99), 21.0, 17.5)["preemptions"] == 3.0
 
 
 def config(folder: Path, kind: str, *overrides: str) -> Any:

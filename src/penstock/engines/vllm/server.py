@@ -153,38 +153,42 @@ FIGURES = {
     "vllm:kv_cache_usage_perc": "cache_used",
 }
 """Of the server's metrics, and what they are called here."""
-SETTLED_S = 1.0
-"""After a pause, until all requests are read again."""
+STALE_S = 1.0
+"""After a pause, until the metrics are of a time after it."""
 
 
 class Room:
     """How full a server is, by its metrics: what it decodes, what waits for room, what was thrown out for lack of it.
 
     A pause for new weights throws out all requests too, and they wait until they are read again. vLLM counts those like
-    the others, so nothing is said of the first moments after a pause.
+    the others, so nothing is said after a pause until the requests that are decoded no longer become more.
     """
 
     def __init__(self) -> None:
-        self._since: float | None = None
-        """When the last pause before the last look ended, if that look was used."""
-        self._counted = 0.0
-        self._thrown_out = 0.0
+        self._resumed_at: float | None = None
+        self._settled = False
+        self._decoding = self._counted = self._thrown_out = 0.0
 
     def look(self, metrics: str, now: float, resumed_at: float | None) -> dict[str, float]:
-        """From metrics in Prometheus' format, at a time; empty in a pause, which has no end yet, and just after one."""
+        """From metrics in Prometheus' format; empty where they say nothing. A pause without an end is not over."""
         found: dict[str, list[float]] = {name: [] for name in FIGURES.values()}
         for line in metrics.splitlines():
             name = line.partition("{")[0].partition(" ")[0]
             if name in FIGURES:
                 found[FIGURES[name]].append(float(line.rsplit(" ", 1)[1]))
         figures = {name: sum(of_each) for name, of_each in found.items()}  # of the processes that decode
-        counted = figures["preemptions"]
-        settled = resumed_at is not None and now - resumed_at >= SETTLED_S
-        if settled and self._since == resumed_at:
+        decoding, counted = figures["requests_decoding"], figures["preemptions"]
+        if resumed_at is not None and now - resumed_at < STALE_S:
+            resumed_at = None
+        if resumed_at is None or resumed_at != self._resumed_at:
+            self._settled = False
+        elif self._settled:
             self._thrown_out += counted - self._counted
-        self._since, self._counted = resumed_at if settled else None, counted
+        else:
+            self._settled = decoding <= self._decoding
+        self._resumed_at, self._decoding, self._counted = resumed_at, decoding, counted
         cache_used = max(found["cache_used"], default=0.0)
-        return figures | {"preemptions": self._thrown_out, "cache_used": cache_used} if settled else {}
+        return figures | {"preemptions": self._thrown_out, "cache_used": cache_used} if self._settled else {}
 
 
 class VllmServer:
