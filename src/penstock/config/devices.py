@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
@@ -51,24 +52,36 @@ SHARE_OF_ENGINES = 0.9
 
 def trains_on(config: Config, pipeline: PipelineSection, gpus: int) -> tuple[int | str, ...]:
     """The GPU of each rank, by its number among those of the machine; another device by its name."""
-    return _at(pipeline.train.device, devices_of(config).placements[pipeline.name].train, gpus)
+    return _dealt(config, gpus)[pipeline.name][0]
 
 
 def generates_on(
     config: Config, pipeline: PipelineSection, gpus: int, worker: int | None = None
 ) -> tuple[int | str, ...]:
     """Of all workers or of one, in the same way. In a pool it is the controller that says so, while the run goes on."""
-    devices = devices_of(config).placements[pipeline.name].rollout
-    if worker is not None:
-        devices = devices[worker * pipeline.worker_devices :][: pipeline.worker_devices]
-    return _at(pipeline.rollout.device, devices, gpus)
+    found = _dealt(config, gpus)[pipeline.name][1]
+    return found if worker is None else found[worker * pipeline.worker_devices :][: pipeline.worker_devices]
 
 
-def _at(name: str, devices: tuple[int, ...], gpus: int) -> tuple[int | str, ...]:
-    kind, _, number = name.partition(":")
-    if kind not in ("auto", "cuda"):
-        return tuple(name for _ in devices)
-    return tuple(int(number) if number else device % max(gpus, 1) for device in devices)
+def _dealt(config: Config, gpus: int) -> dict[str, tuple[tuple[int | str, ...], tuple[int | str, ...]]]:
+    """For each pipeline what its ranks and its workers have: the GPU that the configuration names for them, else one
+    after the other, of which those that it names for someone come last."""
+    names = [name for one in config.pipeline for name in (one.train.device, one.rollout.device)]
+    turn = cycle(sorted(range(max(gpus, 1)), key=lambda gpu: f"cuda:{gpu}" in names))
+
+    def deal(name: str, devices: int) -> tuple[int | str, ...]:
+        kind, _, number = name.partition(":")
+        if kind not in ("auto", "cuda"):
+            return (name,) * devices
+        return (int(number),) * devices if number else tuple(islice(turn, devices))
+
+    return {
+        one.name: (
+            deal(one.train.device, one.train_ranks),
+            deal(one.rollout.device, one.rollout.workers * one.worker_devices),
+        )
+        for one in config.pipeline
+    }
 
 
 def memory_share(config: Config, pipeline: PipelineSection, gpus: int) -> float:

@@ -38,9 +38,10 @@ def config(*pipelines: dict[str, Any], pool: int = 0, launch: str = "local") -> 
         (2, {}, 1.0, False),
         (2, {"rollout": {"workers": 3}}, SHARE_BESIDE_TRAINER, True),  # on 1, 0, 1
         (2, {"rollout": {"workers": 3}, "train": {"device": "cpu"}}, SHARE_OF_ENGINES / 2, False),
-        (4, {"rollout": {"device": "cuda:0"}}, SHARE_BESIDE_TRAINER, True),
+        (4, {"rollout": {"device": "cuda:0"}}, 1.0, False),
+        (4, {"rollout": {"device": "cuda:0"}, "train": {"device": "cuda:0"}}, SHARE_BESIDE_TRAINER, True),
         (4, {"rollout": {"device": "cuda:1", "workers": 3}}, SHARE_OF_ENGINES / 3, False),
-        (4, {"rollout": {"device": "cuda:1"}, "train": {"ranks": 2}}, SHARE_BESIDE_TRAINER, False),
+        (4, {"rollout": {"device": "cuda:1"}, "train": {"ranks": 4}}, SHARE_BESIDE_TRAINER, False),
     ],
 )
 def test_one_pipeline(gpus: int, settings: dict[str, Any], share: float, stay: bool) -> None:
@@ -65,15 +66,25 @@ def test_processes_take_gpus_in_turn() -> None:
     assert (trains_on(run, right, 4), generates_on(run, right, 4)) == ((0,), (1, 2)), "around where they are fewer"
 
 
+def test_gpus_that_are_named_for_others_come_last() -> None:
+    run = config({"train": {"device": "cuda:1"}, "rollout": {"workers": 2}}, {"rollout": {"device": "cuda:2"}})
+    left, right = run.pipeline
+    assert (trains_on(run, left, 5), generates_on(run, left, 5)) == ((1,), (0, 3))
+    assert (trains_on(run, right, 5), generates_on(run, right, 5)) == ((4,), (2,))
+    assert generates_on(config({"train": {"device": "cpu"}}), left, 2) == (0,), "a CPU takes no turn"
+    ranks = config({"train": {"ranks": 2}, "rollout": {"device": "cuda:0"}})
+    assert trains_on(ranks, ranks.pipeline[0], 2) == (1, 0), "never twice the same"
+
+
 def test_each_process_sees_its_own() -> None:
     run = config({"train": {"ranks": 2}, "rollout": {"workers": 2}}, {"rollout": {"device": "cuda:1"}})
     gpus = ("7", "6", "5", "4")
     seen = {spec.name: seen_by(spec, run, gpus).get("CUDA_VISIBLE_DEVICES") for spec in processes_of(run)}
     assert seen == {
         "controller": None,
-        "p0.trainer": "7,6",
-        "p0.rollout.0": "5",
-        "p0.rollout.1": "4",
+        "p0.trainer": "7,5",
+        "p0.rollout.0": "4",
+        "p0.rollout.1": "6",  # no other is left
         "p1.trainer": "7",
         "p1.rollout.0": None,  # the second of all
     }
