@@ -51,8 +51,8 @@ def save_model(shape: dict[str, int], directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-def plain_loop(directory: Path, options: argparse.Namespace, device: torch.device) -> list[float]:
-    """Samples a second of each step after the first."""
+def plain_loop(directory: Path, options: argparse.Namespace, device: torch.device) -> tuple[list[float], float]:
+    """Samples per second of each step after the first, and the mean length of their completions."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -62,7 +62,7 @@ def plain_loop(directory: Path, options: argparse.Namespace, device: torch.devic
     prompts = torch.randint(3, 3 + len(LETTERS), (options.samples, 8), device=device)
     rows = max(1, options.micro_batch // (8 + options.tokens))
     stops = stop_ids(options)
-    rates = []
+    rates, lengths = [], []
     for _ in range(options.plain_steps):
         began = time.monotonic()
         with torch.inference_mode():
@@ -84,7 +84,9 @@ def plain_loop(directory: Path, options: argparse.Namespace, device: torch.devic
         if device.type == "cuda":
             torch.cuda.synchronize()
         rates.append(options.samples / (time.monotonic() - began))
-    return rates[1:] or rates
+        ends = torch.isin(whole[:, 8:], torch.tensor(stops, dtype=whole.dtype, device=device))
+        lengths.append(float((ends.cumsum(1).cumsum(1) <= 1).sum()) / options.samples)  # up to the first end
+    return rates[1:] or rates, statistics.mean(lengths[1:] or lengths)
 
 
 def stop_ids(options: argparse.Namespace) -> list[int]:
@@ -133,22 +135,24 @@ every_steps = 1000
 
 def penstock_run(
     directory: Path, options: argparse.Namespace, folder: Path, *, vllm: bool
-) -> tuple[list[float], float]:
-    """Samples a second in the second and the last third of the steps, and how busy the GPU was meanwhile."""
+) -> tuple[list[float], float, float]:
+    """Samples per second in the second and the last third of the steps, the mean length of their completions, and the
+    share of that time in which the GPU was busy."""
     folder.mkdir()
     path = folder / "run.toml"
     path.write_text(configuration(directory, options, folder / "runs", vllm))
     with GpuWatch(0.5) as gpus:
         subprocess.run([sys.executable, "-m", "penstock.cli.entry", "run", str(path)], check=True)
     [lines] = (folder / "runs").glob("*/metrics.jsonl")
-    steps = [json.loads(line) for line in lines.read_text().splitlines()]
-    at = [line["at"] for line in steps if line["kind"] == "step"]
+    steps = [line for line in map(json.loads, lines.read_text().splitlines()) if line["kind"] == "step"]
+    at = [line["at"] for line in steps]
     first = len(at) // 3
     ends = (first, (first + len(at)) // 2, len(at) - 1)
     rates = [options.samples * (b - a) / (at[b] - at[a]) for a, b in itertools.pairwise(ends)]
     # Not while the engine starts, nor at the end.
     busy = [share for when, shares in gpus.samples for share in shares.values() if at[first] <= when <= at[-1]]
-    return rates, statistics.mean(busy) if busy else 0.0
+    length = statistics.mean(line["completion_length_mean"] for line in steps[first:])
+    return rates, length, statistics.mean(busy) if busy else 0.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,16 +175,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(SHAPES[options.model], folder / "model")
-        plain, threads = [0.0], 0
+        plain, plain_length, threads = [0.0], 0.0, 0
         for tried in (
             (1,) if cuda else sorted({1, os.cpu_count() or 1})
         ):  # on a busy CPU more threads wait for each other
             torch.set_num_threads(tried)
-            found = plain_loop(folder / "model", options, device)
+            found, length = plain_loop(folder / "model", options, device)
             if statistics.median(found) > statistics.median(plain):
-                plain, threads = found, tried
+                plain, plain_length, threads = found, length, tried
         for engine in ("torch", "vllm") if options.vllm_python else ("torch",):
-            rates, busy = penstock_run(folder / "model", options, folder / engine, vllm=engine == "vllm")
+            rates, length, busy = penstock_run(folder / "model", options, folder / engine, vllm=engine == "vllm")
             figures.append(
                 {
                     "name": f"samples/s with {engine}, {what}",
@@ -193,13 +197,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     "ratio": statistics.median(rates) / statistics.median(plain),
                     "ours_rounds": rates,
                     "peer_rounds": plain,
+                    "ours_tokens_per_s": statistics.median(rates) * length,
+                    "peer_tokens_per_s": statistics.median(plain) * plain_length,
                     "gpu_busy": busy,
                 }
             )
     for figure in figures:
         ours, peer = spread(figure["ours_rounds"], ".1f"), spread(plain, ".1f")
         print(f"{figure['name']}: penstock {ours}, {figure['peer_name']} {peer}, ratio {figure['ratio']:.2f}")
-        print(f"  peer: {figure['peer_settings']}; GPU busy {figure['gpu_busy']:.0%}")
+        print(f"  {figure['ours_tokens_per_s']:,.0f} tokens/s, peer {figure['peer_tokens_per_s']:,.0f}", end="; ")
+        busy = f"GPU busy {figure['gpu_busy']:.0%}" if cuda else "no GPU"
+        print(f"{busy}; peer: {figure['peer_settings']}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end")
     if not options.vllm_python:
         print("vLLM: left out, no --vllm-python was given")

@@ -32,6 +32,7 @@ from _models import EOS, SHAPES, qwen2, release, spread
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.settings import TorchEngineSection
+from penstock.launch.gpus import GpuWatch
 
 
 def model_of(shape: dict[str, int], device: torch.device, positions: int) -> Any:
@@ -117,7 +118,7 @@ def prompts_of(shape: dict[str, int], rows: int, chosen: Any) -> list[list[int]]
 def by_vllm(shape: dict[str, int], rows_list: list[int], chosen: Any) -> dict[int, list[float]]:
     """In this interpreter, if it has vLLM: one server for all numbers of rows."""
     try:
-        import vllm  # pyright: ignore[reportMissingImports]
+        from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
     except ImportError:
         return {}
 
@@ -127,7 +128,7 @@ def by_vllm(shape: dict[str, int], rows_list: list[int], chosen: Any) -> dict[in
         model.config.architectures = ["Qwen2ForCausalLM"]
         model.config.save_pretrained(folder)
         del model
-        server = vllm.LLM(
+        server = LLM(
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
@@ -138,7 +139,7 @@ def by_vllm(shape: dict[str, int], rows_list: list[int], chosen: Any) -> dict[in
             **({"gpu_memory_utilization": 0.5} if on_gpu else {"enforce_eager": True}),
         )
         stops = stops_of(shape, chosen)
-        how = vllm.SamplingParams(
+        how = SamplingParams(
             max_tokens=chosen.new, ignore_eos=not stops, stop_token_ids=list(stops), logprobs=0, detokenize=False
         )
 
@@ -174,7 +175,10 @@ def measured(model: Any, name: str, rows: int, chosen: Any, bytes_per_s: float) 
     if "library" not in without:
         line["generate"] = rates_of(lambda: by_library(model, prompts, chosen.new, stops), chosen.rounds)
     engine = TorchEngine(model, room, pad_id=0, version=1, digest="d")
-    line["engine"] = rates_of(lambda: by_engine(engine, prompts, sampling), chosen.rounds, warm=2)
+    by_engine(engine, prompts, sampling)  # captures its graphs
+    with GpuWatch(0.2) as gpus:
+        line["engine"] = rates_of(lambda: by_engine(engine, prompts, sampling), chosen.rounds)
+    line["busy"] = max(gpus.busy().values(), default=None)
     if "eager" not in without and on_gpu:
         without_graphs = room.model_copy(update={"graphs": False})
         eager = TorchEngine(model, without_graphs, pad_id=0, version=1, digest="d")
@@ -230,6 +234,11 @@ def main(arguments: list[str]) -> int:
     console = Console()
     console.print(table)
     console.print(f"medians (least to most); `generate` of {release('transformers')}, sampling with a dynamic cache")
+    for line in found:
+        figures = figures_of(line, chosen)
+        ratios = ", ".join(f"{figure['ratio']:.2f} of {figure['peer_name'].partition(',')[0]}" for figure in figures)
+        busy = "no GPU" if line["busy"] is None else f"GPU busy {line['busy']:.0%}"
+        console.print(f"{line['model']}, {line['rows']} rows: {ratios}; {busy}")
     if not any(line.get("vllm") for line in found):
         console.print("vLLM: left out, it needs a GPU and an interpreter that has it")
     return 0
@@ -244,7 +253,9 @@ def figures_of(line: dict[str, Any], chosen: Any) -> list[dict[str, Any]]:
         if line.get(peer) is not None:
             beside = line[peer] if peer == "limit" else statistics.median(line[peer])
             figure = {"name": name, "unit": "tokens/s", "ours": ours, "peer": beside, "ratio": ours / beside}
-            figures.append(figure | {"peer_name": f"{peer}, {known}", "ours_rounds": line["engine"]})
+            figures.append(
+                figure | {"peer_name": f"{peer}, {known}", "ours_rounds": line["engine"], "gpu_busy": line["busy"]}
+            )
     return figures
 
 
