@@ -26,10 +26,10 @@ def test_tokens_carry_the_version_that_their_weights_are_known_as(tmp_path: Path
         engine.relabel(version, 1.0)
     assert (engine.version, engine.digest) == (5, "d3")
     body = answer((label(2, "d2"), 0, 2), (label(3, "d3"), 2, 4))
-    done = completion_of(body, (engine.version, engine.digest), engine.known_as)
+    done = completion_of(body, (engine.version, engine.digest), engine.published_as)
     assert done.versions.tolist() == [[0, 2], [2, 5]]
     assert (done.version, done.digest) == (2, "d2")
-    done = completion_of(answer((label(3, "d3"), 0, 3)), (5, "d3"), engine.known_as)
+    done = completion_of(answer((label(3, "d3"), 0, 3)), (5, "d3"), engine.published_as)
     assert (done.version, done.digest) == (5, "d3")
     engine.close()
 

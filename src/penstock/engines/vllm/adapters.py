@@ -1,8 +1,8 @@
-"""Adapters of a vLLM server: a version is one adapter with a name of its own, loaded beside those that are in use.
+"""Adapters of a vLLM server: each version is one adapter with its own name, loaded beside those in use.
 
-Nothing stands still for it: completions in flight end with the adapter they began with, those that begin later have the
-new one. An adapter that no completion uses any more, and that is not the newest, is unloaded. The base model is read by
-the server when it starts, and never changes.
+Generation is not paused: completions in flight end with the adapter they began with, later ones use the new adapter. An
+adapter that is not the newest and has no completion in flight is unloaded. The server reads the base model when it
+starts; it never changes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from penstock.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 from penstock.records.weights import Manifest
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What the server's flag may be."""
+"""Values that the server accepts."""
 DEFAULT = ".default."
-"""What peft puts into the names of tensors in memory, and leaves out of those in files."""
+"""Part of tensor names in memory that peft omits in files."""
 
 
 def rank_of(policy: AdaptedPolicy) -> int:
-    """The least that the server can be told which holds the adapter's rank."""
-    wanted = _config_of(policy).r
-    return next((rank for rank in RANKS if rank >= wanted), wanted)
+    """The smallest rank that the server accepts and that holds the adapter's."""
+    needed = _config_of(policy).r
+    return next((rank for rank in RANKS if rank >= needed), needed)
 
 
 def export_base(policy: AdaptedPolicy, directory: Path) -> Path:
@@ -70,11 +70,11 @@ class VllmAdapters(VllmEngine):
         home: Path,
         policy: AdaptedPolicy,
         *,
-        fate: Callable[[], str] = lambda: "",
+        exit_reason: Callable[[], str] = lambda: "",
         runs: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`home` is a directory for the files of adapters that the server has, and for versions that were fetched."""
-        super().__init__(address, run_dir, home, fate=fate, runs=runs)
+        """`home` is a directory for the files of loaded adapters, and for versions that were fetched."""
+        super().__init__(address, run_dir, home, exit_reason=exit_reason, runs=runs)
         self._config = copy.copy(_config_of(policy))
         self._config.inference_mode = True
         self._newest: Manifest | None = None
@@ -111,7 +111,7 @@ class VllmAdapters(VllmEngine):
             self._loaded_names.append(name)
 
     def staged_tensors(self) -> Mapping[str, torch.Tensor]:
-        """As they are in the file that the server has read."""
+        """From the file that the server has read."""
         found = safetensors.torch.load_file(self._home / self._staged / ADAPTER_FILE)
         return {_in_memory(name): tensor for name, tensor in found.items()}
 
@@ -126,13 +126,13 @@ class VllmAdapters(VllmEngine):
             self.version = version
 
     def served_digest(self) -> str:
-        """Of the adapter that completions begin with, if the server still has it."""
+        """Of the adapter that completions begin with, if it is still loaded; else empty."""
         models = self._call("GET", "/v1/models", 60.0)["data"]
         return self.digest if self._serving in {model["id"] for model in models} else ""
 
     @contextmanager
     def in_use(self) -> Iterator[tuple[str, int, str]]:
-        """The adapter for one completion, with its version and digest; it stays loaded meanwhile."""
+        """The adapter for one completion, with its version and digest; it stays loaded until the completion ends."""
         with self._choosing:
             chosen = name, _, _ = self._serving, self.version, self.digest
             self._users[name] += 1
@@ -155,7 +155,7 @@ class VllmAdapters(VllmEngine):
         try:
             reply = self._client.post(path, json=body)
         except httpx.TransportError as error:
-            raise PeerLost(f"the vLLM server was lost at {path}: {self._fate() or error}") from error
+            raise PeerLost(f"the vLLM server was lost at {path}: {self._exit_reason() or error}") from error
         if reply.is_error:
             raise RemoteProtocolError(f"the vLLM server answered {path} with {reply.status_code}: {reply.text[:300]}")
 

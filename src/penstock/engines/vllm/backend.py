@@ -2,11 +2,11 @@
 
 Registered through the entry point `vllm.general_plugins`, so a server started with
 `--weight-transfer-config '{"backend": "penstock"}'` finds it. The whole version is verified against its manifest
-before the first of its tensors reaches the model. What the model then holds is proved by `Proof`, where it lies: the
+before the first of its tensors reaches the model. `MemoryCheck` then verifies the parameters in device memory: the
 server's own checksums copy every parameter to the host and hash it there, seconds for a large model at every version.
 
-vLLM loads this in every one of its processes, so it is also where those of a server that a worker owns are tied to the
-one that started them: none outlives the worker, however that ends.
+vLLM loads this module in each of its processes. It ties those of a worker's server to the process that started them, so
+that none outlives the worker, however the worker ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FETCH_S = 300.0
 
 
 def register() -> None:
-    """Called by vLLM in every one of its processes."""
+    """Called by vLLM in each of its processes."""
     parent = multiprocessing.parent_process()
     if OWNED in os.environ:
         log_to_the_server()
@@ -52,7 +52,7 @@ def register() -> None:
 
 
 def log_to_the_server() -> None:
-    """What is said here stands between the server's own lines: which way versions come, for example."""
+    """Writes this package's log lines, such as the transport of each version, into the server's log."""
     ours = logging.getLogger("penstock")
     if not ours.handlers:
         handler = logging.StreamHandler()
@@ -62,7 +62,7 @@ def log_to_the_server() -> None:
 
 
 def build() -> type[Any]:
-    """The backend class; made on demand, because its base exists only where vLLM does."""
+    """The backend class; built on demand, because its base class needs vLLM."""
     from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -87,7 +87,7 @@ def build() -> type[Any]:
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo
         wanted: frozenset[str] = frozenset()
-        """Names of the parameters; one that is tied to another has no name of its own."""
+        """Names of the parameters; of tied ones, only the first."""
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
             self.transports: dict[str, WeightTransport] = {}
@@ -106,11 +106,11 @@ def build() -> type[Any]:
             manifest = msgspec.convert(update_info.manifest, Manifest)
             if update_info.root not in self.transports:
                 self.transports[update_info.root] = transport_to(self.device, Path(update_info.root))
-            # Complete and verified before the first tensor is touched: a layer that got only some of its tensors
-            # counts the next attempt's on top and cannot be loaded any more.
+            # Complete and verified before the first tensor is touched: a layer that received only some of its tensors
+            # counts those of the next attempt on top, and can no longer be loaded.
             tensors = self.transports[update_info.root].fetch(manifest, FETCH_S)
             loaded = self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in tensors.items()])
-            # Others would keep what they had before: made-up numbers, or those of an older version.
+            # Missing ones would keep their old values: random, or those of an older version.
             if loaded is not None and (missing := self.wanted - loaded):
                 raise RemoteProtocolError(
                     f"{len(missing)} of the server's {len(self.wanted)} parameters are not in the published version, "
@@ -126,51 +126,51 @@ def build() -> type[Any]:
     return VersionTransferEngine
 
 
-class Proof:
-    """Methods that every process of the server with a part of the model gets (`--worker-extension-cls`).
+class MemoryCheck:
+    """Methods that vLLM adds to each process with a part of the model (`--worker-extension-cls`).
 
-    They raise instead of answering: of several copies of the model, the caller would be told one's answer only.
+    They raise instead of returning a result: of several copies of the model, the caller receives only one result.
     """
 
     model_runner: Any
     PENSTOCK_KEPT = 8
-    """Versions whose digests are remembered."""
+    """Versions whose digests are stored."""
 
     def penstock_loaded(self, digest: str, before: str) -> None:
-        """This version was loaded over the one `before`: from now on it is known by what lies in memory."""
-        found, known = self.penstock_digest(), self.penstock_known()
-        if known.get(digest, found) != found:
-            raise RemoteProtocolError(f"loaded once more, the version {digest} is not what it was")
-        if before not in ("", digest) and known.get(before) == found:
-            raise RemoteProtocolError(f"the version {digest} was loaded, and the model still is {before}")
-        known[digest] = found
-        while len(known) > self.PENSTOCK_KEPT:
-            del known[next(iter(known))]
+        """This version was loaded over the version `before`: stores the digest of the memory that now holds it."""
+        found, stored = self.penstock_digest(), self.penstock_stored()
+        if stored.get(digest, found) != found:
+            raise RemoteProtocolError(f"version {digest} was loaded again, and its memory differs from the first time")
+        if before not in ("", digest) and stored.get(before) == found:
+            raise RemoteProtocolError(f"version {digest} was loaded, but the memory still holds {before}")
+        stored[digest] = found
+        while len(stored) > self.PENSTOCK_KEPT:
+            del stored[next(iter(stored))]
 
     def penstock_holds(self, digest: str) -> None:
-        """The memory is as it was when this version was loaded."""
-        if self.penstock_known().get(digest) != self.penstock_digest():
-            raise RemoteProtocolError(f"the model is not the version {digest}")
+        """Raises unless the memory is unchanged since this version was loaded."""
+        if self.penstock_stored().get(digest) != self.penstock_digest():
+            raise RemoteProtocolError(f"the memory does not hold version {digest}")
 
     def penstock_digest(self) -> str:
         return scattered_digest(self.model_runner.get_model().named_parameters())
 
-    def penstock_known(self) -> dict[str, str]:
-        """By the version's digest, that of the memory it was loaded into."""
+    def penstock_stored(self) -> dict[str, str]:
+        """By the digest of a version, the digest of the memory that held it."""
         return self.__dict__.setdefault("penstock_memory", {})
 
 
 def transport_to(device: torch.device, root: Path) -> WeightTransport:
-    """From the trainer's memory where that is on this very device, else from files."""
+    """From the trainer's memory if that is on the same device, else from files."""
     files = FileTransport(root)
     return DeviceTransport(root, device, files) if device.type == "cuda" else files
 
 
 def refresh_tied_layers(model: torch.nn.Module) -> None:
-    """Repacks layers whose weight belongs to another one.
+    """Repacks layers whose weight is tied to another layer's.
 
-    On CPU a linear layer computes with a packed copy of its weight. One that is tied to the embedding is loaded with
-    that and not by itself, so its copy would stay as it was; and no checksum of parameters could see it.
+    On CPU a linear layer computes with a packed copy of its weight. If it is tied to the embedding, only the embedding
+    is loaded, and the packed copy would keep the old weights; no checksum of parameters could detect it.
     """
     owners: dict[int, torch.nn.Module] = {}
     for layer in model.modules():

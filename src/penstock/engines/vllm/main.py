@@ -1,7 +1,7 @@
 """A vLLM server that ends with the worker that started it: `python -m penstock.engines.vllm.main PARENT FLAGS...`.
 
-Runs in the environment that has vLLM, which may be another one than the worker's. The processes that the server starts
-tie themselves to it in turn, through the plugin that vLLM loads in each of them.
+Runs in the environment that has vLLM, which may differ from the worker's. Processes that the server starts end with the
+server: the plugin that vLLM loads in each of them sees to that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Completions from a vLLM server, many at once: token ids in; token ids, log-probabilities and versions out.
 
-Each span of tokens comes back with the label that its weights were given when they were loaded, which is their version
-*and* digest. So what a sample is stamped with is what the server itself says, also when its weights changed half-way.
+Weights are loaded under a label: their version *and* digest. The server returns each span of tokens with the label of
+its weights, so a sample carries what the server reports, also when its weights changed during the completion.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from penstock.errors import ConfigError, PeerLost, RemoteProtocolError
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 ID_PREFIX = "generate-tokens-"
-"""What the server puts before a request's id; its abort call wants the whole."""
+"""The server prepends it to a request's id; its abort call expects the whole id."""
 ABORT_EVERY_S = 0.05
 ABORT_S = 10.0
 LOST_S = 5.0
-"""Connections break a little before it can be known how the server ended."""
+"""A connection breaks shortly before the exit code of the server can be read."""
 LOOK_EVERY_S = 0.05
 
 ENDINGS: dict[str, Ending] = {"stop": "stop", "length": "length", "abort": "interrupted"}
@@ -63,12 +63,12 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def label(version: int, digest: str) -> str:
-    """What weights are called inside the server."""
+    """The name of these weights inside the server."""
     return f"{version}:{digest}"
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:
-    """The server's words for how tokens are drawn. It cuts in the same order: temperature, min_p, top_k, top_p."""
+    """Sampling in the server's own keys. It truncates in the same order: temperature, min_p, top_k, top_p."""
     if sampling.greedy and sampling.temperature != 1.0:
         raise ConfigError("vLLM records greedy log-probabilities at temperature 1.0 only; sample, or leave it at 1.0")
     return {
@@ -87,18 +87,18 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
 def completion_of(
     body: bytes,
     held: tuple[int, str],
-    known_as: Callable[[int, str], int] = lambda version, digest: version,
+    published_as: Callable[[int, str], int] = lambda version, digest: version,
     adapter: tuple[int, str] | None = None,
 ) -> Completion:
-    """What the server answered, checked. `held` are the weights to name where no token was drawn, `known_as` the
-    version of weights that have a label; all tokens were drawn with `adapter`, if there is one."""
+    """The server's answer, validated. `held` are the weights to report if no token was drawn; `published_as` maps the
+    version in a label to the published one; with an `adapter`, all tokens were drawn with it."""
     try:
         choice = _decode(body).choices[0]
         ending = ENDINGS[choice.finish_reason]
         if adapter is None:
             found = [span for span in choice.weight_versions or () if span.start < span.end]
             labels = [(span.start, *_parsed(span.version)) for span in found]
-            spans = [(start, known_as(version, digest), digest) for start, version, digest in labels]
+            spans = [(start, published_as(version, digest), digest) for start, version, digest in labels]
         else:  # the server's labels are of the base model
             spans = [(0, *adapter)] if choice.token_ids else []
     except (msgspec.DecodeError, IndexError, KeyError, ValueError) as error:
@@ -138,19 +138,19 @@ class VllmRequests:
         max_positions: int,
         deadline_s: float,
         held: Callable[[], tuple[int, str]] = lambda: (-1, ""),
-        known_as: Callable[[int, str], int] = lambda version, digest: version,
+        published_as: Callable[[int, str], int] = lambda version, digest: version,
         in_use: Callable[[], AbstractContextManager[tuple[str, int, str]]] | None = None,
-        fate: Callable[[], str] = lambda: "",
+        exit_reason: Callable[[], str] = lambda: "",
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`held` says which weights the server holds, `fate` how it ended; `known_as` is that of `completion_of`;
-        `in_use` gives a completion its adapter; `deadline_s` bounds one completion."""
+        """`held` returns the weights that the server holds, `exit_reason` how it ended; `published_as` is that of
+        `completion_of`; `in_use` gives a completion its adapter; `deadline_s` bounds one completion."""
         self._calls = SocketCalls(address)
         self.max_positions: int | None = max_positions
         self._held = held
-        self._known_as = known_as
+        self._published_as = published_as
         self._in_use = in_use
-        self._fate = fate
+        self._exit_reason = exit_reason
         self._deadline_s = deadline_s
         self._progressed = progressed
         self._numbers = itertools.count()
@@ -169,9 +169,9 @@ class VllmRequests:
         await self._calls.close()
 
     async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
-        """See `RequestEngine.complete`; a prefix that was read before is found by the server itself."""
+        """See `RequestEngine.complete`; the server itself finds cached prefixes."""
         if not context:
-            raise ConfigError("cannot generate from an empty prompt: it has no token to go on from")
+            raise ConfigError("cannot generate from an empty prompt: it has no token to continue from")
         if self._interrupted.is_set():
             version, digest = self._held()
             nothing = np.zeros(0, dtype=np.int32)
@@ -205,10 +205,10 @@ class VllmRequests:
         if status >= 400:
             raise RemoteProtocolError(f"the vLLM server refused a request ({status}): {answer[:300]!r}")
         self._progressed()
-        return completion_of(answer, self._held(), self._known_as, adapter[1:] if adapter is not None else None)
+        return completion_of(answer, self._held(), self._published_as, adapter[1:] if adapter is not None else None)
 
     def forget(self, cache_key: object) -> None:
-        """The server keeps and drops prefixes by itself."""
+        """The server manages its prefix cache itself."""
 
     def interrupt(self) -> None:
         self._allowed.clear()
@@ -219,12 +219,12 @@ class VllmRequests:
         self._allowed.set()
 
     async def run(self) -> None:
-        """Carries out interruptions until cancelled: requests in flight are aborted and answer with what they have."""
+        """Executes interruptions until cancelled: requests in flight are aborted and return their tokens so far."""
         while True:
             await self._interrupted.wait()
             while self._in_flight and self._interrupted.is_set():
                 await self._abort([ID_PREFIX + request_id for request_id in self._in_flight])
-                await asyncio.sleep(ABORT_EVERY_S)  # and again: one may still be on its way to the server
+                await asyncio.sleep(ABORT_EVERY_S)  # and again: a request may still be on its way to the server
             await self._allowed.wait()
 
     async def _abort(self, ids: list[str]) -> None:
@@ -235,6 +235,8 @@ class VllmRequests:
 
     async def _lost(self, error: Exception) -> PeerLost:
         deadline = time.monotonic() + LOST_S
-        while not (fate := self._fate()) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while not (exit_reason := self._exit_reason()) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_EVERY_S)
-        return PeerLost(f"the vLLM server {fate or f'was lost with {self.in_flight} requests in flight: {error!r}'}")
+        return PeerLost(
+            f"the vLLM server {exit_reason or f'was lost with {self.in_flight} requests in flight: {error!r}'}"
+        )

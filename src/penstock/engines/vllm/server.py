@@ -1,8 +1,8 @@
 """One vLLM server process, owned by the worker that starts it.
 
-The server listens on a socket in a private directory of the run. Its calls for weights and pauses know no key, so only
-the file system can guard them; and a socket file always leads to the newest server, never to one left from before.
-It starts with made-up numbers: nothing may be generated before a published version is loaded and verified.
+The server listens on a socket in a private directory of the run. Its calls for weights and pauses have no
+authentication, so file permissions protect them; a socket file always leads to the newest server. It starts with random
+weights: nothing may be generated before a published version is loaded and verified.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import httpx
 import msgspec
 import psutil
 
-from penstock.engines.vllm.backend import Proof
+from penstock.engines.vllm.backend import MemoryCheck
 from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
 from penstock.runtime.process import how_ended, kill_tree
@@ -36,7 +36,7 @@ MAIN = "penstock.engines.vllm.main"
 USAGE = 2
 """Exit code of a command line that the server refuses."""
 SOCKET_PATH_BYTES = 100
-"""The kernel takes no longer path of a socket (108, with room for the ending)."""
+"""The kernel limits the path of a socket to 108 bytes."""
 LOOK_EVERY_S = 0.2
 ASK_S = 5.0
 LAST_LINES = 12
@@ -52,7 +52,7 @@ print(json.dumps({"vllm": util.find_spec("vllm") is not None, "penstock": versio
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
-    """What a server is started with."""
+    """Settings of one server process."""
 
     model: Path
     """A directory with the model's `config.json`; weights are not read from it."""
@@ -67,14 +67,14 @@ class ServerSettings(msgspec.Struct, frozen=True):
     threads: int
     accelerator: bool = False
     memory_share: float = 1.0
-    """Of a GPU's memory; 1: what the server takes by itself."""
+    """Of a GPU's memory; 1: the server's own default."""
     lora_rank: int = 0
     """Of adapters that are loaded beside the model, whose weights are then read from its directory; 0: none."""
     seed: int = 0
 
 
 ADAPTERS = 4
-"""In one batch: completions in flight may have begun with that many versions."""
+"""In one batch: completions in flight may have begun with this number of versions."""
 
 
 def command(settings: ServerSettings, parent_pid: int) -> list[str]:
@@ -87,10 +87,10 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
     flags += ["--dtype", settings.dtype, "--max-model-len", str(settings.max_length)]
     flags += ["--max-num-seqs", str(settings.engine.max_requests), "--seed", str(settings.seed)]
     flags += ["--uds", SOCKET, "--disable-uvicorn-access-log"]
-    # Token ids with the versions of their weights are told only by this interface.
+    # Only this interface returns token ids with the versions of their weights.
     flags += ["--enable-scale-out", "--weight-transfer-config", '{"backend": "penstock"}']
-    flags += ["--worker-extension-cls", f"{Proof.__module__}.{Proof.__qualname__}"]
-    # After the temperature and the cuts, as drawn; and no cut that a file beside the model asks for.
+    flags += ["--worker-extension-cls", f"{MemoryCheck.__module__}.{MemoryCheck.__qualname__}"]
+    # Log-probabilities after temperature and truncation, as drawn; no truncation from the model's generation_config.
     flags += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if settings.engine.tensor_parallel > 1:
         flags += ["--tensor-parallel-size", str(settings.engine.tensor_parallel)]
@@ -107,15 +107,15 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
 
 def environment(settings: ServerSettings) -> dict[str, str]:
     chosen = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the calls for pauses and weights exist only so
+        "VLLM_SERVER_DEV_MODE": "1",  # enables the calls for pauses and weights
         "VLLM_CPU_KVCACHE_SPACE": str(settings.engine.cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
-        # Clients drop an idle connection long before: the server must not, just as a request is sent over it.
+        # Longer than clients keep an idle connection: the server must not close one while a request is sent over it.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(settings.threads),
-        "PENSTOCK_OWNS_VLLM": "1",  # for the plugin, which is loaded by every vLLM of that environment
+        "PENSTOCK_OWNS_VLLM": "1",  # every vLLM of that environment loads the plugin
     }
     if settings.lora_rank:
         chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -131,7 +131,7 @@ def check_interpreter(python: str, timeout_s: float = 60.0) -> None:
         found = json.loads(probe.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
-            f"engine.python = {python!r} cannot be asked what it has: {error}; name the Python of a place with vLLM"
+            f"engine.python = {python!r} cannot be probed: {error}; name the Python of an environment with vLLM"
         ) from error
     ours = version("penstock")
     if not found["vllm"]:
@@ -152,43 +152,44 @@ FIGURES = {
     "vllm:num_preemptions_total": "preemptions",
     "vllm:kv_cache_usage_perc": "cache_used",
 }
-"""Of the server's metrics, and what they are called here."""
+"""The server's metrics, and their names here."""
 STALE_S = 1.0
-"""After a pause, until the metrics are of a time after it."""
+"""The metrics of the first second after a pause may be from before it."""
 
 
-class Room:
-    """How full a server is, by its metrics: what it decodes, what waits for room, what was thrown out for lack of it.
+class ServerLoad:
+    """The load of a server, from its metrics: requests it decodes, requests that wait, preemptions for lack of cache.
 
-    A pause for new weights throws out all requests too, and they wait until they are read again. vLLM counts those like
-    the others, so nothing is said after a pause until the requests that are decoded no longer become more.
+    A pause for new weights preempts all requests too, and they wait until their prefill is repeated. vLLM counts those
+    preemptions like the others. So after a pause no load is reported until the number of decoding requests no longer
+    grows.
     """
 
     def __init__(self) -> None:
         self._resumed_at: float | None = None
         self._settled = False
-        self._decoding = self._counted = self._thrown_out = 0.0
+        self._decoding = self._counted = self._preempted = 0.0
 
-    def look(self, metrics: str, now: float, resumed_at: float | None) -> dict[str, float]:
-        """From metrics in Prometheus' format; empty where they say nothing. A pause without an end is not over."""
+    def read(self, metrics: str, now: float, resumed_at: float | None) -> dict[str, float]:
+        """From metrics in Prometheus' format; empty while they are not valid. `resumed_at` is None during a pause."""
         found: dict[str, list[float]] = {name: [] for name in FIGURES.values()}
         for line in metrics.splitlines():
             name = line.partition("{")[0].partition(" ")[0]
             if name in FIGURES:
                 found[FIGURES[name]].append(float(line.rsplit(" ", 1)[1]))
-        figures = {name: sum(of_each) for name, of_each in found.items()}  # of the processes that decode
+        figures = {name: sum(values) for name, values in found.items()}  # over the processes that decode
         decoding, counted = figures["requests_decoding"], figures["preemptions"]
         if resumed_at is not None and now - resumed_at < STALE_S:
             resumed_at = None
         if resumed_at is None or resumed_at != self._resumed_at:
             self._settled = False
         elif self._settled:
-            self._thrown_out += counted - self._counted
+            self._preempted += counted - self._counted
         else:
             self._settled = decoding <= self._decoding
         self._resumed_at, self._decoding, self._counted = resumed_at, decoding, counted
         cache_used = max(found["cache_used"], default=0.0)
-        return figures | {"preemptions": self._thrown_out, "cache_used": cache_used} if self._settled else {}
+        return figures | {"preemptions": self._preempted, "cache_used": cache_used} if self._settled else {}
 
 
 class VllmServer:
@@ -197,7 +198,7 @@ class VllmServer:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.figures: dict[str, float] = {}
-        """How full the server is, as it said last (see `Room`)."""
+        """The last load that was read (see `ServerLoad`)."""
         self._process: subprocess.Popen[bytes] | None = None
         self._home: int | None = None
 
@@ -219,10 +220,10 @@ class VllmServer:
         return f"/proc/self/fd/{self._home}/{SOCKET}"
 
     def launch(self, gpus: tuple[str, ...] = ()) -> None:
-        """Starts the process, on these GPUs if any are named. Called on the main thread: the kernel ties the server's
-        life to the calling thread."""
+        """Starts the process, on these GPUs if any are named. Called on the main thread: the server dies with the
+        thread that started it."""
         if self._process is not None:
-            raise LocalProtocolError(f"this server is started already: {self!r}")
+            raise LocalProtocolError(f"this server was already started: {self!r}")
         settings = self.settings
         settings.home.mkdir(parents=True, exist_ok=True)
         settings.home.chmod(0o700)
@@ -268,15 +269,15 @@ class VllmServer:
                 await asyncio.sleep(LOOK_EVERY_S)
 
     async def watch(self) -> None:
-        """Raises PeerLost as soon as the server ends by itself; returns when it was stopped."""
+        """Raises PeerLost when the server exits unexpectedly; returns when it was stopped."""
         process = self._launched()
         while self._process is process:
             if (code := process.poll()) is not None:
                 raise PeerLost(f"the vLLM server {how_ended(code)}; {self.last_lines()}")
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def fate(self) -> str:
-        """How the server ended, for the error of a lost connection; empty while it runs, or was stopped."""
+    def exit_reason(self) -> str:
+        """For the error of a lost connection; empty while the server runs, or when it was stopped."""
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{how_ended(code)}; {self.last_lines()}"
 
@@ -285,18 +286,18 @@ class VllmServer:
     ) -> None:
         """Raises PeerLost when the server does not answer for `stall_s`; returns when it was stopped or has ended.
 
-        The question goes through to the process that decodes: one that listens but does not work is lost too. Also
-        asks how full the server is; `resumed` says when its last pause ended, None in one.
+        The probe reaches the process that decodes, so a server that listens but does not decode is lost too. Also reads
+        the server's load; `resumed` returns when its last pause ended, None during one.
         """
-        process, room = self._launched(), Room()
+        process, load = self._launched(), ServerLoad()
         async with self._client(stall_s) as client:
             while self._process is process and process.poll() is None:
                 try:
                     answer = await client.get("/is_paused")
-                    problem = f"says {answer.status_code}: {answer.text[:300]}" if answer.is_error else ""
+                    problem = f"answers {answer.status_code}: {answer.text[:300]}" if answer.is_error else ""
                     if not problem:
                         resumed_at, metrics = resumed(), (await client.get("/metrics")).text
-                        self.figures = room.look(metrics, time.monotonic(), resumed_at)
+                        self.figures = load.read(metrics, time.monotonic(), resumed_at)
                 except httpx.TimeoutException:
                     problem = f"did not answer for {stall_s:.0f} s"
                 except httpx.TransportError as error:
@@ -316,7 +317,7 @@ class VllmServer:
         return httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=timeout_s)
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the server and all processes below it. Blocks; harmless when none runs."""
+        """Ends the server and its child processes. Blocks; idempotent."""
         process, self._process = self._process, None
         if process is not None:
             below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
@@ -325,9 +326,9 @@ class VllmServer:
                 process.wait(timeout_s / 2)
             except subprocess.TimeoutExpired:
                 process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # nothing stronger is left to do
+                with contextlib.suppress(subprocess.TimeoutExpired):  # no stronger signal exists
                     process.wait(timeout_s / 2)
-            # The others end with it by themselves; the last is the one that removes their shared memory.
+            # Its children exit with it; the last of them removes their shared memory.
             _, left = psutil.wait_procs(below, timeout_s / 2)
             for one in left:
                 logger.error(
@@ -336,14 +337,14 @@ class VllmServer:
                 kill_tree(one.pid, timeout_s / 2)
 
     def close(self, timeout_s: float) -> None:
-        """Stops it for good: clients can no longer use its address."""
+        """Stops it permanently: clients can no longer use its address."""
         self.stop(timeout_s)
         if self._home is not None:
             os.close(self._home)
             self._home = None
 
     def last_lines(self) -> str:
-        """What it wrote last, for error messages."""
+        """The end of its log, for error messages."""
         try:
             with self.settings.log.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))

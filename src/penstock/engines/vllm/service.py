@@ -1,4 +1,4 @@
-"""A vLLM server as a worker's engine: the process it owns, requests to it, and its weights. Wiring only."""
+"""A vLLM server as a worker's engine: wires its process, its requests and its weights together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 STOP_S = 4.0
 PAUSE_S = 60.0
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's attention on CPU can do; it finds out only at the first request, and dies of it."""
+"""Supported by vLLM's attention on CPU. With another size the server crashes at the first request."""
 
 
 class VllmService:
@@ -50,23 +50,23 @@ class VllmService:
         self.max_positions: int | None = settings.max_length
         self.server = VllmServer(settings)
         address = self.server.address()
-        known: dict[str, Any] = {"fate": self.server.fate, "runs": lambda: self._answers}
+        state: dict[str, Any] = {"exit_reason": self.server.exit_reason, "runs": lambda: self._answers}
         places = (address, process.run.root, settings.home / "versions")
-        self._adapters = VllmAdapters(*places, policy, **known) if isinstance(policy, AdaptedPolicy) else None
-        self.weights: VllmEngine = self._adapters or VllmEngine(*places, label=label, **known)
+        self._adapters = VllmAdapters(*places, policy, **state) if isinstance(policy, AdaptedPolicy) else None
+        self.weights: VllmEngine = self._adapters or VllmEngine(*places, label=label, **state)
         self.requests = VllmRequests(
             address,
             max_positions=settings.max_length,
             held=lambda: (self.weights.version, self.weights.digest),
-            known_as=self.weights.known_as,
+            published_as=self.weights.published_as,
             in_use=self._adapters.in_use if self._adapters is not None else None,
-            fate=self.server.fate,
+            exit_reason=self.server.exit_reason,
             deadline_s=section.request_s,
             progressed=lambda: process.progress.moved("generating"),
         )
         self._gpus: tuple[str, ...] = ()
-        self._coming: asyncio.Task[None] | None = None
-        """Starts the server, or has started it; None while there is none."""
+        self._starting: asyncio.Task[None] | None = None
+        """The task that starts, or has started, the server; None without a server."""
         self._answers = False
 
     @property
@@ -78,7 +78,7 @@ class VllmService:
         return self.weights.digest
 
     def start(self, tasks: Tasks) -> None:
-        """Spawns what runs beside the requests. A server that cannot be saved ends the worker, which is replaced."""
+        """Spawns the background tasks. A server that is lost ends the worker, which is then replaced."""
         self._tasks = tasks
         tasks.spawn("carry out interruptions", self.requests.run())
 
@@ -91,7 +91,7 @@ class VllmService:
         way: Way,
         deadline_s: float,
     ) -> ReplicaUpdater:
-        """The server has no second buffer, but for adapters, and verifies its weights itself."""
+        """Whole weights are updated in place, adapters are staged; the server verifies its weights itself."""
         self.weights.elsewhere = transport()
         self._updater = ReplicaUpdater(
             self.weights,
@@ -131,22 +131,22 @@ class VllmService:
         self.requests.resume()
 
     async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
-        """Starts the server with the first order, which may take `start_s`; later it only wakes up.
+        """Starts the server at the first call, which may take `start_s`; later calls only wake it.
 
-        A server cannot move to other GPUs: it is started anew there.
+        A server cannot move to other GPUs: it is restarted there.
         """
         gpus = self._gpus_at(devices)
         if gpus != self._gpus:
             await self._stop(STOP_S)
-        if self._coming is None:
+        if self._starting is None:
             self._gpus = gpus
-            self._coming = self._tasks.spawn("start the vLLM server", self._start())
-        await asyncio.wait([self._coming])
-        self._coming.result()
+            self._starting = self._tasks.spawn("start the vLLM server", self._start())
+        await asyncio.wait([self._starting])
+        self._starting.result()
         await asyncio.to_thread(self.weights.occupy, timeout_s)
 
     async def vacate(self, timeout_s: float) -> None:
-        """One that does not answer yet cannot sleep: it is ended, and started again with the next order."""
+        """A server that does not answer yet cannot sleep: it is stopped, and restarted by the next `occupy`."""
         if not self._answers:
             await self._stop(min(timeout_s, STOP_S))
         else:
@@ -160,38 +160,38 @@ class VllmService:
         self.server.launch(self._gpus)
         await self.server.ready(self._section.start_s, self._process.progress.moved)
         self._answers = True
-        await asyncio.to_thread(self.weights.sleep, PAUSE_S)  # until a published version is in it
+        await asyncio.to_thread(self.weights.sleep, PAUSE_S)  # until a published version is loaded
         self._tasks.spawn("watch the vLLM server", self.server.watch())
         probing = self.server.probe(stall_s=self._section.stall_s, resumed=lambda: self.weights.resumed_at)
         self._tasks.spawn("probe the vLLM server", probing)
 
     async def _stop(self, timeout_s: float) -> None:
-        coming, self._coming, self._answers = self._coming, None, False
-        if coming is None:
+        starting, self._starting, self._answers = self._starting, None, False
+        if starting is None:
             return
-        coming.cancel()
-        await asyncio.wait([coming])
+        starting.cancel()
+        await asyncio.wait([starting])
         self.weights.forget()
         self._updater.begin_anew()
         await asyncio.to_thread(self.server.stop, timeout_s)
 
     def _gpus_at(self, devices: tuple[int, ...]) -> tuple[str, ...]:
-        """What the server may see of the GPUs; empty where it is left to the server."""
+        """GPUs for the server's CUDA_VISIBLE_DEVICES; empty: inherited from the worker."""
         if not self.server.settings.accelerator or not (self._site.in_pool or ":" in self._site.device):
             return ()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        known = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-        return gpus_at(devices, self._site.device, known)
+        names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+        return gpus_at(devices, self._site.device, names)
 
 
-def gpus_at(devices: Sequence[int], name: str, known: Sequence[str]) -> tuple[str, ...]:
-    """The GPUs that these devices of the pool are, as a process that is started from here must call them.
+def gpus_at(devices: Sequence[int], configured: str, visible: Sequence[str]) -> tuple[str, ...]:
+    """Maps devices of the pool to names of `visible` GPUs for CUDA_VISIBLE_DEVICES of a child process.
 
-    Those `known` here are counted around if they are fewer. A configured `name` like `cuda:1` is always that one.
+    Device numbers wrap around if the GPUs are fewer. A `configured` GPU like `cuda:1` overrides the devices.
     """
-    _, _, number = name.partition(":")
+    _, _, number = configured.partition(":")
     numbers = [int(number)] if number else devices
-    return tuple(known[one % len(known)] if known else str(one) for one in numbers)
+    return tuple(visible[one % len(visible)] if visible else str(one) for one in numbers)
 
 
 def server_settings(site: Site, section: VllmEngineSection, policy: LanguagePolicy) -> ServerSettings:
@@ -200,7 +200,7 @@ def server_settings(site: Site, section: VllmEngineSection, policy: LanguagePoli
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not accelerator and head_size not in HEAD_SIZES_ON_CPU:
         raise ConfigError(
-            f"the model's attention heads have size {head_size}; vLLM on CPU can do {HEAD_SIZES_ON_CPU}: for a tiny "
+            f"the model's attention heads have size {head_size}; vLLM on CPU supports {HEAD_SIZES_ON_CPU}: for a tiny "
             "model choose model.hidden and model.heads so that hidden / heads is one of them"
         )
     folder = process.run.root / "engines" / process.pipeline_name
@@ -224,10 +224,10 @@ def server_settings(site: Site, section: VllmEngineSection, policy: LanguagePoli
 
 
 def export_config(policy: LanguagePolicy, folder: Path) -> Path:
-    """Writes what the server must know of the model. Its weights come as published versions.
+    """Writes the model's configuration for the server. Its weights come as published versions.
 
-    vLLM finds what it compiled before by the path of the model, among others: equal models have equal paths, in the
-    user's cache; without one, the path is in `folder`.
+    The path of the model is part of the key of vLLM's compile cache. So equal models have equal paths, in the user's
+    cache directory; if that cannot be written, the path is in `folder`.
     """
     config: Any = copy.deepcopy(policy.module.config)
     config.architectures = [type(policy.module).__name__]
@@ -253,5 +253,5 @@ def _written(config: Any, directory: Path) -> Path:
 
 
 def cache_home() -> Path:
-    """Where files lie that outlive a run and can be made again."""
+    """For files that outlive a run and can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"

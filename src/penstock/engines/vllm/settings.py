@@ -23,11 +23,11 @@ class VllmEngineSection(EngineSection):
     tensor_parallel: Positive = 1
     """GPUs over which one copy of the model is divided."""
     data_parallel: Positive = 1
-    """Copies of the model in one server, each on `tensor_parallel` GPUs and with `max_requests` of its own."""
+    """Copies of the model in one server, each on its own `tensor_parallel` GPUs, with its own `max_requests`."""
     cache_gb: Positive = 1
     """GiB for keys and values on CPU. On a GPU the server takes its share of the device: see its own flags."""
     eager: bool = False
-    """Do without compiled graphs: the server starts much sooner and decodes slower."""
+    """No compiled graphs: the server starts much sooner and decodes slower."""
     options: list[str] = []
     """Further flags of the server, for example `["--gpu-memory-utilization", "0.5"]`."""
     start_s: Seconds = 600.0

@@ -1,6 +1,6 @@
-"""Calls to a server on a socket file, hundreds at once, each on a connection of its own that is used again.
+"""HTTP calls to a server on a Unix socket, hundreds at once, with a pool of connections.
 
-By hand, because the client library looks at every connection it has whenever one of them is done.
+By hand, because httpx scans all its connections whenever a call ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class SocketCalls:
-    """POSTs of JSON. A call that fails, is late or is cancelled closes its connection, which the server notices."""
+    """POSTs of JSON. A call that fails, times out or is cancelled closes its connection, so the server aborts it."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -65,5 +65,5 @@ class SocketCalls:
 def _length(head: bytes) -> int:
     found = _LENGTH.search(head)
     if found is None or int(found[1]) > LONGEST_ANSWER_BYTES:
-        raise RemoteProtocolError(f"the vLLM server's answer has no length, or too great a one: {head[:200]!r}")
+        raise RemoteProtocolError(f"the vLLM server's answer has no length, or is too long: {head[:200]!r}")
     return int(found[1])
