@@ -98,7 +98,7 @@ def stop_ids(options: argparse.Namespace) -> list[int]:
 
 
 def configuration(directory: Path, options: argparse.Namespace, runs: Path, vllm: bool) -> str:
-    here, rows = json.dumps(str(Path(__file__).parent)), options.rows or options.samples
+    here, rows = json.dumps(str(Path(__file__).parent)), options.rows or -(-options.samples // options.workers)
     engine = f"rows = {rows}\ncache_tokens = {rows * (options.tokens + 64)}"
     if vllm:
         engine = f'kind = "vllm"\nmax_requests = {rows}\npython = {json.dumps(options.vllm_python)}\n'
@@ -122,6 +122,7 @@ path = {json.dumps(str(directory))}
 {engine}
 [pipeline.rollout]
 group_size = 8
+workers = {options.workers}
 stop_ids = {stop_ids(options)}
 max_new_tokens = {options.tokens}
 [pipeline.train]
@@ -161,7 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=SHAPES, default="0.5b" if cuda else "tiny")
     parser.add_argument("--samples", type=int, default=256 if cuda else 64, help="of a step")
     parser.add_argument("--tokens", type=int, default=256 if cuda else 32, help="of a completion")
-    parser.add_argument("--rows", type=int, default=0, help="of the engine; as many as samples by default")
+    parser.add_argument(
+        "--rows", type=int, default=0, help="of each engine; by default all engines together have one for each sample"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="rollout workers, which share the GPU")
     parser.add_argument("--micro-batch", type=int, default=16384, help="tokens of a forward pass")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--plain-steps", type=int, default=4)
