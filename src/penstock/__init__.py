@@ -1,6 +1,6 @@
 """Penstock: a runtime for asynchronous reinforcement-learning post-training.
 
-What a user's own code imports:
+Imports for user code:
 
     from penstock import Prompt
 
@@ -22,8 +22,8 @@ What a user's own code imports:
     for step in run:
         print(step["step"], step["reward"])
 
-Named as `my_task:Shout` in a configuration, `penstock run` trains the same. A whole workload is a class with the five
-hooks of `Workload`, whose `postprocess` returns a `Finished` or `Failed` per sample.
+With the environment `my_task:Shout` in a configuration, `penstock run` trains the same. A custom workload is a class
+with the five hooks of `Workload`; its `postprocess` returns a `Finished` or `Failed` per sample.
 """
 
 from importlib import import_module
@@ -83,7 +83,7 @@ _MODULES = {"advantages": "penstock.batch.advantage", "losses": "penstock.train.
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name when it is first used: every small process imports this package, few need numpy."""
+    """Imports a public name on first use: every small process imports this package, few need numpy."""
     if name in _MODULES:
         return import_module(_MODULES[name])
     for home, names in _HOMES.items():
@@ -93,5 +93,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """For completion in a notebook: names that were not used yet, too."""
+    """Includes names that are not imported yet, for completion in a notebook."""
     return sorted({*globals(), *__all__})

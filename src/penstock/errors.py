@@ -1,19 +1,19 @@
-"""Every error Penstock raises, named for what the caller must do.
+"""Every error that Penstock raises, named for what the caller must do.
 
     PenstockError
     ├── ConfigError              fix the configuration; nothing was started (exit 2)
     ├── ProtocolError            a bug in one of the two peers
     │   ├── LocalProtocolError       ours: we were about to break the protocol
     │   ├── RemoteProtocolError      theirs: the peer broke it
-    │   │   └── Damaged                  the bytes are not those that were published: they must be published again
-    │   └── InvalidTransition        a machine was told something impossible in its state
-    ├── Transient                try again, with backoff
-    ├── Stale                    the thing is gone for good: drop it, never retry
-    ├── Aborted                  rolled back, go on
+    │   │   └── Damaged                  the bytes differ from those published: publish them again
+    │   └── InvalidTransition        a state machine received an event that its state does not allow
+    ├── Transient                retry with backoff
+    ├── Stale                    the object no longer exists: drop it, never retry
+    ├── Aborted                  rolled back: continue
     ├── PeerLost                 the peer is dead or unreachable: replace it
-    └── RunFailed                the run cannot go on: stop (exit 1)
+    └── RunFailed                the run cannot continue: stop (exit 1)
 
-All of them survive pickling, and all carry one message that explains itself.
+All of them can be pickled. Each carries one message that names the problem and what to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import errno
 
 INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C has ended: no error."""
+"""Exit code of a command that Ctrl-C ended; not an error."""
 
 
 class PenstockError(Exception):
@@ -44,23 +44,23 @@ class ConfigError(PenstockError):
 
 
 class ProtocolError(PenstockError):
-    """The two ends of a protocol disagree: a bug in one of them."""
+    """The two peers of a protocol disagree: a bug in one of them."""
 
 
 class LocalProtocolError(ProtocolError):
-    """We were asked to do something the protocol does not allow."""
+    """The local caller attempted something that the protocol does not allow."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent something the protocol does not allow."""
+    """The peer sent something that the protocol does not allow."""
 
 
 class Damaged(RemoteProtocolError):
-    """The bytes are not those that were published; only publishing them again mends that."""
+    """The bytes differ from those that were published; only a new publication repairs this."""
 
 
 class InvalidTransition(ProtocolError):
-    """A machine received an event that its present state does not allow."""
+    """A state machine received an event that its current state does not allow."""
 
 
 class Transient(PenstockError):
@@ -68,11 +68,11 @@ class Transient(PenstockError):
 
 
 class Stale(PenstockError):
-    """Refers to something that no longer exists; retrying can never help."""
+    """Refers to something that no longer exists; a retry can never succeed."""
 
 
 class Aborted(PenstockError):
-    """Was rolled back completely; the caller may go on as if it had never begun."""
+    """The operation was rolled back completely; the caller may continue as if it had never started."""
 
 
 class PeerLost(PenstockError):
@@ -80,24 +80,24 @@ class PeerLost(PenstockError):
 
 
 class RunFailed(PenstockError):
-    """The run cannot continue; the message is the one sentence the user sees."""
+    """The run cannot continue; the message is the sentence shown to the user."""
 
 
 ADVICE = {
     errno.EMFILE: "this process may not open more files; raise the limit (`ulimit -n`)",
-    errno.ENFILE: "the machine has no more open files to give",
-    errno.ENOSPC: "the disk is full; make room",
-    errno.EDQUOT: "the disk quota is used up; make room",
+    errno.ENFILE: "the machine has reached its limit of open files",
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the disk quota is used up; free some space",
     errno.EROFS: "the file system is read-only",
-    errno.EACCES: "this user may not do that there",
-    errno.ENOTDIR: "a file is where a directory should be; move it away",
-    errno.EEXIST: "something else is there; move it away",
+    errno.EACCES: "this user may not access the path",
+    errno.ENOTDIR: "a file exists where a directory is expected; move it away",
+    errno.EEXIST: "another file is at this path; move it away",
     errno.EIO: "the disk cannot be read or written",
 }
 
 
 def sentence_of(error: BaseException) -> str:
-    """One sentence for an error that Penstock did not raise itself, with what to do where that is known."""
+    """Describes in one sentence an error that Penstock did not raise, with advice from `ADVICE` if there is any."""
     if not isinstance(error, OSError) or error.errno is None:
         return f"{type(error).__name__}: {error}"
     named = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)

@@ -79,7 +79,7 @@ def test_through_kills_every_prompt_is_trained_once_and_the_memory_is_given_back
     if engine == "vllm":
         assert "the vLLM server was killed by SIGKILL" in output
         said = (run.directory / "logs" / "letters.rollout.0.vllm.log").read_text()
-        assert "versions come from the trainer's memory" in said
+        assert "versions are copied from the trainer's memory" in said
     code, said = start(folder, run.directory, command="replay").end()
     assert code == 0, said
     wait_for(lambda: used_mb() < before + LEFT_MB, 30, "the memory of the GPU to be given back")

@@ -138,7 +138,7 @@ def test_a_slot_that_was_overwritten_is_stale_not_torn(tmp_path: Path, trainer: 
     transport._fetched = (described, slot.clone())
     tensors = views(transport._fetched[1], tensors_of(first))
     assert not (tmp_path / first.directory / DEVICE_FILE).exists()
-    with pytest.raises(Stale, match="made way"):
+    with pytest.raises(Stale, match="was replaced"):
         transport.delivered(first, tensors)
     # Asked for again it comes from its files, which are still there.
     assert digest_of(transport.fetch(first, DEADLINE_S)) == first.digest

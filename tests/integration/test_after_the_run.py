@@ -67,7 +67,7 @@ def test_mistakes_say_what_there_is(tmp_path: Path):
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"kind": "abacus"}, "there is torch, vllm"),
+        ({"kind": "abacus"}, "choose torch, vllm"),
         ({"kind": "torch", "rowz": 2}, "rowz"),
         ({"kind": "vllm"}, "reads the versions that a run publishes"),
     ],

@@ -163,7 +163,7 @@ async def test_a_silent_controller_is_given_up_after_the_attempt_and_then_the_bo
 
 async def test_a_controller_that_is_not_there_is_lost_after_the_bound(endpoint: Path) -> None:
     async with client_of(endpoint, give_up_s=0.2) as client:
-        with pytest.raises(PeerLost, match="no controller has announced itself"):
+        with pytest.raises(PeerLost, match="no controller has written its address"):
             await client.call(REPORT)
         announce(endpoint, '{"host": "127.0.0.1", "port": 9}')
         with pytest.raises(PeerLost, match="cannot connect"):

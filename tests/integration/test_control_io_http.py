@@ -369,7 +369,7 @@ async def test_a_broken_machine_fails_the_run_instead_of_going_on(run: Controlle
     assert isinstance(answer, Refused)
     assert answer.kind == "RunFailed"
     assert run.service.failed.is_set()
-    assert "pipeline a broke on Register" in run.service.failure
+    assert "pipeline a failed at the event Register" in run.service.failure
 
 
 async def test_a_machine_that_breaks_on_its_own_time_ends_the_desk_with_a_sentence(run: Controller) -> None:
@@ -379,7 +379,7 @@ async def test_a_machine_that_breaks_on_its_own_time_ends_the_desk_with_a_senten
         raise KeyError("lost")
 
     service.controller.pipelines[A].handle = broken  # type: ignore[method-assign]
-    with pytest.raises(RunFailed, match="pipeline a broke on TimePassed"):
+    with pytest.raises(RunFailed, match="pipeline a failed at the event TimePassed"):
         async with asyncio.timeout(20):
             await service.run()
 

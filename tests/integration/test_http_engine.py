@@ -118,8 +118,8 @@ async def test_a_busy_server_is_asked_again() -> None:
     ("answer", "error", "said"),
     [
         ((401, {"error": "no such key"}), RunFailed, "no such key"),
-        ((200, {"choices": []}), RunFailed, "no OpenAI completion"),
-        (choice("ab", "content_filter"), RunFailed, "no OpenAI completion"),
+        ((200, {"choices": []}), RunFailed, "not an OpenAI completion"),
+        (choice("ab", "content_filter"), RunFailed, "not an OpenAI completion"),
         ((503, {}), PeerLost, "no completion within"),
     ],
 )

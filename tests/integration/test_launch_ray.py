@@ -146,7 +146,7 @@ def test_a_lost_supervisor_comes_back_and_terminals_come_and_go(folder: Path, no
     watching.interrupt()
     code, output = watching.end(60)
     assert code == 0, output
-    assert "the run goes on" in output
+    assert "the run continues" in output
     assert run.process.poll() is None
 
     code, output = start(folder, run.directory, "--stop", command="attach").end(120)
@@ -172,7 +172,7 @@ def test_without_a_cluster_the_run_has_a_ray_of_its_own_that_ends_with_it(folder
     run.interrupt()
     code, output = run.end(120)
     assert code == 130, output
-    assert "a Ray of its own on this machine" in output
+    assert "a local Ray on this machine" in output
     assert "penstock run --resume" in output
     for process in below:
         wait_for(lambda process=process: not process.is_running(), 30, f"{process} to end")

@@ -15,7 +15,7 @@ from running import letters, wait_for
 import penstock
 from penstock.config.load import dump, load
 from penstock.launch.processes import CONTROLLER, ProcessSpec
-from penstock.launch.ray_host import Belongings, LastSeen, RoleHost, StartOrder, clear_node, survey_node
+from penstock.launch.ray_host import ProcessExit, RoleHost, RunFiles, StartOrder, clear_node, survey_node
 from penstock.runtime.rundir import RunDir
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,7 +48,7 @@ def host(run: RunDir, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator
     host = RoleHost()
     assert not host.open(str(folder / "nowhere"), run.run_id)
     files = {name: (run.root / name).read_text() for name in ("run.json", "config.toml", "token")}
-    assert Path(host.settle(Belongings(run.run_id, files))).parent == folder / "tmp"
+    assert Path(host.create_directory(RunFiles(run.run_id, files))).parent == folder / "tmp"
     yield host
     clear_node(run.run_id)
     assert list((folder / "tmp").iterdir()) == []
@@ -69,7 +69,7 @@ def test_a_process_lives_ends_and_logs_far_from_its_run_directory(host: RoleHost
 
     wait_for(listens, 60, "the controller to listen on the address of its node")
     host.ask_to_end()
-    assert host.wait(CONTROLLER.name) == LastSeen(0, None)
+    assert host.wait(CONTROLLER.name) == ProcessExit(0, None)
     assert b"ended gracefully" in host.exchange(CONTROLLER.name, None, len(log))
 
 

@@ -239,9 +239,9 @@ def test_the_transport_in_use_is_said_once(world: World, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO)
     for _ in range(3):
         world.fetcher.fetch([world.write(b"x")], [world.address]).consumed()
-    lines = [record.message for record in caplog.records if "come by" in record.message]
+    lines = [record.message for record in caplog.records if "are fetched over" in record.message]
     assert len(lines) == 1
-    assert f"come by {world.transport} " in lines[0]
+    assert f"are fetched over {world.transport} " in lines[0]
 
 
 def test_a_trainer_that_dies_holding_a_batch_finds_it_again(world: World) -> None:
@@ -357,7 +357,7 @@ class TestOnAWire:
             target=lambda: reports.append(world.fetcher.fetch([ref], [world.address], cancellation))
         )
         thread.start()
-        eventually(lambda: "1 going on" in repr(cancellation))
+        eventually(lambda: "1 registered" in repr(cancellation))
         cancellation.cancel("enough")
         thread.join(15)  # a call alone has longer
         assert [report.missing[ref].kind for report in reports] == ["cancelled"]
@@ -376,7 +376,7 @@ def test_the_nearest_transport_is_chosen_with_a_way_back(tmp_path: Path, caplog:
     elsewhere = tmp_path / "other"
     elsewhere.mkdir()
     for host_id, directory, expected in (
-        ("here", tmp_path, "come by shm"),
+        ("here", tmp_path, "are fetched over shm"),
         ("there", tmp_path, "not shm: it is on another host"),
         ("here", elsewhere, "does not exist on this host"),  # same machine, but not the same /dev/shm
     ):
@@ -411,7 +411,7 @@ def test_ucx_is_preferred_where_it_is_installed(
     report = fetcher.fetch([ref], [address])
     assert bytes(report.views[ref]) == b"x"
     report.consumed()
-    expected = "come by ucxx (not shm" if installed else "not ucxx: UCXX is not installed here"
+    expected = "are fetched over ucxx (not shm" if installed else "not ucxx: UCXX is not installed here"
     assert expected in caplog.text
     eventually(lambda: (ucxx if installed else tcp).statistics().sent == 1)
     fetcher.close()
@@ -434,7 +434,7 @@ def test_a_ring_that_cannot_be_reached_is_a_reason_and_not_an_error(tmp_path: Pa
     report.consumed()
     fetcher.close()
     forced = BatchFetcher(host_id="here", directory=str(tmp_path), transport="tcp")
-    with pytest.raises(ConfigError, match="transport tcp was asked for, but the producer offers no port"):
+    with pytest.raises(ConfigError, match="transport tcp was requested, but the producer offers no port"):
         forced.fetch(refs, addresses)
     forced.close()
     kept.close()

@@ -325,7 +325,7 @@ def test_unknown_ucxx_clients_that_stall_or_send_garbage_cost_their_own_connecti
     unknowns = []
     for said in nonsense:
         unknown = wire.connect(host, port, b"", time.monotonic() + 10)
-        unknown._unsaid = said
+        unknown._preamble = said
         with contextlib.suppress(Broken):
             unknown.ask(b"", memoryview(bytearray()), time.monotonic() + 0.2)
         unknowns.append(unknown)

@@ -77,7 +77,7 @@ def test_shared_memory_that_cannot_be_written_is_refused_before_anything_starts(
     for command in ("check", "run"):
         code, output = with_shared_memory(folder, "ro", command, config)
         assert code == 2, output
-        assert "this user cannot make files in /dev/shm" in output
+        assert "this user cannot create files in /dev/shm" in output
     assert not (folder / "runs").exists()
 
 

@@ -68,7 +68,7 @@ async def test_on_shared_devices_every_step_moves_in_and_out():
     it = scene.turns(shared=True)
     for _ in range(2):
         assert await it.take(Priority.TRAINING)
-        await it.give_back()
+        await it.release()
     turn = ["granted", "in for training", "out", "released"]
     assert scene.told == ["wait", *turn, *turn]
     assert [ask.request for ask in scene.asked] == [0, 0, 1], "waiting on is the same request; a new turn is a new one"
@@ -80,7 +80,7 @@ async def test_from_class_to_class_it_moves_out_and_gives_back_in_the_call_that_
     it = scene.turns(shared=True)
     for work in (Priority.INITIALISATION, Priority.SCORING, Priority.TRAINING):
         assert await it.take(work)
-    await it.give_back()
+    await it.release()
     assert scene.told == [
         *("granted", "in for initialisation", "out"),
         *("granted", "in for scoring", "out"),
@@ -109,7 +109,7 @@ async def test_devices_of_its_own_are_kept_with_everything_on_them():
     for _ in range(2):
         assert await it.take(Priority.SCORING)
         assert await it.take(Priority.TRAINING)
-        await it.give_back()
+        await it.release()
     assert [(ask.priority.name, ask.release) for ask in scene.asked] == [("INITIALISATION", None), ("TRAINING", 0)]
     assert "out" not in scene.told
 
@@ -118,7 +118,7 @@ async def test_devices_that_are_not_free_are_not_given_back():
     scene = Scene(left_bytes=RESIDUE_BYTES + (5 << 20))
     it = scene.turns(shared=True)
     await it.take(Priority.SCORING)
-    for leave in (it.give_back, lambda: it.take(Priority.TRAINING)):
+    for leave in (it.release, lambda: it.take(Priority.TRAINING)):
         with pytest.raises(PeerLost, match=r"still has 69 MiB .* expected at most 64 MiB"):
             await leave()
     assert scene.told == ["granted", "in for scoring", "out", "out"]
@@ -131,6 +131,6 @@ async def test_a_wait_is_cancelled_when_the_process_is_asked_to_stop():
 
 
 async def test_a_turn_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.0)
-    with pytest.raises(RunFailed, match=r"no turn came on devices \[0, 1\] for training"):
+    monkeypatch.setattr(turns, "GRANT_TIMEOUT_S", 0.0)
+    with pytest.raises(RunFailed, match=r"timed out waiting for devices \[0, 1\] for training"):
         await Scene(waits=9).turns(shared=True).take(Priority.TRAINING)

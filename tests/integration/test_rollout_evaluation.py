@@ -167,7 +167,7 @@ def test_a_sample_of_an_evaluation_that_failed_is_reported_as_one():
 def test_an_evaluation_without_a_configuration_for_it_costs_that_lease():
     controller = ControllerApi([evaluation(0), training(0)])
     run(controller, Store(), Toy(Serving(3)), None)
-    assert "whose configuration has none" in controller.failures[0].error
+    assert "its configuration has none" in controller.failures[0].error
     assert len(controller.rollouts) == 2
 
 

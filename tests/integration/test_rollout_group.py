@@ -19,7 +19,7 @@ from penstock.records.weights import Manifest
 from penstock.rollout import trace
 from penstock.rollout.io.group import GroupRunner
 from penstock.rollout.io.lockstep import Lockstep, Surroundings
-from penstock.rollout.io.rank_fetch import News
+from penstock.rollout.io.rank_fetch import RankReport
 from penstock.runtime.offload import Offload
 from penstock.runtime.ranks import RankFailure
 
@@ -31,7 +31,7 @@ class Room:
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS)
-        self.news: list[News] = [News()] * RANKS
+        self.reports: list[RankReport] = [RankReport()] * RANKS
         self.words: RankFailure | None = None
 
 
@@ -45,15 +45,15 @@ class RoomFetch:
         self.rank = rank
         self._room = room
 
-    def all_news(self, news: News) -> list[News]:
-        self._room.news[self.rank] = news
+    def gather_reports(self, report: RankReport) -> list[RankReport]:
+        self._room.reports[self.rank] = report
         try:
             self._room.barrier.wait(20)
-            all_news = list(self._room.news)
+            reports = list(self._room.reports)
             self._room.barrier.wait(20)
         except threading.BrokenBarrierError:
             raise self.blame() or PeerLost("no rank gave a reason") from None
-        return all_news
+        return reports
 
     def fail(self, error: PenstockError) -> None:
         self._room.words = self._room.words or RankFailure.of(error, self.rank)
@@ -235,7 +235,7 @@ async def test_ranks_that_do_not_come_to_rest_are_given_up() -> None:
             made.runner.abandon("no time")
         error = running.result()
         assert isinstance(error, PeerLost)
-        assert "did not come to rest" in str(error)
+        assert "did not pause" in str(error)
         assert len(controller.returned) == 2 * controller.issued
         made.interrupt()
 

@@ -24,7 +24,7 @@ def test_a_journal_that_is_deleted_under_a_live_controller_stops_the_run(folder:
         file.unlink()
     code, output = run.end(60)
     assert code == 1, output
-    assert "was deleted or replaced while the run went on" in output
+    assert "was deleted or replaced during the run" in output
     assert "model.path" in output
     ending = RunDir.open(run.directory).read_ending()
     assert ending is not None

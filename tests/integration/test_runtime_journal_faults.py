@@ -56,7 +56,7 @@ async def test_a_full_disk_is_one_clear_sentence_and_loses_nothing_acknowledged(
 async def test_a_journal_that_is_not_the_one_on_disk_any_more_ends_the_run_with_that_sentence(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(writer_module, "CHECK_EVERY_S", 0.02)
     path = tmp_path / "journal.sqlite"
     journal = Journal(path, RUN)
     await journal.committed(journal.append(A, 0.0, b"before"))
@@ -72,7 +72,7 @@ async def test_a_journal_that_is_not_the_one_on_disk_any_more_ends_the_run_with_
             await journal.committed(journal.append(A, 1.0, b"after"))
             await asyncio.sleep(0.01)
 
-    with pytest.raises(RunFailed, match="was deleted or replaced while the run went on; what it held since is lost"):
+    with pytest.raises(RunFailed, match="was deleted or replaced during the run; events since then are lost"):
         await asyncio.wait_for(go_on(), 30)
     with contextlib.suppress(RunFailed):
         journal.close(10)

@@ -239,7 +239,7 @@ async def test_teardown_goes_on_past_steps_that_fail_or_hang(caplog: pytest.LogC
     assert done == ["unregister", "close"]
     assert [(outcome.name, outcome.problem) for outcome in outcomes] == [
         ("unregister", ""),
-        ("join", "not done after 0.2 s, given up"),
+        ("join", "not done after 0.2 s, abandoned"),
         ("flush", "OSError: no disk"),
         ("tell", "TimeoutError: no answer"),
         ("close", ""),

@@ -80,7 +80,7 @@ class Room:
         """What the service does after a commit, without its loop."""
         while not self.service._instructions.empty():
             _, name, effect = self.service._instructions.get_nowait()
-            self.service._obey(name, effect)
+            self.service._execute(name, effect)
 
     async def deliver(self, leased: Leased) -> messages.Reply:
         samples = [sample for lease in leased.leases for sample in lease.samples]
@@ -180,7 +180,7 @@ async def test_a_torn_replica_is_given_nothing_until_it_serves_again(room: Room)
 async def test_payloads_without_a_reader_are_handed_back_until_the_worker_has_moved_on(room: Room):
     await room.deliver(await room.lease(2))
     doomed = tuple(PayloadRef("ring", 1, slot, 0, 10, 0) for slot in (7, 8))
-    room.service._obey(P, ReleasePayloads(doomed))
+    room.service._execute(P, ReleasePayloads(doomed))
     first = await room.lease(1)
     assert first.discard == doomed
     assert (await room.lease(1, again=True)).discard == doomed, "the first reply may have been lost"
@@ -193,7 +193,7 @@ async def test_a_worker_of_several_ranks_hears_of_the_rings_of_all_of_them(room:
     elsewhere = msgspec.structs.replace(rollout(there), payload=PayloadRef("ring of rank 1", 1, 3, 0, 10, 0))
     await room.service.call(Deliver(P, W, rollouts=(rollout(here), elsewhere)))
     doomed = tuple(PayloadRef(ring, 1, 7, 0, 10, 0) for ring in ("ring", "ring of rank 1"))
-    room.service._obey(P, ReleasePayloads(doomed))
+    room.service._execute(P, ReleasePayloads(doomed))
     assert (await room.lease(1)).discard == doomed
     await room.service.call(messages.Unregister(P, W, reason="killed by SIGKILL", died=True))
     ready = await room.service.call(AskBatch(P, T, step=StepIndex(0)))

@@ -48,7 +48,7 @@ def test_the_doctor_of_a_live_run_and_of_a_dead_one(folder: Path):
     assert run.end(30)[0] == 130
     asked = doctor(run.directory)
     assert asked.returncode == 1
-    assert "the run is over, no process is left to ask: interrupted" in asked.stderr
+    assert "the run has ended, no process can answer: interrupted" in asked.stderr
     assert "--resume" in asked.stderr
     asked = doctor(run.directory, "--at", "0.5")
     assert asked.returncode == 0, asked.stderr
@@ -68,7 +68,7 @@ def test_a_stall_is_diagnosed_and_then_ends_the_run_with_that_sentence(folder: P
     code, output = run.end(120)
     assert code == 1
     assert "Worker letters.rollout.0" in output, "the view names who should have moved, before the run fails"
-    failure = "penstock: controller: letters: nothing moved for"
+    failure = "penstock: controller: letters: no progress for"
     (sentence,) = [line for line in output.splitlines() if line.startswith(failure)]
     assert "holds" in sentence
     again = replay_run(run.directory)

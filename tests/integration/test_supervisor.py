@@ -119,4 +119,4 @@ async def test_a_process_that_leaves_early_is_started_again_however_friendly_its
         await until(lambda: len(stage.placed["p.rollout.0"]) == 2)
         stage.stop.request("that is all")
         stage.stop.insisted.set()
-    assert any("p.rollout.0 ended (it left although its pipeline is not over" in note for note in stage.notes)
+    assert any("p.rollout.0 ended (it exited although its pipeline has not ended" in note for note in stage.notes)

@@ -30,7 +30,7 @@ import torch
 from running import Running, letters, outside_address, start, trained_steps, wait_for
 from test_dashboard_http import Watched
 
-from penstock.control.io.heartbeat import Line
+from penstock.control.io.heartbeat import HeartbeatConnection
 from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.engine import TorchEngine
@@ -400,7 +400,7 @@ def test_a_heartbeat_keeps_its_connection_when_the_controller_has_no_descriptor_
         resource.setrlimit(resource.RLIMIT_NOFILE, own)
     beat = msgspec.msgpack.encode(Heartbeat(control_io_controller.PIPELINE, MemberId("w"), 0.0, "generating"))
     try:
-        line = Line(control_io_controller.TOKEN)
+        line = HeartbeatConnection(control_io_controller.TOKEN)
         assert line.post(address, beat) == 200
         with ExitStack() as stack:
             idle_flood(address, stack)

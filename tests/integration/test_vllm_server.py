@@ -145,7 +145,8 @@ class DamagingEngine(VllmEngine):
     """Lets something happen between the check of the files and the server's reading of them."""
 
     def __init__(self, server: Server, run_dir: Path) -> None:
-        super().__init__(server.address, run_dir, run_dir / "versions", label=label, exit_reason=server.owned.exit_reason)
+        exit_reason = server.owned.exit_reason
+        super().__init__(server.address, run_dir, run_dir / "versions", label=label, exit_reason=exit_reason)
         self.before_load: Callable[[Manifest], None] = lambda _: None
         self.after_load: Callable[[], None] = lambda: None
         self.resume_errors = 0

@@ -202,7 +202,7 @@ def test_a_store_hears_only_those_who_know_the_token() -> None:
     assert friend.delete_key("answer")
     friend.set("large", b"x" * 100_000)
     assert len(server.get("large")) == 100_000
-    with pytest.raises(TimeoutError, match="did not come"):
+    with pytest.raises(TimeoutError, match="were not set"):
         server.wait(["none"], timedelta(seconds=0.02))
     with pytest.raises(OSError):
         StoreClient("127.0.0.1", server.port, b"guessed", 5.0)

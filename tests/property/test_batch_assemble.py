@@ -190,7 +190,7 @@ def test_branches_that_lie_are_refused(branches: np.ndarray) -> None:
         "logprobs": np.zeros(6, np.float32),
         "branches": branches,
     }
-    with pytest.raises(RemoteProtocolError, match="make no sense"):
+    with pytest.raises(RemoteProtocolError, match="invalid branches"):
         pack_tokens([sample], np.zeros(1), PackSettings(layout="padded"))
 
 

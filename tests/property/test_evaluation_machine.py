@@ -166,7 +166,7 @@ class EvaluationMachine(RuleBasedStateMachine):
     def give_back(self, name, count):
         for sample in list(self.held[name])[:count]:
             del self.held[name][sample]
-            self.machine.give_back(name, sample, self.now)
+            self.machine.return_sample(name, sample, self.now)
 
     def die(self, name):
         self.machine.lose_member(name)
@@ -176,7 +176,7 @@ class EvaluationMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.1, 15.0))
     def wait(self, seconds):
         self.now += seconds
-        self.machine.look(self.now)
+        self.machine.expire(self.now)
         self.collect()
 
     def roll_back(self, steps):
@@ -260,7 +260,7 @@ class EvaluationMachine(RuleBasedStateMachine):
         if hasattr(self, "machine"):
             for _ in range(2):
                 self.now += TIMEOUT_S + 1
-                self.machine.look(self.now)
+                self.machine.expire(self.now)
                 self.collect()
             assert self.machine.idle
             assert self.due == self.ended

@@ -190,7 +190,7 @@ class PrefetchUnderAnyOrder(RuleBasedStateMachine):
     @rule()
     def stop_is_asked(self):
         self.stopping = True
-        self.tell(flow.StopAsked("told to"))
+        self.tell(flow.StopRequested("told to"))
         assert self.machine.line_samples == 0
 
     @precondition(lambda self: self.finish is None and self.events > self.events_before_the_end)

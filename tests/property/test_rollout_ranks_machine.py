@@ -29,10 +29,10 @@ class FakeRank:
         self.slow: list[flow.Ticket] = []
         """Being post-processed."""
 
-    def meet(self, heard: cadence.Heard, fails: set[int]) -> cadence.Drop | None:
+    def meet(self, command: cadence.CommandReceived, fails: set[int]) -> cadence.Drop | None:
         """Acts on what was heard, with the hooks failing for some prompts."""
         dropped: cadence.Drop | None = None
-        effects = deque(self.machine.handle(heard, 0.0))
+        effects = deque(self.machine.handle(command, 0.0))
         while effects:
             effect = effects.popleft()
             self.did.append(type(effect).__name__)
@@ -54,7 +54,7 @@ class FakeRank:
                 case flow.Postprocess(tickets):
                     assert not self.slow, "one batch at a time"
                     self.slow += tickets
-                case cadence.Settle(tickets):
+                case cadence.AwaitPostprocessed(tickets):
                     waited_for = self.machine.held.at(Stage.POSTPROCESSING) if tickets is None else tickets
                     assert set(waited_for) <= set(self.slow), "no rank waits for what was not begun"
                     self.settle()
@@ -70,7 +70,7 @@ class FakeRank:
 
     def tell(self) -> tuple[SampleId, ...]:
         finished = [held.lease for held in self.machine.held.at(Stage.FINISHED).values()]
-        self.machine.handle(cadence.Told(), 0.0)
+        self.machine.handle(cadence.ResultsSent(), 0.0)
         return tuple(sample for lease in finished for sample in lease.samples)
 
 
@@ -102,7 +102,7 @@ class RanksMachine(RuleBasedStateMachine):
                     self.answers += 1
                 case lead.Discard(samples):
                     assert not samples & set(self.lead.outstanding)
-                case lead.GiveBack(samples):
+                case lead.ReturnSamples(samples):
                     self.given_back.update(samples)
                     self.answers += 1
                 case flow.Finish(reason):
@@ -145,18 +145,18 @@ class RanksMachine(RuleBasedStateMachine):
         if settled:
             for rank in self.ranks:
                 rank.settle()
-        command = self.decide(lead.OrdersTaken())
+        command = self.decide(lead.CommandRequested())
         assert command is not None
         assert command.order == "work" or not command.leases
-        brought = tuple(sample for rank in self.ranks for sample in rank.tell())
-        resting = all(rank.machine.resting for rank in self.ranks)
+        outcomes = tuple(sample for rank in self.ranks for sample in rank.tell())
+        paused = all(rank.machine.paused for rank in self.ranks)
         if stopped_meanwhile:
-            self.decide(flow.StopAsked("meanwhile"))
-        self.decide(lead.Reported(brought))
-        if resting:
-            self.decide(lead.Rested())
-        heard = cadence.Heard(command.order, command.leases, command.prefetch)
-        drops = [rank.meet(heard, self.fails) for rank in self.ranks]
+            self.decide(flow.StopRequested("meanwhile"))
+        self.decide(lead.OutcomesReceived(outcomes))
+        if paused:
+            self.decide(lead.RanksPaused())
+        received = cadence.CommandReceived(command.order, command.leases, command.prefetch)
+        drops = [rank.meet(received, self.fails) for rank in self.ranks]
         assert len({drop.samples if drop is not None else None for drop in drops}) == 1, "ranks drop alike"
         if drops[0] is not None:
             self.decide(lead.Dropped(drops[0].samples))
@@ -174,7 +174,7 @@ class RanksMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.lead.working)
     @rule(at_once=st.booleans())
     def stop(self, at_once: bool) -> None:
-        self.decide(flow.Abandoned("now") if at_once else flow.StopAsked("stop"))
+        self.decide(flow.Abandoned("now") if at_once else flow.StopRequested("stop"))
         assert not at_once or not self.lead.outstanding, "everything goes back at once"
 
     @precondition(lambda self: not self.lead.working)
@@ -213,7 +213,7 @@ class RanksMachine(RuleBasedStateMachine):
         """From every state a stop leads to the end within a few fetches."""
         if not hasattr(self, "lead") or not self.lead.working:
             return
-        self.decide(flow.StopAsked("the test is over"))
+        self.decide(flow.StopRequested("the test is over"))
         if self.asked:
             self.asked.clear()
             self.decide(flow.LeaseAnswered((), "throttled"))

@@ -109,7 +109,7 @@ def test_a_skipped_staleness_check_is_found_in_the_books(monkeypatch: pytest.Mon
 def test_a_skipped_staleness_check_and_no_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "check", lambda self: None)
     monkeypatch.setattr(Ledger, "dispatch", unchecked(Ledger.dispatch))
-    assert "was given a sample of version" in outcome(outdating())
+    assert "received a sample of version" in outcome(outdating())
 
 
 def test_an_outdated_group_that_was_not_dropped_meets_the_check_at_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_checkpoint_before_its_journal(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(TrainingLoop, "_flush_journal", skipped)
     quick = Work(sample_s=0.1, step_s=0.05, publish_s=0.01, fetch_weights_s=0.01, save_s=0.01)
     power = (Fault(5.05, "power_off", for_s=2.0),)
-    assert "the journal knows only" in outcome(msgspec.structs.replace(plan(power, steps=60), work=quick))
+    assert "the journal has only" in outcome(msgspec.structs.replace(plan(power, steps=60), work=quick))
 
 
 def test_a_prompt_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_an_end_that_the_controller_could_not_be_told_of_is_told_later() -> None
         steps=40,
     )
     ends = [one.at for one in report.said if one.process == "controller" and "left: killed by SIGKILL" in one.line]
-    assert report.first_said("could not be told that p0.rollout.0") is not None
+    assert report.first_said("could not be notified that p0.rollout.0") is not None
     assert len(ends) == 2
     assert 15.0 < ends[1] < 20.0
 

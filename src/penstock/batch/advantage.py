@@ -1,4 +1,4 @@
-"""From scalar rewards to advantages, for a whole batch at once.
+"""Computes advantages from scalar rewards, for a whole batch at once.
 
 An advantage function takes the rewards of all samples, group after group, and the size of each group; it returns one
 advantage per sample. It is named in the configuration, either one of `NAMED` or `package.module:function`:
@@ -6,8 +6,8 @@ advantage per sample. It is named in the configuration, either one of `NAMED` or
     def centred(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
         return rewards - np.repeat(group_means(rewards, group_sizes), group_sizes)
 
-One that has a parameter `lengths` is also given the generated tokens (or environment steps) of each sample; one that
-has `truncated`, whether each was cut off at the limit.
+A function with a parameter `lengths` also receives the generated tokens (or environment steps) of each sample; one with
+a parameter `truncated`, whether each was cut off at the limit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from penstock.runtime.named import described, load_callable, takes
 
 Advantage = Callable[..., np.ndarray]
 """`(rewards float64[samples], group_sizes int64[groups], lengths=int64[samples], truncated=bool[samples])`; the last
-two only if they are asked for."""
+two only if the function has these parameters."""
 
 TOLD = ("lengths", "truncated")
-"""What a function is given if it has a parameter of this name."""
+"""Arguments that a function receives if it has a parameter of this name."""
 
 STD_FLOOR = 1e-4
 """Added to a group's standard deviation: rewards that differ by rounding only must not become large advantages."""
@@ -76,15 +76,15 @@ def compute(
     lengths: Sequence[int] = (),
     truncated: np.ndarray | None = None,
 ) -> np.ndarray:
-    """float32[samples]. RunFailed if the function raised, or returned something that cannot be trained on."""
+    """float32[samples]. RunFailed if the function raised, or returned values that cannot be trained on."""
     rewards_array = np.asarray(rewards, np.float64)
     cut = np.zeros(len(rewards_array), bool) if truncated is None else truncated
-    known = dict(zip(TOLD, (np.asarray(lengths, np.int64), cut), strict=True))
+    available = dict(zip(TOLD, (np.asarray(lengths, np.int64), cut), strict=True))
     sizes_array = np.asarray(group_sizes, np.int64)
     function = f"the advantage function {getattr(advantage, '__name__', advantage)!r}"
     try:
-        wanted = {name: values for name, values in known.items() if takes(advantage, name)}
-        result = np.asarray(advantage(rewards_array, sizes_array, **wanted), np.float64)
+        arguments = {name: values for name, values in available.items() if takes(advantage, name)}
+        result = np.asarray(advantage(rewards_array, sizes_array, **arguments), np.float64)
     except Exception as error:
         raise RunFailed(f"{function} raised {described(error)}") from error
     if result.shape != rewards_array.shape or not np.isfinite(result).all():

@@ -1,9 +1,8 @@
-"""From a sample to the sequences it is trained as.
+"""Splits a sample into the sequences that are trained.
 
-Most samples are one sequence. One whose conversation was taken back to an earlier point has several branches, which
-share what came before: `branches` says of which stretches of its tokens each is made. A branch is one sequence and
-reads all of its tokens, but a token is trained in the first branch that holds it and in no other. All branches have the
-sample's one advantage.
+Most samples are one sequence. A sample whose conversation was reset to an earlier point has several branches with a
+common beginning: `branches` lists the ranges of tokens of each. A branch is one sequence and reads all of its tokens,
+but a token is trained only in the first branch that contains it. All branches have the advantage of the sample.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ Sample = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Some tokens of a sample, one after the other."""
+    """Tokens of a sample that form one sequence."""
 
     sample: int
     stretches: tuple[tuple[int, int], ...]
-    """First token and the one after the last, in the sample."""
+    """Ranges of the sample's tokens: first token and the one after the last."""
     tokens: int
     loss_mask: np.ndarray
     """uint8[tokens]."""
 
 
 def sequences_of(samples: Sequence[Sample]) -> list[TokenSequence]:
-    """The sequences of all samples, in their order. RemoteProtocolError if a sample's branches make no sense."""
+    """The sequences of all samples, in their order. RemoteProtocolError if a sample's branches are invalid."""
     sequences: list[TokenSequence] = []
     for number, sample in enumerate(samples):
         tokens = len(sample["token_ids"])
@@ -45,14 +44,14 @@ def sequences_of(samples: Sequence[Sample]) -> list[TokenSequence]:
 def _branches(number: int, sample: Sample, tokens: int) -> list[TokenSequence]:
     branches, mask = sample["branches"], sample["loss_mask"]
     if branches.ndim != 2 or branches.shape[1] != 3 or not len(branches) or branches.dtype.kind not in "iu":
-        raise _senseless(number, sample)
+        raise _invalid(number, sample)
     label, start, end = branches.T.astype(np.int64)
     steps = np.diff(label, prepend=-1)
     if steps[0] != 1 or ((steps != 0) & (steps != 1)).any() or (start < 0).any() or (start >= end).any():
-        raise _senseless(number, sample)
-    back = (steps[1:] == 0) & (start[1:] < end[:-1])  # a branch goes forward, so it holds no token twice
+        raise _invalid(number, sample)
+    back = (steps[1:] == 0) & (start[1:] < end[:-1])  # the ranges of a branch ascend, so it has no token twice
     if back.any() or end.max() > min(tokens, len(mask)):
-        raise _senseless(number, sample)
+        raise _invalid(number, sample)
     found: list[TokenSequence] = []
     untrained = mask.copy()
     for first, last in zip(*_runs(label), strict=True):
@@ -71,10 +70,10 @@ def _runs(label: np.ndarray) -> tuple[list[int], list[int]]:
     return edges[:-1], edges[1:]
 
 
-def _senseless(number: int, sample: Sample) -> RemoteProtocolError:
+def _invalid(number: int, sample: Sample) -> RemoteProtocolError:
     branches = sample["branches"]
     return RemoteProtocolError(
-        f"sample {number} of the batch has branches that make no sense: expected rows of branch (0, 1, …), first token "
+        f"sample {number} of the batch has invalid branches: expected rows of branch (0, 1, …), first token "
         f"and the one after the last, within {len(sample['token_ids'])} tokens; found {branches.dtype} "
         f"{branches.shape} {branches.ravel()[:12].tolist()}"
     )

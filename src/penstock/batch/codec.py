@@ -1,12 +1,12 @@
-"""A sample's typed arrays as bytes, and back: each array is copied once when written, and never when read.
+"""Encodes and decodes a sample's typed arrays: each array is copied once when written, and never when read.
 
     preamble   magic "PSTK" · format version u16 · array count u16 · header bytes u32 · body bytes u64 · reserved u32
     entry      name length u8 · dtype code u8 · dimensions u8 · zero u8 · name (ASCII) · extents u64 each
     body       the arrays in the order of their entries, C order, little-endian, each starting on a multiple of 16
 
-Offsets are not transmitted: they follow from the entries, so there is none to lie about. The decoder believes nothing
-else either: every length is checked against the bytes really there before an array is made, only the dtypes listed
-here exist, and the buffer must end exactly where the header says.
+Offsets are not transmitted: they follow from the entries, so they cannot be wrong. The decoder trusts no other field:
+every length is checked against the bytes that arrived before an array is made, only the dtypes listed here are
+accepted, and the buffer must end exactly where the header states.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES: dict[int, str] = {
     10: "<f4",
     11: "<f8",
 }
-"""Every dtype that can travel, by its code. Masks are uint8; codes are never reused."""
+"""Every dtype that can be encoded, by its code. Masks are uint8; codes are never reused."""
 
 _CODES = {text: code for code, text in DTYPES.items()}
 _DTYPES = {code: np.dtype(text) for code, text in DTYPES.items()}
@@ -50,14 +50,14 @@ _ENTRY = struct.Struct("<BBBB")
 _EXTENTS = tuple(struct.Struct(f"<{dimensions}Q") for dimensions in range(MAX_DIMENSIONS + 1))
 
 STRIDE_BYTES = 1 << 18
-"""Written between two words of progress: what was just written is still in the cache when it is digested."""
+"""Bytes written between two reports of progress: they are still in the cache when they are hashed."""
 
 Chunks = Sequence[np.ndarray]
-"""Arrays that are one array along the first axis: writing them is the join."""
+"""Arrays that are joined along the first axis when they are written."""
 
 
 class Encoded:
-    """A sample laid out but not yet written. Its arrays stay where they are and must not change before it is."""
+    """A sample laid out but not yet written. It refers to its arrays, which must not change before it is written."""
 
     __slots__ = ("_header", "_parts", "size_bytes")
 
@@ -67,9 +67,9 @@ class Encoded:
         self.size_bytes = size_bytes
 
     def fill(self, target: memoryview | bytearray) -> Iterator[int]:
-        """Write the sample into `target`, front to back; says now and then how many bytes are in place.
+        """Writes the sample into `target`, front to back; yields the number of bytes in place after each part.
 
-        Every byte is copied once, from where an engine left it to where it belongs, without the interpreter.
+        Every byte is copied once, from the engine's array to its place, without the interpreter.
         """
         out = np.frombuffer(target, np.uint8)
         end = len(self._header)
@@ -96,7 +96,7 @@ class Encoded:
 
 
 def encode(arrays: Mapping[str, np.ndarray | Chunks]) -> Encoded:
-    """The sample, ready to be written into its place. LocalProtocolError if an array of it cannot travel."""
+    """The sample, ready to be written. LocalProtocolError if an array of it cannot be encoded."""
     if len(arrays) > MAX_ARRAYS:
         raise LocalProtocolError(f"a sample has {len(arrays)} arrays; the format holds at most {MAX_ARRAYS}")
     entries: list[bytes] = []
@@ -109,12 +109,12 @@ def encode(arrays: Mapping[str, np.ndarray | Chunks]) -> Encoded:
         dimensions = len(shape)
         if code is None:
             raise LocalProtocolError(
-                f"array {name!r} has dtype {dtype}, which cannot travel; use one of "
+                f"array {name!r} has dtype {dtype}, which cannot be encoded; use one of "
                 f"{', '.join(str(dtype) for dtype in _DTYPES.values())} (masks as uint8)"
             )
         if dimensions > MAX_DIMENSIONS or not 0 < len(encoded_name) <= MAX_NAME_BYTES or not name.isascii():
             raise LocalProtocolError(
-                f"array {name!r} with {dimensions} dimensions cannot travel: names are 1 to {MAX_NAME_BYTES} ASCII "
+                f"array {name!r} with {dimensions} dimensions cannot be encoded: names are 1 to {MAX_NAME_BYTES} ASCII "
                 f"characters and arrays have at most {MAX_DIMENSIONS} dimensions"
             )
         entries += (
@@ -124,7 +124,7 @@ def encode(arrays: Mapping[str, np.ndarray | Chunks]) -> Encoded:
         )
         size = math.prod(shape) * dtype.itemsize
         if size:
-            # A number alone is written like a row of one.
+            # A scalar is written as an array of one element.
             sizes.append((size, shape or (1,), chunks if shape else [chunks[0].reshape(1)]))
     entry_bytes = b"".join(entries)
     header_bytes = _aligned(_PREAMBLE.size + len(entry_bytes))
@@ -150,7 +150,7 @@ def decode(buffer: bytes | bytearray | memoryview) -> dict[str, np.ndarray]:
         raise RemoteProtocolError(f"not an encoded sample: it begins with {bytes(view[:4])!r}, expected {MAGIC!r}")
     if version != FORMAT_VERSION:
         raise RemoteProtocolError(
-            f"a sample in format version {version}; this end reads version {FORMAT_VERSION}: run one release on both"
+            f"a sample has format version {version}, expected {FORMAT_VERSION}: run one release on both sides"
         )
     if header_bytes + body_bytes != size or header_bytes % ALIGNMENT_BYTES or count > MAX_ARRAYS:
         raise RemoteProtocolError(

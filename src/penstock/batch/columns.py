@@ -1,10 +1,10 @@
-"""Small facts about a sample that travel in its payload beside the tokens.
+"""Small arrays in the payload of a sample beside the tokens.
 
-| array            | type       | says                                                                           |
+| array            | type       | meaning                                                                        |
 |------------------|------------|--------------------------------------------------------------------------------|
 | `truncated`      | uint8[1]   | 1: the last completion was cut off (token limit, context)                      |
 | `unscored`       | uint8[1]   | 1: it has no reward of its own; no advantage, not trained                      |
-| `reward_parts.F` | float32[1] | what the reward function F gave, before its weight; absent where it was `None` |
+| `reward_parts.F` | float32[1] | value of the reward function F before its weight; absent where it was `None`   |
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def truncated(sample: Mapping[str, np.ndarray]) -> bool:
 
 
 def unscored(sample: Mapping[str, np.ndarray]) -> bool:
-    """Whether the sample has no reward of its own: its record's reward is a stand-in, the mean of its group."""
+    """Whether the sample has no reward of its own: the reward in its record is the mean of its group."""
     return bool(UNSCORED in sample and sample[UNSCORED][0])
 
 
 def reward_parts(sample: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """What each reward function gave the sample, by the function's name; those that gave `None` are left out."""
+    """The value of each reward function for the sample, by the function's name; `None` values are left out."""
     return {
         name.removeprefix(REWARD_PART): float(values[0])
         for name, values in sample.items()
@@ -49,5 +49,5 @@ def reward_part_arrays(parts: Mapping[str, float | None]) -> dict[str, np.ndarra
 
 
 def array_name(function: str) -> str:
-    """The array of one reward function: names of arrays are short and ASCII."""
+    """The name of one reward function's array: ASCII, at most `MAX_NAME_BYTES`."""
     return (REWARD_PART + function.encode("ascii", "replace").decode())[:MAX_NAME_BYTES]

@@ -1,8 +1,8 @@
-"""Which finished groups are not worth training on.
+"""Filters that drop finished groups before training.
 
-A group filter looks at the rewards and lengths of one whole group and returns why the group should be dropped, or
-None to keep it. It decides from scalars alone, so the controller can ask it without touching a payload. It is named in
-the configuration, either one of `NAMED` or `package.module:function`.
+A group filter receives the rewards and lengths of one whole group and returns the reason to drop it, or None to keep
+it. It needs only scalars, so the controller can call it without reading a payload. It is named in the configuration,
+either one of `NAMED` or `package.module:function`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GroupFilter = Callable[[Sequence[float], Sequence[int]], str | None]
 """`(rewards, lengths) -> reason | None`."""
 
 TOLERANCE = 1e-9
-"""Rewards that differ by no more than this are the same but for rounding."""
+"""Rewards that differ by no more than this are equal up to rounding."""
 
 
 def zero_signal(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
@@ -35,9 +35,9 @@ def resolve(name: str) -> GroupFilter:
 
 
 def build(names: Sequence[str]) -> GroupFilter | None:
-    """One filter that asks all of these, in order; the first reason wins. None if there are none to ask.
+    """One filter that calls all of these, in order, and returns the first reason. None if there are none.
 
-    RunFailed if one of them raises, or gives something else than a reason: it is broken for every group.
+    RunFailed if one of them raises, or returns anything but a reason or None: it would fail for every group.
     """
     filters = [(name, resolve(name)) for name in names]
 
@@ -51,7 +51,7 @@ def build(names: Sequence[str]) -> GroupFilter | None:
                 return reason
             if reason is not None:
                 raise RunFailed(
-                    f"filter {name!r} must return why a group is dropped, as a text, or None to keep it; "
+                    f"filter {name!r} must return the reason to drop a group, as a string, or None to keep it; "
                     f"it returned {reason!r}"
                 )
         return None

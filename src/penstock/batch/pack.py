@@ -1,10 +1,10 @@
-"""From fetched samples to micro-batches of a bounded size: each array is copied once, into its place.
+"""Packs fetched samples into micro-batches of a bounded size: each array is copied once, into its place.
 
-A language-model micro-batch is either one row without padding, which is the rule, or a rectangle of rows with one
-sequence each, for models that cannot read the former. In a row without padding sequences that begin with the same
-tokens may share them: the row is then a forest of segments, in which a token is read, and its gradient computed, once.
-All its arrays lie in one piece of memory, which can be used again for another step: fresh memory costs as much as the
-copy itself. Gymnasium episodes are joined end to end into one batch; the learner cuts it up again for each epoch.
+A language-model micro-batch is usually one row without padding. For models that do not support this, it is a rectangle
+of rows with one sequence each. In a row without padding, sequences that begin with the same tokens may share them: the
+row is then a forest of segments, in which a token is read, and its gradient computed, once. All its arrays are in one
+block of memory, which can be reused for another step: new memory costs as much as the copy itself. Gymnasium episodes
+are concatenated into one batch; the learner splits it again for each epoch.
 
 Shape suffixes: R rows, T tokens in a row, N sequences or episodes, S environment steps, L layers, K experts.
 """
@@ -22,13 +22,13 @@ from penstock.batch.assemble import Sample, TokenSequence, sequences_of
 from penstock.errors import RemoteProtocolError
 
 Allocate = Callable[[int], np.ndarray]
-"""Memory of at least that many bytes, as uint8; what it holds does not matter."""
+"""Returns memory of at least that many bytes, as uint8; its content does not matter."""
 
 Spread = Callable[[Callable[[list[int]], "TokenMicroBatch"], list[list[int]]], "Iterable[TokenMicroBatch]"]
-"""Like `map`; that of a thread pool, say: nearly all of packing is copying, which needs no interpreter."""
+"""Like `map`, for example of a thread pool: packing is mostly copying, which needs no interpreter."""
 
 MAX_SEQUENCES = np.iinfo(np.int16).max
-"""Sequences in one micro-batch: their index travels as int16."""
+"""Sequences in one micro-batch: their index is stored as int16."""
 ALIGNMENT_BYTES = 64
 
 
@@ -39,14 +39,14 @@ MICRO_BATCH_TOKENS = 16_384
 
 
 class PackSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How large a micro-batch may be."""
+    """Size and layout of micro-batches."""
 
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
-    """Rows times width, padding included. A single longer sequence is given a micro-batch of its own."""
+    """Rows times width, padding included. A longer sequence gets its own micro-batch."""
     micro_batches: int = 1
-    """The least number of micro-batches, if there are as many rows: one for each update."""
+    """Minimum number of micro-batches, or of sequences if there are fewer: one for each update."""
     layout: Packing
-    """One sequence per row; or one row without padding; or that, with common beginnings only once."""
+    """`padded`: one sequence per row; `packed`: one row without padding; `prefix`: also shares common beginnings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class TokenMicroBatch:
     sample_tokens_N: np.ndarray
     """Trained tokens of the whole sample that the sequence is a branch of, here or in other micro-batches."""
     segments_K3: np.ndarray | None = None
-    """Of the one row without padding, in order: first token, token after the last, and the segment before it or -1."""
+    """Of the one row without padding, in order: first token, token after the last, and the parent segment or -1."""
     routed_experts_RTLK: np.ndarray | None = None
 
     @property
@@ -91,7 +91,7 @@ MicroBatch = TokenMicroBatch | TrajectoryBatch
 
 
 def fresh(size_bytes: int) -> np.ndarray:
-    """Memory that was never used before."""
+    """Newly allocated memory."""
     return np.empty(size_bytes, np.uint8)
 
 
@@ -103,7 +103,7 @@ def pack(
     spread: Spread = map,
     allocate: Allocate = fresh,
 ) -> list[MicroBatch]:
-    """The micro-batches of one step. The kind of sample is known by its arrays; one batch holds one kind."""
+    """The micro-batches of one step. The arrays of the first sample give the kind; one batch holds one kind."""
     if not samples:
         return []
     if "token_ids" in samples[0]:
@@ -121,7 +121,7 @@ def pack_tokens(
 ) -> list[TokenMicroBatch]:
     """Micro-batches of at most `settings.micro_batch_tokens` tokens. `spread` may fill them in several threads.
 
-    Each takes its memory from `allocate`, once; the micro-batch is good until that memory is used again.
+    Each takes its memory from `allocate`, once; the micro-batch is valid until that memory is reused.
     """
     sequences = sequences_of(samples)
     sample_tokens = np.zeros(len(samples), np.int64)
@@ -142,7 +142,7 @@ def pack_tokens(
             plan = [[number] for number in range(len(forests))]
         if len(plan) >= min(settings.micro_batches, len(sequences)):
             break
-        limit = limit * 9 // 10  # what is shared, and how sequences fall, is only known when it is planned
+        limit = limit * 9 // 10  # shared tokens and the fill of each micro-batch show only in the plan
 
     def fill(chosen: list[int]) -> TokenMicroBatch:
         if settings.layout == "padded":
@@ -159,7 +159,7 @@ def pack_tokens(
 
 @dataclass(slots=True)
 class Node:
-    """Tokens `start` to `end` of a sequence; those before are the parent's."""
+    """Tokens `start` to `end` of a sequence; the parent has those before."""
 
     sequence: int
     start: int
@@ -170,10 +170,10 @@ class Node:
 def plan_forests(
     samples: Sequence[Sample], sequences: Sequence[TokenSequence], limit: int, *, share: bool
 ) -> list[tuple[list[Node], list[TokenSequence]]]:
-    """Sequences in their order, as many in each forest as its tokens allow. Neighbours share what they can.
+    """Puts the sequences, in order, into forests of at most `limit` tokens. Neighbours share their common beginning.
 
-    A sequence shares tokens up to the first that it trains. Those of a sample's branches that an earlier branch trains
-    are trained there.
+    A sequence shares tokens up to the first that it trains. Tokens that an earlier branch of the sample trains are
+    trained there.
     """
     forests: list[tuple[list[Node], list[TokenSequence]]] = []
     tokens = 0
@@ -199,7 +199,7 @@ def plan_forests(
 
 
 def _cut(nodes: list[Node], path: list[int], at: int) -> list[int]:
-    """The part of the path before that token, which the next sequence goes on from; a node in the way is divided."""
+    """The part of the path before token `at`, which the next sequence extends; splits a node that contains it."""
     kept = [number for number in path if nodes[number].end <= at]
     if len(kept) < len(path):
         number = path[len(kept)]
@@ -215,7 +215,7 @@ def _cut(nodes: list[Node], path: list[int], at: int) -> list[int]:
 
 
 def _common(before: np.ndarray, own: np.ndarray, limit: int) -> int:
-    """How many tokens both begin with, at most `limit`."""
+    """The length of the common beginning, at most `limit`."""
     size = min(len(before), len(own), limit)
     differ = np.flatnonzero(before[:size] != own[:size])
     return int(differ[0]) if len(differ) else size
@@ -231,7 +231,7 @@ def _joined(stream: np.ndarray, sequence: TokenSequence) -> np.ndarray:
 
 
 def plan_micro_batches(widths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
-    """Which rows share a micro-batch: rows of like width together, so that little is padding."""
+    """Groups rows of similar width into micro-batches, to keep padding small."""
     batches: list[list[int]] = []
     widest = 0
     for row in sorted(range(len(widths)), key=lambda i: -widths[i]):
@@ -243,7 +243,7 @@ def plan_micro_batches(widths: Sequence[int], micro_batch_tokens: int) -> list[l
 
 
 def pack_trajectories(samples: Sequence[Sample]) -> TrajectoryBatch:
-    """All episodes in one batch, each array joined once."""
+    """All episodes in one batch; each array is concatenated once."""
     for index, sample in enumerate(samples):
         steps = len(sample["observations"])
         if not steps or any(len(sample[name]) != steps for name in ("actions", "logprobs", "rewards")):
@@ -275,7 +275,7 @@ def _fill_rows(samples: Sequence[Sample], members: Sequence[TokenSequence], allo
 def _fill_forest(
     samples: Sequence[Sample], nodes: Sequence[Node], members: Sequence[TokenSequence], allocate: Allocate
 ) -> tuple[_Places, np.ndarray]:
-    """All nodes in one row, parents before children; the places and the segments."""
+    """All nodes in one row, parents before children; returns the places and the segments."""
     routing = samples[members[0].sample].get("routed_experts")
     for sequence in members:
         _check_aligned(samples[sequence.sample], sequence, None if routing is None else routing.shape[1:])
@@ -319,7 +319,7 @@ def _micro_batch(
 
 
 def halved(batch: TokenMicroBatch) -> list[tuple[TokenMicroBatch, np.ndarray]]:
-    """Two micro-batches with the same trained tokens, each with which of them it has; one if it is one sequence."""
+    """Splits a micro-batch in two, each with the indices of its trained tokens; one if it cannot be split."""
     parts = _halves_of_rows(batch) if batch.segments_K3 is None else _halves_of_forest(batch)
     numbers = np.cumsum(batch.loss_mask_RT.ravel() != 0).reshape(batch.loss_mask_RT.shape) - 1
     found: list[tuple[TokenMicroBatch, np.ndarray]] = []
@@ -343,7 +343,7 @@ def _halves_of_rows(batch: TokenMicroBatch) -> list[tuple[tuple[np.ndarray, np.n
 def _halves_of_forest(
     batch: TokenMicroBatch,
 ) -> list[tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]]:
-    """Half of the leaves each, with all that is above them; a segment that both need is trained in the first."""
+    """Half of the leaves each, with all their ancestors; a segment in both halves is trained in the first."""
     segments = batch.segments_K3
     assert segments is not None
     leaves = np.setdiff1d(np.arange(len(segments)), segments[:, 2])
@@ -375,7 +375,7 @@ def _halves_of_forest(
 
 
 class _Places:
-    """The arrays of a micro-batch, side by side in one piece of memory. What they hold is undefined until written."""
+    """The arrays of a micro-batch, side by side in one block of memory. Their content is undefined until written."""
 
     def __init__(self, allocate: Allocate, rows: int, width: int, routing: np.ndarray | None) -> None:
         layout: list[tuple[tuple[int, ...], Any]] = [
@@ -401,7 +401,7 @@ class _Places:
     def put(
         self, row: int, at: int, sample: Sample, sequence: TokenSequence, low: int, high: int, *, number: int
     ) -> None:
-        """Tokens `low` to `high` of a sequence, at that column."""
+        """Writes tokens `low` to `high` of a sequence at column `at`."""
         end = at + high - low
         self.position_ids[row, at:end] = np.arange(low, high)
         self.sequences[row, at:end] = number
@@ -419,7 +419,7 @@ class _Places:
                 at = end
 
     def blank(self, row: int, start: int) -> None:
-        """From that token on the row is padding."""
+        """Fills the row with padding from token `start` on."""
         for array in (self.token_ids, self.position_ids, self.loss_mask, self.logprobs, self.experts):
             if array is not None:
                 array[row, start:] = 0
@@ -427,7 +427,7 @@ class _Places:
 
 
 def _check_aligned(sample: Sample, sequence: TokenSequence, experts_row: tuple[int, ...] | None) -> None:
-    """Every stream has one entry per token, and no first token is trained: nothing predicts it."""
+    """Raises unless every stream has one entry per token, and the first token is untrained: nothing predicts it."""
     tokens = len(sample["token_ids"])
     aligned = len(sample["loss_mask"]) == tokens == len(sample["logprobs"])
     routed = sample.get("routed_experts")
@@ -442,5 +442,5 @@ def _check_aligned(sample: Sample, sequence: TokenSequence, experts_row: tuple[i
     streams = ", ".join(f"{name} {array.shape}" for name, array in sample.items())
     raise RemoteProtocolError(
         f"sample {sequence.sample} of the batch is inconsistent: it needs one entry per token in each stream, the same "
-        f"streams as its neighbours and an untrained first token; it has {streams}"
+        f"streams as the other samples and an untrained first token; it has {streams}"
     )

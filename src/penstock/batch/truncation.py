@@ -1,4 +1,4 @@
-"""Completions that were cut off at the token limit, and what may be done about them."""
+"""Treatment of completions that were cut off at the token limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.batch.assemble import Sample
 
 
 def masked(samples: Sequence[Sample], left_out: np.ndarray) -> list[Sample]:
-    """The same samples; no token of those that are left out is trained."""
+    """The same samples, with no trained token in those that are left out."""
     return [
         {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])} if out and "loss_mask" in sample else sample
         for sample, out in zip(samples, left_out, strict=True)
@@ -18,7 +18,7 @@ def masked(samples: Sequence[Sample], left_out: np.ndarray) -> list[Sample]:
 
 
 def overlong(lengths: Sequence[int], truncated: np.ndarray, *, limit: int, tokens: int, penalty: float) -> np.ndarray:
-    """What each reward loses: nothing up to `limit - tokens`, from there in a line up to `penalty` at the limit.
+    """The penalty of each sample: 0 up to `limit - tokens`, then linear up to `penalty` at the limit and if truncated.
 
     penalty · clip((length − (limit − tokens)) / tokens, 0, 1)
     """

@@ -1,4 +1,4 @@
-"""`penstock export`, `eval`, `sample` and `report`: what a run leaves, used."""
+"""`penstock export`, `eval`, `sample` and `report`: commands on the checkpoints and the metrics of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def export_command(path: Path, *, pipeline: str | None, step: str, to: Path | No
     typer.echo(f"{written}: step {one.step} of {one.pipeline.name}")
     opened = f"transformers.AutoModelForCausalLM.from_pretrained({str(written)!r})"
     if one.pipeline.lora is not None and not merged:
-        opened = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(written)!r}); its base is needed too"
+        opened = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(written)!r}); the base model is needed too"
     typer.echo(f"open it with {opened}", err=True)
     return 0
 
@@ -40,12 +40,12 @@ def eval_command(
     engine: list[str],
 ) -> int:
     if samples > 1 and not temperature:
-        raise ConfigError("--samples above 1 would all be alike at temperature 0; set --temperature")
+        raise ConfigError("--samples above 1 are all equal at temperature 0; set --temperature")
     table: dict[str, Any] | None = None
     if env is not None:
         table = {"name": env, "options": dict(_option("--option", text) for text in options)}
     elif (path / "config.json").exists() and not (path / "run.json").exists():
-        raise ConfigError(f"{path} is a model, which has no environment of its own: name one with --env")
+        raise ConfigError(f"{path} is a model without an environment: name one with --env")
     one = _offline().saved(path, pipeline=pipeline, step=step, env=table)
     if engine:
         one = _offline().served_by(one, dict(_option("--engine", text) for text in engine))

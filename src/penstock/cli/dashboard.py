@@ -33,7 +33,7 @@ def dashboard_command(path: Path, *, host: str, port: int, open_browser: bool, e
     address = f"http://{shown}:{listener.getsockname()[1]}/{token}/"
     typer.echo(f"dashboard: {address}")
     if host not in LOOPBACK:
-        typer.echo("anyone with this address sees samples and logs, and it travels without encryption", err=True)
+        typer.echo("anyone with this address can read samples and logs; the connection is not encrypted", err=True)
     if open_browser:
         webbrowser.open(address)
     dashboard = Dashboard(shelf, plotly=plotly)

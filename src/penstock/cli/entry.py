@@ -1,6 +1,6 @@
-"""The `penstock` command as it is installed: `penstock run` begins to import torch before it reads the configuration.
+"""The installed `penstock` command: `penstock run` starts to import torch before it reads the configuration.
 
-Until then only the standard library is imported.
+Before that, only the standard library is imported.
 """
 
 from __future__ import annotations

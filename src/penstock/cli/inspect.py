@@ -1,4 +1,4 @@
-"""`penstock story`, `doctor` and `publish`: what happened in a run, what is the matter, and its metrics elsewhere."""
+"""`penstock story`, `doctor` and `publish`: the history of a run, its diagnosis, and its metrics sent to a sink."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def story_command(run_dir: Path, subject: str, pipeline: str | None) -> int:
     if pipeline is None and len(names) == 1:
         pipeline = names[0]
     if pipeline not in names:
-        raise ConfigError(f"say which pipeline: --pipeline {' or --pipeline '.join(names)}")
+        raise ConfigError(f"choose a pipeline: --pipeline {' or --pipeline '.join(names)}")
     for line in tell(run.journal_path, PipelineName(pipeline), kind, number):
         typer.echo(harmless(line))
     return 0
@@ -46,7 +46,7 @@ def parse_subject(subject: str) -> tuple[Kind, int]:
 def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
     """Exit 0 with the diagnosis of a live run; exit 1 when there is no answer.
 
-    With `at_s`: what it would have been that number of seconds after the start, by the journal.
+    With `at_s`: the diagnosis at that number of seconds after the start, computed from the journal.
     """
     import httpx
 
@@ -55,21 +55,21 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
         from penstock.sim.replay import replay_run
 
         replayed = replay_run(run_dir, at_s)
-        _tell(replayed.diagnosis, replayed.status)
+        _print_diagnosis(replayed.diagnosis, replayed.status)
         return 0
     if (ending := run.read_ending()) is not None:
-        over = f"the run is over, no process is left to ask: {ending['how']}. {ending['sentence']}"
-        typer.echo(harmless(over.strip()), err=True)
+        ended = f"the run has ended, no process can answer: {ending['how']}. {ending['sentence']}"
+        typer.echo(harmless(ended.strip()), err=True)
         if ending["how"] != "complete":
-            typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
-        typer.echo(f"as it was at any time, here 60 s after its start: penstock doctor {run.root} --at 60", err=True)
+            typer.echo(f"resume with: penstock run --resume {run.root}", err=True)
+        typer.echo(f"state at a given time, here 60 s after the start: penstock doctor {run.root} --at 60", err=True)
         return 1
     try:
         endpoint, token = run.read_endpoint(), run.token()
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{run.root} does not say how to reach its controller: {error!r}") from error
+        raise ConfigError(f"cannot read the address of the controller in {run.root}: {error!r}") from error
     if endpoint is None:
-        raise ConfigError(f"no controller has announced itself in {run.root}: the run is not started")
+        raise ConfigError(f"no controller has announced itself in {run.root}: the run has not started")
     headers = {"authorization": f"Bearer {token}"}
     try:
         with httpx.Client(base_url=endpoint.url, headers=headers, timeout=10.0, trust_env=False) as client:
@@ -77,9 +77,9 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
             status = client.get("/v1/status").raise_for_status().json()
     except httpx.HTTPError as error:
         typer.echo(f"the controller (process {endpoint.pid}, {endpoint.url}) does not answer: {error}", err=True)
-        typer.echo(f"go on with: penstock run --resume {run.root}", err=True)
+        typer.echo(f"resume with: penstock run --resume {run.root}", err=True)
         return 1
-    _tell(sentences, status["pipelines"])
+    _print_diagnosis(sentences, status["pipelines"])
     for name, one in status["pipelines"].items():
         for part, registered in (("rollout", one["workers_alive"]), ("trainer", one["trainer_alive"])):
             for line in _starting(run, f"{name}.{part}") if not registered else ():
@@ -87,7 +87,7 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
     return 0
 
 
-def _tell(sentences: Mapping[Any, str], status: Mapping[Any, Mapping[str, Any]]) -> None:
+def _print_diagnosis(sentences: Mapping[Any, str], status: Mapping[Any, Mapping[str, Any]]) -> None:
     for name, sentence in sentences.items():
         one = status[name]
         typer.echo(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
@@ -95,7 +95,7 @@ def _tell(sentences: Mapping[Any, str], status: Mapping[Any, Mapping[str, Any]])
 
 
 def _starting(run: RunDir, prefix: str) -> Iterator[str]:
-    """Processes on this machine by the beginning of their names. The controller hears of one when it has loaded."""
+    """Processes on this machine whose names start with `prefix`: they register with the controller after loading."""
     import psutil
 
     for process in psutil.process_iter(["cmdline", "create_time"]):
@@ -108,7 +108,7 @@ def _starting(run: RunDir, prefix: str) -> Iterator[str]:
 
 
 def publish_command(run_dir: Path, sink: str) -> int:
-    """Sends what that sink has not been sent yet."""
+    """Sends the lines that the sink does not have yet."""
     run = RunDir.open(run_dir)
     config = load(run.config_path)
     publication = Publication(run, sink, config.metrics.project, config.model_dump(mode="json"))

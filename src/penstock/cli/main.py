@@ -1,4 +1,4 @@
-"""The `penstock` command. Heavy imports happen inside the commands, so that `--help` answers at once."""
+"""The `penstock` command. Heavy imports happen inside the commands, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ app = typer.Typer(
 )
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -31,7 +31,7 @@ def _say_version(asked: bool) -> None:
 @app.callback()
 def penstock(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Asynchronous reinforcement-learning post-training: exact, bounded, and never silent."""
@@ -47,12 +47,12 @@ Overrides = Annotated[
 def run(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A .toml configuration.")] = None,
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with an interrupted run in this directory.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume the interrupted run in this directory.")] = None,
     launcher: Annotated[str | None, typer.Option(help="local or ray: sets launch.kind.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
-    parent: Annotated[int | None, typer.Option(hidden=True, help="Stop when this process, our parent, ends.")] = None,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="Stop when this parent process ends.")] = None,
 ) -> None:
-    """Train: start a run, watch it, and end with a summary."""
+    """Train: start a run, show its progress, print a summary."""
     from penstock.launch import preload
 
     early = preload.start() if preload.possible() and not dry_run and launcher != "ray" else None
@@ -68,15 +68,15 @@ def run(
 def slurm(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A .toml configuration.")],
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(help="More than one run on a Ray cluster that the job brings up.")] = 1,
-    time: Annotated[str, typer.Option(help="The job's time limit, as Slurm writes it.")] = "1-00:00:00",
+    nodes: Annotated[int, typer.Option(help="Nodes of the job; above 1 it starts a Ray cluster.")] = 1,
+    time: Annotated[str, typer.Option(help="Time limit of the job, in Slurm's format.")] = "1-00:00:00",
     option: Annotated[
         list[str] | None, typer.Option(metavar="OPTION", help="Further options of sbatch, e.g. --gpus-per-node=8")
     ] = None,
 ) -> None:
     """Print a batch script for Slurm that resumes its run.
 
-    Submit it with `penstock slurm CONFIG | sbatch`. A requeued job goes on with its run.
+    Submit it with `penstock slurm CONFIG | sbatch`. A requeued job resumes its run.
     """
     from penstock.cli.run import slurm_command
 
@@ -86,10 +86,8 @@ def slurm(
 
 @app.command()
 def init(
-    template: Annotated[
-        str, typer.Argument(metavar="[letters|chat|gym|agent]", help="What to start from.")
-    ] = "letters",
-    to: Annotated[Path, typer.Option(metavar="DIR", help="Where to; here by default.")] = Path(),
+    template: Annotated[str, typer.Argument(metavar="[letters|chat|gym|agent]", help="The template.")] = "letters",
+    to: Annotated[Path, typer.Option(metavar="DIR", help="Target; the current directory by default.")] = Path(),
 ) -> None:
     """Write a small commented project to start from."""
     from penstock.cli.init import init_command
@@ -100,7 +98,7 @@ def init(
 @app.command()
 def attach(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run on Ray.")],
-    stop: Annotated[bool, typer.Option("--stop", help="Stop it gracefully, and watch it end.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop it gracefully and show its end.")] = False,
 ) -> None:
     """Watch a run on Ray from any terminal of the cluster.
 
@@ -142,7 +140,7 @@ def story(
     ],
     pipeline: Annotated[str | None, typer.Option(help="Needed when the run has several pipelines.")] = None,
 ) -> None:
-    """Tell the life of a sample, a prompt, a step or a version."""
+    """Print the history of a sample, a prompt, a step or a version."""
     from penstock.cli.inspect import story_command
 
     raise typer.Exit(story_command(run_dir, subject, pipeline))
@@ -151,9 +149,9 @@ def story(
 @app.command()
 def doctor(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")],
-    at: Annotated[float | None, typer.Option(help="Seconds after its start: by its journal, live or over.")] = None,
+    at: Annotated[float | None, typer.Option(help="Seconds after its start: read from the journal.")] = None,
 ) -> None:
-    """Ask a live run who waits for what, and since when."""
+    """Show what each part of a live run waits for, and how long."""
     from penstock.cli.inspect import doctor_command
 
     raise typer.Exit(doctor_command(run_dir, at))
@@ -164,9 +162,9 @@ def publish(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     to: Annotated[str, typer.Option(help="tensorboard, wandb or trackio.")],
 ) -> None:
-    """Send the metrics of a run elsewhere.
+    """Send the metrics of a run to a sink.
 
-    What a sink has had already is not sent again.
+    Lines that the sink already has are not sent again.
     """
     from penstock.cli.inspect import publish_command
 
@@ -184,14 +182,14 @@ def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     step: Step = "",
     to: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; exports/RUN-PIPELINE-STEP by default.")
+        Path | None, typer.Option(metavar="DIR", help="Target; exports/RUN-PIPELINE-STEP by default.")
     ] = None,
     pipeline: Pipeline = None,
-    merged: Annotated[bool, typer.Option("--merged", help="Of a LoRA run: the base with the adapter added.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Of a LoRA run: the base with merged adapter.")] = False,
 ) -> None:
     """Write a checkpoint as a directory that transformers opens.
 
-    Of a LoRA run it is the adapter, unless --merged is given.
+    For a LoRA run it contains the adapter, unless --merged is given.
     """
     from penstock.cli.after import export_command
 
@@ -201,16 +199,16 @@ def export(
 @app.command("eval")
 def evaluate(
     path: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory, or the directory of a model.")],
-    env: Annotated[str | None, typer.Option(help="An environment as in env.name; a run's own by default.")] = None,
+    env: Annotated[str | None, typer.Option(help="An environment as in env.name; the run's by default.")] = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of --env.")] = None,
     step: Step = "",
     pipeline: Pipeline = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="How many; evaluation.prompts by default.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Per prompt.")] = 1,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number; evaluation.prompts by default.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 1,
     temperature: Temperature = 0.0,
     max_new_tokens: NewTokens = None,
     engine: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A key of another engine, kind=... among them.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A key of another engine, such as kind=...")
     ] = None,
 ) -> None:
     """Measure a checkpoint or a model on held-out prompts.
@@ -237,14 +235,14 @@ def evaluate(
 @app.command()
 def sample(
     path: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run directory, or the directory of a model.")],
-    prompt: Annotated[str, typer.Argument(help="What the model is given; as a user's message if it can chat.")],
+    prompt: Annotated[str, typer.Argument(help="A text; sent as a user message if the model has a chat template.")],
     step: Step = "",
     pipeline: Pipeline = None,
-    count: Annotated[int, typer.Option(min=1, help="Completions.")] = 1,
+    count: Annotated[int, typer.Option(min=1, help="Number of completions.")] = 1,
     temperature: Temperature = 1.0,
     max_new_tokens: NewTokens = None,
 ) -> None:
-    """Let a checkpoint complete a prompt."""
+    """Generate completions of a prompt with a checkpoint."""
     from penstock.cli.after import sample_command
 
     code = sample_command(
@@ -274,12 +272,12 @@ def report(
 def dashboard(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder of them.")] = Path("runs"),
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Anything but loopback shows the run to the network.")
+        str, typer.Option(help="Address to listen on. Any other than loopback exposes the run to the network.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose a free port.")] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     export: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write the run as one file to share, and end.")
+        Path | None, typer.Option(metavar="FILE.html", help="Write the run as one file to share, and exit.")
     ] = None,
 ) -> None:
     """Show runs in a browser: live, finished or dead."""
@@ -292,24 +290,24 @@ def dashboard(
 def simulate(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="With --capacity: the configuration.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same history.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, one after the other.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, run one after the other.")] = 1,
     faults: Annotated[float, typer.Option(min=0, help="Intensity of faults: 0 for none, 1 for a storm.")] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 40,
     workers: Annotated[int, typer.Option(min=1, help="Rollout workers of each pipeline.")] = 2,
-    pipelines: Annotated[int, typer.Option(min=1, help="Above 1 they share a pool of devices.")] = 1,
+    pipelines: Annotated[int, typer.Option(min=1, help="Pipelines; above 1 they share a pool of devices.")] = 1,
     groups_per_step: Annotated[int, typer.Option(min=1, help="Prompts per step.")] = 4,
     group_size: Annotated[int, typer.Option(min=1, help="Samples per prompt.")] = 2,
     max_staleness: Annotated[int, typer.Option(min=0, help="The staleness bound.")] = 2,
-    mixed: Annotated[bool, typer.Option("--mixed", help="Random shapes of runs in random storms, by seed.")] = False,
+    mixed: Annotated[bool, typer.Option("--mixed", help="Random runs and random faults, by seed.")] = False,
     scenario: Annotated[str | None, typer.Option(help="A failure by name, `all`, or your .py or .toml file.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios.")] = False,
-    capacity: Annotated[bool, typer.Option("--capacity", help="What CONFIG would reach.")] = False,
+    capacity: Annotated[bool, typer.Option("--capacity", help="Predict the throughput of CONFIG.")] = False,
     from_: Annotated[Path | None, typer.Option("--from", help="With --capacity: a run to take durations from.")] = None,
-    plot: Annotated[Path, typer.Option(help="With --capacity: where to draw it.")] = Path("capacity.png"),
+    plot: Annotated[Path, typer.Option(help="With --capacity: file of the plot.")] = Path("capacity.png"),
 ) -> None:
     """Run the real loops on virtual time, with faults.
 
-    A seed that fails is made smaller and printed as a test to paste.
+    A failing seed is minimised and printed as a test.
     """
     from penstock.cli import simulate as commands
 
@@ -322,7 +320,7 @@ def simulate(
             raise ConfigError("--capacity needs a configuration: penstock simulate CONFIG --capacity")
         raise typer.Exit(commands.capacity_command(config, from_, plot))
     if config is not None:
-        raise ConfigError(f"a simulation takes no configuration; --capacity predicts what {config} would reach")
+        raise ConfigError(f"a simulation takes no configuration; --capacity predicts the throughput of {config}")
     shape = {
         "seed": seed,
         "steps": steps,
@@ -338,7 +336,7 @@ def simulate(
 @app.command()
 def replay(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
-    until: Annotated[float | None, typer.Option(help="Seconds after the first event: the state then.")] = None,
+    until: Annotated[float | None, typer.Option(help="Show the state this many seconds after the first event.")] = None,
 ) -> None:
     """Replay a run's journal and compare every decision."""
     from penstock.cli.simulate import replay_command
@@ -349,11 +347,11 @@ def replay(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Which benchmark; none lists them.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a benchmark; without it, all are listed.")] = None,
 ) -> None:
-    """Run a benchmark beside its peer or physical limit.
+    """Run a benchmark; compare with a peer or a physical limit.
 
-    Further options go to the benchmark: --quick, --json FILE and its own, which `penstock bench NAME -- --help` lists.
+    The benchmark receives further options: --quick, --json FILE and those of `penstock bench NAME -- --help`.
     """
     from penstock.cli.bench import bench_command
 
@@ -361,7 +359,7 @@ def bench(
 
 
 def main() -> None:
-    """Entry point: errors become one clear sentence on stderr and a fitting exit code."""
+    """Entry point: an error becomes one sentence on stderr and an exit code."""
     protect_streams()
     try:
         app()

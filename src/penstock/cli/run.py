@@ -35,7 +35,7 @@ from penstock.runtime.shutdown import ShutdownSignal
 from penstock.runtime.terminal import harmless
 
 PIPE_COLUMNS = 140
-"""A pipe has no width of its own, and what is assumed for it would fold the cells of the summary."""
+"""Width of output to a pipe: rich's default would wrap the cells of the summary."""
 
 
 def check_command(config: Path, overrides: list[str]) -> int:
@@ -82,23 +82,23 @@ def run_command(
     console = _console()
     ending = run.read_ending()
     if ending is not None and ending["how"] == "complete" and not overrides:
-        _say(console, f"{run.root} is complete: there is nothing to go on with. To train longer, set more steps:")
-        _say(console, f"penstock run --resume {run.root} --set pipeline.{resolved.pipeline[0].name}.steps=…")
+        _print_line(console, f"{run.root} is complete: there is nothing to resume. To train longer, set more steps:")
+        _print_line(console, f"penstock run --resume {run.root} --set pipeline.{resolved.pipeline[0].name}.steps=…")
         return 0
     if resume is not None:
         _download_models(resolved)
-    _say(console, f"run directory: {run.root}")
+    _print_line(console, f"run directory: {run.root}")
     gpus = GpuWatch()
     try:
         with gpus:
             outcome = _run(run, resolved, console, preloading)
     except PenstockError as error:
         ending = run.read_ending() if run.in_place else None
-        if ending is None or ending["how"] != "failed":  # it did not come to run, or there is nothing to go on with
+        if ending is None or ending["how"] != "failed":  # it did not start, or there is nothing to resume
             raise
         picture = plot(run)
         drawn = [] if picture is None else [f"reward curves so far: {picture}"]
-        hints = [*drawn, f"logs: {run.root}/logs", f"once fixed, go on with: penstock run --resume {run.root}"]
+        hints = [*drawn, f"logs: {run.root}/logs", f"once fixed, resume with: penstock run --resume {run.root}"]
         raise type(error)("\n".join([error.message, *hints])) from error
     return _conclude(console, run, outcome, gpus)
 
@@ -108,19 +108,19 @@ def _run(run: RunDir, config: Config, console: Console, preloading: Preloading |
         return uvloop.run(ray_launcher().run_on_ray(run, config, _view(run, config, console)))
     with exclusive(run), configured(run, dump(config)):
         run.renew_token()
-        configure("supervisor", run.log_path("supervisor"), logging.INFO, warnings_shown=False)  # the view has notes
+        configure("supervisor", run.log_path("supervisor"), logging.INFO, warnings_shown=False)  # the view shows notes
         return uvloop.run(_supervise(run, config, console, preloading))
 
 
 def attach_command(run_dir: Path, *, stop: bool) -> int:
-    """Shows a run on Ray again, or how it ended."""
+    """Shows a run on Ray, or its result if it has ended."""
     run, console = RunDir.open(run_dir), _console()
     config = load(run.config_path)
     if config.launch.kind != "ray":
-        raise ConfigError(f"{run.root} was not launched on Ray; look at it with: penstock dashboard {run.root}")
+        raise ConfigError(f"{run.root} was not launched on Ray; open it with: penstock dashboard {run.root}")
     outcome = uvloop.run(ray_launcher().attach(run, _view(run, config, console), stop=stop))
     if outcome is None:
-        _say(console, f"the run goes on; look again with: penstock attach {run.root}")
+        _print_line(console, f"the run continues; attach again with: penstock attach {run.root}")
         return 0
     return _conclude(console, run, outcome)
 
@@ -144,7 +144,7 @@ def _conclude(console: Console, run: RunDir, outcome: Outcome, gpus: GpuWatch | 
     busy = gpus.busy if gpus is not None else lambda since: {}
     print_summary(console, run, outcome.status, wall_s=outcome.wall_s, ended=ended, busy=busy)
     if outcome.interrupted:
-        _say(console, f"go on with: penstock run --resume {run.root}")
+        _print_line(console, f"resume with: penstock run --resume {run.root}")
         return INTERRUPTED
     return 0
 
@@ -153,7 +153,7 @@ def _prepare(
     config: Path | None, overrides: list[str], resume: Path | None, dry_run: bool
 ) -> tuple[Config, RunDir | None]:
     if (config is None) == (resume is None):
-        raise ConfigError("give either a configuration to start or --resume RUN_DIR to go on with, one of the two")
+        raise ConfigError("give exactly one of the two: a configuration to start, or --resume RUN_DIR")
     if resume is not None:
         run = RunDir.open(resume)
         resolved = load(run.config_path, overrides)
@@ -177,7 +177,7 @@ def _hub_models(config: Config) -> list[HubModel]:
 
 
 def _download_models(config: Config) -> None:
-    """Once, before any process waits for it; a new run has no directory yet, so that a failure leaves none."""
+    """Once, before any process starts. A new run has no directory yet, so a failure leaves none."""
     for model in _hub_models(config):
         typer.echo(f"model {model.name}: {directory_of(model)}")
 
@@ -200,5 +200,5 @@ async def _supervise(run: RunDir, config: Config, console: Console, preloading: 
     return await supervise(run, config, LocalPlacer(run, config, preloading), _view(run, config, console), stop)
 
 
-def _say(console: Console, line: str) -> None:
+def _print_line(console: Console, line: str) -> None:
     console.print(harmless(line), highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`penstock simulate`: the real processes of a run on virtual time, with faults if asked for."""
+"""`penstock simulate`: the real processes of a run on virtual time, with faults if requested."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def storms_command(shape: dict[str, Any], *, faults: float | None, seeds: int) -> int:
-    """Runs one seed after the other; the first that fails is made smaller and printed as a test.
+    """Runs one seed after the other; the first that fails is minimised and printed as a test.
 
-    Without an intensity of `faults` the seed decides on the shape of the run as well.
+    If `faults` is None, the seed also determines the shape of the run.
     """
     from penstock.launch import simulated
 
@@ -28,9 +28,9 @@ def storms_command(shape: dict[str, Any], *, faults: float | None, seeds: int) -
             failure, report = simulated.attempted(stormy)
         if failure:
             console.print(f"seed {seed} fails: {escape(failure)}", style="red")
-            with console.status("looking for a smaller run that fails too"):
+            with console.status("searching for a smaller failing run"):
                 smaller = simulated.minimised(stormy)
-            console.print("The smallest run found that fails, as a test:\n")
+            console.print("The smallest failing run found, as a test:\n")
             console.print(escape(simulated.as_test(smaller, f"seed_{seed}")), soft_wrap=True)
             return 1
         assert report is not None
@@ -45,7 +45,7 @@ def storms_command(shape: dict[str, Any], *, faults: float | None, seeds: int) -
 
 
 def scenario_command(name: str) -> int:
-    """Runs a scenario by its name, all of them, or those of a user's own file."""
+    """Runs a scenario by its name, all scenarios, or those of a user's file."""
     from penstock.launch import simulated
 
     console, code = Console(), 0
@@ -53,7 +53,7 @@ def scenario_command(name: str) -> int:
         with console.status(f"simulating {scenario.name}"):
             result = simulated.run_scenario(scenario)
         code = max(code, int(bool(result.problem)))
-        console.print(_told(result))
+        console.print(_result_text(result))
     return code
 
 
@@ -68,7 +68,7 @@ def list_command() -> int:
 
 
 def capacity_command(config: Path, run: Path | None, picture: Path) -> int:
-    """What a configuration would reach, and what one more worker or a larger bound would change."""
+    """Predicts the throughput of a configuration, and with one more worker or a larger staleness bound."""
     from penstock.launch import simulated
 
     console = Console()
@@ -95,22 +95,22 @@ def capacity_command(config: Path, run: Path | None, picture: Path) -> int:
             )
         console.print(table)
         if one.measured is not None:
-            console.print(f"the run that the durations are from: {one.measured:.1f} samples/s")
+            console.print(f"measured in the run of these durations: {one.measured:.1f} samples/s")
     simulated.plot_capacity(found, picture)
     console.print(f"plot: {escape(str(picture))}")
     return 0
 
 
 def replay_command(run: Path, until_s: float | None) -> int:
-    """The journal of a run through the controller's machines once more."""
+    """Replays the journal of a run through the controller's state machines."""
     from penstock.sim.replay import replay_run
 
     console = Console()
     result = replay_run(run, until_s)
     console.print(f"{result.events:,} events over {result.took_s:,.1f} s, {result.decisions:,} decisions compared")
-    words = ("phase", "step", "version", "prompts_issued", "in_flight", "workers_alive", "trainer_alive")
+    fields = ("phase", "step", "version", "prompts_issued", "in_flight", "workers_alive", "trainer_alive")
     for name, status in result.status.items():
-        console.print(escape(f"{name}: " + ", ".join(f"{word} {status[word]}" for word in words)))
+        console.print(escape(f"{name}: " + ", ".join(f"{field} {status[field]}" for field in fields)))
         console.print(escape(f"{name}: {result.diagnosis[name]}"))
     if result.problem:
         console.print(escape(result.problem), style="red")
@@ -127,7 +127,7 @@ def _table(report: Report) -> Table:
         "samples trained": f"{report.samples:,} ({report.samples / report.virtual_s:.1f} per virtual second)",
         "staleness": _counts({str(age): count for age, count in report.staleness.items()}),
         "faults": _counts(report.fired),
-        "promises": "held",
+        "invariants": "held",
         "ended": escape(report.ended),
         "history": report.digest,
     }
@@ -136,7 +136,7 @@ def _table(report: Report) -> Table:
     return table
 
 
-def _told(result: Result) -> str:
+def _result_text(result: Result) -> str:
     scenario = result.scenario
     lines = [f"[bold]{scenario.name}[/bold]"]
     if scenario.elsewhere:
@@ -144,7 +144,7 @@ def _told(result: Result) -> str:
     lines += [f"  fault      {escape(str(one))}" for one in scenario.plan.faults]
     lines.append(f"  here       {escape(scenario.here)}")
     if result.said_after_s is not None:
-        lines.append(f"  said       after {result.said_after_s:.1f} s: {escape(result.line[:300])}")
+        lines.append(f"  reported   after {result.said_after_s:.1f} s: {escape(result.line[:300])}")
     lines.append(f"  ended      {escape(result.report.ended[:300])} at {result.report.virtual_s:.0f} s")
     if result.problem:
         lines.append(f"  [red]problem    {escape(result.problem)}[/red]")

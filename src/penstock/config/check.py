@@ -1,4 +1,4 @@
-"""Checks that need more than the file: do the things it names exist? Loads no torch and starts nothing."""
+"""Checks that the objects named in a configuration exist and fit. Loads no torch and starts no process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.train.losses.tokens import NAMED as LOSSES
 
 
 def check_environment(config: Config) -> None:
-    """Raises `ConfigError` for an environment, reward, advantage, filter, workload, model or sink that is not there."""
+    """Raises `ConfigError` for an environment, reward, advantage, filter, workload, model or sink that is missing."""
     sys.path[:0] = [str(path) for path in config.run.extra_path]
     for sink in config.metrics.sinks:
         check_sink(sink)
@@ -34,7 +34,7 @@ def check_environment(config: Config) -> None:
             _check(pipeline)
         except ConfigError as error:
             raise ConfigError(f"pipeline {pipeline.name!r}: {error}") from error
-    if config.launch.kind == "local":  # elsewhere each machine has shared memory of its own
+    if config.launch.kind == "local":  # on a cluster each machine has its own shared memory
         _check_shared_memory()
         _check_packages(config)
         for pipeline in config.pipeline:
@@ -42,8 +42,8 @@ def check_environment(config: Config) -> None:
 
 
 def check_by_making(config: Config) -> None:
-    """What shows only in an environment that is made: its first prompt, the size of its episodes. Those that start
-    programs of their own are left to the run."""
+    """Makes each environment to check its first prompt and the size of its episodes. Environments of `verifiers:` start
+    programs: the run checks them."""
     for pipeline in config.pipeline:
         if pipeline.env.name.startswith("verifiers:"):
             continue
@@ -56,7 +56,7 @@ def check_by_making(config: Config) -> None:
 
 
 def made(config: Config, pipeline: PipelineSection, section: EnvSection) -> Any:
-    """What the environment's own code raises is the user's to fix, so it becomes a `ConfigError`."""
+    """Makes an environment. Any exception of its code becomes a `ConfigError`, because the user must fix it."""
     sys.path[:0] = [str(path) for path in config.run.extra_path]
     owner = f"environment {section.name!r}"
     try:
@@ -73,28 +73,28 @@ def made(config: Config, pipeline: PipelineSection, section: EnvSection) -> Any:
 
 
 def check_step_fits(pipeline: PipelineSection, sample_bytes: int) -> None:
-    """The samples of a batch wait in shared memory until it is complete: one that does not fit would never be."""
+    """Raises `ConfigError` if a batch does not fit into shared memory: its samples wait there until it is complete."""
     needed, size = pipeline.step_samples * sample_bytes, os.statvfs(DIRECTORY)
-    there = size.f_blocks * size.f_frsize
-    if there and needed > there:
+    available = size.f_blocks * size.f_frsize
+    if available and needed > available:
         keys = "rollout.max_new_tokens" if pipeline.kind == "language" else "env.options.max_episode_steps"
         raise ConfigError(
             f"pipeline {pipeline.name!r}: a step of {pipeline.step_samples} samples may take {needed >> 20} MiB of "
-            f"shared memory, and {DIRECTORY} has {there >> 20} MiB: the step would never be complete. Make it larger "
-            f"(in a container: --shm-size), or lower train.groups_per_step, rollout.group_size or {keys}"
+            f"shared memory, and {DIRECTORY} has {available >> 20} MiB: the step would never be complete. Make it "
+            f"larger (in a container: --shm-size), or lower train.groups_per_step, rollout.group_size or {keys}"
         )
 
 
 def _check_shared_memory() -> None:
     if not os.access(DIRECTORY, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"this user cannot make files in {DIRECTORY}, or it is not there: finished samples wait in that shared "
+            f"this user cannot create files in {DIRECTORY}, or it does not exist: finished samples wait in that shared "
             "memory for the trainer"
         )
 
 
 def _check_packages(config: Config) -> None:
-    """What the configuration needs of the extras: here, before a process misses it."""
+    """Raises `ConfigError` for a package of an extra that is needed and not installed."""
     needed = [("payload.transport = 'ucxx'", "ucxx", "ucxx")] if config.payload.transport == "ucxx" else []
     for pipeline in config.pipeline:
         if pipeline.lora is not None:
@@ -119,16 +119,16 @@ def _check(pipeline: PipelineSection) -> None:
         )
     chosen = pipeline.train.advantage
     function = advantage.resolve(chosen)
-    told = {name: None for name in advantage.TOLD if takes(function, name)}
-    check_call(f"advantage {chosen!r}", function, "rewards", "group_sizes", **told)
+    optional = {name: None for name in advantage.TOLD if takes(function, name)}
+    check_call(f"advantage {chosen!r}", function, "rewards", "group_sizes", **optional)
     for name in pipeline.train.filters:
         check_call(f"filter {name!r}", filters.resolve(name), "rewards", "lengths")
     if pipeline.rollout.workload is not None:
         _check_workload(pipeline.rollout.workload)
     if isinstance(pipeline.model, PathModel) and not pipeline.model.path.is_dir():
         raise ConfigError(
-            f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model. A model of the "
-            "Hugging Face hub is written kind = 'hub' with its name"
+            f"model.path {str(pipeline.model.path)!r} is not a directory; expected a saved model. For a model of "
+            "the Hugging Face hub set kind = 'hub' and its name"
         )
     if pipeline.train.teacher is not None and not pipeline.train.teacher.is_dir():
         raise ConfigError(f"train.teacher {str(pipeline.train.teacher)!r} is not a directory; expected a saved model")
@@ -152,18 +152,18 @@ def _check_environment(section: EnvSection, *, shows_text: bool) -> None:
         _check_gymnasium(str(section.options.get("id", "")))
     for reward in section.rewards:
         check_call_begins(f"reward {reward!r}", find_reward(reward), "prompts", "completions")
-    if factory is find_environment("dataset"):  # it only opens files, and finds what is wrong with the first row
+    if factory is find_environment("dataset"):  # it only opens files; the first row is checked
         with contextlib.closing(factory(**environment_options(section, seed=0))) as dataset:
             check_text_environment(owner, dataset, scoring_of(owner, section, dataset), converses=False)
 
 
 def environment_options(section: EnvSection, seed: int) -> dict[str, object]:
-    """What the environment is built with: the user's options, and the run's seed unless they give their own."""
+    """Arguments of the environment: the user's options, and the run's seed unless the options contain one."""
     return {"seed": seed, **section.options}
 
 
 def _check_gymnasium(name: str) -> None:
-    """As gymnasium itself reads it: `module:Id` imports the module first, which registers the environment."""
+    """Reads the id as gymnasium does: `module:Id` first imports the module, which registers the environment."""
     import gymnasium
 
     module, _, registered = name.rpartition(":")

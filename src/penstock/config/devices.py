@@ -1,4 +1,4 @@
-"""Which devices each pipeline may use. Without a pool every process has devices of its own, as far as there are any."""
+"""The devices of each pipeline. Without a pool every process has its own devices, while there are enough."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Devices:
 
 
 def devices_of(config: Config) -> Devices:
-    """The whole picture. A pipeline that names no devices may use all of the pool for generation, and one to train."""
+    """Placements of all pipelines. One that names no devices generates on the whole pool and trains on its first."""
     if config.pool.devices == 0:
         return _one_each(config)
     everything = tuple(range(config.pool.devices))
@@ -45,31 +45,31 @@ def _one_each(config: Config) -> Devices:
 
 
 SHARE_BESIDE_TRAINER = 0.4
-"""Of a GPU's memory, for all engines on a trainer's own: gradients, optimiser and activations need more."""
+"""Share of a GPU's memory for all engines beside a trainer: gradients, optimiser and activations need more."""
 SHARE_OF_ENGINES = 0.9
-"""For several engines on a GPU without a trainer."""
+"""The same for several engines on a GPU without a trainer."""
 
 
 def trains_on(config: Config, pipeline: PipelineSection, gpus: int) -> tuple[int | str, ...]:
-    """The GPU of each rank, by its number among those of the machine; another device by its name."""
-    return _dealt(config, gpus)[pipeline.name][0]
+    """The device of each rank: a GPU by its index on the machine, another device by its name."""
+    return _assigned(config, gpus)[pipeline.name][0]
 
 
 def generates_on(
     config: Config, pipeline: PipelineSection, gpus: int, worker: int | None = None
 ) -> tuple[int | str, ...]:
-    """Of all workers or of one, in the same way. In a pool it is the controller that says so, while the run goes on."""
-    found = _dealt(config, gpus)[pipeline.name][1]
+    """The devices of all workers or of one, as `trains_on`. In a pool the controller assigns them during the run."""
+    found = _assigned(config, gpus)[pipeline.name][1]
     return found if worker is None else found[worker * pipeline.worker_devices :][: pipeline.worker_devices]
 
 
-def _dealt(config: Config, gpus: int) -> dict[str, tuple[tuple[int | str, ...], tuple[int | str, ...]]]:
-    """For each pipeline what its ranks and its workers have: the GPU that the configuration names for them, else one
-    after the other, of which those that it names for someone come last."""
+def _assigned(config: Config, gpus: int) -> dict[str, tuple[tuple[int | str, ...], tuple[int | str, ...]]]:
+    """The devices of each pipeline's ranks and of its workers: the GPU that the configuration names for them, else GPUs
+    in turn. GPUs that the configuration names for any process come last."""
     names = [name for one in config.pipeline for name in (one.train.device, one.rollout.device)]
     turn = cycle(sorted(range(max(gpus, 1)), key=lambda gpu: f"cuda:{gpu}" in names))
 
-    def deal(name: str, devices: int) -> tuple[int | str, ...]:
+    def assign(name: str, devices: int) -> tuple[int | str, ...]:
         kind, _, number = name.partition(":")
         if kind not in ("auto", "cuda"):
             return (name,) * devices
@@ -77,16 +77,16 @@ def _dealt(config: Config, gpus: int) -> dict[str, tuple[tuple[int | str, ...], 
 
     return {
         one.name: (
-            deal(one.train.device, one.train_ranks),
-            deal(one.rollout.device, one.rollout.workers * one.worker_devices),
+            assign(one.train.device, one.train_ranks),
+            assign(one.rollout.device, one.rollout.workers * one.worker_devices),
         )
         for one in config.pipeline
     }
 
 
 def memory_share(config: Config, pipeline: PipelineSection, gpus: int) -> float:
-    """Of a GPU's memory, for each worker's engine: all of it, unless others of this run have the same GPU at the same
-    time. A pool gives it to one after the other, and Ray to one alone."""
+    """Share of a GPU's memory for each worker's engine: 1, unless other processes of this run use the same GPU at the
+    same time. A pool assigns a GPU to one process at a time, and Ray to one process only."""
     if config.pool.devices or config.launch.kind != "local":
         return 1.0
     trainers = {gpu for one in config.pipeline for gpu in trains_on(config, one, gpus)}
@@ -101,8 +101,8 @@ def memory_share(config: Config, pipeline: PipelineSection, gpus: int) -> float:
 
 
 def weights_stay_on_device(config: Config, pipeline: PipelineSection, gpus: int) -> bool:
-    """Whether versions lie in the trainer's device memory: where an engine is on its only GPU. The devices of a pool
-    are given back empty, and those of Ray are of one process alone."""
+    """Whether versions stay in the trainer's device memory: if an engine uses the trainer's only GPU. Devices of a pool
+    are released empty, and Ray assigns a device to one process only."""
     if config.pool.devices or config.launch.kind != "local" or pipeline.train_ranks > 1:
         return False
     trainer = trains_on(config, pipeline, gpus)[0]

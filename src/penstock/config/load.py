@@ -1,4 +1,4 @@
-"""From files and overrides to a checked `Config`, with errors that name the key, the line and the nearest valid key."""
+"""Loads a file and overrides into a checked `Config`. Errors name the key, the line and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.runtime.named import nearest
 Location = tuple[str | int, ...]
 
 TAGS = ("tiny", "path", "hub", "mlp", *SECTIONS)
-"""Values of `kind` that choose a table; pydantic puts them into the location of a mistake."""
+"""Values of `kind` that choose a table; pydantic puts them into the location of an error."""
 
 
 RENAMED = {
@@ -30,15 +30,15 @@ RENAMED = {
     "pipeline.weights.mover": "pipeline.weights.transport",
     "pipeline.control_loss": "pipeline.ppo_loss",
 }
-"""Keys of earlier versions, by what they are called now."""
+"""Keys of earlier versions and their present names."""
 GONE = {
     "pipeline.engine.torch.batching": "completions always join and leave at any decode step",
 }
-"""Keys of earlier versions that nothing replaces, and why."""
+"""Removed keys without a replacement, and the reason."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file, applies `a.b=c` overrides, and validates; any mistake is one `ConfigError`."""
+    """Reads a TOML file, applies `a.b=c` overrides, and validates; all errors become one `ConfigError`."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def validate(
     text: str = "",
     applied: Mapping[Location, str] | None = None,
 ) -> Config:
-    """`applied`: which `--set` wrote at which place."""
+    """`applied`: the `--set` that wrote each location."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -73,7 +73,7 @@ def validate(
 
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
-    """Paths in a file are relative to the file; one that is only in the working directory is found there, too."""
+    """Paths are relative to the file; one that does not exist there stays relative to the working directory."""
     run = tree.get("run")
     if isinstance(run, dict) and isinstance(run.get("extra_path"), list):
         run["extra_path"] = [_beside(folder, one) for one in run["extra_path"]]
@@ -106,7 +106,7 @@ def dump(config: Config) -> str:
 
 
 def _apply(tree: dict[str, Any], override: str) -> Location:
-    """Writes what a `--set` says, and gives the place."""
+    """Writes the value of a `--set` and returns its location."""
     key, sign, value = override.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"--set {override!r}: expected key=value, for example --set pipeline.letters.steps=10")
@@ -135,11 +135,11 @@ def _index(tables: list[Any], part: str, override: str) -> int:
         if part == str(position) or (isinstance(table, dict) and table.get("name") == part):
             return position
     names = [str(table.get("name", position)) for position, table in enumerate(tables) if isinstance(table, dict)]
-    raise ConfigError(f"--set {override!r}: no entry {part!r} here; there is {', '.join(names) or 'none'}")
+    raise ConfigError(f"--set {override!r}: no entry {part!r} here; expected {', '.join(names) or 'none'}")
 
 
 def parse_value(value: str) -> Any:
-    """A value as TOML writes it; anything else is text."""
+    """Parses a TOML value; any other text is a string."""
     try:
         return tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -162,7 +162,7 @@ def _explain(
         near = difflib.get_close_matches(str(location[-1]), valid, n=1)
         named = ".".join(part for part in location if isinstance(part, str))
         if named in GONE:
-            return f"{where}: {key!r} is gone, remove it: {GONE[named]}"
+            return f"{where}: {key!r} was removed, delete it: {GONE[named]}"
         renamed = RENAMED.get(named)
         if renamed is not None:
             return f"{where}: {key!r} is now called {renamed!r}"
@@ -175,17 +175,17 @@ def _explain(
         kinds = sorted(_tag(model) or "" for model in _models_at(location))
         tag = problem["ctx"].get("tag")
         if tag is None:
-            return f"{where}: {key}.kind is missing; known: {', '.join(kinds)}"
+            return f"{where}: {key}.kind is missing; expected one of: {', '.join(kinds)}"
         return f"{where}: {key}.kind: there is no kind {tag!r}{nearest(tag, kinds)}"
     if problem["type"] == "list_type" and isinstance(found, dict):
-        return f"{where}: {key} is one of possibly several: write [[{key}]] with two brackets, found [{key}]"
+        return f"{where}: {key} is a list of tables: write [[{key}]] with two brackets, found [{key}]"
     shown = "" if isinstance(found, (dict, list, BaseModel)) else f", found {json.dumps(found, default=str)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     return f"{where}: {key}: {message}{shown}"
 
 
 def _names_along(tree: dict[str, Any], location: Location) -> Iterable[str]:
-    """The parts of a key as a person writes them: a pipeline by its name."""
+    """The parts of a key as users write them: a pipeline by its name."""
     node: Any = tree
     for part in location:
         try:
@@ -197,7 +197,7 @@ def _names_along(tree: dict[str, Any], location: Location) -> Iterable[str]:
 
 
 def _is_key(tree: dict[str, Any], location: Location, part: str | int) -> bool:
-    """Whether a name that may be a union's tag really stands in the file."""
+    """Whether a part that may be a union's tag is a key in the file."""
     node: Any = tree
     for step in location:
         try:
@@ -214,7 +214,7 @@ def _fields_at(location: Location) -> Iterable[str]:
 
 
 def _models_at(location: Location) -> list[type[BaseModel]]:
-    """What the table at `location` may be."""
+    """The models that the table at `location` may have."""
     models: list[type[BaseModel]] = [Config]
     for part in location:
         if isinstance(part, int):
@@ -238,32 +238,32 @@ def _tag(model: type[BaseModel]) -> str | None:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The tables that may stand in a field of this type."""
+    """The models of the tables in a field of this type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in models_in(inner)]
 
 
 def _line_of(text: str, location: Location) -> int | None:
-    """Line of the deepest part of `location` that stands in the file; best effort, since TOML can be spelled freely."""
+    """Line of the deepest part of `location` that is in the file. Best effort: TOML has several notations."""
     if not text:
         return None
     path: list[str] = []
     found: int | None = None
     count: dict[str, int] = {}
-    wanted_names = [part for part in location if isinstance(part, str)]
-    wanted_index = next((part for part in location if isinstance(part, int)), 0)
+    target_names = [part for part in location if isinstance(part, str)]
+    target_index = next((part for part in location if isinstance(part, int)), 0)
     inside = True
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[(\[)?\s*([\w.\-]+)\s*\]", line):
             path = header[2].split(".")
             if header[1]:
                 count[header[2]] = count.get(header[2], -1) + 1
-            inside = not count or path[0] not in count or count[path[0]] == wanted_index
-            if inside and path == wanted_names[: len(path)]:
+            inside = not count or path[0] not in count or count[path[0]] == target_index
+            if inside and path == target_names[: len(path)]:
                 found = number
         elif inside and (pair := re.match(r"\s*([\w\-]+(?:\.[\w\-]+)*)\s*=", line)):
             names = path + pair[1].split(".")
-            if names == wanted_names[: len(names)] and len(names) >= len(wanted_names):
+            if names == target_names[: len(names)] and len(names) >= len(target_names):
                 return number
     return found

@@ -1,4 +1,4 @@
-"""Where metrics go."""
+"""Sinks of the metrics."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from penstock.records.section import Section
 
 class MetricsSection(Section):
     sinks: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Where metrics are sent besides `metrics.jsonl`, each by a process of its own that can never stop the run."""
+    """Where metrics are sent besides `metrics.jsonl`. Each sink has its own process, which can never stop the run."""
     project: str = "penstock"
-    """The name under which `wandb` and `trackio` file the run."""
+    """Project of the run in `wandb` and `trackio`."""

@@ -1,4 +1,4 @@
-"""One pipeline of the user's configuration: what it trains, on what, and how."""
+"""One pipeline of the user's configuration: environment, model, engine, training and devices."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from penstock.weights.settings import WeightsSection
 MOST_RING_SLOTS = 1 << 20
 MOST_RING_BYTES = 1 << 40
 TOKEN_BYTES = 9
-"""Of one token in a payload: its id, its log-probability, and whether it is trained on."""
+"""Bytes of one token in a payload: its id, its log-probability, and whether it is trained on."""
 PROMPT_BYTES = 4096 * TOKEN_BYTES
-"""Room in a ring for the prompt of a sample and what it is told later, whose length shows only when it is read."""
+"""Space in a ring for a sample's prompt and the environment's replies: their length is not in the configuration."""
 WHOLE_MATRICES = ("torch.optim:Adafactor", "torch.optim:Muon")
-"""Optimisers whose state is not laid out as the parameters are."""
+"""Optimisers whose state has another layout than the parameters."""
 
 
 class PipelineSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-    """Names it in the view, in files and in `--set`."""
+    """Name of the pipeline in the view, in files and in `--set`."""
     steps: Positive
     """Optimiser steps to train."""
     epochs: Positive | None = None
-    """Passes over a finite environment after which to stop, if that comes before `steps`."""
+    """Stop after this many passes over a finite environment, if that is before `steps`."""
     weight: PositiveFloat = 1.0
-    """Share of the pool in proportion to other pipelines."""
+    """Share of the pool, relative to the weights of other pipelines."""
     min_workers: NonNegative = 0
-    """Workers that are kept for it on a shared pool whenever it has work for them."""
+    """Workers that it always has on a shared pool while it has work for them."""
     max_workers: Positive | None = None
     """Workers it may have awake at once; all of `rollout.workers` by default."""
     train_devices: list[int] = []
-    """Devices of the pool that it trains on; the first one by default."""
+    """Devices of the pool that it trains on; the first `train.ranks` by default."""
     rollout_devices: list[int] = []
-    """Devices of the pool that it may generate on, also others' training devices; all by default."""
+    """Devices of the pool that it may generate on, including training devices of other pipelines; all by default."""
     env: EnvSection
     model: Model
     lora: LoraSection | None = None
@@ -80,14 +80,14 @@ class PipelineSection(Section):
 
     @property
     def ring_slots(self) -> int:
-        """Slots of each worker's ring. One worker may make all samples that admission lets exist at a time, and a ring
-        that is full before the step's batch is complete would stand still for ever."""
+        """Slots of each worker's ring. One worker may generate all samples that admission allows at a time. A ring
+        that is full before the step's batch is complete would block indefinitely."""
         return min(
             MOST_RING_SLOTS, max(self.rollout.ring_slots, 2 * (self.train.max_staleness + 2) * self.step_samples)
         )
 
     def ring_bytes(self, sample_bytes: int) -> int:
-        """Room of each worker's ring for samples of up to this size, for the same reason. What is not used takes no
+        """Size of each worker's ring for samples of up to `sample_bytes`, for the same reason. Unused space takes no
         memory."""
         under_way = 2 * (self.train.max_staleness + 2) * self.step_samples * (sample_bytes + PROMPT_BYTES)
         return max(self.rollout.ring_mb << 20, min(MOST_RING_BYTES, under_way))
@@ -98,27 +98,27 @@ class PipelineSection(Section):
 
     @property
     def sample_bytes(self) -> int:
-        """Of a language model's sample with completions of the full length, its prompt aside."""
+        """Bytes of a language model's sample with completions of the full length, without its prompt."""
         if self.kind == "gymnasium":
             return 0
         tokens = self.rollout.max_turns * self.rollout.max_new_tokens
         return TOKEN_BYTES * (min(tokens, self.model.max_length) if isinstance(self.model, TinyModel) else tokens)
 
     def limited_calls(self) -> str:
-        """What to say where `max_staleness` lets fewer samples be under way than the workers generate at once."""
+        """A warning if `max_staleness` allows fewer samples in flight than the workers generate at once, else ""."""
         rollout, train = self.rollout, self.train
         at_once = rollout.batch_samples * rollout.concurrency
         if not isinstance(self.model, MlpModel):
             at_once = min(at_once, self.engine.requests_at_once)
         step = self.step_samples
-        allowed, wanted = (train.max_staleness + 1) * step, rollout.workers * at_once
-        if wanted <= allowed:
+        allowed, possible = (train.max_staleness + 1) * step, rollout.workers * at_once
+        if possible <= allowed:
             return ""
         return (
-            f"pipeline {self.name!r}: {rollout.workers} workers could generate {wanted} samples at once, and "
-            f"train.max_staleness = {train.max_staleness} lets {allowed} be under way, with those that are trained: "
+            f"pipeline {self.name!r}: {rollout.workers} workers could generate {possible} samples at once, but "
+            f"train.max_staleness = {train.max_staleness} allows {allowed} in flight, including those in training: "
             f"not all workers will be full. To fill them use fewer, larger steps (train.groups_per_step), or "
-            f"max_staleness = {-(-wanted // step)}"
+            f"max_staleness = {-(-possible // step)}"
         )
 
     @property
@@ -127,7 +127,7 @@ class PipelineSection(Section):
 
     @property
     def worker_devices(self) -> int:
-        """That one worker has at a time."""
+        """Devices of one worker at a time."""
         return max(self.rollout.devices_per_worker, self.rollout.ranks, self.engine.devices)
 
     @property
@@ -137,8 +137,8 @@ class PipelineSection(Section):
     @model_validator(mode="after")
     def _model_fits_environment(self) -> PipelineSection:
         if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
-            wanted = "mlp" if self.kind == "gymnasium" else "tiny, path or hub"
-            raise ValueError(f"environment {self.env.name!r} needs a model of kind {wanted}, found {self.model.kind!r}")
+            kinds = "mlp" if self.kind == "gymnasium" else "tiny, path or hub"
+            raise ValueError(f"environment {self.env.name!r} needs a model of kind {kinds}, found {self.model.kind!r}")
         if self.engine.capabilities.weights == "none":
             raise ValueError(
                 f"an engine of kind {self.engine.kind!r} serves weights that training cannot change, so no sample "
@@ -148,7 +148,7 @@ class PipelineSection(Section):
             raise ValueError(f"this engine of kind {self.engine.kind!r} serves language models, no gymnasium policies")
         if self.lora is not None and (isinstance(self.model, MlpModel) or not self.engine.capabilities.adapters):
             raise ValueError(
-                "lora needs a language model and an engine that loads adapters: 'vllm', or 'torch', not divided"
+                "lora needs a language model and an engine with adapters: 'vllm', or 'torch' without tensor_parallel"
             )
         self._check_group_size()
         self._check_teacher()
@@ -161,7 +161,7 @@ class PipelineSection(Section):
         self._check_train_ranks()
         self._check_evaluation()
         if self.rollout.preparation_processes and self.kind == "gymnasium":
-            raise ValueError("rollout.preparation_processes reads prompts, which gymnasium environments do not have")
+            raise ValueError("rollout.preparation_processes prepare prompts, and gymnasium environments have none")
         if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
             raise ValueError(
                 f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"
@@ -216,10 +216,10 @@ class PipelineSection(Section):
             )
         sharded = ranks > 1 or self.train.fsdp
         if self.optimizer.offload and sharded:
-            raise ValueError("optimizer.offload is for one rank without train.fsdp; several share the state already")
+            raise ValueError("optimizer.offload is for one rank without train.fsdp; several ranks shard the state")
         if sharded and self.optimizer.name in WHOLE_MATRICES:
             raise ValueError(
-                f"optimizer.name = {self.optimizer.name!r} looks at whole matrices, and a rank has some rows only: "
+                f"optimizer.name = {self.optimizer.name!r} needs whole matrices, and a rank holds only some rows: "
                 "use one rank without train.fsdp, or torch.optim:AdamW"
             )
         if sharded and isinstance(self.model, MlpModel):
@@ -228,17 +228,17 @@ class PipelineSection(Section):
     def _check_ranks(self) -> None:
         rollout = self.rollout
         if self.engine.processes > 1 and isinstance(self.model, MlpModel):
-            raise ValueError("engine.tensor_parallel divides language models: a gymnasium policy has one process")
+            raise ValueError("engine.tensor_parallel shards language models: a gymnasium policy has one process")
         if self.engine.processes > 1 and rollout.ranks > 1:
             raise ValueError("engine.tensor_parallel and rollout.ranks cannot both be above 1: use more workers")
         if rollout.ranks == 1:
             return
         if not self.engine.capabilities.ranks:
-            raise ValueError(f"rollout.ranks above 1 cannot have an engine of kind {self.engine.kind!r}: use 'torch'")
+            raise ValueError(f"engine.kind = {self.engine.kind!r} does not support rollout.ranks above 1: use 'torch'")
         if self.weights.transport == "broadcast":
-            raise ValueError("rollout.ranks above 1 cannot be broadcast to: weights.transport must be another")
+            raise ValueError("weights.transport = 'broadcast' does not support rollout.ranks above 1: use another")
         if rollout.concurrency > 1:
-            raise ValueError("rollout.ranks above 1 go batch by batch: rollout.concurrency must be 1")
+            raise ValueError("rollout.ranks above 1 generate one batch at a time: rollout.concurrency must be 1")
         if rollout.batch_samples < rollout.ranks * rollout.group_size:
             raise ValueError(
                 f"rollout.batch_samples = {rollout.batch_samples} holds no group of {rollout.group_size} for each of "

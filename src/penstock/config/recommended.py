@@ -1,9 +1,9 @@
-"""Settings that learn, by kind of model: what a run uses for whatever its configuration leaves open.
+"""Recommended settings by kind of model, for the keys that a configuration leaves unset.
 
-The tiny model's were chosen over several seeds on copying letters with data two versions old, the gymnasium policy's
-on CartPole likewise. An entropy bonus is what keeps a model trained from nothing off plateaus; a pretrained one must
-not have it. The learning rate of both falls over the run: once all rewards are the same, the steps that are left would
-else be as long as ever, and lead away.
+Those of the tiny model were chosen over several seeds on copying letters with data two versions old, those of the
+gymnasium policy likewise on CartPole. An entropy bonus keeps a model with random weights off plateaus; a pretrained one
+must not have it. The learning rate of both falls over the run: once all rewards are equal, further steps of full size
+would move the model away from the solution.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.engines.registry import SECTIONS
 from penstock.rollout.settings import RolloutSection
 
 MOST_ROWS = 1024
-"""More are decoded together only if the configuration says so."""
+"""More rows are decoded together only if the configuration sets that."""
 PRETRAINED: dict[str, dict[str, Any]] = {"optimizer": {"learning_rate": 1e-6, "beta2": 0.99, "warmup_steps": 10}}
 ADAPTER_RATE = 10.0
 """The learning rate of an adapter, as a multiple of the rate for all weights of a pretrained model."""
@@ -34,7 +34,7 @@ RECOMMENDED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def fill_in(pipeline: dict[str, Any]) -> dict[str, Any]:
-    """The table of one pipeline with the recommended settings where it says nothing."""
+    """The table of one pipeline with the recommended settings for its unset keys."""
     model = pipeline.get("model")
     kind = model.get("kind") if isinstance(model, dict) else None
     filled = dict(pipeline)
@@ -48,9 +48,9 @@ def fill_in(pipeline: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_requests_coming(pipeline: dict[str, Any]) -> dict[str, Any]:
-    """An engine should always have requests waiting: one call for each group, twice as many samples as it decodes.
+    """Keeps requests waiting at the engine: one call per group, twice as many samples as it decodes at once.
 
-    With calls of another size, which the user chose, it decodes as many as they bring.
+    If the user set the size of calls, the engine decodes the samples of those calls at once.
     """
     engine, rollout, model = (pipeline.get(table, {}) for table in ("engine", "rollout", "model"))
     if not all(isinstance(table, dict) for table in (engine, rollout, model)):
@@ -62,13 +62,13 @@ def _keep_requests_coming(pipeline: dict[str, Any]) -> dict[str, Any]:
     rows = engine.get(key, section.model_fields[key].default)
     copies = engine.get("data_parallel", 1)
     if not all(isinstance(number, int) and number > 0 for number in (rows, group_size, copies)):
-        return pipeline  # validation will say so
+        return pipeline  # validation reports it
     chosen = {"batch_samples", "concurrency"} & rollout.keys()
     if not chosen and "workload" not in rollout and rollout.get("ranks", 1) == 1:
         calls = {"batch_samples": group_size, "concurrency": max(1, -(-2 * rows * copies // group_size))}
         return pipeline | {"rollout": rollout | calls}
     fields = RolloutSection.model_fields
-    brought = [rollout.get(name, fields[name].default) for name in ("batch_samples", "concurrency")]
-    if key not in engine and all(isinstance(number, int) for number in brought):
-        return pipeline | {"engine": engine | {key: max(rows, min(brought[0] * brought[1], MOST_ROWS))}}
+    sizes = [rollout.get(name, fields[name].default) for name in ("batch_samples", "concurrency")]
+    if key not in engine and all(isinstance(number, int) for number in sizes):
+        return pipeline | {"engine": engine | {key: max(rows, min(sizes[0] * sizes[1], MOST_ROWS))}}
     return pipeline

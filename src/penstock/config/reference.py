@@ -1,4 +1,4 @@
-"""What a configuration may say, key by key: read off the models, so that it is never out of date."""
+"""The keys of a configuration with defaults and help texts, read from the models."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from penstock.runtime.named import nearest
 @dataclass(frozen=True, slots=True)
 class Key:
     table: str
-    """As it stands in a file: `[pipeline.rollout]`, with what chooses it where there are several."""
+    """The header in a file: `[pipeline.rollout]`, with the `kind` that selects it if there are several."""
     path: str
     """As `--set` takes it, with NAME for a pipeline's name."""
     default: str
     meaning: str
 
 
-def keys(wanted: str = "") -> list[Key]:
-    """Those of a table, or one: by any end of its path, with or without a pipeline's name. ConfigError if none is."""
+def keys(query: str = "") -> list[Key]:
+    """The keys whose path contains `query`, with or without a pipeline's name. Raises `ConfigError` if none does."""
     everything = list(_walk(Config, "", ""))
-    parts = tuple(part for part in wanted.split(".") if part)
+    parts = tuple(part for part in query.split(".") if part)
     unnamed = parts[:1] + parts[2:] if parts[:1] == ("pipeline",) else parts
-    for asked in (parts, unnamed):
-        if found := [key for key in everything if _has(key.path, asked)]:
+    for candidate in (parts, unnamed):
+        if found := [key for key in everything if _contains(key.path, candidate)]:
             return found
     tables = {key.path.rpartition(".")[0].replace("pipeline.NAME", "pipeline") for key in everything}
-    raise ConfigError(f"there is no key or table {wanted!r}{nearest(wanted, tables - {''})}")
+    raise ConfigError(f"there is no key or table {query!r}{nearest(query, tables - {''})}")
 
 
-def _has(path: str, asked: tuple[str, ...]) -> bool:
-    """Whether these parts stand side by side in it: `rollout` is a table, `train.device` a key."""
+def _contains(path: str, query: tuple[str, ...]) -> bool:
+    """Whether `path` contains these parts in sequence: `rollout` is a table, `train.device` a key."""
     parts = [part for part in path.split(".") if part != "NAME"]
-    return any(tuple(parts[start : start + len(asked)]) == asked for start in range(len(parts)))
+    return any(tuple(parts[start : start + len(query)]) == query for start in range(len(parts)))
 
 
 def _walk(model: type[BaseModel], path: str, table: str) -> Iterator[Key]:

@@ -1,6 +1,6 @@
-"""The user's configuration: what a `.toml` may say, with defaults that train on a laptop.
+"""The user's configuration, a `.toml`, with defaults that train on a laptop.
 
-Every model forbids unknown keys; the docstring under a field is its help text and ends up in the JSON schema.
+Every model forbids unknown keys; the docstring under a field is its help text and part of the JSON schema.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from penstock.runtime.settings import LagSection
 
 class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
-    """Names the run directory."""
+    """Prefix of the name of the run directory."""
     dir: Path = Path("runs")
-    """Where run directories are made."""
+    """Folder of the run directories."""
     seed: int = 0
-    """Every source of random numbers is seeded from this, so that two runs begin alike. They are not the same run:
-    timing decides what is generated together, and with which weights."""
+    """Seed of all random numbers: two runs with one seed begin alike. They do not stay equal, because timing decides
+    which samples are generated together and with which weights."""
     max_restarts: NonNegative = 10
     """How often one process may be restarted before the run fails."""
     grace_s: Seconds = 10.0
     """How long processes may take for a graceful shutdown before they are killed."""
     log_mb: Positive = 64
-    """A process's log that is larger is moved to `NAME.log.1`, which replaces an earlier one. Local launcher only."""
+    """Size at which the log of a process is moved to `NAME.log.1`, replacing an earlier one. Local launcher only."""
     extra_path: list[Path] = []
-    """Directories added to every process's import path, for your own environments and rewards."""
+    """Directories added to the import path of every process, for your environments and rewards."""
 
     @field_validator("extra_path")
     @classmethod

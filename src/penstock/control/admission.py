@@ -1,11 +1,11 @@
-"""How much may be leased now, and whether anything can still fill a step.
+"""How many samples may be leased, and whether any sample can still fill a step.
 
     capacity = (max_staleness + version + 1) * batch - (version * batch + in flight)
 
-`version * batch` stands for everything trained, so a step that trained less than a full batch does not widen the
-bound. While no more is issued than this, a sample leased now is trained, in order, at most `max_staleness` steps after
-the version it was leased under; samples overtaken by others are caught by the checks at delivery and dispatch.
-Members of a group that await a second lease keep their place: they count as in flight.
+`version * batch` counts everything trained as full batches, so a step with a partial batch does not widen the bound. If
+no more than `capacity` is issued and samples are trained in order, each is trained at most `max_staleness` steps after
+the version it was leased under. Samples that others overtake are checked at delivery and at dispatch. Members of a
+group that await a second lease count as in flight.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from penstock.records.ids import Version
 
 
 class Admission:
-    """Stateless rules over a ledger. `steps` is the length of the run, None when only the prompts bound it."""
+    """Stateless rules over a ledger. `steps` is the length of the run; None: only the prompts bound it."""
 
     def __init__(self, ledger: Ledger, steps: int | None) -> None:
         self.ledger = ledger
         self.steps = steps
 
     def capacity(self) -> int:
-        """Samples that may be issued beyond those in flight, without regard to whether prompts are left."""
+        """Samples that may be issued beyond those in flight, whether or not prompts are left."""
         return max(0, self.bound() - self.ledger.in_flight - self.ledger.state.awaiting_count)
 
     def bound(self) -> int:
@@ -39,7 +39,7 @@ class Admission:
         return bound
 
     def still_needed(self) -> bool:
-        """Whether, with nothing more dropped, some further group would have to be issued before the run can end."""
+        """Whether the run needs a further group before it can end, if no more groups are dropped."""
         ledger = self.ledger
         if not ledger.prompts_left:
             return False
@@ -49,7 +49,7 @@ class Admission:
 
     @property
     def drained(self) -> bool:
-        """Nothing but complete groups is left, and nothing more can be issued."""
+        """Only complete groups are left, and no more can be issued."""
         return self.ledger.open_groups == 0 and not self.ledger.prompts_left
 
     @property
@@ -60,7 +60,7 @@ class Admission:
         return self.drained and self.ledger.live_groups == 0
 
     def batch_is_ready(self) -> bool:
-        """Whether the next step has a full batch, or all that a last, partial one will ever have."""
+        """Whether the next step has a full batch, or all groups of a last, partial batch."""
         ledger = self.ledger
         if self.steps is not None and ledger.state.next_step >= self.steps:
             return False
@@ -69,34 +69,34 @@ class Admission:
         nothing_ahead = ledger.state.next_step == ledger.state.version
         return nothing_ahead and self.drained and ledger.ready_groups > 0
 
-    def wanted(self) -> int:
-        """Samples that workers hold or could be given now: what generation is still needed for."""
+    def outstanding(self) -> int:
+        """Samples that workers hold or could lease now."""
         table = self.ledger.state
         fresh = self.capacity() if self.ledger.prompts_left else 0
         return table.counts["leased"] + table.awaiting_count + fresh
 
     def can_lease(self) -> bool:
-        """Whether an ask from a worker with the newest weights would be granted now."""
+        """Whether a worker with the newest weights would be granted a lease now."""
         ledger = self.ledger
         return ledger.state.awaiting_count > 0 or (ledger.prompts_left and self.capacity() >= ledger.group_size)
 
     def share(self, asked: int, *, held: int, workers: int, call: int = 0) -> int:
-        """What a worker that holds `held` samples and generates `call` at a time may take."""
+        """Samples granted to a worker that requests `asked`, holds `held` and generates `call` at a time."""
         ledger = self.ledger
         room = part_of(self.bound(), ledger.groups_per_step, ledger.group_size, workers, call) - held
-        if room < min(asked, ledger.group_size):  # only single members of begun groups still fit
+        if room < min(asked, ledger.group_size):  # only single members of open groups still fit
             return max(0, min(room, ledger.state.awaiting_count))
         return min(asked, room)
 
     def min_version_awaiting(self) -> Version:
-        """The oldest weights that can still serve a group that is already begun."""
+        """The oldest weights that are allowed for a group that is already open."""
         return Version(max(0, self.ledger.state.next_step - self.ledger.max_staleness))
 
     def min_version_fresh(self) -> Version:
-        """The oldest weights for a new group: it will be trained after all that is in flight before it.
+        """The oldest weights that are allowed for a new group, which is trained after all groups in flight.
 
-        This may be the version of a step just acknowledged whose weights are not published yet. Then none is given a
-        lease: whatever older weights make now would be outdated when its turn comes.
+        This may be the version of a step just acknowledged whose weights are not published yet. Then no lease is
+        granted: samples of older weights would be outdated when they are trained.
         """
         ledger = self.ledger
         expected_step = ledger.state.version + ledger.live_groups // ledger.groups_per_step
@@ -104,11 +104,10 @@ class Admission:
 
 
 def part_of(bound: int, groups_per_step: int, group_size: int, workers: int, call: int = 0) -> int:
-    """Of `bound` samples that may be in flight, those that one of `workers` may hold: one that hangs or is slow leaves
-    the rest for the others.
+    """Samples that one of `workers` may hold, of `bound` in flight: a worker that hangs or is slow cannot hold all.
 
-    An equal part in whole groups, at least one; and in whole calls, since a call takes about as long with half of its
-    samples. Where that is less than one call, it is one, as long as the others can still fill a step.
+    An equal part, in whole groups, at least one. Also in whole calls, since a call with half of its samples takes about
+    as long. If the part is less than one call, it becomes one call, as long as the others can still fill a step.
     """
     part = max(1, -(-bound // (workers * group_size))) * group_size
     call = call // group_size * group_size
@@ -122,11 +121,11 @@ class ThrottleState(msgspec.Struct):
     reported_at: float = 0.0
     engagements: int = 0
     engaged_s: float = 0.0
-    """Added up over those that ended."""
+    """Total of the engagements that ended."""
 
 
 class ThrottleChange(msgspec.Struct, frozen=True):
-    """One line's worth: the throttle engaged, is still engaged, or was released after `lasted_s`."""
+    """One log line: the throttle engaged, is still engaged, or was released after `lasted_s`."""
 
     what: Literal["engaged", "still engaged", "released"]
     lasted_s: float
@@ -139,7 +138,7 @@ class ThrottleChange(msgspec.Struct, frozen=True):
 
 
 def watch_throttle(state: ThrottleState, *, closed: bool, now: float, report_every_s: float) -> ThrottleChange | None:
-    """Advances the throttle's own record and says what is worth a line; each engagement and release exactly one."""
+    """Updates the throttle state; returns a change to log. Each engagement and each release is returned once."""
     if closed and state.engaged_at is None:
         state.engaged_at = state.reported_at = now
         state.engagements += 1

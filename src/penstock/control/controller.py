@@ -1,13 +1,13 @@
-"""The controller: one machine over all pipelines, the replicas of each, and the device pool they share.
+"""The controller: one state machine over all pipelines, the replicas of each, and the device pool they share.
 
-`handle(event, now)` takes a request of a member, or the passing of time, and returns what to do, the reply first. It
-has no clock, no socket and no randomness. The member table is each pipeline's: replicas and pool workers are added and
-removed in the turn in which a member joins or leaves. No other table expires members.
+`handle(event, now)` takes a request of a member or `TimePassed`, and returns effects, the reply first. It has no clock,
+no socket and no randomness. Each pipeline has the only table of its members: replicas and pool workers are added and
+removed in the event in which a member joins or leaves. No other table expires members.
 
-Two kinds of state. Pipelines and pool are *journalled*: every event that changed one of them comes out as a `Record`,
-and replaying the records gives the same state bit for bit. What is known of the replicas is *soft*: after a restart it
-is rebuilt from their reports, and whatever it leads to (an eviction, the end of the run) is an event of the pipeline
-and journalled there.
+There are two kinds of state. Pipelines and pool are *journalled*: every event that changed one of them is returned as a
+`Record`, and replaying the records gives the same state bit for bit. The state of the replicas is *soft*: after a
+restart it is rebuilt from their reports. Its consequences (an eviction, the end of the run) are events of the pipeline
+and are journalled there.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from penstock.wire.codec import decode_section
 from penstock.wire.messages import NotYet, Ok, Refused, Reply, Request
 
 EVENT_CHARACTERS = 200
-"""Of an event, told in an error."""
+"""Length of an event's text in an error message."""
 
 Decided = list[tuple[PipelineName, Effect]]
-"""What to do, each with the pipeline it concerns; the reply to a request comes first."""
+"""Effects, each with its pipeline; the reply to a request comes first."""
 
 _pipeline_event: Callable[[bytes], events.Event] = msgspec.msgpack.Decoder(events.Event, dec_hook=decode_section).decode
 _pool_event: Callable[[bytes], pool_events.Event] = msgspec.msgpack.Decoder(
@@ -47,7 +47,7 @@ _pool_event: Callable[[bytes], pool_events.Event] = msgspec.msgpack.Decoder(
 
 
 class Controller:
-    """Feed every request with its time, carry out every effect in order."""
+    """The caller passes every request with its time, and executes every effect in order."""
 
     def __init__(
         self,
@@ -57,18 +57,18 @@ class Controller:
         pool: Pool | None = None,
         shapes: Iterable[pool_events.PipelineOpened] = (),
     ) -> None:
-        """`shapes` say where the workers of each pipeline may be in the pool; without a pool its calls are refused."""
+        """`shapes`: where the workers of each pipeline may run in the pool. Without a pool its calls are refused."""
         self.pipelines = dict(pipelines)
         self.pool = pool
         self._pool_settings = (pool.topology, pool.settings) if pool is not None else None
         self._shapes = tuple(shapes)
-        self._wanted = {name: machine.settings for name, machine in pipelines.items()}
+        self._configured = {name: machine.settings for name, machine in pipelines.items()}
         given = weights or {}
         self.weights = {name: self._coordination(name, given.get(name)) for name in pipelines}
         self.fenced: dict[MemberId, str] = {}
-        """Members that must be ended for certain: their devices are wanted and they do not answer."""
+        """Members that must be ended: their devices are requested and they do not respond."""
         self._rejected: dict[tuple[MemberId, int], Refused] = {}
-        """Device requests that ended while no call for them was held."""
+        """Replies to device requests that ended while no call waited for them."""
         self._ticked_at: float | None = None
         self._now = 0.0
         self._out: Decided = []
@@ -77,18 +77,18 @@ class Controller:
         def wake(topic: Topic) -> None:
             self._out.append((name, Announce(topic)))
 
-        def say(level: Level, line: str) -> None:
+        def log(level: Level, line: str) -> None:
             self._out.append((name, Log(level, f"{name}: {line}")))
 
         def published() -> PublishedVersions:
             return self.pipelines[name].state.published
 
-        return Coordination(settings or WeightsSection(), published, wake, say)
+        return Coordination(settings or WeightsSection(), published, wake, log)
 
-    # -- what is remembered -------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[PipelineName, bytes]:
-        """All that is journalled; equal states give equal bytes."""
+        """The journalled state, by pipeline; equal states give equal bytes."""
         states = {name: machine.snapshot() for name, machine in self.pipelines.items()}
         return states | {POOL: self.pool.snapshot()} if self.pool is not None else states
 
@@ -96,20 +96,20 @@ class Controller:
         return name in self.pipelines or (name == POOL and self.pool is not None)
 
     def restore(self, name: PipelineName, state: bytes) -> None:
-        """Becomes what one part of a snapshot was taken of."""
+        """Restores one pipeline, or the pool, from its part of a snapshot."""
         if name == POOL and self.pool is not None:
             self.pool.restore(state)
         else:
             self.pipelines[name].restore(state)
 
     def replay(self, name: PipelineName, event: bytes, at: float) -> Sequence[msgspec.Struct]:
-        """Takes in one journalled event and returns what was decided then, which is not done again."""
+        """Applies one journalled event; returns its effects, which must not be executed again."""
         if name == POOL and self.pool is not None:
             return self.pool.handle(_pool_event(event), at)
         return self.pipelines[name].handle(_pipeline_event(event), at)
 
     def check(self) -> None:
-        """Raises if an invariant of a part is broken, or if a part counts on a process that is no member."""
+        """Raises if an invariant is broken, or if a replica is not a member."""
         for name, machine in self.pipelines.items():
             machine.check()
             self.weights[name].check()
@@ -127,7 +127,7 @@ class Controller:
         }
 
     def diagnose(self, now: float) -> dict[PipelineName, str]:
-        """Per pipeline: who waits for what, since when, and who should have moved."""
+        """Per pipeline: which process waits for what, since when, and which one should act."""
         sentences = {name: machine.diagnose(now) for name, machine in self.pipelines.items()}
         for name, trouble in self.pool.troubles(now).items() if self.pool is not None else ():
             sentences[name] += f" In the pool: {trouble}."
@@ -139,33 +139,34 @@ class Controller:
     # -- events -------------------------------------------------------------------------------------------------
 
     def start(self, now: float, *, resumed: bool, new_life: bool) -> Decided:
-        """To be called once, after replaying.
+        """Must be called once, after replaying.
 
-        `new_life`: the run was started or resumed, with none of the processes of an earlier life (`resumed`: there was
-        one) and perhaps other settings. Otherwise only the controller was started again, and goes on by what it had.
+        `new_life`: a session of the run begins (started or resumed), perhaps with other settings; no process of an
+        earlier session is left (`resumed`: there was one). Otherwise only the controller restarted, and it keeps its
+        settings.
         """
         self._begin(now)
         self._ticked_at = now
-        for name, wanted in self._wanted.items():
-            self._feed(name, TimePassed())  # before all else: a gap was the controller's own
+        for name, configured in self._configured.items():
+            self._feed(name, TimePassed())  # first: the gap is time in which the controller did not run
             if resumed:
                 self._feed(name, RunResumed())
-            if new_life and isinstance(refusal := self._feed(name, SettingsTaken(wanted)), Refused):
-                raise ConfigError(f"pipeline {name!r} of this run cannot go on so: {refusal.message}")
+            if new_life and isinstance(refusal := self._feed(name, SettingsTaken(configured)), Refused):
+                raise ConfigError(f"pipeline {name!r} of this run cannot continue: {refusal.message}")
         if self.pool is not None and self._pool_settings is not None:
             if new_life:
-                self._tell_pool(pool_events.LifeBegan(*self._pool_settings))
+                self._feed_pool(pool_events.LifeBegan(*self._pool_settings))
             for shape in self._shapes:
-                self._tell_pool(shape)
+                self._feed_pool(shape)
             if not new_life:
-                self._tell_pool(pool_events.ControllerRestarted())
+                self._feed_pool(pool_events.ControllerRestarted())
         for name, machine in self.pipelines.items():
             if machine.weights is not None:
-                self._tell_weights(name, weights_events.VersionPublished(machine.weights))
+                self._feed_weights(name, weights_events.VersionPublished(machine.weights))
         return self._out
 
     def handle(self, event: Request | TimePassed, now: float) -> Decided:
-        """Takes one event; returns what to do about it, the reply to a request first."""
+        """Handles one event; returns its effects, the reply to a request first."""
         self._begin(now)
         if isinstance(event, TimePassed):
             self._tick()
@@ -195,17 +196,17 @@ class Controller:
                 if isinstance(reply, messages.Registered):
                     self._reconcile(name)
                     if request.role == "rollout" and self.pool is not None and self.pool.is_open(name):
-                        self._tell_pool(pool_events.WorkerJoined(name, member))
+                        self._feed_pool(pool_events.WorkerJoined(name, member))
                 return reply
-            case messages.Unregister():  # who leaves is off its devices, who is reported dead is gone
+            case messages.Unregister():  # in both cases (it left, or it died) it uses no device any more
                 self._leave_pool(member, request.reason)
                 reply = self._feed(name, request)
                 self._reconcile(name)
                 return reply
-            case messages.Stop():  # of the whole run
+            case messages.Stop():  # stops the whole run
                 replies = [self._feed(pipeline, request) for pipeline in self.pipelines]
                 return replies[0]
-        if machine.members.get(member) is None:  # what one says that was evicted must not be believed
+        if machine.members.get(member) is None:  # reports of an evicted member must be ignored
             return Refused("Stale", machine.members.why_unknown(member))
         match request:
             case messages.AckCheckpoint():
@@ -213,15 +214,15 @@ class Controller:
                 digest = machine.state.published.valid.get(Version(request.step))
                 if isinstance(reply, Ok) and digest is not None:
                     held = Held(Version(request.step), digest)
-                    self._tell_weights(name, weights_events.VersionMadeDurable(held))
+                    self._feed_weights(name, weights_events.VersionMadeDurable(held))
                 return reply
             case messages.PublishWeights():
                 reply = self._feed(name, request)
                 if isinstance(reply, Ok):
-                    self._tell_weights(name, weights_events.VersionPublished(request.manifest, request.durable))
+                    self._feed_weights(name, weights_events.VersionPublished(request.manifest, request.durable))
                 return reply
             case messages.ReportReplica():
-                self._tell_weights(name, weights_events.reported(request))
+                self._feed_weights(name, weights_events.reported(request))
                 if machine.evaluation.lacks_evaluator:
                     self._out.append((name, Announce("leases")))
                 return Ok()
@@ -230,7 +231,7 @@ class Controller:
             case messages.AskCheckpoint():
                 if reason := weights.transaction.checkpoint_wanted:
                     return messages.CheckpointWanted(reason)
-                return NotYet("a reason to save out of turn", machine.phase)
+                return NotYet("a request to save an extra checkpoint", machine.phase)
         if self.pool is None:
             return Refused("LocalProtocolError", f"{type(request).__name__} is not answered by this controller")
         return self._reply_of_pool(self.pool, request)
@@ -238,45 +239,45 @@ class Controller:
     # -- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Silence, deadlines, and demand for devices: what each ledger could still lease or has leased."""
+        """Checks liveness and deadlines, and reports the demand for devices: samples that are or could be leased."""
         for name in self.pipelines:
             self._feed(name, TimePassed())
         if self.pool is not None:
             away_s = self._now - (self._ticked_at if self._ticked_at is not None else self._now)
-            if away_s > self.pool.settings.report_s:  # it was this process that was away, stopped or suspended
-                self._tell_pool(pool_events.ControllerRestarted())
-            for member in self.pool.members():  # no other table of members expires
+            if away_s > self.pool.settings.report_s:  # this process was stopped or suspended
+                self._feed_pool(pool_events.ControllerRestarted())
+            for member in self.pool.members():  # the pool does not expire its members
                 name = self.pool.pipeline_of(member)
                 if name is not None and self.pipelines[name].members.get(member) is None:
                     self._evict_from_pool(member, self.pipelines[name].members.why_unknown(member))
             for name, machine in self.pipelines.items():
                 demand = machine.demand()
                 if demand is not None:
-                    self._tell_pool(pool_events.DemandCounted(name, *demand))
+                    self._feed_pool(pool_events.DemandCounted(name, *demand))
                 else:
-                    self._tell_pool(pool_events.PipelineClosed(name, f"its training is {machine.phase}"))
-            self._tell_pool(pool_events.TimePassed())
+                    self._feed_pool(pool_events.PipelineClosed(name, f"its training is {machine.phase}"))
+            self._feed_pool(pool_events.TimePassed())
         self._ticked_at = self._now
         for name, machine in self.pipelines.items():
             self._reconcile(name)
-            # Workers of a pool may sleep; what is wrong with them the pool says itself.
+            # Workers of a pool may sleep; the pool reports their problems.
             excused = machine.evaluation.evaluators if self.pool is None else frozenset(self.weights[name].replicas)
-            self._tell_weights(name, weights_events.Ticked(excused))
+            self._feed_weights(name, weights_events.Ticked(excused))
 
     # -- pipelines ----------------------------------------------------------------------------------------------
 
     def _feed(self, name: PipelineName, event: Any) -> Any:
-        """One event for a pipeline; returns its reply. The rest of what it decides follows in order."""
+        """Passes one event to a pipeline; returns the reply and appends the other effects to the output."""
         machine = self.pipelines[name]
         before = machine.revision
         try:
             decided = machine.handle(event, self._now)
-        except RunFailed as error:  # of the user's own code
+        except RunFailed as error:  # from the user's code
             raise RunFailed(f"{name}: {error.message}") from error
         except Exception as error:
-            # Part of the event may have been recorded: the state to go on from is unknown.
+            # The event may have been applied in part: the state is undefined.
             what = f"{event!r}"[:EVENT_CHARACTERS]
-            raise RunFailed(f"pipeline {name} broke on {what}: {type(error).__name__}: {error}") from error
+            raise RunFailed(f"pipeline {name} failed at the event {what}: {type(error).__name__}: {error}") from error
         out = self._out
         if machine.revision != before:
             out.append((name, Record(event, tuple(decided))))
@@ -284,17 +285,17 @@ class Controller:
         for effect in decided[1:] if is_request else decided:
             out.append((name, effect))
             if isinstance(effect, EvictMember):
-                self._evict_from_pool(effect.member, effect.reason)  # it may still be on its devices
+                self._evict_from_pool(effect.member, effect.reason)  # it may still use its devices
                 self._reconcile(name)
         return decided[0] if is_request else None
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
     def _offer(self, request: messages.AskWeights, machine: PipelineControl, weights: Coordination) -> Reply:
-        """Only the newest loadable version is ever offered.
+        """Offers the newest loadable version, and no other.
 
-        Between a trainer's return to an earlier step and its first publication nothing is worth loading; and a worker
-        that evaluates a version, or is about to, goes on serving it.
+        After a trainer rolled back, there is no offer until it publishes again. A worker that evaluates a version, or
+        is about to, keeps it.
         """
         if machine.weights is None:
             return NotYet("the first weights of the trainer", machine.phase)
@@ -305,16 +306,16 @@ class Controller:
         return messages.Weights(offer) if offer is not None else NotYet("newer weights", machine.phase)
 
     def _reconcile(self, name: PipelineName) -> None:
-        """The replicas are the live workers, and the trainer is the live trainer: no other record of that exists."""
-        self.weights[name].reconcile(*self.pipelines[name].attendance(), self._now)
+        """Sets the replicas to the live workers and the trainer to the live trainer, from the member table."""
+        self.weights[name].reconcile(*self.pipelines[name].current_members(), self._now)
         self._settle_weights(name)
 
-    def _tell_weights(self, name: PipelineName, event: weights_events.TransactionEvent) -> None:
+    def _feed_weights(self, name: PipelineName, event: weights_events.TransactionEvent) -> None:
         self.weights[name].tell(event, self._now)
         self._settle_weights(name)
 
     def _settle_weights(self, name: PipelineName) -> None:
-        """Does what was decided about members, and ends the run if it must."""
+        """Applies evictions and dismissals of the coordination, and stops the run if it failed."""
         weights = self.weights[name]
         while weights.evicted:
             member, reason = weights.evicted.popitem()
@@ -353,7 +354,7 @@ class Controller:
 
     def _try_pool(self, event: pool_events.Event) -> Ok | Refused:
         try:
-            self._tell_pool(event)
+            self._feed_pool(event)
         except Stale as error:
             return Refused("Stale", error.message)
         except PenstockError as error:
@@ -361,21 +362,21 @@ class Controller:
         return Ok()
 
     def _leave_pool(self, member: MemberId, reason: str) -> None:
-        """It has certainly ended."""
+        """The member has left or died: it uses no device."""
         pipeline = self.pool.pipeline_of(member) if self.pool is not None else None
         if pipeline is not None:
-            self._tell_pool(pool_events.MemberLost(pipeline, member, reason))
+            self._feed_pool(pool_events.MemberLost(pipeline, member, reason))
         self.fenced.pop(member, None)
         for key in [key for key in self._rejected if key[0] == member]:
             del self._rejected[key]
 
     def _evict_from_pool(self, member: MemberId, reason: str) -> None:
-        """It is evicted, but may still run."""
+        """The member is evicted, but its process may still run."""
         pipeline = self.pool.pipeline_of(member) if self.pool is not None else None
         if pipeline is not None:
-            self._tell_pool(pool_events.MemberEvicted(pipeline, member, reason))
+            self._feed_pool(pool_events.MemberEvicted(pipeline, member, reason))
 
-    def _tell_pool(self, event: pool_events.Event) -> None:
+    def _feed_pool(self, event: pool_events.Event) -> None:
         pool, out = self.pool, self._out
         assert pool is not None
         before = pool.revision
@@ -389,7 +390,7 @@ class Controller:
                 case pool_events.GrantDevices(pipeline=name):
                     out.append((name, Announce("devices")))
                 case pool_events.RejectRequest(kind="cancelled"):
-                    pass  # it is not asked for again
+                    pass  # the caller does not wait for it
                 case pool_events.RejectRequest(pipeline=name, member=member, request=request, kind=kind, reason=reason):
                     error = "Transient" if kind == "timed_out" else "Stale"
                     self._rejected[member, request] = Refused(error, reason)

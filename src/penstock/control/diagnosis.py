@@ -1,4 +1,4 @@
-"""Words and numbers about a pipeline: its status, and in a stall who waits for what and who should have moved."""
+"""Status of a pipeline in numbers, and the diagnosis of a stall: which process waits, for what, and which is late."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Observer:
         self.evaluation = evaluation
 
     def status(self, now: float) -> dict[str, float | str]:
-        """Plain numbers for metrics and the live view; `phase` is the one word among them."""
+        """Plain numbers for metrics and the live view; only `phase` is a string."""
         state, ledger, table = self.state, self.ledger, self.ledger.state
         recent = state.recent
         workers, trainer = self.members.having("rollout"), self.members.trainer()
@@ -57,7 +57,7 @@ class Observer:
             "throttled_s": round(state.throttle.engaged_s, 3),
             "workers_alive": sum(not worker.suspected for worker in workers),
             "workers_suspected": sum(worker.suspected for worker in workers),
-            "workers_loading": sum(worker.kept_by == LOADING for worker in workers),
+            "workers_loading": sum(worker.blocked_by == LOADING for worker in workers),
             "members_evicted": state.members.evicted,
             "trainer_alive": int(trainer is not None and not trainer.suspected),
             "staleness_mean": _mean([step.staleness_mean for step in recent]),
@@ -68,11 +68,11 @@ class Observer:
         numbers |= {f"samples_{name}": count for name, count in table.counts.items()}
         numbers |= {f"dropped_{name}": count for name, count in table.dropped.items()}
         numbers |= self._evaluated()
-        numbers |= {f"filtered_groups_{_word(kind)}": count for kind, count in table.filtered_by.items()}
+        numbers |= {f"filtered_groups_{_metric_suffix(kind)}": count for kind, count in table.filtered_by.items()}
         return numbers
 
     def _evaluated(self) -> dict[str, float]:
-        """The newest evaluation and what became of the others; nothing where evaluation is off."""
+        """The newest evaluation, and counts of the others; empty if evaluation is off."""
         if not self.settings.evaluation.every_steps:
             return {}
         results = self.state.evaluation.results
@@ -92,9 +92,9 @@ class Observer:
         return numbers
 
     def stalled_s(self, now: float) -> float:
-        """For how long nothing has moved that should have; the startup grace is not counted.
+        """How long the pipeline has made no progress; the startup grace is not counted.
 
-        A trainer that holds a batch and says that it gets on with it moves.
+        Progress that a trainer with a batch reports counts too.
         """
         state = self.state
         if state.started_at is None or state.phase not in ("running", "draining"):
@@ -107,22 +107,22 @@ class Observer:
         return max(0.0, now - moved_at)
 
     def loading(self, now: float) -> bool:
-        """Whether a worker gets on with loading its engine. That is reported, and has a deadline of its own."""
+        """Whether a worker makes progress in loading its engine. Loading is reported, and has its own deadline."""
         fresh = now - self.settings.stall_after_s
         workers = self.members.having("rollout")
-        return any(worker.kept_by == LOADING and worker.progressed_at > fresh for worker in workers)
+        return any(worker.blocked_by == LOADING and worker.progressed_at > fresh for worker in workers)
 
     def demand(self) -> tuple[int, int]:
-        """Samples that could still be leased or are out, and how many ever came to an end.
+        """Samples that are leased or could be leased, and the number of samples that ended.
 
-        What was given back unfinished has not come to an end: it is issued again.
+        A sample that was returned unfinished has not ended: it is issued again.
         """
         table = self.state.ledger
         ended = table.next_sample - table.counts["leased"] - table.dropped["returned"]
-        return self.admission.wanted() + self.evaluation.outstanding, ended
+        return self.admission.outstanding() + self.evaluation.outstanding, ended
 
     def batch_waits_for(self) -> str:
-        """What the next batch lacks, in a few words."""
+        """Names what the next batch lacks."""
         ledger, counts = self.ledger, self.state.ledger.counts
         if self.state.phase == "stopped":
             return f"nothing: the pipeline was stopped ({self.state.stop_reason})"
@@ -138,14 +138,14 @@ class Observer:
         )
 
     def diagnose(self, now: float) -> str:
-        """Who waits for what, since when, and who should have moved."""
+        """Which process waits for what, since when, and which one should act."""
         state, table = self.state, self.state.ledger
         if state.phase == "stopped":
             return f"stopped: {state.stop_reason}."
         if state.phase == "complete":
             return f"complete after {table.version} steps; waiting for the supervisor to stop the run."
         if self.admission.finished and not self.evaluation.idle:
-            return f"Training is over after {table.version} steps; its last evaluation is missing: {self.evaluation!r}."
+            return f"Training ended after {table.version} steps; its last evaluation is missing: {self.evaluation!r}."
         trainer, workers = self.members.trainer(), self.members.having("rollout")
         sentences: list[str] = []
         if trainer is None:
@@ -153,25 +153,29 @@ class Observer:
             lacks = "is registered yet" if lost_at is None else f"has been registered for {now - lost_at:.0f} s"
             sentences.append(f"No trainer {lacks}: the supervisor should start one.")
         if self.admission.finished:
-            lacks = f"Training is over after {table.version} steps; the last checkpoint is not confirmed"
-            who = f": the trainer {trainer.member} should save it ({_pulse(trainer, now)})" if trainer else ""
+            lacks = f"Training ended after {table.version} steps; the last checkpoint is not confirmed"
+            who = f": the trainer {trainer.member} should save it ({_liveness(trainer, now)})" if trainer else ""
             return " ".join([*sentences, f"{lacks}{who}."])
         given = table.steps.get(StepIndex(table.version))
         if trainer is not None and given is not None:
             sentences.append(
                 f"The trainer {trainer.member} has held the batch of step {table.version} for "
-                f"{now - given.dispatched_at:.0f} s and should acknowledge it ({_pulse(trainer, now)})."
+                f"{now - given.dispatched_at:.0f} s and should acknowledge it ({_liveness(trainer, now)})."
             )
         elif self.ledger.ready_groups >= self.settings.groups_per_step:
-            who = f": the trainer {trainer.member} should ask ({_pulse(trainer, now)})" if trainer is not None else ""
+            who = (
+                f": the trainer {trainer.member} should fetch it ({_liveness(trainer, now)})"
+                if trainer is not None
+                else ""
+            )
             sentences.append(f"The batch of step {table.next_step} is ready{who}.")
         else:
             waiter = f"The trainer {trainer.member}" if trainer is not None else f"Step {table.next_step}"
             sentences.append(f"{waiter} has waited {now - state.progressed_at:.0f} s for {self.batch_waits_for()}.")
-            sentences.extend(self._blame_workers(workers, now))
+            sentences.extend(self._explain_workers(workers, now))
         return " ".join(sentences)
 
-    def _blame_workers(self, workers: list[Member], now: float) -> list[str]:
+    def _explain_workers(self, workers: list[Member], now: float) -> list[str]:
         table = self.state.ledger
         if not workers:
             return ["No rollout worker is registered: the supervisor should start one, unless it is loading its model."]
@@ -179,18 +183,18 @@ class Observer:
         if holders:
             return [
                 f"Worker {worker.member} holds {self.ledger.held_by(worker.member)} samples and should deliver them "
-                f"({_pulse(worker, now)})."
+                f"({_liveness(worker, now)})."
                 for worker in sorted(holders, key=lambda worker: worker.progressed_at)[:3]
             ]
-        if all(worker.kept_by == LOADING for worker in workers):
+        if all(worker.blocked_by == LOADING for worker in workers):
             return [
-                f"Worker {worker.member} cannot lease before its engine serves ({_pulse(worker, now)})."
+                f"Worker {worker.member} cannot lease before its engine serves ({_liveness(worker, now)})."
                 for worker in workers[:3]
             ]
         if not self.admission.can_lease():
-            return ["No worker holds a lease and none can be given: this is a bug in the controller."]
+            return ["No worker holds a lease and none can be granted: this is a bug in the controller."]
         needed = self.admission.min_version_awaiting()
-        names = ", ".join(f"{worker.member} ({_pulse(worker, now)})" for worker in workers[:3])
+        names = ", ".join(f"{worker.member} ({_liveness(worker, now)})" for worker in workers[:3])
         behind = [worker for worker in workers if worker.version < needed]
         if self.state.weights is None:
             return ["No weights are published: the trainer should publish the version it starts from."]
@@ -199,19 +203,19 @@ class Observer:
                 f"All {len(workers)} workers serve weights older than {needed} and should load newer ones: {names}."
             ]
         open_for = self.admission.capacity() + table.awaiting_count
-        return [f"{len(workers)} workers are registered and could lease {open_for} samples, but none asks: {names}."]
+        return [f"{len(workers)} workers are registered and could lease {open_for} samples, but none does: {names}."]
 
 
-def _pulse(member: Member, now: float) -> str:
+def _liveness(member: Member, now: float) -> str:
     doing = f" in {member.doing!r}" if member.doing else ""
     silent_s, idle_s = now - member.heard_at, now - member.progressed_at
-    return f"heard {silent_s:.0f} s ago, last progress {idle_s:.0f} s ago{doing}"
+    return f"last message {silent_s:.0f} s ago, last progress {idle_s:.0f} s ago{doing}"
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _word(reason: str) -> str:
-    """A reason as part of a metric's name."""
+def _metric_suffix(reason: str) -> str:
+    """Converts a reason to a part of a metric name."""
     return "".join(letter if letter.isalnum() else "_" for letter in reason.lower())

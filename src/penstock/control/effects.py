@@ -1,6 +1,6 @@
-"""What a pipeline tells its server to do, in the imperative.
+"""Effects of an event: instructions from a pipeline to its server.
 
-The first effect of a request is its reply, in the words of the wire; instructions follow.
+The first effect of a request is its reply, a struct of `wire/messages.py`; instructions follow.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ Level = Literal["debug", "info", "warning", "error"]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Journal this event: it changed the state of a pipeline, or of the pool. `decided` is what came of it."""
+    """Journal this event: it changed the state of a pipeline or of the pool. `decided` are its effects."""
 
     event: msgspec.Struct
     decided: tuple[msgspec.Struct, ...]
 
 
 class FenceMember(msgspec.Struct, frozen=True):
-    """End this process for certain: its devices are wanted and it does not answer."""
+    """Make sure that this process has ended: its devices are requested and it does not respond."""
 
     member: MemberId
     reason: str
 
 
 class EvictMember(msgspec.Struct, frozen=True):
-    """The member no longer counts: its leases were taken back and its calls will be refused."""
+    """The member is removed: its leases were revoked and its calls are refused."""
 
     member: MemberId
     reason: str
 
 
 class ReleasePayloads(msgspec.Struct, frozen=True):
-    """These payloads have no reader any more: their slots can be freed."""
+    """These payloads have no reader: their slots can be freed."""
 
     payloads: tuple[PayloadRef, ...]
 
 
 class NoteFiltered(msgspec.Struct, frozen=True):
-    """The filter took these groups: prompts with the reasons. For the story and the metrics; nothing else follows."""
+    """Groups that the filter removed, as (prompt, reason). Only for the story and the metrics."""
 
     groups: tuple[tuple[PromptIndex, str], ...]
 
 
 class NoteEvaluation(msgspec.Struct, frozen=True):
-    """A version was evaluated, or was to be and was not. For the story and the metrics; nothing else follows."""
+    """An evaluation ended or was skipped. Only for the story and the metrics."""
 
     result: EvaluationResult
 
@@ -63,15 +63,15 @@ class Log(msgspec.Struct, frozen=True):
 
 
 class Announce(msgspec.Struct, frozen=True):
-    """Wake those who wait for this: asking again may now succeed."""
+    """Wake the calls that wait for this topic: a retry may now succeed."""
 
     topic: Topic
     member: MemberId | None = None
-    """Only this one's call."""
+    """Wake only the calls of this member."""
 
 
 class FailRun(msgspec.Struct, frozen=True):
-    """The run cannot go on; the sentence is for the user."""
+    """The run cannot continue; the sentence is shown to the user."""
 
     sentence: str
 

@@ -1,16 +1,16 @@
-"""Evaluation while training goes on: which versions are measured, by which workers, and the results.
+"""Evaluation during training: which versions are evaluated, by which workers, and the results.
 
-An evaluation becomes due with the first version, with every `every_steps`-th one, and with the last. It is bound to one
-version by the first worker that begins it: the one that worker serves, at or after the one that was due (only some of
-the versions are published, and fewer loaded). From then on the worker is pinned: it is offered no other weights until
-the evaluation ends or has nothing left for it. When all that serve the version are gone, it begins again with another.
+An evaluation is due with the first version, with every `every_steps`-th version, and with the last. The first worker
+that begins it binds it to the version that this worker serves: the due version or a later one (only some versions are
+published, and fewer are loaded). From then on the worker is pinned: it is offered no other weights until the evaluation
+ends or has no samples left for it. If no worker serves the version any more, the evaluation restarts with another.
 
-Promises, checked by `check()`:
-- every sample of a result was made, from its first token to its last, with the one version of the evaluation;
-- each sample of an evaluation is in exactly one place: open, held by one evaluator, scored, or failed for good;
+Invariants, checked by `check()`:
+- every sample of a result was generated, from its first token to its last, with the version of the evaluation;
+- each sample of an evaluation is in exactly one place: open, held by one evaluator, scored, or failed permanently;
 - every evaluation that was due ends in one result, with scores or with the reason why it was skipped;
-- one evaluation runs and at most one waits. The running one is left to end, or a run whose evaluations take longer than
-  the time between them would never see any; of those that wait the newest wins, and the older ones are skipped.
+- one evaluation runs and at most one waits. The running one is not interrupted, or a run whose evaluations take longer
+  than the time between them would never complete one. Only the newest waits; older ones are skipped.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ from penstock.records.weights import Held
 from penstock.weights.published import PublishedVersions
 
 IDLE_SHARE = 0.25
-"""Of the deadline: how long an evaluator may hold nothing, though there is more to do, before it counts as gone."""
+"""Fraction of the timeout after which an evaluator that holds no samples, although some are open, is removed."""
 MAX_FAILURES = 3
-"""Failures after which a sample is left out of the result, and counted."""
+"""Failures after which a sample is excluded from the result and counted as failed."""
 
 
 class Evaluation:
-    """One pipeline's evaluations. Without settings nothing is ever due."""
+    """The evaluations of one pipeline. None is due if `every_steps` is 0."""
 
     def __init__(self, settings: EvaluationSection, state: EvaluationState) -> None:
         self.settings = settings if settings.every_steps else None
         self.state = state
         self._ended: list[EvaluationResult] = []
 
-    # -- what one may ask ---------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Nothing runs and nothing waits."""
+        """No evaluation runs or waits."""
         return self.state.running is None and self.state.waiting is None
 
     @property
     def lacks_evaluator(self) -> bool:
-        """Whether an evaluation is there to be begun, or begun again, by a worker that serves recent weights."""
+        """Whether the running evaluation needs a worker to begin it, or to begin it again."""
         running = self.state.running
         return running is not None and bool(running.open) and not running.evaluators
 
     @property
     def outstanding(self) -> int:
-        """Samples that workers hold or could be given."""
+        """Samples that workers hold or could lease."""
         running = self.state.running
         return len(running.open) + len(running.held) if running is not None else 0
 
     @property
     def evaluators(self) -> frozenset[MemberId]:
-        """Who is pinned to what it serves."""
+        """Members that are pinned to the version they serve."""
         return frozenset(self.state.running.evaluators) if self.state.running is not None else frozenset()
 
     def pins(self, member: MemberId) -> bool:
-        """Whether the member must go on serving what it serves."""
+        """Whether the member must keep the version that it serves."""
         return self.state.running is not None and member in self.state.running.evaluators
 
     def keeps(self, member: MemberId, held: Held, published: PublishedVersions) -> bool:
-        """Whether a member that serves `held` should go on doing so: it is pinned, or could begin the evaluation the
-        next time it asks for work. Where weights change as fast as they can be loaded, none would be found that
-        serves any for a while.
+        """Whether a member should keep serving `held`: it is pinned, or could begin the evaluation with its next lease.
+
+        Otherwise, if weights change as fast as they are loaded, no worker would serve a version long enough to begin.
         """
         running = self.state.running
         if running is None or not self.lacks_evaluator:
@@ -84,7 +84,7 @@ class Evaluation:
         return held.version >= running.due and published.valid.get(held.version) == held.digest
 
     def take_notes(self, pipeline: str) -> list[NoteEvaluation | Log]:
-        """What there is to be said about evaluations that ended since this was last asked."""
+        """Notes and log lines of evaluations that ended since the last call."""
         ended, self._ended = self._ended, []
         notes: list[NoteEvaluation | Log] = []
         for result in ended:
@@ -94,21 +94,21 @@ class Evaluation:
     # -- when an evaluation is due ------------------------------------------------------------------------------
 
     def published(self, version: Version, now: float) -> None:
-        """Weights came into being."""
+        """A version was published: schedules its evaluation if one is due."""
         settings, state = self.settings, self.state
         if settings is None or (state.next_due is not None and version < state.next_due):
             return
         first = state.next_due is None
         state.next_due = _after(version, settings.every_steps)
-        self._fall_due(version if first else Version(version - version % settings.every_steps), now)
+        self._schedule(version if first else Version(version - version % settings.every_steps), now)
 
     def training_ended(self, version: Version, now: float) -> None:
-        """No further version will come: this one is measured too."""
+        """There are no further versions: this last one is evaluated too."""
         if self.settings is not None:
-            self._fall_due(version, now)
+            self._schedule(version, now)
 
-    def _fall_due(self, due: Version, now: float) -> None:
-        """Unless that version was measured, or is going to be."""
+    def _schedule(self, due: Version, now: float) -> None:
+        """Starts the evaluation or lets it wait, unless that version was evaluated or will be."""
         state = self.state
         evaluations = [*state.results, state.running] if state.running is not None else state.results
         if state.waiting == due or any(due in (running.due, running.version) for running in evaluations):
@@ -120,7 +120,7 @@ class Evaluation:
             self._start(due, now)
             return
         if state.waiting is not None:
-            why = f"superseded by version {due} while the evaluation of an older one still ran"
+            why = f"superseded by version {due} while an older evaluation was running"
             self._end(EvaluationResult(due=state.waiting, version=None, skipped=why))
         state.waiting = due
 
@@ -133,16 +133,16 @@ class Evaluation:
     # -- leases -------------------------------------------------------------------------------------------------
 
     def grant(self, member: MemberId, version: Version, digest: str, samples: int, now: float) -> list[PromptLease]:
-        """Up to `samples` of the running evaluation for a member that serves `version` and will go on serving it.
+        """Leases up to `samples` of the running evaluation to a member that serves `version` and will keep it.
 
-        `digest` is what was published as that version, empty if that is not known any more.
+        `digest` is that of the published version, empty if there is no record of it any more.
         """
         running, settings = self.state.running, self.settings
         if running is None or settings is None:
             return []
         if version != running.version or digest not in ("", running.digest):
-            if member in running.evaluators:  # its weights changed all the same
-                self._dismiss(running, member)
+            if member in running.evaluators:  # its weights changed although it was pinned
+                self._remove_evaluator(running, member)
             if running.evaluators or not running.open or not digest or version < running.due:
                 return []
             self._begin(running, version, digest)
@@ -163,51 +163,53 @@ class Evaluation:
         return leases
 
     def _begin(self, running: RunningEvaluation, version: Version | None, digest: str) -> None:
-        """From the start, with this version or with none yet; what was scored with another does not count."""
+        """Starts from the beginning, with this version or with none yet; scores of another version are discarded."""
         assert self.settings is not None
         self.state.moves += 1
         running.version, running.digest = version, digest
         running.open = list(range(self.settings.total_samples))
         running.held, running.scores, running.failures, running.failed, running.evaluators = {}, {}, {}, {}, {}
 
-    # -- what comes back ----------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------
 
     def take(self, member: MemberId, score: Score, now: float) -> str:
-        """Counts a score; why not, otherwise. What does not count is there to be made again."""
-        running, place = self._let_go(member, score.sample, now)
+        """Records a score. Returns why it was refused, or "". A refused sample is issued again if it was leased."""
+        running, place = self._end_lease(member, score.sample, now)
         if running is None:
             return NOT_LEASED_TO_YOU
         if not score.version == score.newest == running.version or score.weights_digest != running.digest:
             self._reopen(running, place)
-            self._dismiss(running, member)  # it does not serve what it said
-            made = f"was made with versions {score.version} to {score.newest}, digest {score.weights_digest!r}"
+            self._remove_evaluator(running, member)  # it does not serve the version that it reported
+            made = f"was generated with versions {score.version} to {score.newest}, digest {score.weights_digest!r}"
             return f"{made}; version {running.version} is evaluated, digest {running.digest!r}"
         if not isfinite(score.reward):
-            self._strike(running, place, f"its reward is {score.reward}", once=False)
+            self._record_failure(running, place, f"its reward is {score.reward}", once=False)
         else:
             running.scores[place] = (score.reward, score.length)
-        self._look_for_end(running, now)
+        self._finish_if_complete(running, now)
         return ""
 
     def fail(self, member: MemberId, failure: FailedRollout, now: float) -> str:
-        running, place = self._let_go(member, failure.sample, now)
+        running, place = self._end_lease(member, failure.sample, now)
         if running is None:
             return NOT_LEASED_TO_YOU
         lines = failure.error.strip().splitlines()
-        self._strike(running, place, f"{failure.hook}: {lines[-1] if lines else 'no message'}", once=failure.poison)
-        self._look_for_end(running, now)
+        self._record_failure(
+            running, place, f"{failure.hook}: {lines[-1] if lines else 'no message'}", once=failure.poison
+        )
+        self._finish_if_complete(running, now)
         return ""
 
-    def give_back(self, member: MemberId, sample: SampleId, now: float) -> str:
-        running, place = self._let_go(member, sample, now)
+    def return_sample(self, member: MemberId, sample: SampleId, now: float) -> str:
+        running, place = self._end_lease(member, sample, now)
         if running is None:
             return NOT_LEASED_TO_YOU
         self._reopen(running, place)
-        if not running.holds(member):  # it stops generating: others may serve another version by now
-            self._dismiss(running, member)
+        if not running.holds(member):  # it stops generating: the others may serve another version by then
+            self._remove_evaluator(running, member)
         return ""
 
-    def _let_go(self, member: MemberId, sample: SampleId, now: float) -> tuple[RunningEvaluation | None, Place]:
+    def _end_lease(self, member: MemberId, sample: SampleId, now: float) -> tuple[RunningEvaluation | None, Place]:
         running = self.state.running
         held = running.held.get(sample) if running is not None else None
         if running is None or held is None or held.member != member:
@@ -217,7 +219,7 @@ class Evaluation:
         running.evaluators[member] = now
         return running, held.place
 
-    def _strike(self, running: RunningEvaluation, place: Place, error: str, *, once: bool) -> None:
+    def _record_failure(self, running: RunningEvaluation, place: Place, error: str, *, once: bool) -> None:
         assert self.settings is not None
         running.failures[place] = running.failures.get(place, 0) + 1
         if once or running.failures[place] >= MAX_FAILURES:
@@ -228,7 +230,7 @@ class Evaluation:
     def _reopen(self, running: RunningEvaluation, place: Place) -> None:
         insort(running.open, place)
 
-    def _look_for_end(self, running: RunningEvaluation, now: float) -> None:
+    def _finish_if_complete(self, running: RunningEvaluation, now: float) -> None:
         self._release_idle(running)
         if running.open or running.held:
             return
@@ -254,47 +256,47 @@ class Evaluation:
         )
         self._end_running(result, now)
 
-    # -- who is there -------------------------------------------------------------------------------------------
+    # -- evaluators ---------------------------------------------------------------------------------------------
 
     def lose_member(self, member: MemberId) -> None:
-        """It left or died: what it held is issued again."""
+        """The member left or died: its samples are issued again."""
         if self.pins(member) and self.state.running is not None:
-            self._dismiss(self.state.running, member)
+            self._remove_evaluator(self.state.running, member)
 
-    def _dismiss(self, running: RunningEvaluation, member: MemberId) -> None:
+    def _remove_evaluator(self, running: RunningEvaluation, member: MemberId) -> None:
         self.state.moves += 1
         for sample in [sample for sample, held in running.held.items() if held.member == member]:
             self._reopen(running, running.held.pop(sample).place)
         running.evaluators.pop(member, None)
 
     def _release_idle(self, running: RunningEvaluation) -> None:
-        """Those for whom nothing is left need not hold on to their weights."""
+        """Unpins evaluators without samples once no sample is open."""
         if not running.open:
             for member in [member for member in running.evaluators if not running.holds(member)]:
                 del running.evaluators[member]
 
-    # -- time, and what undoes things ---------------------------------------------------------------------------
+    # -- timeouts, rollback and stop ----------------------------------------------------------------------------
 
-    def look(self, now: float) -> bool:
-        """Ends an evaluation that took too long, and gives up evaluators that come for no more; True if that was so."""
+    def expire(self, now: float) -> bool:
+        """Ends an evaluation past its deadline, and removes idle evaluators. Returns whether the state changed."""
         running, settings, moves = self.state.running, self.settings, self.state.moves
         if running is None or settings is None:
             return False
         if now >= running.deadline:
             if running.version is None:
-                came = f"no worker came to serve version {running.due} or a later one"
+                missed = f"no worker served version {running.due} or a later one"
             else:
                 scored = f"{len(running.scores)} of {settings.total_samples}"
-                came = f"only {scored} samples of version {running.version} came in"
-            self._skip(f"{came} within {now - running.since:.0f} s", now)
+                missed = f"only {scored} samples of version {running.version} were scored"
+            self._skip(f"{missed} within {now - running.since:.0f} s", now)
             return True
         for member, since in list(running.evaluators.items()):
             if now - since > IDLE_SHARE * settings.timeout_s and not running.holds(member):
-                self._dismiss(running, member)
+                self._remove_evaluator(running, member)
         return self.state.moves > moves
 
-    def excuse(self, away_s: float) -> None:
-        """The controller itself was away: that time does not count."""
+    def extend_deadlines(self, away_s: float) -> None:
+        """Extends all deadlines by the time in which the controller did not run."""
         running = self.state.running
         if running is not None:
             self.state.moves += 1
@@ -302,7 +304,7 @@ class Evaluation:
             running.evaluators = {member: since + away_s for member, since in running.evaluators.items()}
 
     def roll_back(self, version: Version, now: float) -> None:
-        """Training starts again from `version`: what was measured of later ones is of weights that never were."""
+        """Training restarts from `version`: drops results of later versions, whose weights are discarded."""
         state, settings = self.state, self.settings
         if settings is None or state.next_due is None:
             return
@@ -320,18 +322,18 @@ class Evaluation:
         elif running is not None and running.version is not None and running.version > version:
             self._begin(running, None, "")
         for result in undone:
-            if result.due <= version:  # it was measured later than it was due
-                self._fall_due(result.due, now)
+            if result.due <= version:  # a later version was evaluated than the due one
+                self._schedule(result.due, now)
 
     def resume(self, now: float) -> None:
-        """No former worker is left: an evaluation that had begun is made again, with its whole time."""
+        """No former worker is left: the running evaluation restarts, with its full timeout."""
         running, settings = self.state.running, self.settings
         if running is not None and settings is not None:
             self._begin(running, None, "")
             running.since, running.deadline = now, now + settings.timeout_s
 
     def stop(self, now: float, why: str) -> None:
-        """Whatever has not ended is skipped."""
+        """Skips the running and the waiting evaluation."""
         state = self.state
         if state.waiting is not None:
             state.moves += 1
@@ -362,17 +364,17 @@ class Evaluation:
             self._start(due, now)
 
     def _end(self, result: EvaluationResult, *, keep: bool = True) -> None:
-        """Every evaluation ends here, once. Those that a rollback undoes will be due again, so they are not kept."""
+        """Every evaluation ends here, once. One that a rollback undoes is not kept: it will be due again."""
         if keep:
             self.state.results.append(result)
         self._ended.append(result)
 
     def check(self, live: Container[MemberId]) -> None:
-        """Raises if an invariant is broken. `live` are the members there are."""
+        """Raises if an invariant is broken. `live` are the registered members."""
         running, settings = self.state.running, self.settings
         if running is None:
             if self.state.waiting is not None:
-                raise InvalidTransition(f"version {self.state.waiting} waits to be evaluated although nothing runs")
+                raise InvalidTransition(f"version {self.state.waiting} waits although no evaluation runs")
             return
         if settings is None:
             raise InvalidTransition("an evaluation runs although there are no settings for it")
@@ -394,7 +396,7 @@ class Evaluation:
         if running.version is not None and (running.version < running.due or not running.digest):
             raise InvalidTransition(f"version {running.version} is evaluated where {running.due} was due: {self!r}")
         if len(running.evaluators) > settings.workers:
-            raise InvalidTransition(f"{len(running.evaluators)} workers evaluate, {settings.workers} may")
+            raise InvalidTransition(f"{len(running.evaluators)} workers evaluate, at most {settings.workers} may")
 
     def __repr__(self) -> str:
         running = self.state.running

@@ -1,4 +1,4 @@
-"""What is kept of evaluations: the one that runs, and how others ended."""
+"""State of evaluations: the running one and the results of the others."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import msgspec
 from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId, Version
 
 Place = int
-"""Of one sample in an evaluation: prompt * samples + member."""
+"""Index of one sample in an evaluation: prompt * samples + member."""
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one evaluation ended."""
+    """The result of one evaluation."""
 
     due: Version
     version: Version | None
-    """What was measured; None when no worker ever began."""
+    """The version that was evaluated; None if no worker began."""
     samples: int = 0
     failed: int = 0
     reward_mean: float = 0.0
     reward_stderr: float = 0.0
-    """Over the prompts' means: samples of one prompt are not independent."""
+    """Over the means of the prompts: samples of one prompt are not independent."""
     length_mean: float = 0.0
     took_s: float = 0.0
     skipped: str = ""
-    """Why there are no scores."""
+    """Why the evaluation has no scores; empty if it has."""
 
     def __str__(self) -> str:
         if self.skipped:
@@ -51,21 +51,21 @@ class RunningEvaluation(msgspec.Struct):
     failures: dict[Place, int] = msgspec.field(default_factory=dict)
     failed: dict[Place, str] = msgspec.field(default_factory=dict)
     evaluators: dict[MemberId, float] = msgspec.field(default_factory=dict)
-    """Workers that serve the version for it, and when they last took or delivered something."""
+    """Workers that evaluate the version, with the time of their last lease or delivery."""
 
     def holds(self, member: MemberId) -> bool:
         return any(held.member == member for held in self.held.values())
 
 
 class EvaluationState(msgspec.Struct):
-    """All that a snapshot carries."""
+    """The evaluation part of a snapshot."""
 
     next_sample: SampleId = FIRST_EVALUATION_SAMPLE
     next_due: Version | None = None
-    """None before the first version was published."""
+    """None before the first version is published."""
     running: RunningEvaluation | None = None
     waiting: Version | None = None
-    """Due, and to begin when the running one has ended."""
+    """The version whose evaluation starts when the running one has ended."""
     results: list[EvaluationResult] = msgspec.field(default_factory=list)
     moves: int = 0
-    """Grows iff anything else did."""
+    """Grows iff another field changed."""

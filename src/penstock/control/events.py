@@ -1,7 +1,7 @@
-"""Everything that can happen to a pipeline: the requests of its members, and three things that no member asks for.
+"""Events of a pipeline: the requests of its members, and three events that no member sends.
 
-These structs are the pipeline's whole input: the journal stores them in order with their time, and replaying them
-gives the same state bit for bit. Nothing that changes state reaches `PipelineControl` by another way.
+These structs are the only input of `PipelineControl`. The journal stores them in order with their time, and replaying
+them gives the same state bit for bit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from penstock.wire.messages import (
 
 
 class TimePassed(msgspec.Struct, tag="time_passed", frozen=True):
-    """Sent about once a second: evictions, throttle lines and stall diagnosis happen here."""
+    """Sent a few times per second: triggers evictions, throttle lines and the stall diagnosis."""
 
 
 class RunResumed(msgspec.Struct, tag="run_resumed", frozen=True):
-    """The whole run was started again on its directory: no former process, and none of its payloads, is left."""
+    """The whole run was resumed from its directory: no former process and none of their payloads exist."""
 
 
 class SettingsTaken(msgspec.Struct, tag="settings_taken", frozen=True):
-    """A life of the run began, by these settings: what happened before was decided by others."""
+    """A session of the run began with these settings; earlier events were decided by earlier settings."""
 
     settings: PipelineSettings
 

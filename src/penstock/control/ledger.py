@@ -1,13 +1,13 @@
-"""The ledger of a pipeline: what becomes of every sample and every prompt.
+"""The ledger of a pipeline: tracks every sample and every prompt.
 
-Promises, checked by `check()`:
-- every sample ever issued is in exactly one state;
-- every prompt ever taken from the stream is in exactly one place: a live group, the redo queue, or done (trained and
-  durable, filtered, set aside): none is skipped, none is doubled;
+Invariants, checked by `check()`:
+- every issued sample is in exactly one state;
+- every prompt taken from the stream is in exactly one place: a live group, the redo queue, or done (trained and
+  durable, filtered, set aside). None is skipped, none is duplicated;
 - at most one group per prompt exists at a time, so a prompt cannot be trained twice by the same lineage;
 - no group is dispatched to a step more than `max_staleness` ahead of its oldest sample.
 
-Each operation costs the same whatever is in flight: work is done per sample moved, never per sample held.
+The cost of an operation depends on the samples it moves, not on the samples in flight.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 
 FILTER_KINDS = 16
-"""Reasons of the filter that are counted apart; a filter of the user's own may invent ever new ones."""
+"""Number of filter reasons that are counted separately; a user's filter may return any number of them."""
 
 
 class GroupFilter(Protocol):
-    """Looks at a complete group's rewards and lengths; returns why not to train it, or None. Must be pure."""
+    """Returns why a complete group with these rewards and lengths is not trained, or None. Must be pure."""
 
     def __call__(self, rewards: Sequence[float], lengths: Sequence[int], /) -> str | None: ...
 
@@ -51,7 +51,7 @@ class Ledger:
         self.state = state if state is not None else LedgerState(prompt_limit=settings.prompt_limit)
         self._table = SampleTable(self.state, self.group_size)
 
-    # -- what the table says -------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
@@ -61,12 +61,12 @@ class Ledger:
 
     @property
     def live_groups(self) -> int:
-        """Groups that are issued and neither trained nor dropped: every one stands for `group_size` samples."""
+        """Groups that are issued and neither trained nor dropped; each counts `group_size` samples."""
         return (self.in_flight + self.state.awaiting_count) // self.group_size
 
     @property
     def open_groups(self) -> int:
-        """Groups that are not complete yet."""
+        """Groups that are not complete."""
         counts = self.state.counts
         return (counts["leased"] + counts["delivered"] + self.state.awaiting_count) // self.group_size
 
@@ -77,12 +77,12 @@ class Ledger:
 
     @property
     def prompts_left(self) -> bool:
-        """Whether a whole group could still be issued, if there were room for it."""
+        """Whether another group could be issued, if the capacity allowed it."""
         state = self.state
         return bool(state.redo) or state.prompt_limit is None or state.next_prompt < state.prompt_limit
 
     def limit_prompts(self, count: int) -> bool:
-        """Sets the number of prompts of the stream; False if another number was set before, which holds."""
+        """Sets the number of prompts of the stream. False if another number is set already; that one stays."""
         if self.state.prompt_limit is None:
             self.state.prompt_limit = count
         return self.state.prompt_limit == count
@@ -97,16 +97,16 @@ class Ledger:
         return len(self.state.leases.get(member, ()))
 
     def state_of(self, sample: SampleId) -> State | None:
-        """Where a sample is; None once it is dropped, or trained and durable (the journal knows the rest)."""
+        """The state of a sample; None once it is dropped, or trained and durable (then only the journal has it)."""
         return self._table.state_of(sample)
 
     def take_filtered(self) -> tuple[tuple[PromptIndex, str], ...]:
-        """Groups that the filter took since this was last asked, and why."""
+        """Groups that the filter removed since the last call, with the reasons."""
         filtered, self._filtered = tuple(self._filtered), []
         return filtered
 
     def take_released(self) -> tuple[PayloadRef, ...]:
-        """Payloads without a reader, each named once."""
+        """Payloads without a reader; each is returned once."""
         released = tuple(self._table.released)
         self._table.released.clear()
         return released
@@ -114,7 +114,7 @@ class Ledger:
     # -- leasing ------------------------------------------------------------------------------------------------
 
     def lease_awaiting(self, member: MemberId, budget: int, min_version: Version) -> list[PromptLease]:
-        """Issues again single members of open groups, oldest first, up to `budget` samples."""
+        """Issues single members of open groups again, oldest first, up to `budget` samples."""
         state = self.state
         leases: list[PromptLease] = []
         while budget > 0 and state.awaiting:
@@ -133,7 +133,7 @@ class Ledger:
     def lease_group(self, member: MemberId, budget: int, version: Version, min_version: Version) -> PromptLease:
         """Opens the next group and leases its first `budget` members; the others await the next worker.
 
-        `version` is what the worker serves now.
+        `version` is the one that the worker serves.
         """
         state, size = self.state, self.group_size
         redo = Redo()
@@ -164,10 +164,10 @@ class Ledger:
             return ""
         if rollout.version > newest:
             table.drop_lease(group, index, "outdated")
-            return f"was made with weights version {rollout.version}, which does not exist (any more)"
+            return f"was generated with weights version {rollout.version}, which does not exist (any more)"
         if rollout.version < self.state.next_step - self.max_staleness:
             table.drop_group(group, "outdated", redo=True)
-            return f"was made with weights version {rollout.version}, too old for step {self.state.next_step}"
+            return f"was generated with weights version {rollout.version}, too old for step {self.state.next_step}"
         if not isfinite(rollout.reward):
             self.fail(member, FailedRollout(rollout.sample, "reward", f"the reward is {rollout.reward}"))
             return f"has the reward {rollout.reward}"
@@ -178,8 +178,8 @@ class Ledger:
 
     def _complete(self, group: Group) -> None:
         state = self.state
-        judge = self.group_filter if state.filtered_since_step < self.filtered_per_step_allowed else None
-        reason = judge(group.rewards, group.lengths) if judge is not None else None
+        applied = self.group_filter if state.filtered_since_step < self.filtered_per_step_allowed else None
+        reason = applied(group.rewards, group.lengths) if applied is not None else None
         if reason is not None:
             state.filtered_since_step += 1
             state.filtered_prompts += 1
@@ -193,10 +193,10 @@ class Ledger:
             self._table.buffer(group)
 
     def fail(self, member: MemberId, failure: FailedRollout) -> str:
-        """Records a failed rollout: the member is issued again, or its prompt set aside if it failed too often.
+        """Records a failed rollout: the member is issued again, or its prompt is set aside if it failed too often.
 
-        One call that fails takes all members that were leased together: each counts its own failures, or the first
-        such call would be the last.
+        Failures are counted per member: a failed call fails all members that were leased together, and a count per
+        group would then set the prompt aside at the first such call.
         """
         group, index = self._table.find(member, failure.sample)
         if group is None or not self._table.is_leased(group, index):
@@ -208,7 +208,7 @@ class Ledger:
             self.state.set_aside[group.prompt] = SetAside(group.failures[index], failure.hook, failure.error)
         return ""
 
-    def give_back(self, member: MemberId, sample: SampleId) -> str:
+    def return_sample(self, member: MemberId, sample: SampleId) -> str:
         """Records an unused lease as returned, to be issued again."""
         group, index = self._table.find(member, sample)
         if group is None or not self._table.is_leased(group, index):
@@ -217,7 +217,7 @@ class Ledger:
         return ""
 
     def reject(self, member: MemberId, sample: SampleId) -> bool:
-        """Drops a leased sample made with the wrong weights, to be issued again. False if it is not leased."""
+        """Drops a leased sample of wrong weights; it is issued again. False if it is not leased."""
         group, index = self._table.find(member, sample)
         if group is None or not self._table.is_leased(group, index):
             return False
@@ -225,7 +225,7 @@ class Ledger:
         return True
 
     def lose_member(self, member: MemberId, *, died: bool) -> None:
-        """Takes back everything leased to a member. A prompt under which too many workers died is set aside."""
+        """Revokes all leases of a member. A prompt during which too many workers died is set aside."""
         for group in self._table.drop_leases_of(member, "lost"):
             group.losses += died
             if died and self.max_losses is not None and group.losses >= self.max_losses:
@@ -236,7 +236,7 @@ class Ledger:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def dispatch(self, *, final: bool, now: float) -> StepRecord:
-        """Gives the next step its batch: the oldest complete groups, at most `groups_per_step` of them."""
+        """Forms the batch of the next step: the oldest complete groups, at most `groups_per_step`."""
         state = self.state
         step = state.next_step
         chosen: list[Group] = []
@@ -256,7 +256,7 @@ class Ledger:
             staleness_max=max(ages, default=0),
         )
         if record.staleness_max > self.max_staleness:
-            raise InvalidTransition(f"step {step} was about to get a sample {record.staleness_max} versions old")
+            raise InvalidTransition(f"the batch of step {step} has a sample {record.staleness_max} versions old")
         for group in chosen:
             self._table.dispatch(group)
         state.steps[step] = record
@@ -267,7 +267,7 @@ class Ledger:
         return record
 
     def _drop_outdated(self) -> None:
-        """Drops every group too old for the next step: it can only get older."""
+        """Drops every group that is too old for the next step: it is too old for all later steps too."""
         state = self.state
         oldest_allowed = state.next_step - self.max_staleness
         for shelves in (state.ready_by_version, state.open_by_version):
@@ -286,7 +286,7 @@ class Ledger:
         absent = dict.fromkeys(missing)
         unknown = [prompt for prompt in absent if prompt not in record.prompts]
         if unknown:
-            raise LocalProtocolError(f"step {step} reports prompts {unknown} missing that were not in its batch")
+            raise LocalProtocolError(f"step {step} reports missing prompts {unknown} that were not in its batch")
         for prompt in record.prompts:
             group = state.groups[prompt]
             if prompt in absent:
@@ -299,9 +299,9 @@ class Ledger:
         return True
 
     def settle(self, durable: StepIndex, last_resort: StepIndex | None = None) -> bool:
-        """Steps below `durable` are in a checkpoint. False if that was known.
+        """Records that steps below `durable` are in a checkpoint. False if that was recorded before.
 
-        Those below `last_resort` too are forgotten; the others are undone should newer checkpoints be damaged.
+        Records of steps below `last_resort` are dropped too; the others are undone if newer checkpoints are damaged.
         """
         state = self.state
         if durable > state.version:
@@ -316,16 +316,16 @@ class Ledger:
         state.moves += 1
         return True
 
-    def trust_no_checkpoint(self) -> None:
-        """All processes are gone: which of the kept checkpoints is whole shows when a trainer has loaded one."""
+    def reset_durable(self) -> None:
+        """All processes are gone: only a trainer that loads a checkpoint shows which of them is intact."""
         self.state.durable = self.state.settled
 
     def found(self, step: StepIndex) -> None:
-        """A trainer has started at this step, from the checkpoint of it."""
+        """A trainer has started at this step, from its checkpoint."""
         self.state.durable = max(self.state.durable, step)
 
     def roll_back(self, step: StepIndex) -> int:
-        """Undoes every step from `step` on; returns how many prompts are to be issued again because of it."""
+        """Undoes every step from `step` on; returns the number of prompts that are issued again."""
         state = self.state
         if step < state.settled:
             raise Stale(f"the trainer starts at step {step}, but a checkpoint of step {state.settled} was confirmed")
@@ -336,13 +336,13 @@ class Ledger:
         return redone
 
     def undo_after(self, step: StepIndex) -> None:
-        """A new trainer starts at the step that is due: it keeps that step's batch, and none that was given ahead."""
+        """A new trainer starts at the due step: it keeps the batch of that step; batches of later steps are dropped."""
         self._undo(StepIndex(step + 1))
         self._drop_newer_than(Version(step))
         self.state.next_step = min(self.state.next_step, StepIndex(step + 1))
 
     def _undo(self, first: StepIndex) -> int:
-        """Drops what the steps from `first` on were given; their prompts come before all others in the queue."""
+        """Drops the batches of the steps from `first` on; their prompts are queued before all others."""
         state = self.state
         waiting, state.redo = state.redo, {}
         for step in [step for step in state.steps if step >= first]:
@@ -354,14 +354,14 @@ class Ledger:
         return redone
 
     def _drop_newer_than(self, version: Version) -> None:
-        """Drops groups with samples of versions above `version`: the trainer that made those weights is gone."""
+        """Drops groups with samples of versions above `version`: the trainer that produced those weights is gone."""
         waiting = [group for group in self.state.groups.values() if group.stage in ("open", "buffered")]
         for group in waiting:
             if max(group.versions) > version:
                 self._table.drop_group(group, "outdated", redo=True)
 
     def lose_payloads(self) -> int:
-        """Drops every group that is not trained: the payloads are gone. Returns how many prompts that concerns."""
+        """Drops every group that is not trained: the payloads are gone. Returns the number of prompts."""
         state = self.state
         lost = [group for group in state.groups.values() if group.stage != "trained"]
         for group in lost:
@@ -375,11 +375,11 @@ class Ledger:
     # -- audit --------------------------------------------------------------------------------------------------
 
     def conservation(self) -> int:
-        """Samples issued minus samples accounted for: zero, always."""
+        """Samples issued minus samples accounted for; always 0."""
         return self.state.next_sample - sum(self.state.counts.values())
 
     def check(self) -> None:
-        """Recounts everything from the rows and raises if any promise of this module is broken. Linear in size."""
+        """Recounts everything from the rows and raises if an invariant is broken. Linear in size."""
         audit(self.state, group_size=self.group_size, max_staleness=self.max_staleness)
         self._table.check_index()
 

@@ -1,10 +1,10 @@
-"""Who is in the pipeline, and who is only said to be.
+"""The members of a pipeline and their liveness.
 
 A member is one incarnation of one process. It is live from its registration until it leaves, is replaced, or is
-evicted; after that its calls are refused as stale, for ever. Silence makes a member suspected, then evicted; so does a
-heartbeat that reports a parent without progress, so a wedged process cannot pass for a live one. A member that has not
-been heard since it registered has the startup grace; a gap in the controller's own time (restart, suspended machine)
-does not count.
+evicted; after that all its calls are refused as stale. A member without messages is suspected, then evicted. A member
+whose heartbeats report no progress is evicted too, so a hung process is detected. A member that has sent no heartbeat
+since it registered has the startup grace. Time in which the controller did not run (restart, suspended machine) is not
+counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.records.prompt import PromptLease
 from penstock.wire.messages import LOADING, REWARD, Heartbeat, Refused, Register, Role
 
 FORMER_KEPT = 256
-"""Departed members remembered by name, so that their late calls differ from those of unknown processes."""
+"""Number of former members kept by name, to distinguish their late calls from those of unregistered processes."""
 
 
 class Member(msgspec.Struct):
@@ -36,9 +36,9 @@ class Member(msgspec.Struct):
     suspected: bool = False
     doing: str = ""
     version: Version = Version(0)
-    """The weights it last said it serves."""
+    """The version with which it was last granted a lease."""
     request: int = -1
-    """The last lease request that was granted, and what it was given: repeated if the request is."""
+    """The last granted lease request; if it is repeated, `granted` is returned again."""
     granted: tuple[PromptLease, ...] = ()
     more_rings: tuple[str, ...] = ()
     """Rings of the other ranks of a worker that has several."""
@@ -48,12 +48,12 @@ class Member(msgspec.Struct):
         return (self.ring, *self.more_rings) if self.ring else self.more_rings
 
     @property
-    def kept_by(self) -> str:
-        """What keeps it from its usual work, of which users are told; empty if nothing does."""
-        return _kept_by(self.doing)
+    def blocked_by(self) -> str:
+        """The activity that blocks its usual work, `LOADING` or `REWARD`; empty if none. Shown to users."""
+        return _blocked_by(self.doing)
 
 
-def _kept_by(doing: str) -> str:
+def _blocked_by(doing: str) -> str:
     return next((kind for kind in (LOADING, REWARD) if doing.startswith(kind)), "")
 
 
@@ -62,13 +62,13 @@ class MembershipState(msgspec.Struct):
     former: dict[MemberId, str] = msgspec.field(default_factory=dict)
     rings: dict[str, RingAddress] = msgspec.field(default_factory=dict)
     departed_rings: dict[str, int] = msgspec.field(default_factory=dict)
-    """Rings of departed members, with the version at their departure: payloads in them may still be read a while."""
+    """Rings of former members, with the version when they left: their payloads may still be read."""
     joined: int = 0
     evicted: int = 0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What a look at the clock found out about a member."""
+    """A change in the liveness of a member."""
 
     member: MemberId
     what: Literal["suspected", "recovered", "evicted"]
@@ -81,16 +81,16 @@ class Membership:
         self.state = state if state is not None else MembershipState()
 
     def get(self, member: MemberId) -> Member | None:
-        """The live member of that name, if there is one."""
+        """The live member with this id, if there is one."""
         return self.state.live.get(member)
 
     def why_unknown(self, member: MemberId) -> str:
-        """Why a caller is not live, for the answer that refuses it."""
+        """Why a caller is not live, for the reply that refuses it."""
         reason = self.state.former.get(member)
         return f"{member} is no longer a member: {reason}" if reason else f"{member} is not registered"
 
     def caller(self, member: MemberId, role: Role) -> Member | Refused:
-        """The live member that makes a call of its role, or why it may not."""
+        """The live member that calls, or a refusal if it is not live or has another role."""
         found = self.get(member)
         if found is None:
             return Refused("Stale", self.why_unknown(member))
@@ -99,7 +99,7 @@ class Membership:
         return found
 
     def having(self, role: Role) -> list[Member]:
-        """The live members of a role, in the order they joined."""
+        """The live members of a role, in the order of registration."""
         return [member for member in self.state.live.values() if member.role == role]
 
     def trainer(self) -> Member | None:
@@ -121,11 +121,11 @@ class Membership:
             for address in (event.ring, *event.more_rings):
                 state.rings[address.ring] = address
                 state.departed_rings.pop(address.ring, None)
-        self.hear(event.member, now)
+        self.record_call(event.member, now)
         return member
 
     def remove(self, member: MemberId, reason: str, version: Version) -> Member | None:
-        """Ends a membership for good; None if there was none."""
+        """Removes a member permanently; None if it is not live."""
         state = self.state
         gone = state.live.pop(member, None)
         if gone is None:
@@ -137,25 +137,25 @@ class Membership:
         return gone
 
     def forget_rings(self, below: int) -> None:
-        """Forgets rings whose members departed before version `below`: no sample in them can be trained any more."""
+        """Drops rings whose members left before version `below`: no sample in them can be trained any more."""
         state = self.state
         for ring in [ring for ring, version in state.departed_rings.items() if version < below]:
             del state.departed_rings[ring]
             state.rings.pop(ring, None)
 
-    def hear(self, member: MemberId, now: float) -> None:
-        """Any call that changed something is a sign of life and of progress."""
+    def record_call(self, member: MemberId, now: float) -> None:
+        """Records a call that changed the state: the member is alive and makes progress."""
         caller = self.state.live.get(member)
         if caller is not None:
             caller.heard_at = caller.progressed_at = now
             caller.suspected = False
 
-    def beat(self, event: Heartbeat, now: float) -> bool:
-        """Records a heartbeat if it says something new; returns whether it did."""
+    def record_heartbeat(self, event: Heartbeat, now: float) -> bool:
+        """Records a heartbeat if it reports a change or `resolution_s` has passed; returns whether it was recorded."""
         member = self.state.live[event.member]
         progressed_at = now - max(0.0, event.progressed_ago_s)
-        nothing_new = member.heartbeat_seen and member.kept_by == _kept_by(event.doing)
-        if nothing_new and now - member.heard_at < self.settings.resolution_s:
+        unchanged = member.heartbeat_seen and member.blocked_by == _blocked_by(event.doing)
+        if unchanged and now - member.heard_at < self.settings.resolution_s:
             return False
         member.heartbeat_seen = True
         member.heard_at = now
@@ -163,14 +163,14 @@ class Membership:
         member.doing = event.doing
         return True
 
-    def excuse_all(self, now: float) -> None:
-        """The controller itself was away: silence up to now does not count."""
+    def restart_timers(self, now: float) -> None:
+        """Restarts the timers of all members, after a time in which the controller did not run."""
         for member in self.state.live.values():
             member.heard_at = member.progressed_at = now
             member.suspected = False
 
-    def look(self, now: float) -> list[Finding]:
-        """Suspects, clears and condemns members by their silence. The caller removes the condemned."""
+    def find_changes(self, now: float) -> list[Finding]:
+        """Finds members to suspect, clear or evict by their silence. The caller removes the evicted ones."""
         findings: list[Finding] = []
         settings = self.settings
         for member in self.state.live.values():
@@ -179,16 +179,16 @@ class Membership:
             if guard_s > 0:
                 continue
             if silent_s > settings.evict_after_s:
-                findings.append(Finding(member.member, "evicted", f"not heard for {silent_s:.0f} s"))
+                findings.append(Finding(member.member, "evicted", f"no message for {silent_s:.0f} s"))
             elif idle_s > settings.wedged_after_s:
                 doing = f" while in {member.doing!r}" if member.doing else ""
                 findings.append(Finding(member.member, "evicted", f"no progress for {idle_s:.0f} s{doing}"))
             elif silent_s > settings.suspect_after_s and not member.suspected:
                 member.suspected = True
-                findings.append(Finding(member.member, "suspected", f"not heard for {silent_s:.0f} s"))
+                findings.append(Finding(member.member, "suspected", f"no message for {silent_s:.0f} s"))
             elif silent_s <= settings.suspect_after_s and member.suspected:
                 member.suspected = False
-                findings.append(Finding(member.member, "recovered", "heard again"))
+                findings.append(Finding(member.member, "recovered", "messages arrive again"))
         return findings
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What the journal keeps of a decision beside its event: replay decides again, a story cannot."""
+"""Notes that the journal stores with each event: replay recomputes decisions, `penstock story` cannot."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def noteworthy(decided: Sequence[msgspec.Struct]) -> bytes:
-    """What a story wants to know beyond the event itself, small: who got which samples, what a batch was made of, which
-    devices were promised to whom."""
+    """Encodes the decisions that a story needs beyond the event: leases, batches, refusals, evictions, granted devices,
+    orders and log lines. Empty if there are none."""
     notes: dict[str, Any] = {}
     for effect in decided:
         match effect:

@@ -1,9 +1,10 @@
-"""One pipeline's control: every event goes in here, everything to be done comes out.
+"""The state machine of one pipeline: events in, effects out.
 
 `handle(event, now)` is the only way to change a pipeline. It is a pure function of the state, the event and the time,
 so replaying the journalled events gives the same state bit for bit. `revision` grows iff the state changed: an event
-that left it alone (a refused ask, a repeated delivery) need not be journalled. Every call may be repeated: a lease by
-its request number, a delivery by the samples' states, a batch and its acknowledgement by the step.
+that changes nothing (a refused request, a repeated delivery) need not be journalled. Every call is idempotent: a lease
+is identified by its request number, a delivery by the states of its samples, a batch and its acknowledgement by the
+step.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ from penstock.wire.messages import (
 )
 
 Outcome = tuple[list[Effect], bool]
-"""What handling one event comes to: what to do, and whether the state changed."""
+"""The effects of one event, and whether the state changed."""
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_section)
 _decoder = msgspec.msgpack.Decoder(PipelineState, dec_hook=decode_section)
 
-# Tuples, made once: this is asked at every event.
+# Tuples, built once: they are used at every event.
 _NO_PROGRESS = (Heartbeat, TimePassed)
 _OF_NO_MEMBER = (RunResumed, SettingsTaken, Stop)
 _OF_WORKERS = (AskLease, Deliver)
@@ -93,12 +94,12 @@ class PipelineControl:
         return _encoder.encode(self.state)
 
     def restore(self, snapshot: bytes) -> None:
-        """Becomes the pipeline that `snapshot` was taken of, with its settings. The filter must be the same."""
+        """Restores state and settings from `snapshot`. The filter must be the same."""
         state = _decoder.decode(snapshot)
         self.settings = state.settings or self.settings
         self._adopt(state)
 
-    # -- what one may ask ---------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     @property
     def revision(self) -> int:
@@ -110,31 +111,31 @@ class PipelineControl:
 
     @property
     def weights(self) -> Manifest | None:
-        """The newest published weights: the only ones ever offered."""
+        """The newest published weights; no others are offered."""
         return self.state.weights
 
     @property
     def newest(self) -> Version:
-        """The highest version that engines can have: the published one, or the trained one while none is published."""
+        """The highest version that engines can hold: the published one, or the trained one while none is published."""
         return self.state.newest
 
     @property
     def oldest_trainable(self) -> Version:
-        """No sample made with a lower version will ever be read."""
+        """Samples of lower versions will not be read again."""
         return Version(self.state.ledger.version - self.settings.max_staleness)
 
     def demand(self) -> tuple[int, int] | None:
-        """Samples that could still be leased or are out, and how many ever came to an end; None once it is over."""
+        """Samples that are leased or could be leased, and the number that ended; None once complete or stopped."""
         return self.observer.demand() if self.phase in ("running", "draining") else None
 
     def keeps_weights(self, member: MemberId, held: Held) -> bool:
-        """Whether a worker is to go on serving what it serves: it evaluates that, or should, the next time it asks."""
+        """Whether a worker should keep serving `held`: it evaluates that version, or should with its next lease."""
         return self.evaluation.keeps(member, held, self.state.published)
 
-    def attendance(self) -> tuple[frozenset[MemberId], MemberId | None, dict[MemberId, str]]:
-        """The workers there are, the trainer if there is one, and who was lost and why.
+    def current_members(self) -> tuple[frozenset[MemberId], MemberId | None, dict[MemberId, str]]:
+        """The live workers, the live trainer, and the lost members with the reasons.
 
-        After a trainer that deregistered none counts as lost.
+        After a trainer has deregistered, no member counts as lost.
         """
         workers = frozenset(member.member for member in self.members.having("rollout"))
         trainer = self.members.trainer()
@@ -146,12 +147,12 @@ class PipelineControl:
         return self.observer.status(now)
 
     def diagnose(self, now: float) -> str:
-        """Who waits for what, since when, and who should have moved."""
+        """Which process waits for what, since when, and which one should act."""
         return self.observer.diagnose(now)
 
     def slow_reward(self) -> str:
-        """What a worker says of a reward function that runs for long; empty if none does."""
-        return next((one.doing for one in self.members.having("rollout") if one.kept_by == REWARD), "")
+        """The `doing` of a worker whose reward function runs for long; empty if there is none."""
+        return next((one.doing for one in self.members.having("rollout") if one.blocked_by == REWARD), "")
 
     def check(self) -> None:
         """Raises if an invariant of the ledger, the admission or the phase is broken."""
@@ -165,7 +166,7 @@ class PipelineControl:
             if member not in self.state.members.live:
                 raise InvalidTransition(f"{member} holds leases but is not a live member")
         if self.state.phase == "complete" and not (self.admission.finished and self.evaluation.idle):
-            raise InvalidTransition("the pipeline is complete although a step or an evaluation could still be made")
+            raise InvalidTransition("the pipeline is complete although a step or an evaluation is still possible")
 
     def __repr__(self) -> str:
         return f"<PipelineControl {self.settings.name} {self.phase} r{self.revision} {self.ledger} {self.members}>"
@@ -173,7 +174,7 @@ class PipelineControl:
     # -- events -------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Takes one event; returns what to do about it, the answer to the caller first."""
+        """Handles one event; returns its effects, the reply to the caller first."""
         state = self.state
         now = max(now, state.last_event_at)
         first = state.started_at is None
@@ -183,24 +184,24 @@ class PipelineControl:
         live = len(state.members.live)  # counting workers at every event would cost more than the event
         could_batch = self._can_give_batch(state.last_event_at)
         lacked, pinned = self.evaluation.lacks_evaluator, self.evaluation.evaluators
-        excused = self._excuse_absence(now)
+        discounted = self._discount_gap(now)
         effects, changed = self._decide(event, now)
-        effects.extend(excused)
-        if not changed and not first and not excused:
+        effects.extend(discounted)
+        if not changed and not first and not discounted:
             return effects
         state.revision += 1
         state.last_event_at = now
         if not isinstance(event, _NO_PROGRESS):
             state.progressed_at = now
             if not isinstance(event, _OF_NO_MEMBER):
-                self.members.hear(event.member, now)
+                self.members.record_call(event.member, now)
         can_lease, lacks = self._watch(effects, now), self.evaluation.lacks_evaluator
         opened = not could_lease or state.ledger.awaiting_count > awaited or state.newest != newest
-        opened = opened or len(state.members.live) < live  # the part of each may have grown
+        opened = opened or len(state.members.live) < live  # the share of each may have grown
         if (opened and can_lease) or (lacks and (not lacked or state.newest != newest)):
             effects.append(Announce("leases"))
         elif can_lease and isinstance(event, Deliver):
-            effects.append(Announce("leases", event.member))  # it holds less than its part again
+            effects.append(Announce("leases", event.member))  # it holds less than its share again
         if (lacked and not lacks) or (pinned and pinned - self.evaluation.evaluators):
             effects.append(Announce("weights"))
         if not could_batch and self._can_give_batch(now):
@@ -241,20 +242,21 @@ class PipelineControl:
             case PublishWeights():
                 return self._on_publish_weights(event, now)
 
-    def _excuse_absence(self, now: float) -> list[Effect]:
-        """The controller records something several times per `suspect_after_s`; a longer gap means it was away itself
-        (killed, stopped, a suspended machine), and then silence does not count."""
+    def _discount_gap(self, now: float) -> list[Effect]:
+        """Restarts all timers after a gap in which the controller did not run (killed, stopped, a suspended machine).
+
+        A running controller records several events per `suspect_after_s`, so a longer gap is its own."""
         away_s = now - self.state.last_event_at
         if away_s <= self.settings.suspect_after_s:
             return []
-        self.members.excuse_all(now)
-        self.evaluation.excuse(away_s)
+        self.members.restart_timers(now)
+        self.evaluation.extend_deadlines(away_s)
         self.state.progressed_at = now
-        line = f"the controller itself was away for {away_s:.0f} s; silence does not count"
+        line = f"the controller did not run for {away_s:.0f} s; all timers start again"
         return [Log("warning", f"{self.settings.name}: {line}")]
 
     def _watch(self, effects: list[Effect], now: float) -> bool:
-        """Draws what follows from any change: payloads without a reader, a ready batch, the phase, the throttle.
+        """Updates what depends on any change: payloads without a reader, the ready batch, the phase, the throttle.
         Returns whether a lease could be granted now."""
         state, admission = self.state, self.admission
         finished = admission.finished
@@ -302,7 +304,7 @@ class PipelineControl:
             return [Refused("Stale", self.members.why_unknown(event.member))], False
         effects: list[Effect] = []
         known = self.members.get(event.member) is not None
-        if event.role == "trainer" and not known:  # what is repeated says where it began, not where it is
+        if event.role == "trainer" and not known:  # a repeated registration has its first step, not the current
             step = event.step if event.step is not None else StepIndex(ledger.version)
             refusal = self._place_trainer(step, effects, now)
             if refusal is not None:
@@ -314,7 +316,7 @@ class PipelineControl:
         if event.prompt_count is not None and self.settings.epochs is not None:
             counted = self.settings.epochs * event.prompt_count
             if not self.ledger.limit_prompts(counted):
-                line = f"{event.member} counts {counted} prompts in the run, which began with {ledger.prompt_limit}"
+                line = f"{event.member} reports {counted} prompts for the run, which began with {ledger.prompt_limit}"
                 effects.append(Log("warning", f"{self.settings.name}: {line}; has the environment changed?"))
         self.members.register(event, now)
         if not known:
@@ -341,10 +343,10 @@ class PipelineControl:
 
     def _on_heartbeat(self, event: Heartbeat, now: float) -> Outcome:
         known = self.members.get(event.member) is not None
-        changed = known and self.members.beat(event, now)
+        changed = known and self.members.record_heartbeat(event, now)
         return [HeartbeatSeen(known, self.state.phase)], changed
 
-    # -- time and the end ---------------------------------------------------------------------------------------
+    # -- time, stop and resume ----------------------------------------------------------------------------------
 
     def _on_time_passed(self, now: float) -> Outcome:
         state, settings = self.state, self.settings
@@ -352,8 +354,8 @@ class PipelineControl:
         waited_enough = self._can_give_batch(now)
         waited_enough = waited_enough and not self._can_give_batch(state.last_event_at)
         changed = waited_enough or now - state.last_event_at >= settings.resolution_s
-        changed = self.evaluation.look(now) or changed
-        for finding in self.members.look(now):
+        changed = self.evaluation.expire(now) or changed
+        for finding in self.members.find_changes(now):
             changed = True
             level = "warning" if finding.what != "recovered" else "info"
             effects.append(Log(level, f"{settings.name}: {finding.member} {finding.what}: {finding.reason}"))
@@ -367,7 +369,7 @@ class PipelineControl:
                     effects.extend(self._note_wedged(gone, finding.reason, now))
         unaccounted = self.ledger.conservation()
         if unaccounted and not state.stop_asked:
-            effects.append(self._fail(f"{unaccounted} samples are unaccounted for (a bug)"))
+            effects.append(self._fail(f"{unaccounted} samples are unaccounted for; this is a bug in the controller"))
             changed = True
         if state.phase in ("running", "draining"):
             stalled = self._watch_progress(now)
@@ -376,24 +378,24 @@ class PipelineControl:
         return effects, changed
 
     def _note_wedged(self, gone: Member, reason: str, now: float) -> list[Effect]:
-        """A process that hangs is replaced. If the new one hangs too, the process is not at fault, and the run ends."""
+        """A process that hangs is replaced. If the replacement hangs too, the cause is elsewhere, and the run fails."""
         state = self.state
         if state.wedged_at is None:
             state.wedged_at = now
         if gone.registered_at <= state.wedged_at or state.stop_asked:
             return []
-        since = f"for {now - state.wedged_at:.0f} s, since a process was replaced for the same"
-        return [self._fail(f"{gone.member} made {reason}, and no sample or step came in {since}")]
+        since = f"for {now - state.wedged_at:.0f} s, since another process was evicted for the same reason"
+        return [self._fail(f"{gone.member}: {reason}, and no sample or step arrived {since}")]
 
     def _watch_progress(self, now: float) -> list[Effect]:
-        """Speaks up when nothing moved for too long, and ends the run when nothing moved for far too long."""
+        """Logs a stall after `stall_after_s`; fails the run after `stall_fail_after_s`, or without a trainer."""
         state, settings = self.state, self.settings
         limit_s = settings.exit_without_trainer_s
         if limit_s is not None and state.trainer_lost_at is not None and now - state.trainer_lost_at > limit_s:
-            return [self._fail(f"no trainer came back within {limit_s:.0f} s of the last one's end")]
+            return [self._fail(f"no trainer registered within {limit_s:.0f} s after the last one ended")]
         stalled_s = self.observer.stalled_s(now)
         if stalled_s > settings.stall_fail_after_s and not self.observer.loading(now):
-            return [self._fail(f"nothing moved for {stalled_s:.0f} s: {self.diagnose(now)}")]
+            return [self._fail(f"no progress for {stalled_s:.0f} s: {self.diagnose(now)}")]
         if stalled_s > settings.stall_after_s and now - state.stall_reported_at >= settings.stall_after_s:
             state.stall_reported_at = now
             return [Log("warning", f"{settings.name}: stalled for {stalled_s:.0f} s: {self.diagnose(now)}")]
@@ -415,15 +417,15 @@ class PipelineControl:
         self.evaluation.resume(now)
         lost = self._forget_processes(now)
         if self.state.phase == "complete":
-            self.state.phase = "draining"  # and complete again once its trainer has found the last checkpoint
+            self.state.phase = "draining"  # complete again once its trainer has loaded the last checkpoint
         line = f"resumed at step {self.state.ledger.version}; {lost} prompts are issued again"
         return [Ok(), Log("info", f"{self.settings.name}: {line}")], True
 
     def _forget_processes(self, now: float) -> int:
-        """Processes and untrained samples are gone; returns how many prompts are issued again."""
+        """Drops all processes and untrained samples; returns the number of prompts that are issued again."""
         state = self.state
         lost = self.ledger.lose_payloads()
-        self.ledger.trust_no_checkpoint()
+        self.ledger.reset_durable()
         self.ledger.take_released()
         state.members.rings.clear()
         state.members.departed_rings.clear()
@@ -435,34 +437,34 @@ class PipelineControl:
         state.wedged_at = None
         return lost
 
-    def _on_settings(self, wanted: PipelineSettings, now: float) -> Outcome:
-        """Goes on by other settings, or by the same. What was decided by the former ones stands."""
+    def _on_settings(self, new: PipelineSettings, now: float) -> Outcome:
+        """Continues with these settings. Earlier decisions stay."""
         state, former = self.state, self.settings
-        if wanted == state.settings:
+        if new == state.settings:
             return [Ok()], False
-        if refusal := self._why_not(wanted):
+        if refusal := self._settings_refusal(new):
             return [Refused("LocalProtocolError", refusal)], False
-        if wanted.epochs != former.epochs:
-            state.ledger.prompt_limit = wanted.prompt_limit
-        state.settings = self.settings = wanted
+        if new.epochs != former.epochs:
+            state.ledger.prompt_limit = new.prompt_limit
+        state.settings = self.settings = new
         self._adopt(state)
-        if not wanted.evaluation.every_steps:
+        if not new.evaluation.every_steps:
             self.evaluation.stop(now, "evaluation was switched off")
-        elif wanted.evaluation != former.evaluation:
+        elif new.evaluation != former.evaluation:
             self.evaluation.resume(now)
         if state.phase == "complete" and not self.admission.finished:
             state.phase = "running"
         return [Ok()], True
 
-    def _why_not(self, wanted: PipelineSettings) -> str:
-        """Why a run that began by the present settings cannot go on by others; empty if it can."""
+    def _settings_refusal(self, new: PipelineSettings) -> str:
+        """Why a run that began with the current settings cannot continue with these; empty if it can."""
         former, table = self.settings, self.state.ledger
-        if wanted.group_size != former.group_size and table.next_sample:
+        if new.group_size != former.group_size and table.next_sample:
             return f"rollout.group_size must stay {former.group_size}, the size of the groups in the journal"
-        if wanted.filters != former.filters and table.next_sample:
-            return f"train.filters must stay {list(former.filters)}, since its groups were judged by those"
-        if wanted.steps is not None and wanted.steps < table.version:
-            return f"steps must be at least {table.version}, which are trained already; found {wanted.steps}"
+        if new.filters != former.filters and table.next_sample:
+            return f"train.filters must stay {list(former.filters)}, which filtered the groups in the journal"
+        if new.steps is not None and new.steps < table.version:
+            return f"steps must be at least {table.version}, which are trained already; found {new.steps}"
         return ""
 
     # -- workers ------------------------------------------------------------------------------------------------
@@ -472,10 +474,10 @@ class PipelineControl:
         if event.request == member.request:
             return [Leased(member.granted, "granted", state.phase)], False
         if event.request < member.request:
-            sentence = f"lease request {event.request} of {event.member} was answered long ago"
+            sentence = f"lease request {event.request} of {event.member} is outdated"
             return [Refused("Stale", f"{sentence}: its latest is {member.request}")], False
         if event.samples < 1:
-            return [Refused("LocalProtocolError", f"{event.member} asked for {event.samples} samples")], False
+            return [Refused("LocalProtocolError", f"{event.member} requested {event.samples} samples")], False
         if state.phase in ("complete", "stopped"):
             return [Leased((), "exhausted", state.phase)], False
         moves = state.evaluation.moves
@@ -484,26 +486,26 @@ class PipelineControl:
         budget = self.admission.share(event.samples, held=held, workers=workers, call=event.call)
         leases = self._grant_evaluation(event, now) or (self._grant(event, budget) if usable else ())
         if not leases:
-            wanted = (budget > 0 and self.admission.can_lease()) or self.evaluation.lacks_evaluator
-            behind = event.version != state.newest and wanted
+            available = (budget > 0 and self.admission.can_lease()) or self.evaluation.lacks_evaluator
+            behind = event.version != state.newest and available
             verdict = Leased((), "version_too_old" if behind else "throttled", state.phase)
             return [verdict], state.evaluation.moves > moves
         member.request, member.granted, member.version = event.request, leases, event.version
         return [Leased(leases, "granted", state.phase)], True
 
     def _grant_evaluation(self, event: AskLease, now: float) -> tuple[PromptLease, ...]:
-        """Before all else: an evaluation is small, has a deadline, and keeps its evaluators from newer weights."""
+        """Evaluations come first: they are small, have a deadline, and keep their workers from newer weights."""
         if not event.steady or event.version > self.state.newest:
             return ()
         digest = self.state.published.valid.get(event.version, "")
         return tuple(self.evaluation.grant(event.member, event.version, digest, event.samples, now))
 
     def _workers(self) -> int:
-        """Among how many workers leases are divided: those registered, and those the run should have."""
+        """The number of workers that share the leases: those registered or those configured, if more."""
         return max(1, self.settings.workers, len(self.members.having("rollout")))
 
     def _grant(self, event: AskLease, budget: int) -> tuple[PromptLease, ...]:
-        """Single members of begun groups first, then whole groups; a small ask gets part of one group."""
+        """Leases single members of open groups first, then whole groups; a small request gets part of one group."""
         ledger, admission = self.ledger, self.admission
         leases = ledger.lease_awaiting(event.member, budget, admission.min_version_awaiting())
         budget -= sum(len(lease.samples) for lease in leases)
@@ -522,12 +524,12 @@ class PipelineControl:
         failed, wrong = ledger.state.dropped["failed"], self.state.wrong_weights
         evaluated = evaluation.state.moves
         refused = [(one.sample, why) for one in event.rollouts if (why := self._take_rollout(event.member, one))]
-        # A sample that is refused for its weights was drawn all the same: the environment works. One that is only
-        # repeated moves nothing.
+        # A sample that is refused for its weights was still generated: the environment works. A repeated one moves
+        # nothing.
         if ledger.state.moves - moves > ledger.state.dropped["failed"] - failed:
             self.state.set_aside_in_a_row, self.state.wedged_at = 0, None
         refused += [(one.sample, why) for one in event.failures if (why := self._take_failure(event.member, one, now))]
-        refused += [(sample, why) for sample in event.returned if (why := self._give_back(event.member, sample, now))]
+        refused += [(sample, why) for sample in event.returned if (why := self._take_back(event.member, sample, now))]
         refused += [(one.sample, why) for one in event.scores if (why := evaluation.take(event.member, one, now))]
         reason = "; ".join(f"sample {sample} {why}" for sample, why in refused[:4])
         effects: list[Effect] = [Delivered(tuple(sample for sample, _ in refused), reason)]
@@ -538,13 +540,13 @@ class PipelineControl:
         return effects, ledger.state.moves > moves or evaluation.state.moves > evaluated
 
     def _take_rollout(self, member: MemberId, rollout: Rollout) -> str:
-        """Books a rollout if it was made with published weights; as long as none are published, all are taken."""
+        """Records a rollout if it was generated with published weights. If none are published, accepts any."""
         digests = self.state.published.valid
         expected = digests.get(rollout.version)
         wrong = bool(digests) and rollout.weights_digest != expected
         if wrong and rollout.version <= self.state.newest and self._reject(member, rollout.sample):
             published = f"is {expected!r}" if expected is not None else "was not published"
-            return f"was made with weights {rollout.weights_digest!r}, but version {rollout.version} {published}"
+            return f"was generated with weights {rollout.weights_digest!r}, but version {rollout.version} {published}"
         return self.ledger.deliver(member, rollout, self.state.newest)
 
     def _take_failure(self, member: MemberId, failure: FailedRollout, now: float) -> str:
@@ -552,10 +554,10 @@ class PipelineControl:
             return self.evaluation.fail(member, failure, now)
         return self.ledger.fail(member, failure)
 
-    def _give_back(self, member: MemberId, sample: SampleId, now: float) -> str:
+    def _take_back(self, member: MemberId, sample: SampleId, now: float) -> str:
         if sample >= FIRST_EVALUATION_SAMPLE:
-            return self.evaluation.give_back(member, sample, now)
-        return self.ledger.give_back(member, sample)
+            return self.evaluation.return_sample(member, sample, now)
+        return self.ledger.return_sample(member, sample)
 
     def _reject(self, member: MemberId, sample: SampleId) -> bool:
         rejected = self.ledger.reject(member, sample)
@@ -563,7 +565,7 @@ class PipelineControl:
         return rejected
 
     def _report_set_aside(self, set_aside: int) -> list[Effect]:
-        """Says which prompt was set aside and why; ends the run when nothing but failures comes in."""
+        """Logs which prompt was set aside and why; fails the run after too many failures without a success."""
         if not set_aside:
             return []
         state, settings = self.state, self.settings
@@ -573,28 +575,26 @@ class PipelineControl:
         effects: list[Effect] = [Log("warning", f"{line}: {aside.error}")]
         if state.set_aside_in_a_row >= settings.set_aside_in_a_row_allowed and not state.stop_asked:
             cause = aside.error.strip().splitlines()[-1] if aside.error.strip() else "no message"
-            many = f"{state.set_aside_in_a_row} prompts in a row failed and none succeeded"
-            state.fail(f"{settings.name}: {many}; the last in {aside.hook}: {cause}")
+            count = f"{state.set_aside_in_a_row} prompts failed in a row"
+            state.fail(f"{settings.name}: {count}; the last in {aside.hook}: {cause}")
             effects.append(FailRun(state.failure))
         return effects
 
     # -- the trainer --------------------------------------------------------------------------------------------
 
     def _place_trainer(self, step: StepIndex, effects: list[Effect], now: float) -> Refused | None:
-        """Brings the ledger to the step a new trainer begins with, or says why that cannot be."""
+        """Moves the ledger to the step at which a new trainer starts, or returns why that is impossible."""
         state, table = self.state, self.ledger.state
         if step > table.version:
             if step != table.version + 1 or table.version not in table.steps:
-                sentence = (
-                    f"the trainer starts at step {step}, but the journal knows only {table.version} trained steps"
-                )
+                sentence = f"the trainer starts at step {step}, but the journal has only {table.version} trained steps"
                 return Refused("RunFailed", f"{sentence}; resume with an older checkpoint")
             self.ledger.acknowledge(StepIndex(table.version), ())
             line = f"step {step - 1} was in the trainer's checkpoint but never acknowledged"
             effects.append(Log("warning", f"{self.settings.name}: {line}"))
         if step < table.version and state.phase == "complete":
             done = f"training is complete after {table.version} steps and its workers have left"
-            lost = f"the trainer starts again at step {step}, so its last checkpoint is damaged or gone"
+            lost = f"the trainer restarts at step {step}, so its last checkpoint is damaged or missing"
             return Refused("RunFailed", f"{done}, but {lost}; resume the run to train the missing steps again")
         if step < table.version:
             trained = table.version
@@ -615,7 +615,7 @@ class PipelineControl:
         return None
 
     def _can_give_batch(self, now: float) -> bool:
-        """Whether the next step's batch may leave now: it is ready, and waits for no straggler or has waited enough."""
+        """Whether the next batch may be sent now: it is ready, and no straggler is left or the wait has ended."""
         since = self.state.batch_ready_at
         if since is None or not self.admission.batch_is_ready():
             return False
@@ -624,16 +624,16 @@ class PipelineControl:
     def _on_ask_batch(self, event: AskBatch, now: float) -> Outcome:
         state, table, steps = self.state, self.ledger.state, self.settings.steps
         if event.step < table.version:
-            sentence = f"step {event.step} was acknowledged already, the next is {table.version}"
+            sentence = f"step {event.step} is acknowledged already, the next is {table.version}"
             return [Refused("LocalProtocolError", f"{sentence}; a restarted trainer registers with its step")], False
         if event.step in table.steps:
             return [self._batch(event.step)], False
         if self.admission.finished or event.step == steps:
-            if self._last_evaluation_is_missing():  # until then the trainer is where the last weights come from
+            if self._last_evaluation_is_missing():  # until then the trainer provides the last weights
                 return [NotYet("the evaluation of the last version", state.phase)], False
             return [Complete(StepIndex(table.version))], False
         if event.step > table.version + 1:
-            sentence = f"step {event.step} was asked for, the next to acknowledge is {table.version}"
+            sentence = f"step {event.step} was requested, but the next to acknowledge is {table.version}"
             return [Refused("LocalProtocolError", sentence)], False
         if event.step != table.next_step or not self._can_give_batch(now) or state.phase == "stopped":
             return [NotYet(self.observer.batch_waits_for(), state.phase)], False
@@ -700,7 +700,7 @@ class PipelineControl:
         state, manifest = self.state, event.manifest
         version, trained = manifest.version, self.ledger.state.version
         if not 0 <= version <= trained + 1:
-            sentence = f"weights version {version} were published, but only {trained} steps were trained"
+            sentence = f"weights version {version} was published, but only {trained} steps were trained"
             return [Refused("LocalProtocolError", sentence)], False
         if manifest == state.weights or (state.weights is not None and version < state.weights.version):
             return [Ok()], False

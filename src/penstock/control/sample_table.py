@@ -1,7 +1,7 @@
-"""The rows of the ledger and the only hands that move them.
+"""The rows of the ledger, and all operations that change them.
 
-Here samples begin, change state and end, and here the counts change (`_move`): nowhere else. What should happen to
-a sample, and why, is decided by the ledger above.
+Only this module creates samples, changes their state and removes them, and only `_move` changes the counts. The ledger
+decides which operation to apply.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class SampleTable:
         self.state = state
         self.group_size = group_size
         self.released: list[PayloadRef] = []
-        """Payloads of dropped samples since this list was last emptied by the owner."""
+        """Payloads of dropped samples since the owner last cleared this list."""
         self._group_of: dict[SampleId, Group] = {
             sample: group for group in state.groups.values() for sample in group.samples if sample != NOT_LEASED
         }
 
-    # -- finding ------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     def find(self, member: MemberId, sample: SampleId) -> tuple[Group | None, int]:
-        """The group of a sample and its place in it, if it was leased to this member and still exists."""
+        """The group of a sample and its index in it, if it was leased to this member and still exists."""
         group = self._group_of.get(sample)
         if group is None:
             return None, -1
@@ -37,7 +37,7 @@ class SampleTable:
         return (group, index) if group.owners[index] == member else (None, -1)
 
     def state_of(self, sample: SampleId) -> State | None:
-        """Where a sample is; None once it is dropped, or trained and durable (the journal knows the rest)."""
+        """The state of a sample; None once it is dropped, or trained and durable (then only the journal has it)."""
         group = self._group_of.get(sample)
         if group is None:
             return None
@@ -52,7 +52,7 @@ class SampleTable:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def open_group(self, prompt: PromptIndex, redo: Redo, member: MemberId, version: Version) -> Group:
-        """A new group whose members all still await a lease; `version` is what its first worker serves."""
+        """Creates a group without leases; `version` is the one that its first worker serves."""
         state, size = self.state, self.group_size
         group = Group(
             prompt=prompt,
@@ -74,7 +74,7 @@ class SampleTable:
         return group
 
     def lease(self, group: Group, member: MemberId, members: list[int], min_version: Version) -> PromptLease:
-        """New samples for some members of an open group."""
+        """Issues new samples for some members of an open group."""
         state = self.state
         first = state.next_sample
         samples = cast(tuple[SampleId, ...], tuple(range(first, first + len(members))))
@@ -97,10 +97,10 @@ class SampleTable:
         group.missing -= 1
         self._end_lease(group, index)
         if group.oldest == NO_VERSION or rollout.version < group.oldest:
-            shelves = self.state.open_by_version
-            self._unshelve(shelves, group)
+            open_groups = self.state.open_by_version
+            self._remove_from_index(open_groups, group)
             group.oldest = rollout.version
-            shelves.setdefault(group.oldest, {})[group.prompt] = None
+            open_groups.setdefault(group.oldest, {})[group.prompt] = None
         self._move("leased", "delivered", 1)
 
     def buffer(self, group: Group) -> None:
@@ -112,18 +112,18 @@ class SampleTable:
 
     def dispatch(self, group: Group) -> None:
         """buffered -> dispatched."""
-        self._unshelve(self.state.ready_by_version, group)
+        self._remove_from_index(self.state.ready_by_version, group)
         group.stage = "dispatched"
         self._move("buffered", "dispatched", self.group_size)
 
     def train(self, group: Group) -> None:
-        """dispatched -> trained. Only what a rollback needs is kept."""
+        """dispatched -> trained. Keeps only the fields that a rollback needs."""
         group.stage = "trained"
         group.payloads, group.rewards, group.versions, group.lengths = [], [], [], []
         self._move("dispatched", "trained", self.group_size)
 
     def settle(self, prompt: PromptIndex) -> None:
-        """A trained group is in a checkpoint: its row is no longer needed, its count stays."""
+        """Removes the row of a trained group that can no longer be undone; its count stays."""
         for sample in self.state.groups.pop(prompt).samples:
             del self._group_of[sample]
         self.state.settled_prompts += 1
@@ -131,7 +131,7 @@ class SampleTable:
     # -- dropping -----------------------------------------------------------------------------------------------
 
     def drop_lease(self, group: Group, index: int, reason: Reason) -> None:
-        """Drops one leased sample; its place in the group awaits another one."""
+        """Drops one leased sample; its member of the group awaits a new one."""
         state = self.state
         self._end_lease(group, index)
         del self._group_of[group.samples[index]]
@@ -141,7 +141,7 @@ class SampleTable:
         self._move("leased", "dropped", 1, reason)
 
     def drop_leases_of(self, member: MemberId, reason: Reason) -> list[Group]:
-        """Drops every sample leased to a member; returns the groups they belong to, each once."""
+        """Drops every sample leased to a member; returns their groups, each once."""
         groups: dict[PromptIndex, Group] = {}
         for sample in list(self.state.leases.get(member, ())):
             group = groups.setdefault(self._group_of[sample].prompt, self._group_of[sample])
@@ -149,7 +149,7 @@ class SampleTable:
         return list(groups.values())
 
     def drop_group(self, group: Group, reason: Reason, *, redo: bool) -> None:
-        """Drops all of a group, whatever its stage; with `redo` its prompt is queued to be issued again."""
+        """Drops a whole group in any stage; with `redo` its prompt is queued to be issued again."""
         state = self.state
         stage = group.stage
         if stage == "open":
@@ -168,7 +168,7 @@ class SampleTable:
             self._move("delivered", "dropped", delivered, reason)
         else:
             if stage == "buffered":
-                self._unshelve(state.ready_by_version, group)
+                self._remove_from_index(state.ready_by_version, group)
             self._move(stage, "dropped", self.group_size, reason)
         if reason == "outdated":
             pairs = zip(group.lengths, group.payloads, strict=True)
@@ -193,20 +193,20 @@ class SampleTable:
             del self.state.leases[owner]
 
     def _close(self, group: Group) -> None:
-        """Takes a group off the shelves of open groups."""
+        """Removes a group from the indices of open groups."""
         promised = self.state.promised_by_version
         promised[group.promised] -= 1
         if not promised[group.promised]:
             del promised[group.promised]
-        self._unshelve(self.state.open_by_version, group)
+        self._remove_from_index(self.state.open_by_version, group)
 
     @staticmethod
-    def _unshelve(shelves: dict[Version, dict[PromptIndex, None]], group: Group) -> None:
-        shelf = shelves.get(group.oldest)
-        if shelf is not None:
-            shelf.pop(group.prompt, None)
-            if not shelf:
-                del shelves[group.oldest]
+    def _remove_from_index(by_version: dict[Version, dict[PromptIndex, None]], group: Group) -> None:
+        prompts = by_version.get(group.oldest)
+        if prompts is not None:
+            prompts.pop(group.prompt, None)
+            if not prompts:
+                del by_version[group.oldest]
 
     def _move(self, source: State | None, target: State, samples: int, reason: Reason | None = None) -> None:
         if (source, target) not in MOVES:
@@ -220,7 +220,7 @@ class SampleTable:
         state.moves += samples
 
     def check_index(self) -> None:
-        """Raises if the index of samples does not agree with the groups."""
+        """Raises if the index of samples does not match the groups."""
         rows = {sample for group in self.state.groups.values() for sample in group.samples if sample != NOT_LEASED}
         if self._group_of.keys() != rows:
-            raise InvalidTransition("the sample table is broken: the index of samples does not agree with the groups")
+            raise InvalidTransition("the sample table is broken: the index of samples does not match the groups")

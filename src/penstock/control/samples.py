@@ -1,7 +1,7 @@
-"""The states of a sample, the moves between them, and the rows the ledger keeps.
+"""The states of a sample, the moves between them, and the rows of the ledger.
 
-A sample is one attempt to generate one member of a prompt's group. It is born leased, and from then on it is in
-exactly one of six states; `MOVES` lists every move there is and what causes it.
+A sample is one attempt to generate one member of a prompt's group. Its first state is `leased`, and it is always in
+exactly one of six states. `MOVES` lists every move and its cause.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ STATES: Final[tuple[State, ...]] = ("leased", "delivered", "buffered", "dispatch
 REASONS: Final[tuple[Reason, ...]] = ("outdated", "filtered", "failed", "lost", "returned")
 
 MOVES: Final[dict[tuple[State | None, State], str]] = {
-    (None, "leased"): "a worker was given the sample to generate",
+    (None, "leased"): "the sample was leased to a worker",
     ("leased", "delivered"): "its worker delivered it; other members of its group are still missing",
     ("delivered", "buffered"): "the last member of its group arrived",
-    ("buffered", "dispatched"): "its group was given to the trainer as part of a batch",
+    ("buffered", "dispatched"): "its group was sent to the trainer as part of a batch",
     ("dispatched", "trained"): "the trainer acknowledged the step",
-    ("leased", "dropped"): "failed; or lost with its worker; or made with outdated or unknown weights",
+    ("leased", "dropped"): "failed; or lost with its worker; or generated with outdated or unpublished weights",
     (
         "delivered",
         "dropped",
@@ -36,20 +36,20 @@ MOVES: Final[dict[tuple[State | None, State], str]] = {
 }
 
 NOT_LEASED_TO_YOU: Final = "is not leased to this worker (any more)"
-"""Why a sample is refused whose lease ended, or never was."""
+"""Why a sample without a current lease of the caller is refused."""
 NOT_LEASED: Final = SampleId(-1)
 NO_VERSION: Final = Version(-1)
 
 
 class Group(msgspec.Struct):
-    """The members of one prompt, column-wise. A member without a sample waits to be issued again."""
+    """The members of one prompt, by column. A member without a sample waits to be issued."""
 
     prompt: PromptIndex
     attempt: int
     failures: list[int]
     """How often each member failed."""
     losses: int
-    """How many workers died while they generated it."""
+    """Number of workers that died while they generated it."""
     stage: Literal["open", "buffered", "dispatched", "trained"]
     samples: list[SampleId]
     owners: list[MemberId]
@@ -58,15 +58,15 @@ class Group(msgspec.Struct):
     versions: list[Version]
     lengths: list[int]
     missing: int
-    """Members not delivered yet."""
+    """Number of members not delivered yet."""
     promised: Version
-    """The weights its first worker had at the lease: about as old as the group will turn out to be."""
+    """The version that its first worker served at the lease: an estimate of the group's oldest version."""
     oldest: Version = NO_VERSION
     """The lowest version among the delivered members."""
 
 
 class Redo(msgspec.Struct, frozen=True):
-    """A prompt whose group was thrown away and that must be issued again."""
+    """A prompt whose group was dropped and that must be issued again."""
 
     attempt: int = 0
     failures: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class SetAside(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct):
-    """What one step was given; kept until the step can no longer be undone."""
+    """The batch of one step; kept until the step can no longer be undone."""
 
     prompts: list[PromptIndex]
     final: bool
@@ -93,27 +93,27 @@ class StepRecord(msgspec.Struct):
 
 
 class LedgerState(msgspec.Struct):
-    """All of the ledger that a snapshot must carry; everything else is an index over it."""
+    """The ledger part of a snapshot; everything else is an index over it."""
 
     version: Version = Version(0)
-    """Acknowledged steps."""
+    """Number of acknowledged steps."""
     next_step: StepIndex = StepIndex(0)
-    """The first step that has not been given a batch."""
+    """The first step without a batch."""
     durable: StepIndex = StepIndex(0)
     """Steps below this are in a checkpoint."""
     settled: StepIndex = StepIndex(0)
-    """Steps below this can no longer be undone, even if a checkpoint turns out damaged: their records are dropped."""
+    """Steps below this can no longer be undone, even if a checkpoint is damaged: their records are dropped."""
     next_sample: SampleId = SampleId(0)
     next_prompt: PromptIndex = PromptIndex(0)
     prompt_limit: int | None = None
     counts: dict[State, int] = msgspec.field(default_factory=lambda: dict.fromkeys(STATES, 0))
     dropped: dict[Reason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     dropped_finished: int = 0
-    """Samples that were delivered in time and outdated before they could be trained."""
+    """Samples that were delivered in time but became outdated before they could be trained."""
     dropped_length: int = 0
-    """Their lengths, in all."""
+    """Their total length."""
     moves: int = 0
-    """How many sample transitions there have been: grows iff the table changed."""
+    """Number of sample transitions; grows iff the table changed."""
     groups: dict[PromptIndex, Group] = msgspec.field(default_factory=dict)
     awaiting: dict[PromptIndex, list[int]] = msgspec.field(default_factory=dict)
     """Members of open groups that must be issued again, oldest first."""
@@ -122,12 +122,12 @@ class LedgerState(msgspec.Struct):
     leases: dict[MemberId, dict[SampleId, None]] = msgspec.field(default_factory=dict)
     open_by_version: dict[Version, dict[PromptIndex, None]] = msgspec.field(default_factory=dict)
     promised_by_version: dict[Version, int] = msgspec.field(default_factory=dict)
-    """How many open groups were leased under each version."""
+    """Number of open groups by the version of their first lease."""
     ready_by_version: dict[Version, dict[PromptIndex, None]] = msgspec.field(default_factory=dict)
     steps: dict[StepIndex, StepRecord] = msgspec.field(default_factory=dict)
     settled_prompts: int = 0
     filtered_prompts: int = 0
     filtered_since_step: int = 0
     filtered_by: dict[str, int] = msgspec.field(default_factory=dict)
-    """Groups the filter took, by the first words of its reason."""
+    """Groups that the filter removed, by its reason up to the first colon."""
     set_aside: dict[PromptIndex, SetAside] = msgspec.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""All that a pipeline's control remembers."""
+"""The state of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECENT_STEPS = 16
 
 
 class StepSummary(msgspec.Struct, frozen=True, array_like=True):
-    """What is remembered of a trained step."""
+    """Summary of a trained step."""
 
     step: int
     samples: int
@@ -28,11 +28,11 @@ class StepSummary(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PipelineState(msgspec.Struct):
-    """All that a snapshot carries."""
+    """The contents of a snapshot."""
 
     ledger: LedgerState
     settings: PipelineSettings | None = None
-    """Those that were taken; None in a run that began without taking any."""
+    """From the last `SettingsTaken`; None if there was none."""
     members: MembershipState = msgspec.field(default_factory=MembershipState)
     throttle: ThrottleState = msgspec.field(default_factory=ThrottleState)
     revision: int = 0
@@ -43,18 +43,18 @@ class PipelineState(msgspec.Struct):
     weights: Manifest | None = None
     published: PublishedVersions = msgspec.field(default_factory=PublishedVersions)
     started_at: float | None = None
-    """This life of the run."""
+    """Start of this session of the run."""
     issued_before: int = 0
-    """Samples of former lives."""
+    """Number of samples issued in former sessions."""
     last_event_at: float = 0.0
     progressed_at: float = 0.0
     stall_reported_at: float = 0.0
     batch_ready_at: float | None = None
-    """Since when the next batch has enough groups."""
+    """When the next batch became ready; None if it is not."""
     trainer_lost_at: float | None = None
     trainer_left_well: bool = False
     wedged_at: float | None = None
-    """When the first process was evicted for want of progress since a sample or a step last came in."""
+    """When the first process was evicted without progress since the last sample or step arrived."""
     set_aside_in_a_row: int = 0
     wrong_weights: int = 0
     recent: list[StepSummary] = msgspec.field(default_factory=list)
@@ -62,9 +62,9 @@ class PipelineState(msgspec.Struct):
 
     @property
     def newest(self) -> Version:
-        """The highest version that engines can have: samples of higher ones come from a trainer that is gone."""
+        """The highest version that engines can hold: samples of higher versions come from a trainer that is gone."""
         return self.weights.version if self.weights is not None else self.ledger.version
 
     def fail(self, sentence: str) -> None:
-        """The run cannot go on: it stops, and this is why."""
+        """Stops the run with this sentence as the reason."""
         self.stop_asked, self.stop_reason, self.failure = True, sentence, sentence

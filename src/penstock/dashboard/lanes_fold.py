@@ -1,4 +1,4 @@
-"""Which process had which device, and when: the pool's part of the journal, folded into lanes."""
+"""Folds the pool's events of the journal into lanes: which process had which device, and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRIORITIES: Final = ("initialising", "training", "scoring", "generating")
 
 
 class Stay(NamedTuple):
-    """One device, used by one process in one way for a while. `until` is None while it lasts."""
+    """A period in which one process used one device for one activity. `until` is None while it lasts."""
 
     device: int
     pipeline: str
@@ -40,7 +40,7 @@ class LanesFold:
         self.present: dict[int, Stay] = {}
         self.moves: deque[Move] = deque(maxlen=MOST_MOVES)
         self.busy_s: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        """By device and use, of stays that are over."""
+        """By device and activity, of ended stays."""
         self.began_at: float | None = None
         self.latest_at = 0.0
         self.events = 0
@@ -50,7 +50,7 @@ class LanesFold:
         self._orders: dict[int, tuple[str, str, tuple[int, ...]]] = {}
 
     def __repr__(self) -> str:
-        return f"<LanesFold {len(self.present)} devices in use, {len(self.past)} stays remembered>"
+        return f"<LanesFold {len(self.present)} devices in use, {len(self.past)} past stays>"
 
     def take(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         self.events += 1
@@ -76,9 +76,9 @@ class LanesFold:
                 self._granted.clear()
             case "pool_member_lost":
                 self._free(at, [stay.device for stay in self.present.values() if stay.member == member], member)
-                for book in (self._requests, self._granted):
-                    for key in [key for key in book if key[0] == member]:
-                        del book[key]
+                for table in (self._requests, self._granted):
+                    for key in [key for key in table if key[0] == member]:
+                        del table[key]
         self._decided(at, notes)
 
     def _moved(self, at: float, event: Mapping[str, Any]) -> None:

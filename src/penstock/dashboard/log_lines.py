@@ -1,4 +1,4 @@
-"""Which lines of the processes' logs a person should see without reading the logs."""
+"""Warnings and errors in the logs of the processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Warned(NamedTuple):
 
 
 def warned(lines: Iterable[bytes]) -> list[Warned]:
-    """The warnings and errors among the lines. Tracebacks and foreign output are left to the log itself."""
+    """The warnings and errors among the lines. Tracebacks and foreign output are only in the log."""
     found = []
     for raw in lines:
         match = _LINE.match(raw.decode("utf-8", "replace"))

@@ -1,6 +1,6 @@
-"""What `metrics.jsonl` says, folded line by line into bounded series and the latest figures.
+"""Folds `metrics.jsonl` line by line into bounded series and the latest values.
 
-Two kinds of lines are known by their shape, so that new metrics appear by themselves: those with a `pipeline` and a
+Two kinds of lines are recognised by their shape, so that new metrics need no change here: those with a `pipeline` and a
 `step` or a `version` (training steps, evaluations) become series over steps, and `gauges` become series over time.
 """
 
@@ -19,11 +19,11 @@ MOST_SERIES = 1000
 MOST_PROCESSES = 100
 PACE_STEPS = 64
 AXES = frozenset({"step", "version", "due"})
-"""Numbers of steps, which are no metrics of them."""
+"""Positions of a step, not metrics."""
 
 
 class Key(NamedTuple):
-    """Which series: `of` a pipeline's steps or gauges, or a process's gauges."""
+    """Key of a series: `of` is `step` or `gauge` for a pipeline, `process` for gauges of a process."""
 
     of: str
     owner: str
@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """One line of a training step, for the pace."""
+    """One line of a training step, to compute the pace."""
 
     at: float
     step: int
@@ -41,7 +41,7 @@ class Trained(NamedTuple):
 
 
 class MetricsFold:
-    """Everything the dashboard remembers of a run's metrics; its size does not grow with the run."""
+    """All metrics of a run that the dashboard keeps; the size does not grow with the run."""
 
     def __init__(self) -> None:
         self.series: dict[Key, Series] = {}
@@ -50,7 +50,7 @@ class MetricsFold:
         self.processes: dict[str, dict[str, Any]] = {}
         """The latest gauges of each process, the most recently updated last."""
         self.present: frozenset[str] = frozenset()
-        """The processes in the last line: the others are gone."""
+        """The processes in the last line: the others have ended."""
         self.steps: dict[str, dict[str, Any]] = {}
         """The latest training step of each pipeline."""
         self.pace: dict[str, deque[Trained]] = defaultdict(lambda: deque(maxlen=PACE_STEPS))
@@ -58,11 +58,11 @@ class MetricsFold:
         self.latest_at: float | None = None
         self.lines = 0
         self.unreadable = 0
-        """Torn by a killed writer, or not made by us."""
+        """Lines torn by a killed writer, or of another program."""
         self.left_out = 0
         """Points of series beyond the bound on their number."""
         self._gathered: dict[tuple[str, str], tuple[list[float], list[dict[str, Any]]]] = defaultdict(lambda: ([], []))
-        """Rows that are not in their series yet, with their x, by whose they are: columns are added at once."""
+        """Rows that are not in their series yet, with their x, by kind and owner: columns are added at once."""
 
     def __repr__(self) -> str:
         return f"<MetricsFold {self.lines} lines in {len(self.series)} series, {self.unreadable} unreadable>"
@@ -78,9 +78,9 @@ class MetricsFold:
         self._settle()
 
     def trained(self) -> dict[str, int]:
-        """Steps of each pipeline, by its latest gauges if no step was seen: one that is done stays silent."""
-        told = {name: int(gauges["step"]) for name, gauges in self.gauges.items() if gauges.get("step")}
-        return told | {name: int(line["step"]) + 1 for name, line in self.steps.items()}
+        """Steps of each pipeline; from its latest gauges if no step line was read, as for a finished pipeline."""
+        from_gauges = {name: int(gauges["step"]) for name, gauges in self.gauges.items() if gauges.get("step")}
+        return from_gauges | {name: int(line["step"]) + 1 for name, line in self.steps.items()}
 
     def names(self, of: str, owner: str) -> list[str]:
         return sorted(key.name for key in self.series if key.of == of and key.owner == owner)
@@ -108,7 +108,7 @@ class MetricsFold:
 
     def _trained(self, pipeline: str, step: int, at: float, record: dict[str, Any]) -> None:
         if pipeline in self.steps and step <= self.steps[pipeline]["step"]:
-            self._settle()  # the trainer went back: what it does again replaces what it did
+            self._settle()  # the trainer resumed from an earlier step: repeated steps replace the old ones
             for key, series in self.series.items():
                 if key.of == "step" and key.owner == pipeline:
                     series.forget_from(step)
@@ -132,15 +132,15 @@ class MetricsFold:
             x = np.array(xs, np.float64)
             for name in sorted(names):
                 try:
-                    y = np.array([row.get(name) for row in rows], np.float64)  # what is missing becomes NaN
+                    y = np.array([row.get(name) for row in rows], np.float64)  # a missing value becomes NaN
                 except (ValueError, TypeError, OverflowError):
-                    continue  # words
+                    continue  # text
                 self._add(Key(of, owner, name), x, y)
         self._gathered.clear()
 
     def _add(self, key: Key, x: np.ndarray, y: np.ndarray) -> None:
         if key not in self.series and len(self.series) >= MOST_SERIES:
-            self._forget_the_gone()
+            self._drop_ended_processes()
             if len(self.series) >= MOST_SERIES:
                 self.left_out += len(x)
                 return
@@ -148,8 +148,8 @@ class MetricsFold:
             self.series[key] = Series()
         self.series[key].add(x, y)
 
-    def _forget_the_gone(self) -> None:
-        """A restarted process is a new one with series of its own: those of the dead make room."""
-        gone = [key for key in self.series if key.of == "process" and key.owner not in self.present]
-        for key in gone:
+    def _drop_ended_processes(self) -> None:
+        """A restarted process has new series, so the series of ended processes are dropped first."""
+        ended = [key for key in self.series if key.of == "process" and key.owner not in self.present]
+        for key in ended:
             del self.series[key]

@@ -1,4 +1,4 @@
-"""The page: an HTML file with scripts and styles beside it, or all of it in one file with the data of a run."""
+"""The page: an HTML file with separate scripts and styles, or one file with everything and the data of a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ PLOTLY = "plotly.js"
 
 
 def key_of(run: str, view: str, query: Mapping[str, str]) -> str:
-    """How an exported page finds an answer; the script makes the same key for the same question."""
+    """Key of an answer in an exported page; the script computes the same key from the same query."""
     parameters = "&".join(f"{name}={query[name]}" for name in sorted(query))
     return f"{run}/{view}?{parameters}"
 
 
 def served(template: str) -> str:
-    """The page for a browser that can ask for the rest."""
+    """The page for a browser that requests the other files."""
     scripts = [PLOTLY, *(f"static/{name}" for name in SCRIPTS)]
     return _filled(
         template,
@@ -26,8 +26,8 @@ def served(template: str) -> str:
 
 
 def exported(template: str, files: Mapping[str, str], plotly: str, data: bytes) -> str:
-    """The page with everything in it. `data` is JSON."""
-    # Within a script element only "</" and "<!--" are special, and JSON can say "<" otherwise.
+    """The page with all scripts, styles and `data`, which is JSON."""
+    # Within a script element only "</" and "<!--" are special, and JSON can escape "<".
     harmless = data.decode("utf-8").replace("<", "\\u003c")
     scripts = [plotly, *(files[name] for name in SCRIPTS)]
     elements = [f'<script type="application/json" id="exported">{harmless}</script>']
@@ -36,7 +36,7 @@ def exported(template: str, files: Mapping[str, str], plotly: str, data: bytes) 
 
 
 def _in_an_element(script: str) -> str:
-    """A script's own text must not end its element."""
+    """The text of a script must not end its element."""
     return script.replace("</script", "<\\/script")
 
 

@@ -1,7 +1,7 @@
-"""One pipeline's journal, folded into how long samples spend in each stage of the ring, and how stale they were.
+"""Folds one pipeline's journal into the time of samples in each stage of the ring, and their staleness.
 
-An event is read as what it is on disk, a mapping with a `type`, beside the notes of what was decided: this module knows
-none of the classes that made them. Only what is in flight is remembered one by one; the rest is sums.
+An event is read as it is on disk: a mapping with a `type`, and the notes of the decisions. This module does not import
+the classes of the events. Only samples in flight are kept one by one; the rest is sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STAGES: Final = {
     "publish": "new weights are published",
     "reach": "new weights reach a worker",
 }
-"""The stages in the order in which a sample, and then the weights made from it, pass them."""
+"""The stages in order: of a sample, then of the weights trained on it."""
 
 MOST_GROUPS = 50_000
 MOST_REMARKS = 500
@@ -33,7 +33,7 @@ MOST_VERSIONS = 256
 
 
 class Remark(NamedTuple):
-    """Something the controller said, or that happened to a process."""
+    """A message of the controller about its decisions or about a process."""
 
     at: float
     pipeline: str
@@ -43,7 +43,7 @@ class Remark(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """The samples of one prompt that are on their way."""
+    """The samples of one prompt that are in flight."""
 
     attempt: int
     leased_at: dict[int, float] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class RingFold:
         self.stages: dict[str, Series] = {stage: Series() for stage in STAGES}
         """Seconds, over time."""
         self.staleness: Counter[int] = Counter()
-        """Samples given to the trainer, by how many versions after the one they were made with."""
+        """Number of dispatched samples by staleness: versions between generation and training."""
         self.rewards: dict[str, Series] = {name: Series() for name in ("low", "mean", "high")}
         """Over steps: the 10th percentile, the mean and the 90th percentile of each batch."""
         self.lengths = Series()
@@ -71,7 +71,7 @@ class RingFold:
         """The last published: version, time, bytes."""
         self.remarks: deque[Remark] = deque(maxlen=MOST_REMARKS)
         self.step = -1
-        """The last step that was given a batch."""
+        """The last step with a batch."""
         self.resumed = 0
         self.failed = ""
         self.stalled = ""
@@ -82,7 +82,7 @@ class RingFold:
         self._acked_at: dict[int, float] = {}
         self._reached: dict[str, int] = {}
         self._gathered: dict[Series, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-        """Points that are not in their series yet: many at once cost little more than one."""
+        """Points that are not in their series yet: adding many at once costs little more than adding one."""
 
     def __repr__(self) -> str:
         return f"<RingFold {self.name}: {len(self._groups)} groups in flight, step {self.step}>"
@@ -104,7 +104,7 @@ class RingFold:
             self._forget(prompt)
 
     def settle(self) -> None:
-        """To be called after each run of events: brings the gathered points into their series."""
+        """Moves the gathered points into their series; called after each batch of events."""
         for series, (xs, ys) in self._gathered.items():
             series.add(xs, ys)
         self._gathered.clear()
@@ -159,7 +159,7 @@ class RingFold:
                 del group.leased_at[sample]
 
     def _take_back(self, sample: int) -> Group | None:
-        """The group of a leased sample, which then is leased no more."""
+        """Ends the lease of a sample and returns its group."""
         prompt = self._prompt_of.pop(sample, None)
         return None if prompt is None else self._groups.get(prompt)
 
@@ -212,7 +212,7 @@ class RingFold:
         self.versions.append((version, at, sum(bucket["size_bytes"] for bucket in manifest["buckets"])))
 
     def _serves(self, at: float, member: str, version: int) -> None:
-        """A worker's lease names the version it serves: the first lease with a new one says when it arrived."""
+        """A lease request contains the worker's version: the first with a new version gives the time of its arrival."""
         if self._reached.get(member, -1) >= version:
             return
         self._reached[member] = version
@@ -225,7 +225,7 @@ class RingFold:
 
     def _on_register(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         if event["role"] == "trainer":
-            self._reached.clear()  # the same version may be made again
+            self._reached.clear()  # the same version may be published again
             self._dispatched_at.clear()
 
     def _on_unregister(self, at: float, event: Mapping[str, Any], notes: Mapping[str, Any]) -> None:

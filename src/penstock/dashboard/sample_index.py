@@ -1,4 +1,4 @@
-"""Which readable samples there are and where: one row per line of `rollouts/`, never the texts themselves."""
+"""Index of the saved samples: one row with its offset per line of `rollouts/`, without the texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
 
 class SampleIndex:
-    """Of one pipeline. Beyond `MOST_ROWS` every other row of the older half is forgotten: early steps stay in sight."""
+    """Index of one file. Beyond `MOST_ROWS` it drops every other row of the older half, so that early steps remain."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -34,7 +34,7 @@ class SampleIndex:
         return f"<SampleIndex of {len(self.rows)} rows, {self.left_out} left out>"
 
     def take(self, offset: int, lines: Iterable[bytes]) -> None:
-        """Lines that follow each other in the file from byte `offset` on, each without its newline."""
+        """Adds consecutive lines, without their newlines, that begin at byte `offset` of the file."""
         for line in lines:
             size = len(line)
             try:
@@ -56,7 +56,7 @@ class SampleIndex:
         low: float | None = None,
         high: float | None = None,
     ) -> tuple[list[Row], int]:
-        """The newest rows first, of a step and between two rewards if asked for; and how many there are in all."""
+        """Rows with the newest first, filtered by step and by reward if given; and the number of all such rows."""
         chosen = [
             row
             for row in reversed(self.rows)
@@ -67,7 +67,7 @@ class SampleIndex:
         return chosen[first : first + count], len(chosen)
 
     def find(self, sample: int) -> Row | None:
-        """The last row about a sample: a step done again writes it again."""
+        """The last row of a sample: a repeated step writes it again."""
         return next((row for row in reversed(self.rows) if row.sample == sample), None)
 
 

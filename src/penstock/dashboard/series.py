@@ -1,4 +1,4 @@
-"""Any number of points in a bounded number of buckets.
+"""Series of any number of points in a bounded number of buckets.
 
 Each bucket keeps the count, mean, least and greatest of its points. When the points outgrow the buckets, neighbours are
 joined and each bucket covers twice as much: memory is constant, one more point costs the same after a day as at the
@@ -26,10 +26,10 @@ class Points(NamedTuple):
 
 
 class Series:
-    """A downsampled curve over `x` (steps, or seconds since the epoch), which should arrive about in order."""
+    """A downsampled curve over `x` (steps, or seconds since the epoch), added in approximate order."""
 
     def __init__(self, width: float = 1.0, capacity: int = CAPACITY) -> None:
-        """`width`: how much of x one bucket covers at first."""
+        """`width`: initial range of x in one bucket."""
         assert capacity % 2 == 0
         self.width = width
         self._origin: float | None = None
@@ -40,7 +40,7 @@ class Series:
         self._high = np.full(capacity, -np.inf)
 
     def add(self, xs: Sequence[float] | np.ndarray, ys: Sequence[float] | np.ndarray) -> None:
-        """Values that are not finite are passed over; what lies before the first point joins the first bucket."""
+        """Skips values that are not finite; points before the first one are added to the first bucket."""
         x, y = np.asarray(xs, np.float64), np.asarray(ys, np.float64)
         finite = np.isfinite(x) & np.isfinite(y)
         x, y = x[finite], y[finite]
@@ -59,7 +59,7 @@ class Series:
         np.maximum.at(self._high, bucket, y)
 
     def forget_from(self, x: float) -> None:
-        """Takes back every bucket that reaches to `x` or beyond: those steps will be done again."""
+        """Clears every bucket that reaches to `x` or beyond: those steps will be repeated."""
         if self._origin is None:
             return
         first = max(0, int((x - self._origin) / self.width))
@@ -72,13 +72,13 @@ class Series:
         used = int(np.flatnonzero(self._count)[-1]) + 1 if self._count.any() else 0
         per_row = max(1, -(-used // at_most))
         count = _rows(self._count[:used], per_row, 0).sum(1)
-        there = count > 0
-        count = count[there]
+        filled = count > 0
+        count = count[filled]
         return Points(
-            x=_rows(self._sum_x[:used], per_row, 0.0).sum(1)[there] / count + (self._origin or 0.0),
-            mean=_rows(self._sum[:used], per_row, 0.0).sum(1)[there] / count,
-            low=_rows(self._low[:used], per_row, np.inf).min(1)[there],
-            high=_rows(self._high[:used], per_row, -np.inf).max(1)[there],
+            x=_rows(self._sum_x[:used], per_row, 0.0).sum(1)[filled] / count + (self._origin or 0.0),
+            mean=_rows(self._sum[:used], per_row, 0.0).sum(1)[filled] / count,
+            low=_rows(self._low[:used], per_row, np.inf).min(1)[filled],
+            high=_rows(self._high[:used], per_row, -np.inf).max(1)[filled],
         )
 
     def mean_since(self, x: float = -np.inf) -> float | None:
@@ -106,7 +106,7 @@ def _rows(values: np.ndarray, per_row: int, padding: float) -> np.ndarray:
 
 
 def rates(points: Points) -> Points:
-    """What a counter grew by per unit of x, from each point to the next. A counter that fell begins anew."""
+    """Growth of a counter per unit of x, from each point to the next. A counter that fell was reset: growth 0."""
     if len(points.x) < 2:
         return Points(*(np.empty(0) for _ in Points._fields))
     growth = np.maximum(np.diff(points.high), 0.0) / np.maximum(np.diff(points.x), 1e-9)

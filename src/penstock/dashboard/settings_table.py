@@ -1,4 +1,4 @@
-"""A run's configuration as rows of keys and values, and what differs between runs."""
+"""A run's configuration as rows of keys and values, and the differences between runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ MOST_CHARACTERS = 400
 
 
 def rows(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every key with its value as text. Pipelines go by their names; the only one needs none, so that runs whose
-    pipelines are called differently can be compared."""
+    """Every key with its value as text. Keys of several pipelines contain the pipeline's name. Those of a single one
+    do not, so that runs with different pipeline names can be compared."""
     return dict(_rows(config, ""))
 
 
@@ -33,8 +33,8 @@ def _written(value: Any) -> str:
 
 
 def differences(runs: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
-    """The keys that have two values or more, with that of each run; None where it has no such key. A key that only
-    some of the runs have is no difference: there may be more pipelines in one than in another."""
+    """The keys with two values or more, and the value of each run; None if the run lacks the key. A key that is missing
+    in some runs is no difference: runs may have different numbers of pipelines."""
     keys = dict.fromkeys(key for found in runs.values() for key in found)
-    told = [{"key": key, "values": {run: found.get(key) for run, found in runs.items()}} for key in keys]
-    return [one for one in told if len(set(one["values"].values()) - {None}) > 1]
+    compared = [{"key": key, "values": {run: found.get(key) for run, found in runs.items()}} for key in keys]
+    return [one for one in compared if len(set(one["values"].values()) - {None}) > 1]

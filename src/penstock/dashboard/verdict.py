@@ -1,4 +1,4 @@
-"""Is the run well? One word, one tone and one sentence from what the files say."""
+"""The health of a run from its files: one word, one tone and one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECENTLY_S = 10.0
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """What the configuration says of a pipeline, as far as it can be read."""
+    """Settings of a pipeline, as far as the configuration can be read."""
 
     name: str
     steps: int | None = None
@@ -26,27 +26,27 @@ class PipelineFacts:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found in the run directory, and whether its supervisor holds it."""
+    """Contents of the run directory, and whether a supervisor holds its lock."""
 
     directory: str
     stall_after_s: float
     """A run with no progress for longer is stalled."""
     pipelines: tuple[PipelineFacts, ...] = ()
     alive: bool = False
-    """A supervisor on this machine holds the run."""
+    """A supervisor on this machine holds the lock of the run."""
     ending: Mapping[str, Any] | None = None
-    """How the supervisor said the run ended."""
+    """The ending that the supervisor wrote."""
     failure_reports: Mapping[str, str] = field(default_factory=dict)
-    """By process, of those that died."""
+    """By process, of those that failed."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """Trained steps by pipeline."""
     gauges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     stalls: Mapping[str, str] = field(default_factory=dict)
     """By pipeline, the controller's last diagnosis of a stall."""
     failed: str = ""
-    """What the journal says the run failed of."""
+    """The failure recorded in the journal."""
     silent_s: float | None = None
-    """How long ago the newest file was written; None when there is none."""
+    """Seconds since the newest file was written; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,28 @@ class Verdict:
 
 def judge(found: Evidence) -> Verdict:
     if found.alive:
-        return _of_a_live_one(found)
+        return _judge_live(found)
     if found.ending is not None:
-        return _of_an_ended_one(found, found.ending)
+        return _judge_ended(found, found.ending)
     if found.silent_s is not None and found.silent_s < RECENTLY_S and not found.failure_reports:
-        return _of_a_live_one(found)  # on another machine, by its files
+        return _judge_live(found)  # on another machine, according to its files
     if found.failure_reports or found.failed:
-        process, words = next(iter(found.failure_reports.items()), ("", found.failed))
-        return Verdict("failed", "bad", f"{process}: {_first_line(words)}" if process else _first_line(words))
+        process, message = next(iter(found.failure_reports.items()), ("", found.failed))
+        return Verdict("failed", "bad", f"{process}: {_first_line(message)}" if process else _first_line(message))
     if _is_complete(found):
         return Verdict("complete", "well", f"Complete: {_progress(found)}.")
     if found.silent_s is None:
-        return Verdict("empty", "quiet", "Nothing has been written yet: the run was made, but no process has begun.")
-    sentence = f"Its processes are gone without a word, after {_progress(found)}: it was killed."
+        return Verdict("empty", "quiet", "The run directory was created, but no process has written to it yet.")
+    sentence = f"Its processes ended without a report after {_progress(found)}: it was killed."
     return Verdict("killed", "bad", f"{sentence} {_resume(found)}")
 
 
-def _of_a_live_one(found: Evidence) -> Verdict:
+def _judge_live(found: Evidence) -> Verdict:
     for name, gauges in found.gauges.items():
         stalled_s = float(gauges.get("stalled_s", 0.0))
         if stalled_s > found.stall_after_s:
-            why = found.stalls.get(name, "who waits for what is not said yet")
-            return Verdict("running", "attention", f"{name} has not moved for {stalled_s:.0f} s: {why}")
+            why = found.stalls.get(name, "there is no diagnosis yet")
+            return Verdict("running", "attention", f"{name} has made no progress for {stalled_s:.0f} s: {why}")
         if gauges.get("workers_suspected"):
             return Verdict("running", "attention", f"{name}: {gauges['workers_suspected']} workers do not answer.")
         if not gauges.get("trainer_alive", 1) and gauges.get("phase") == "running":
@@ -93,18 +93,18 @@ def _of_a_live_one(found: Evidence) -> Verdict:
     return Verdict("running", "well", f"Running well: {_progress(found)}.")
 
 
-def _of_an_ended_one(found: Evidence, ending: Mapping[str, Any]) -> Verdict:
+def _judge_ended(found: Evidence, ending: Mapping[str, Any]) -> Verdict:
     sentence = _first_line(str(ending.get("sentence", "")))
     match ending.get("how"):
         case "complete":
             return Verdict("complete", "well", f"Complete: {_progress(found)}.")
         case "interrupted":
             return Verdict("interrupted", "attention", f"Interrupted after {_progress(found)}. {_resume(found)}")
-    return Verdict("failed", "bad", sentence or "Failed without a sentence.")
+    return Verdict("failed", "bad", sentence or "Failed without a message.")
 
 
 def _is_complete(found: Evidence) -> bool:
-    """As far as the files of a run without an ending can tell."""
+    """Derived from gauges and steps, for a run without a written ending."""
     if found.gauges:
         return all(gauges.get("phase") in ("complete", "stopped") for gauges in found.gauges.values())
     limited = [one for one in found.pipelines if one.steps]
@@ -113,15 +113,15 @@ def _is_complete(found: Evidence) -> bool:
 
 def _progress(found: Evidence) -> str:
     limits = {one.name: one.steps for one in found.pipelines}
-    words = [
+    parts = [
         f"{name} step {step}" + (f" of {limits[name]}" if limits.get(name) else "")
         for name, step in found.steps.items()
     ]
-    return ", ".join(words) if words else "no step"
+    return ", ".join(parts) if parts else "no step"
 
 
 def _resume(found: Evidence) -> str:
-    return f"Go on with: penstock run --resume {found.directory}"
+    return f"Resume with: penstock run --resume {found.directory}"
 
 
 def _first_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the page is given to draw, made from the folds: plain values, bounded in size whatever the run's length."""
+"""Data of the page's views, computed from the folds: plain values whose size does not depend on the run's length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_STAYS = 1500
 RECENT_S = 120.0
 SMOOTHING_SHARE = 0.04
 TIME_DIGITS = 13
-"""Of seconds since the epoch, to the millisecond."""
+"""Digits of seconds since the epoch, to the millisecond."""
 
 SAMPLE_STATES = ("leased", "delivered", "buffered", "dispatched")
 DROP_REASONS = ("outdated", "filtered", "failed", "lost", "returned")
@@ -33,34 +33,34 @@ LAG_FIGURES = ("p50_s", "p90_s", "p99_s", "max_s", "wait_p99_s", "worst_s")
 
 @dataclass
 class Folds:
-    """All that is remembered of one run."""
+    """All folds of one run."""
 
     metrics: MetricsFold = field(default_factory=MetricsFold)
     tail: MetricsFold | None = None
-    """The last lines alone, while those before them are still being read: the present is not to wait for the past."""
+    """A fold of the last lines only, while earlier lines are still being read: shows the present state at once."""
     rings: dict[str, RingFold] = field(default_factory=dict)
     lanes: LanesFold = field(default_factory=LanesFold)
     warnings: deque[Warned] = field(default_factory=lambda: deque(maxlen=MOST_WARNINGS))
 
     @property
     def latest(self) -> MetricsFold:
-        """To be asked how things stand."""
+        """The fold with the present state."""
         return self.tail if self.tail is not None else self.metrics
 
 
 def curve(points: Points, *, spread: bool = False, digits: int = 5) -> dict[str, list[float]]:
-    """Columns, as a chart wants them."""
+    """Columns for a chart."""
     columns = {"x": _plain(points.x, TIME_DIGITS), "y": _plain(points.mean, digits)}
     return columns | {"low": _plain(points.low), "high": _plain(points.high)} if spread else columns
 
 
 def drawn(series: Series | None, *, spread: bool = False) -> dict[str, list[float]]:
-    """A series that may not exist: then the curve is empty."""
+    """The curve of a series; empty if the series is None."""
     return curve(series.points(MOST_POINTS) if series is not None else Series().points(), spread=spread)
 
 
 def smoothed(points: Points) -> Points:
-    """A running mean over a small share of the curve, as wide at its ends as there are points."""
+    """A running mean over a small share of the curve; its window shrinks towards the ends."""
     reach = 1 + int(len(points.x) * SMOOTHING_SHARE)
     sums = np.concatenate([[0.0], np.cumsum(points.mean)])
     index = np.arange(len(points.x))
@@ -109,12 +109,12 @@ def _pipeline(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
 
 
 def others(folds: Folds, name: str) -> list[str]:
-    """The metrics of a pipeline's steps, beside its reward."""
+    """The step metrics of a pipeline except its reward."""
     return [one for one in folds.metrics.names("step", name) if one not in ("at", "reward")]
 
 
 def compared(folds: Folds, name: str, metric: str) -> dict[str, Any]:
-    """One metric by step, smoothed, and when each step was."""
+    """One metric by step, smoothed, and the time of each step."""
     points = _points(folds, "step", name, metric)
     return {"smooth": curve(smoothed(points)), "at": curve(_points(folds, "step", name, "at"), digits=TIME_DIGITS)}
 
@@ -141,7 +141,7 @@ def reward(folds: Folds, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast the last steps came, and what their time was spent on."""
+    """Rate of the last steps, and the trainer's use of time."""
 
     steps_per_s: float = 0.0
     samples_per_s: float | None = None
@@ -166,21 +166,21 @@ class Pace:
         )
 
     def who_waits(self, throttled: float | None) -> str:
-        """The one sentence that says which side is slower."""
+        """A sentence that names the slower side, trainer or workers."""
         if self.busy is None:
             return ""
         idle = max(0.0, 1.0 - self.busy - self.turn)
         if self.turn > 0.25 and self.turn > idle:
             return f"The trainer waits for its devices {self.turn:.0%} of the time."
         if throttled is not None and throttled > 0.4 and idle < 0.4:
-            return f"The trainer is the slower side: workers are held back {throttled:.0%} of the time."
+            return f"The trainer is the slower side: workers are throttled {throttled:.0%} of the time."
         if idle > 0.3:
             return f"The workers are the slower side: the trainer waits for samples {idle:.0%} of the time."
         return f"Balanced: the trainer computes {self.busy:.0%} of the time."
 
 
 def flow(folds: Folds, name: str) -> dict[str, Any]:
-    """Where samples are, how they ended, and how long each stage takes."""
+    """States of samples, their final states, and the duration of each stage."""
     ring = folds.rings.get(name)
     latest = folds.latest.gauges.get(name, {})
     since = (folds.metrics.latest_at or 0.0) - RECENT_S
@@ -246,7 +246,7 @@ def loops(folds: Folds) -> dict[str, Any]:
 
 
 def pool(folds: Folds, now: float) -> dict[str, Any]:
-    """The lanes, the latest stays last. A stay that lasts ends `now`."""
+    """The lanes, the latest stays last. A present stay ends `now`."""
     lanes = folds.lanes
     busy: dict[int, dict[str, float]] = {device: dict(uses) for device, uses in lanes.busy_s.items()}
     for stay in lanes.present.values():
@@ -276,12 +276,12 @@ def troubles(folds: Folds, failure_reports: Mapping[str, str]) -> dict[str, Any]
 
 
 def newest(ones: Iterable[Any]) -> list[Any]:
-    """The latest first, as many as one reads."""
+    """The latest first, at most `MOST_TROUBLES`."""
     return sorted(ones, key=lambda one: one.at, reverse=True)[:MOST_TROUBLES]
 
 
 def step_metric(folds: Folds, name: str, metric: str) -> dict[str, Any]:
-    """Any one metric by step."""
+    """One metric by step."""
     return _drawn(folds, "step", name, metric, spread=True)
 
 
@@ -299,7 +299,7 @@ def _mean_since(folds: Folds, name: str, gauge: str) -> float | None:
 
 
 def _plain(values: np.ndarray, digits: int = 5) -> list[float]:
-    """Numbers as short as the eye needs them: a fifth of the bytes of full precision."""
+    """Rounded to what a chart can show: a fifth of the bytes of full precision."""
     return [float(f"{value:.{digits}g}") for value in values.tolist()]
 
 

@@ -10,6 +10,6 @@ from penstock.engines.section import EngineSection
 
 
 def build_engine(section: EngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> BareEngine:
-    """The engine that serves a policy: an `Engine`, unless its `capabilities.weights` is "none". It has no digest yet:
-    it may not serve before published weights are in."""
+    """The engine that serves a policy: an `Engine`, unless its `capabilities.weights` is "none". It has no digest:
+    it may not serve before published weights are loaded."""
     return import_module(f"penstock.engines.{section.kind}.build").build(section, policy, site)

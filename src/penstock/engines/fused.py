@@ -1,9 +1,8 @@
-"""Norms and gated feed-forward parts of a decoder, with fewer passes over memory and less kept for the gradient.
+"""Norms and gated feed-forward layers of a decoder, with fewer memory passes and fewer saved activations.
 
-transformers writes an RMS norm as seven operations, of which autograd keeps float32 copies; torch has one that keeps
-its input. Of `silu(gate) * up` autograd keeps the silu as well as the gate; it costs little to compute again. Only
-modules whose code is word for word that of Llama's are changed, which most families share; the numbers are the same
-but for rounding.
+transformers writes an RMS norm as seven operations, of which autograd saves float32 copies; torch has one operation
+that saves its input. Of `silu(gate) * up` autograd saves both the silu and the gate; the silu is cheap to recompute.
+Only modules whose code equals that of Llama's are changed, which most families share. Results differ by rounding only.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.nn.functional import rms_norm, silu
 
 
 def fuse(module: nn.Module) -> int:
-    """Changes the forward pass of a transformers model; how many of its modules were changed."""
+    """Changes the forward pass of a transformers model; returns the number of changed modules."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     gated = [part for part in _alike(module, LlamaMLP) if "silu" in type(part.act_fn).__name__.lower()]
@@ -42,7 +41,7 @@ def _alike(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 @cache
 def _code(kind: type[nn.Module]) -> str:
-    """The text of its forward pass; empty if there is none to read."""
+    """The source of its forward pass; empty if it is not available."""
     try:
         return inspect.getsource(kind.forward)
     except (OSError, TypeError):
@@ -60,7 +59,7 @@ def _feed_forward(module: Any, x: Tensor) -> Tensor:
 
 
 class _GatedSilu(torch.autograd.Function):
-    """silu(gate) · up. The gradient needs silu(gate) too, and computes it again."""
+    """silu(gate) · up. The backward pass recomputes silu(gate)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

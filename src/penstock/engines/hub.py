@@ -11,11 +11,11 @@ from penstock.engines.settings import HubModel
 from penstock.errors import ConfigError
 
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""What a model is opened from. Weights that would have to be unpickled are left out."""
+"""The files of a model. Weights that need unpickling are left out."""
 
 
 def cached(model: HubModel) -> Path | None:
-    """Its directory in the local cache, without any network; None if it is not there, or not whole."""
+    """Its directory in the local cache, without network access; None if it is missing or incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -25,7 +25,7 @@ def cached(model: HubModel) -> Path | None:
             revision=model.revision or None,
             cache_dir=model.cache,
             local_files_only=True,
-            allow_patterns=FILES,  # else a snapshot without the other files would not count as whole
+            allow_patterns=FILES,  # else a snapshot without the other files would count as incomplete
         )
     except HFValidationError as error:
         raise ConfigError(f"model.name {model.name!r} is not a name of the hub: {error}") from error

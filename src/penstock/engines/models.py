@@ -1,7 +1,7 @@
 """The policies that can be trained: a tiny language model from a config, a model from a directory, gymnasium policies.
 
 policy = build(TinyLanguageModel(alphabet="abcdefgh"))
-policy.named_tensors()      # what is published and checkpointed
+policy.named_tensors()      # published and checkpointed
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.errors import ConfigError
 from penstock.runtime.tensors import module_tensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
-"""Where peft looks for it."""
+"""The file name that peft expects."""
 
 
 _TINY, _MLP = TinyModel(), MlpModel()
 
 
 class TinyLanguageModel(msgspec.Struct, frozen=True, tag="tiny"):
-    """A small causal transformer with a vocabulary of single characters, made from the seed alone."""
+    """A small causal transformer with a vocabulary of single characters and random weights from the seed."""
 
     alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!+-*/=()>"
     hidden_size: int = _TINY.hidden
@@ -66,47 +66,47 @@ ModelSpec = TinyLanguageModel | PretrainedLanguageModel | GymnasiumPolicy
 
 
 class Policy:
-    """A module that can be trained, published and restored; the kinds below add what their engine needs."""
+    """A module that can be trained, published and restored; the subclasses add what their engine needs."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The live weights by name: what is published and checkpointed. Not copies."""
+        """The live weights by name, as published and checkpointed. Not copies."""
         return module_tensors(self.module)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of `named_tensors`, as they are now."""
+        """Copies of `named_tensors`."""
         return {name: tensor.detach().clone() for name, tensor in self.named_tensors().items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite every tensor in place. ConfigError, and nothing changed, unless names and shapes agree exactly."""
+        """Overwrites all tensors in place. Raises ConfigError, before any change, unless names and shapes agree."""
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         with torch.no_grad():
             for name, tensor in self.named_tensors().items():
                 tensor.copy_(tensors[name])
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """ConfigError unless these are the names and shapes of the policy's tensors."""
+        """Raises ConfigError unless these are the names and shapes of the policy's tensors."""
         own = {name: tuple(tensor.shape) for name, tensor in self.named_tensors().items()}
         wrong = sorted(own.keys() ^ shapes.keys())
         wrong += [name for name in own.keys() & shapes.keys() if own[name] != shapes[name]]
         if wrong:
             raise ConfigError(
-                f"these weights belong to another model: {len(wrong)} tensors are missing, unknown or misshapen, "
-                f"the first is {wrong[0]!r}; use the configuration they were made with"
+                f"these weights belong to another model: {len(wrong)} tensors are missing, unexpected or of another "
+                f"shape, the first is {wrong[0]!r}; use the configuration with which they were saved"
             )
 
     def prepare_training(self) -> None:
-        """Before a step: without dropout, which generation does not have either."""
+        """Call before a step. Disables dropout, as generation does."""
         self.module.eval()
 
     def parameter_count(self) -> int:
-        """How many numbers are trained."""
+        """Number of parameters of the module."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def save_config(self, directory: Path) -> None:
-        """Write whatever beside the tensors is needed to open the model again."""
+        """Writes all files besides the tensors that are needed to open the model again."""
 
 
 class LanguagePolicy(Policy):
@@ -116,15 +116,15 @@ class LanguagePolicy(Policy):
         super().__init__(module)
         self.tokenizer = tokenizer
         self.recomputes = False
-        """Whether activations are computed again in the backward pass."""
+        """Whether activations are recomputed in the backward pass."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Brackets forward passes that train nothing."""
+        """Encloses forward passes without training."""
         self.module.eval()
         return nullcontext()
 
     def checkpoint_activations(self) -> None:
-        """Keep only what passes between layers, and compute the rest again in the backward pass."""
+        """Keeps only the activations between layers, and recomputes the others in the backward pass."""
         model: Any = self.module
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.recomputes = True
@@ -135,7 +135,7 @@ class LanguagePolicy(Policy):
         super().prepare_training()
         for layer in self.module.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                layer.training = self.recomputes  # it looks at its own mode; what is inside stays without dropout
+                layer.training = self.recomputes  # it checks its own mode; the modules inside stay without dropout
 
     def save_config(self, directory: Path) -> None:
         config = self.module.config
@@ -148,7 +148,7 @@ class AdaptedPolicy(LanguagePolicy):
     """A frozen language model with an adapter: `named_tensors` are the adapter's."""
 
     def base(self) -> LanguagePolicy:
-        """The model without its adapter. It has no memory of its own."""
+        """The model without its adapter. Shares its memory."""
         return _BasePolicy(self.module, self.tokenizer)
 
     def save_config(self, directory: Path) -> None:
@@ -157,11 +157,11 @@ class AdaptedPolicy(LanguagePolicy):
         model.peft_config["default"].save_pretrained(directory)
 
     def save_adapter(self, directory: Path, base: str) -> None:
-        """Write the adapter as peft opens it, with the directory or hub name of its base, and the tokenizer."""
+        """Writes the adapter in the format of peft, with the directory or hub name of its base, and the tokenizer."""
         from peft import get_peft_model_state_dict
 
         model: Any = self.module
-        # Nothing but the adapter is trained, so no embedding is saved beside it; "auto" would ask the hub.
+        # Only the adapter is trained, so no embedding is saved with it; "auto" would query the hub.
         tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         safetensors.torch.save_file(tensors, directory / ADAPTER_FILE, metadata={"format": "pt"})
@@ -171,7 +171,8 @@ class AdaptedPolicy(LanguagePolicy):
         self.tokenizer.save(directory)
 
     def save_merged(self, directory: Path) -> None:
-        """Write the model with the adapter added to its weights, as transformers opens it. This policy is used up."""
+        """Writes the model with the adapter merged into its weights, in the format of transformers. Do not use the
+        policy afterwards."""
         model: Any = self.module
         model.merge_and_unload(safe_merge=True).save_pretrained(directory)
         self.tokenizer.save(directory)
@@ -186,7 +187,7 @@ class _BasePolicy(LanguagePolicy):
 
 
 def adapt(policy: LanguagePolicy, lora: LoraSection, *, seed: int = 0) -> AdaptedPolicy:
-    """Freezes the model and gives it an adapter, which changes nothing yet. The given policy is used up."""
+    """Freezes the model and adds an adapter, which has no effect before training. Do not use `policy` afterwards."""
     try:
         from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -209,18 +210,18 @@ def adapt(policy: LanguagePolicy, lora: LoraSection, *, seed: int = 0) -> Adapte
 
 
 MIN_RETURN_STD = 1e-4
-"""Below it differences of returns are rounding, and dividing by it would blow them up."""
+"""Below it, differences between returns are rounding errors, which a division would amplify."""
 RETURNS_RATE = 0.2
-"""How fast the running mean and spread of returns follow a batch."""
+"""Weight of a new batch in the running mean and spread of returns."""
 
 
 NORMALIZED_LIMIT = 10.0
-"""Standard deviations at which normalised observations and rewards are cut off."""
+"""Normalised observations and rewards are clipped at this number of standard deviations."""
 
 
 class RunningStatistics(nn.Module):
-    """Mean and variance of all rows seen so far. Its tensors are part of the weights: replicas read them, the trainer
-    alone adds to them."""
+    """Mean and variance of all rows so far. Its tensors are part of the weights: replicas read them, only the trainer
+    updates them."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -233,20 +234,20 @@ class RunningStatistics(nn.Module):
 
     @torch.no_grad()
     def add(self, rows: Tensor) -> None:
-        """Rows by columns. Batches with a number that is not finite are left out."""
+        """`rows` has one row per observation. A batch with a number that is not finite is ignored."""
         rows = rows.double()
         if not len(rows) or not torch.isfinite(rows).all():
             return
-        known, new = self.count.double(), float(len(rows))
-        total, change = known + new, rows.mean(0) - self.mean
-        squares = self.variance * known + rows.var(0, correction=0) * new + change.square() * known * new / total
+        seen, new = self.count.double(), float(len(rows))
+        total, change = seen + new, rows.mean(0) - self.mean
+        squares = self.variance * seen + rows.var(0, correction=0) * new + change.square() * seen * new / total
         self.mean.add_(change * new / total)
         self.variance.copy_(squares / total)
         self.count.copy_(total)
 
     @property
     def scale(self) -> Tensor:
-        """What to divide by; 1 for columns that never changed."""
+        """The divisor per column; 1 for columns without variance."""
         return torch.where(self.variance > 1e-8, self.variance, 1.0).sqrt()
 
 
@@ -273,7 +274,7 @@ class ActorCritic(nn.Module):
             nn.Tanh(),
             _linear(hidden, hidden, math.sqrt(2), generator),
             nn.Tanh(),
-            _linear(hidden, 1, 0.0, generator),  # a fresh critic expects nothing: its noise would drown rare rewards
+            _linear(hidden, 1, 0.0, generator),  # an untrained critic predicts 0: its noise would hide rare rewards
         )
         self.register_buffer("return_mean", torch.zeros(1))
         self.register_buffer("return_std", torch.ones(1))
@@ -302,29 +303,29 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def observe_episodes(self, observations: Tensor, returns: Tensor) -> None:
-        """Follow what is normalised: observations, and the spread of discounted returns that rewards are divided by."""
+        """Updates the statistics of observations, and of the discounted returns whose spread scales the rewards."""
         if self.observed is not None:
             self.observed.add(observations.flatten(1))
         if self.rewarded is not None:
             self.rewarded.add(returns.unsqueeze(1))
 
     def normalized(self, rewards: Tensor) -> Tensor:
-        """Rewards as the losses see them."""
+        """Rewards as used by the losses."""
         if self.rewarded is None:
             return rewards
         return (rewards / self.rewarded.scale).clamp(-NORMALIZED_LIMIT, NORMALIZED_LIMIT)
 
     @torch.no_grad()
     def observe_returns(self, returns: Tensor) -> None:
-        """Follow the mean and spread of returns, and rescale the critic's last layer so that no value changes."""
+        """Updates the mean and spread of returns, and rescales the critic's last layer so that no value changes."""
         mean, variance = returns.mean(), returns.var(correction=0)
         if not torch.isfinite(variance) or variance < 1e-16:
-            return  # nothing to learn a scale from
+            return  # no scale can be estimated
         self.batches += 1
         rate = max(1.0 / float(self.batches), RETURNS_RATE)
         old_mean, old_std = self.return_mean.clone(), self.return_std.clone()
         self.return_mean.lerp_(mean, rate)
-        # Not as a difference of squares: in float32 that is noise where returns are alike and far from zero.
+        # Not as a difference of squares: in float32 that is noise where returns are similar and far from zero.
         within = old_std.square().lerp(variance, rate)
         between = rate * (1 - rate) * (mean - old_mean).square()
         self.return_std.copy_((within + between).sqrt().clamp(min=MIN_RETURN_STD))
@@ -358,9 +359,9 @@ class ActorCriticPolicy(Policy):
 
 
 def build(spec: ModelSpec) -> LanguagePolicy | ActorCriticPolicy:
-    """The policy that `spec` describes. The same spec gives the same numbers, in every process."""
-    # For every new shape cuDNN's attention makes a plan, which takes tens of milliseconds; each decode step, and nearly
-    # each micro-batch, has a new shape. Generation is three times faster with the other kernels.
+    """The policy that `spec` describes. The same spec gives the same weights, in every process."""
+    # cuDNN's attention builds a plan for every new shape, which takes tens of milliseconds; each decode step, and
+    # nearly each micro-batch, has a new shape. Generation is three times faster with the other kernels.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -418,19 +419,19 @@ def _build_pretrained(spec: PretrainedLanguageModel) -> LanguagePolicy:
         hint = "" if spec.gguf_file is None else " (a GGUF file needs: pip install 'penstock[gguf]')"
         raise ConfigError(f"cannot load a language model from {spec.path!r}: {error}{hint}") from error
     if spec.gguf_file is not None:
-        _forget_quantisation(model)
+        _clear_quantisation(model)
     return LanguagePolicy(model, tokenizer)
 
 
-def _forget_quantisation(model: Any) -> None:
-    """The numbers are plain once a GGUF is loaded; the marks the library leaves would make them unsaveable."""
+def _clear_quantisation(model: Any) -> None:
+    """A loaded GGUF is dequantised; with the attributes that the library leaves, the model could not be saved."""
     model.is_quantized = False
     model.hf_quantizer = None
     del model.quantization_method, model.config.quantization_config
 
 
 def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
-    # Made without numbers first, so that the global generator stays untouched.
+    # First without weights, so that the global generator is not used.
     layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
     with torch.no_grad():
         nn.init.orthogonal_(layer.weight, gain, generator=generator)

@@ -13,7 +13,7 @@ from penstock.engines.serving import Serving, ServingEngine
 
 
 class ActingModule(Protocol):
-    """What the policy network must offer besides being a torch module."""
+    """The method that the policy network must have besides those of a torch module."""
 
     def act(self, observations: Tensor, generator: torch.Generator, greedy: bool = False) -> tuple[Tensor, Tensor]:
         """Actions and their log-probabilities, one per observation."""
@@ -38,7 +38,7 @@ class PolicyEngine(ServingEngine):
         self._progressed = progressed
 
     def act(self, observations: np.ndarray, *, greedy: bool = False) -> tuple[np.ndarray, np.ndarray, int, str]:
-        """Actions, their log-probabilities in float32, and the version and digest they were drawn with."""
+        """Actions, their log-probabilities in float32, and the version and digest of the weights."""
         self._progressed()
         with self.serving.step() as (version, digest), torch.inference_mode():
             rows = torch.from_numpy(observations).to(self.device)

@@ -1,7 +1,7 @@
-"""What a worker needs of an engine: requests to it, its weights, and its place on the devices.
+"""The interface of an engine to its worker: requests, weights, devices.
 
-An engine for language models is also a `RequestEngine`; one for gymnasium policies acts on observations. Which of its
-optional parts an engine has is said by its `capabilities`: only code in an engine's own folder knows its class.
+An engine for language models is also a `RequestEngine`; one for gymnasium policies acts on observations. The
+`capabilities` of an engine list its optional parts: only code in the engine's own folder depends on its class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater, Way
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where an engine is built: the process it belongs to and the devices it may be given."""
+    """Where an engine is built: its process, and the devices that it may use."""
 
     process: RunMember
     seed: int
@@ -32,18 +32,19 @@ class Site:
     in_pool: bool
     """Whether the devices belong to a pool that several pipelines share."""
     device_at: Callable[[tuple[int, ...]], torch.device]
-    """Which device of torch these devices of the pool are."""
+    """The torch device of these devices of the pool."""
     ranks: EngineRanks | None = None
     """The other processes of the engine, if it has any."""
     memory_share: float = 1.0
-    """Of a GPU's memory, what the engine may take for itself: less where a trainer works on the same one meanwhile."""
+    """The share of a GPU's memory that the engine may use: below 1 where a trainer uses the same GPU."""
 
     def progressed(self) -> None:
         self.process.progress.moved("generating")
 
 
 class BareEngine(Protocol):
-    """What every engine has. One with `capabilities.weights = "none"` has no more: it can be evaluated, not trained."""
+    """The part that all engines implement. One with `capabilities.weights = "none"` implements only this: it can be
+    evaluated, not trained."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -53,7 +54,7 @@ class BareEngine(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Ends all generations, now and later, with what they have; `resume` undoes it."""
+        """Ends all generations, now and later, with the tokens drawn so far, until `resume`."""
         ...
 
     def resume(self) -> None:
@@ -61,36 +62,36 @@ class BareEngine(Protocol):
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Depths now and counters since the start, by plain names. Of a request engine that knows them, also
-        `requests_decoding`, `requests_waiting` (for room) and `preemptions`: concurrency follows them."""
+        """Current depths, and counters since the start, by name. `requests_decoding`, `requests_waiting` (for cache
+        space) and `preemptions` control the concurrency, if a request engine reports them."""
         ...
 
 
 class Engine(BareEngine, Protocol):
-    """The engine of a worker: the run updates its weights, and gives it its devices."""
+    """The engine of a worker: the run updates its weights and assigns its devices."""
 
     @property
     def version(self) -> int: ...
 
     @property
     def digest(self) -> str:
-        """Of the complete version it serves; empty when it holds none."""
+        """Of the complete version that is served; empty if there is none."""
         ...
 
     def start(self, tasks: Tasks) -> None:
-        """Spawns what must run beside the requests. Called once, on the event loop, before anything else."""
+        """Spawns the background tasks. Called once, on the event loop, before any other method."""
         ...
 
     async def occupy(self, devices: tuple[int, ...], timeout_s: float) -> None:
-        """On to these devices of the pool, for the first time or back; harmless when it is there."""
+        """Loads the engine onto these devices of the pool, at the start or after `vacate`; a no-op if it is there."""
         ...
 
     async def vacate(self, timeout_s: float) -> None:
-        """Off its devices. What is in flight stands still and goes on after `occupy`."""
+        """Frees its devices. Requests in flight pause, and resume after `occupy`."""
         ...
 
     async def check_vacated(self, timeout_s: float) -> None:
-        """PeerLost unless the devices are free, as far as can be measured."""
+        """Raises PeerLost unless the devices are free, as far as can be measured."""
         ...
 
     def updater(
@@ -102,5 +103,5 @@ class Engine(BareEngine, Protocol):
         way: Way,
         deadline_s: float,
     ) -> ReplicaUpdater:
-        """The one task that changes its weights. `transport` makes the configured transport, if the engine needs it."""
+        """The one task that changes its weights. `transport` builds the configured transport, if it is needed."""
         ...

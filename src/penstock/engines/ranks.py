@@ -1,4 +1,4 @@
-"""The other processes of an engine that is divided over several: started by the worker, which ends with them."""
+"""The other processes of an engine that is sharded over several. The worker starts them, and ends when one ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAVE_S = 3.0
 
 
 class EngineSeat(msgspec.Struct):
-    """What a worker tells another rank of its engine, on standard input."""
+    """Settings that a worker sends to another rank of its engine, on standard input."""
 
     rank: int
     ranks: int
@@ -33,13 +33,13 @@ class EngineSeat(msgspec.Struct):
 
 
 class EngineRanks:
-    """Start them from the main thread: children die with the thread that made them."""
+    """Start them from the main thread: child processes end with the thread that started them."""
 
     def __init__(self, process: RunMember, ranks: int) -> None:
         """`ranks` counts this process, which is rank 0."""
         self.count = ranks
         self.sockets: list[socket.socket] = []
-        """To each other rank: what the engine tells it."""
+        """One to each other rank, for the commands of the engine."""
         self._children = RankChildren(process, "engine_rank", ranks)
 
     @property
@@ -48,7 +48,7 @@ class EngineRanks:
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[EngineRanks]:
-        """Starts them, if there are any; in the end they have left, or are killed."""
+        """Starts them, if there are any. On exit they have ended, or are killed."""
         if self.count == 1:
             yield self
             return
@@ -74,7 +74,7 @@ class EngineRanks:
             await self._children.close()
 
     async def unless_lost(self, work: Future[T]) -> T:
-        """The result of work that needs the other ranks; raises instead when one of them ends."""
+        """The result of work that needs the other ranks; raises when one of them ends."""
         wrapped = asyncio.wrap_future(work)
         await self._children.first_of(wrapped)
         return wrapped.result()
@@ -86,6 +86,6 @@ class EngineRanks:
 
 
 def connected(seat: EngineSeat) -> socket.socket:
-    """Another rank's end of its socket."""
+    """The socket of another rank to rank 0."""
     os.set_inheritable(seat.commands_fd, False)
     return socket.socket(fileno=seat.commands_fd)

@@ -1,4 +1,4 @@
-"""The engines there are, by `engine.kind`: each a folder with its table in `settings` and `build.build`."""
+"""All engines by `engine.kind`: each a folder with its table in `settings` and `build.build`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECTIONS: dict[str, type[EngineSection]] = {
 
 
 def _engine_kind(engine: Any) -> str:
-    """`torch`, unless said otherwise."""
+    """`torch` by default."""
     return engine.get("kind", "torch") if isinstance(engine, dict) else engine.kind
 
 

@@ -1,4 +1,4 @@
-"""Asking an engine for a completion: how to draw it, what comes back, and engines that serve many at once."""
+"""Requests to an engine: sampling parameters, the completion, and the interface of engines with many in flight."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Ending = Literal["stop", "length", "interrupted"]
 class Sampling(msgspec.Struct, frozen=True):
     """How tokens are drawn. Recorded log-probabilities are those of exactly this distribution.
 
-    `min_p`, `top_k` and `top_p` apply in this order, each to what the one before left, after the temperature. By
-    default the distribution is the model's own.
+    `min_p`, `top_k` and `top_p` apply in this order, each to the tokens that the one before left, after the
+    temperature. By default the distribution is the model's own.
     """
 
     max_new_tokens: int
@@ -25,7 +25,7 @@ class Sampling(msgspec.Struct, frozen=True):
     greedy: bool = False
     """Takes the most likely token instead; the log-probabilities stay those of the distribution."""
     top_k: int | None = None
-    """Draws only from the k most likely tokens, and those just as likely as the last of them."""
+    """Draws only from the k most likely tokens, and those that are as likely as the last of them."""
     top_p: float = 1.0
     """Draws only from the most likely tokens that together have at least this probability."""
     min_p: float = 0.0
@@ -33,15 +33,15 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct):
-    """What was generated for one row. Token ids as sampled: they are never made again from text."""
+    """The tokens generated for one row, as sampled: text is never tokenised again."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    """int32[S, 2]: from which generated token on, which version of the weights."""
+    """int32[S, 2]: the first generated token of each span, and the version of its weights."""
     ending: Ending
     version: int
-    """The oldest version of them."""
+    """The oldest of these versions."""
     digest: str
     """Of the weights of that version."""
 
@@ -54,17 +54,17 @@ class RequestEngine(Protocol):
     async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
         """One completion after the context.
 
-        An engine that is interrupted gives what it has (`ending` is "interrupted"); a call that is cancelled frees
-        what it held. `cache_key` names the conversation, so that an engine may keep its cache from turn to turn.
+        An interrupted engine returns the tokens drawn so far (`ending` is "interrupted"); a cancelled call frees its
+        cache. `cache_key` names the conversation, so that an engine may keep its cache from turn to turn.
         """
         ...
 
     def forget(self, cache_key: object) -> None:
-        """The conversation is over; a no-op for one that is not known."""
+        """Drops the cache of a conversation that has ended; a no-op if there is none."""
         ...
 
     def interrupt(self) -> None:
-        """Ends all completions, now and later, with what they have; `resume` undoes it."""
+        """Ends all completions, now and later, with the tokens drawn so far, until `resume`."""
         ...
 
     def resume(self) -> None:

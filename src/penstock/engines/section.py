@@ -1,4 +1,4 @@
-"""What every engine's configuration table says of the engine, before it is built."""
+"""The part that the configuration tables of all engines share: the engine's properties, before it is built."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from penstock.records.section import Section
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can do. The rest of the system asks this, and never which engine it is."""
+    """The optional features of an engine. Code outside its folder checks these, never its class."""
 
     requests: bool = True
-    """Has many completions in flight at once, each of which starts and ends at any time."""
+    """Has many completions in flight; each starts and ends at any time."""
     ranks: bool = False
     """Works in several ranks of one worker, each with its share of every batch."""
     gymnasium: bool = False
     """Also acts for gymnasium policies."""
     weights: Literal["memory", "files", "none"] = "memory"
-    """How versions reach it: tensors in the worker's memory, files that the engine reads itself, or not at all."""
+    """How it receives versions: as tensors in the worker's memory, as files that the engine reads, or not at all."""
     device_weights: bool = False
-    """Takes versions from the trainer's device memory on the same GPU."""
+    """Receives versions through the trainer's device memory on the same GPU."""
     adapters: bool = False
-    """Loads an adapter beside its base model instead of a whole version."""
+    """Loads an adapter next to its base model instead of a full version."""
     tensor_parallel: bool = False
     """One model over several devices."""
     sleep: bool = True
-    """Frees its devices by order of the pool."""
+    """Frees its devices when the pool orders it."""
 
 
 class EngineSection(Section):
     """A table `[pipeline.engine]`. A new engine is a folder with `settings` and `build`, and a line in `registry`."""
 
     REQUESTS_KEY: ClassVar[str]
-    """The key that says how many completions are decoded together."""
+    """The key that sets the number of completions decoded together."""
     kind: Any
     """Chooses the table."""
 
@@ -44,22 +44,22 @@ class EngineSection(Section):
 
     @property
     def needs(self) -> tuple[str, str] | None:
-        """What of this table needs a package here, and which: the extra that installs it has the same name."""
+        """The setting that needs a package in this environment, and the package; its extra has the same name."""
         return None
 
     @property
     def serves(self) -> str:
-        """The model it serves, where that is not the pipeline's."""
+        """The model that it serves, if that is not the pipeline's."""
         return ""
 
     @property
     def requests_at_once(self) -> int:
-        """Completions that it decodes together."""
+        """Completions decoded together."""
         return getattr(self, self.REQUESTS_KEY)
 
     @property
     def processes(self) -> int:
-        """That one engine consists of: the worker's own, and others that the worker starts for it."""
+        """Processes of one engine: the worker's, and those that the worker starts for it."""
         return 1
 
     @property
@@ -69,5 +69,5 @@ class EngineSection(Section):
 
     @property
     def starting_s(self) -> float:
-        """How long it may take to start, beyond loading the model."""
+        """Allowed start time, beyond loading the model."""
         return 0.0

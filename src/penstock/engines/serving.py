@@ -1,9 +1,9 @@
-"""The weights an engine serves, and the one gate through which they change.
+"""The weights that an engine serves, and the gate through which they change.
 
 Any number of generating threads take *steps*; a *change* (swap, load in place, sleep) waits for the steps in flight,
-holds back new ones, and lets them go on afterwards. A waiting change goes before waiting steps, so it starts after
-at most one step. Between two steps of the same generation the version may therefore differ; each step learns
-exactly which weights it ran with.
+blocks new ones, and lets them resume afterwards. A waiting change has priority over waiting steps, so it starts
+after at most one step. Two steps of the same generation may therefore use different versions; each step receives
+the version and digest of its weights.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Serving:
         self._droppable: dict[int, Callable[[], None]] = {}
         self._staged: dict[str, Tensor] | None = None
         self._spare: dict[str, Tensor] = {}
-        """Memory that the last swap retired: the next version is staged there."""
+        """Memory that the last swap replaced: the next version is staged there."""
         self.device = next(module.parameters()).device
-        """Where it serves, or will when it is woken."""
+        """Where it serves, or will serve after `wake`."""
 
     @property
     def state(self) -> str:
-        """`serving`, `asleep`, or `torn`: half overwritten, not to be served before a complete version is loaded."""
+        """`serving`, `asleep`, or `torn`: partly overwritten, not served before a complete version is loaded."""
         return "torn" if self._torn else "asleep" if self._asleep else "serving"
 
     def served_tensors(self) -> dict[str, Tensor]:
@@ -57,14 +57,14 @@ class Serving:
 
     @contextmanager
     def step(self) -> Iterator[tuple[int, str]]:
-        """Runs one step of generation with weights that stay put; yields their version and digest.
+        """Runs one step of generation, during which the weights do not change; yields their version and digest.
 
-        Waits while the engine is asleep or torn; PeerLost if that lasts longer than `blocked_timeout_s`.
+        Waits while the engine is asleep or torn; raises PeerLost after `blocked_timeout_s`.
         """
         with self._gate:
             ready = self._gate.wait_for(self._may_step, timeout=self._blocked_timeout_s)
             if not ready:
-                raise PeerLost(f"the engine was {self.state} for {self._blocked_timeout_s:.0f} s; nothing woke it")
+                raise PeerLost(f"the engine was {self.state} for {self._blocked_timeout_s:.0f} s: no step could run")
             self._steps += 1
         try:
             yield self.version, self.digest
@@ -76,7 +76,7 @@ class Serving:
 
     @contextmanager
     def generation(self, drop_cache: Callable[[], None]) -> Iterator[None]:
-        """Brackets the steps of one generation. A sleep calls `drop_cache`, between two of them, for its memory."""
+        """Encloses the steps of one generation. A sleep calls `drop_cache`, between two steps, to free memory."""
         with self._gate:
             self._droppable[id(drop_cache)] = drop_cache
         try:
@@ -86,9 +86,9 @@ class Serving:
                 del self._droppable[id(drop_cache)]
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies a complete version beside the live one; a second call replaces the first. Disturbs no step.
+        """Copies a complete version next to the live one; a second call replaces the first. Blocks no step.
 
-        Tensors that are given away, on the right device, are taken as they are.
+        `OwnedTensors` on the right device are used without a copy.
         """
         live = self.served_tensors()
         self._check(tensors, live)
@@ -105,13 +105,13 @@ class Serving:
         self._staged = staged
 
     def staged_tensors(self) -> dict[str, Tensor]:
-        """What the next swap will serve: the very memory, so that it can be verified before it serves."""
+        """The tensors that the next swap will serve, not copies: they are verified before they are served."""
         if self._staged is None:
             raise LocalProtocolError("no weights are staged, so there is nothing to verify")
         return dict(self._staged)
 
     def swap(self, version: int, digest: str, timeout_s: float = 60.0) -> float:
-        """Serves what was staged, from the next step on. Returns for how many seconds no step could run."""
+        """Serves the staged version from the next step on. Returns the seconds in which no step could run."""
         staged = self._staged
         if staged is None:
             raise LocalProtocolError(f"no weights are staged, so version {version} cannot be swapped in")
@@ -119,16 +119,16 @@ class Serving:
             parameters: dict[str, Tensor] = dict(self.module.named_parameters())
             parameters |= dict(self.module.named_buffers())
             retired = {name: parameters[name].data for name in staged}
-            self._torn = True  # until the last one is exchanged
+            self._torn = True  # until the last tensor is replaced
             in_place = self.device.type != "cpu"
             with torch.no_grad():
                 for name, tensor in staged.items():
-                    # Staged and live tensors can be apart if the engine went to sleep or woke in between.
+                    # Staged and live tensors are on different devices if the engine slept or woke in between.
                     if in_place:
-                        parameters[name].data.copy_(tensor)  # captured graphs know the weights by their place
+                        parameters[name].data.copy_(tensor)  # captured graphs hold the addresses of the weights
                     else:
                         parameters[name].data = tensor.to(parameters[name].device)
-            # Host memory is slow to get afresh (each page is zeroed); device memory comes from a pool.
+            # New host memory is slow (each page is zeroed); device memory comes from a pool.
             self._spare = {} if in_place else retired
             self._staged = None
             self._torn = False
@@ -136,9 +136,9 @@ class Serving:
             return monotonic() - started
 
     def load_in_place(self, tensors: Mapping[str, Tensor], version: int, digest: str, timeout_s: float = 60.0) -> float:
-        """Overwrites the live tensors while generation stands still. If it fails part-way the engine is torn.
+        """Overwrites the live tensors while generation is paused. If it fails part-way the engine is torn.
 
-        Returns for how many seconds no step could run.
+        Returns the seconds in which no step could run.
         """
         live = self.served_tensors()
         self._check(tensors, live)
@@ -151,12 +151,12 @@ class Serving:
             return monotonic() - started
 
     def relabel(self, version: int, timeout_s: float = 60.0) -> None:
-        """What is served is also this version; steps that begin from now on are of it. Waits for nothing."""
+        """Gives the served weights this version, for all steps that begin afterwards. Does not wait."""
         with self._gate:
             self.version = version
 
     def sleep(self, timeout_s: float = 60.0) -> None:
-        """Stops stepping and frees device memory. Generations in flight keep their tokens and go on after `wake`."""
+        """Blocks steps and frees device memory. Generations in flight keep their tokens and resume after `wake`."""
         with self._change(timeout_s):
             self._asleep = True
             for drop_cache in list(self._droppable.values()):
@@ -166,7 +166,7 @@ class Serving:
                 free_device_caches()
 
     def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:
-        """Goes on after `sleep`, where it was or on another device; a no-op when awake there."""
+        """Resumes after `sleep`, on the same or another device; a no-op when awake there."""
         with self._change(timeout_s):
             self.module.to(device or self.device)
             self.device = next(self.module.parameters()).device
@@ -189,9 +189,9 @@ class Serving:
                     lambda: not self._changing and not self._steps, timeout=max(0.0, deadline - monotonic())
                 )
                 if not free:
-                    raise PeerLost(f"a generation step did not end within {timeout_s:.0f} s; the engine is stuck")
+                    raise PeerLost(f"a generation step did not end within {timeout_s:.0f} s: the engine is blocked")
                 self._changing = True
-                self._await_device()  # steps may have ended for the host only
+                self._await_device()  # a step that ended on the host may still run on the device
             finally:
                 self._changes_waiting -= 1
                 self._gate.notify_all()
@@ -227,16 +227,16 @@ class Serving:
 
 
 class ServingEngine:
-    """An engine in this very process: its weights are changed through `serving`, and only there.
+    """An engine in this process: its weights change through `serving` only.
 
-    It is built in host memory, and on a device only between `occupy` and `vacate`.
+    It is built in host memory, and is on a device only between `occupy` and `vacate`.
     """
 
     def __init__(self, serving: Serving, seed: int) -> None:
         self.serving = serving
         self.capabilities = Capabilities(device_weights=True)
         self.device_at: Callable[[tuple[int, ...]], torch.device] = lambda devices: self.device
-        """Which device of torch these devices of the pool are; set by the builder."""
+        """The torch device of these devices of the pool; set by the builder."""
         self._generator = torch.Generator(device=serving.device).manual_seed(seed)
 
     @property
@@ -246,7 +246,7 @@ class ServingEngine:
 
     @property
     def generator(self) -> torch.Generator:
-        """Of random numbers, on the device; another device means another seed, so that nothing is drawn twice."""
+        """The random generator on the device; another device gets another seed, so that no draw is repeated."""
         if self._generator.device != self.device:
             seed = self._generator.initial_seed() + 1
             self._generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -285,14 +285,14 @@ class ServingEngine:
         return self.serving.served_tensors()
 
     def sleep(self, timeout_s: float = 60.0) -> None:
-        """See `Serving.sleep`: what is in flight stands still, and goes on from its kept tokens after `wake`."""
+        """See `Serving.sleep`: requests in flight pause, and resume from their tokens after `wake`."""
         self.serving.sleep(timeout_s)
 
     def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:
         """See `Serving.wake`."""
         self.serving.wake(timeout_s, device)
 
-    # As the worker sees it: see `protocol.Engine`
+    # The interface to the worker: see `protocol.Engine`
 
     def start(self, tasks: Tasks) -> None: ...
 

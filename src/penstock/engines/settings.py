@@ -1,4 +1,4 @@
-"""`[pipeline.model]` and `[pipeline.lora]`: what is trained. The tables of engines are in their folders."""
+"""`[pipeline.model]` and `[pipeline.lora]`: the trained model. The tables of engines are in their folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.records.section import Positive, PositiveFloat, Section
 
 
 class TinyModel(Section):
-    """A small causal language model built from a config, with a character tokenizer of its own."""
+    """A small causal language model built from a config, with a character tokenizer."""
 
     kind: Literal["tiny"] = "tiny"
     """Chooses this table."""
@@ -35,7 +35,7 @@ class PathModel(Section):
     gguf_file: str = ""
     """The file in it, if the weights are in GGUF."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What is computed and served. In `bfloat16` the trainer keeps float32 masters of what it trains, and the
+    """Type of the weights in training and serving. In `bfloat16` the trainer keeps float32 master weights, and the
     optimiser's state in float32. `auto`: `bfloat16` where `train.device` is a GPU, else `float32`."""
 
 
@@ -49,9 +49,9 @@ class HubModel(Section):
     revision: str = ""
     """A branch, a tag or a commit; the default branch when empty. A commit makes runs repeatable."""
     cache: Path | None = None
-    """The cache directory; by default what HF_HUB_CACHE or HF_HOME say. With HF_HUB_OFFLINE=1 nothing is downloaded."""
+    """The cache directory; by default from HF_HUB_CACHE or HF_HOME. With HF_HUB_OFFLINE=1 nothing is downloaded."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What is computed and served. In `bfloat16` the trainer keeps float32 masters of what it trains, and the
+    """Type of the weights in training and serving. In `bfloat16` the trainer keeps float32 master weights, and the
     optimiser's state in float32. `auto`: `bfloat16` where `train.device` is a GPU, else `float32`."""
 
 
@@ -59,7 +59,7 @@ class LoraSection(Section):
     """Trains a low-rank adapter of a frozen language model. Versions and checkpoints hold the adapter only."""
 
     rank: Positive = 16
-    """Of the two matrices that are trained for each target."""
+    """Rank of the two matrices that are trained for each target."""
     alpha: PositiveFloat = 32.0
     """The adapter's output is scaled by this over `rank`."""
     targets: list[str] = []
@@ -77,8 +77,8 @@ class MlpModel(Section):
     """Subtract the running mean of each observation component and divide by its running spread. The statistics are part
     of the weights and of checkpoints; evaluation uses them as they are."""
     normalize_rewards: bool = False
-    """Divide rewards by the running spread of discounted returns and cut them off at 10 spreads, for the loss only. Its
-    value network follows the scale of returns by itself; this is for rewards with rare extremes."""
+    """Divide rewards by the running spread of discounted returns and cut them off at 10 spreads, for the loss only. The
+    value network already adapts to the scale of returns; use this for rewards with rare extremes."""
 
 
 Model = Annotated[TinyModel | PathModel | HubModel | MlpModel, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""Text to token ids and back: one token per character for tiny models, or whatever a model directory brings along."""
+"""Text to token ids and back: one token per character for tiny models, or the tokenizer of a model directory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SPECIAL = ("<pad>", "<bos>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
+    """The interface of a tokenizer."""
 
     pad_id: int
     eos_id: int
     stop_ids: tuple[int, ...]
     """Tokens that end a completion: the tokenizer's own, and those of the model's `generation_config`."""
     bos_ids: tuple[int, ...]
-    """What stands before a plain text, if the model is used to it."""
+    """Tokens before a plain text, if the model was trained with them."""
     vocabulary_size: int
 
     def vocabulary(self) -> dict[str, int]:
@@ -79,7 +79,7 @@ class CharacterTokenizer:
         return "".join(self.alphabet[index - 3] for index in ids if index >= 3)
 
     def save(self, directory: Path) -> None:
-        """So that the directory alone can be opened as a model, by transformers too."""
+        """Writes files with which the directory opens as a model, by transformers too."""
         (directory / FILE_NAME).write_bytes(msgspec.json.encode(_Saved(self.alphabet)))
         special = dict(zip(SPECIAL, (self.pad_id, self.bos_id, self.eos_id), strict=True))
         kept = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -111,7 +111,7 @@ class PretrainedTokenizer:
                 "a completion could not end; set `eos_token` in its tokenizer_config.json"
             )
         self.eos_id = self.stop_ids[0]
-        # Some tokenizers put a token before every text, and their models were trained so.
+        # Some tokenizers put a token before every text, and their models were trained with it.
         before = inner.encode("", add_special_tokens=True)
         self.bos_ids = (int(before[0]),) if before and before[0] == inner.bos_token_id else ()
         self.pad_id = int(inner.pad_token_id) if inner.pad_token_id is not None else self.eos_id
@@ -153,7 +153,7 @@ class _Generation(msgspec.Struct):
 
 
 def _generation_stop_ids(directory: Path) -> list[int]:
-    """What the model's `generation_config` says ends a completion: one token, or several."""
+    """The tokens that end a completion according to the model's `generation_config`: one, or several."""
     try:
         found = msgspec.json.decode((directory / "generation_config.json").read_bytes(), type=_Generation).eos_token_id
     except FileNotFoundError:

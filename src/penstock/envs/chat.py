@@ -1,16 +1,16 @@
-"""Conversations as the model's own chat template writes them, token by token as they really passed.
+"""Conversations in the format of the model's chat template, with the exact tokens that the policy drew.
 
-A completion is never tokenised again: what the policy drew stays as drawn, and a reply adds only what the template
-writes after it: the conversation is rendered with the reply, and what follows the text so far is taken.
+A completion is never tokenised again: drawn tokens stay unchanged. For a reply, the whole conversation is rendered with
+the template, and the text after the completion is appended.
 
-    rendered so far │ the completion │ what the reply adds, up to where the policy speaks again
+    rendered so far │ the completion │ text added by the reply, up to the next completion
     ────────────────┴────────────────┴──────────────────────────────────────────────────────────
     the template, applied to the whole conversation
 
-A template may rewrite earlier turns when the conversation goes on: some leave out the reasoning of all turns but the
-last. The text then begins as it did when an earlier turn began, and the conversation goes on from there as a branch:
-each completion is trained after exactly the tokens it was drawn after. Where not even that holds, several turns cannot
-be trained with the template, which is a ConfigError.
+A template may rewrite earlier turns when the conversation continues: some omit the reasoning of all turns but the last.
+The new text then still starts like the context of an earlier turn, and the conversation continues from there as a
+branch: each completion is trained after exactly the tokens after which it was drawn. If there is no such turn, the
+template does not support training on several turns, which is a ConfigError.
 
 `renderers` does the same with a hand-written renderer per model family; here the template itself is the renderer.
 """
@@ -30,7 +30,7 @@ Render = Callable[[Sequence[ChatMessage], Sequence[Any], bool], str]
 """`(messages, tools, add_generation_prompt) -> text`: the chat template."""
 
 MARK = "\u2063penstock\u2063"
-"""Stands for a completion in a rendering, to see what the template writes around it."""
+"""Placeholder for a completion, to find the text that the template writes around it."""
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)
@@ -38,7 +38,7 @@ _REASONING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
 class Turn:
-    """What comes after a completion: these tokens' text, there or from where the completion `back_to` began."""
+    """The text that follows a completion, or, with `back_to`, the context at the start of that completion."""
 
     def __init__(self, text: str, back_to: int | None = None) -> None:
         self.text = text
@@ -46,10 +46,10 @@ class Turn:
 
 
 class Chat:
-    """Conversations by one chat template. Keeps no state: everything follows from the conversation so far."""
+    """Conversations with one chat template. Stateless: all results depend only on the conversation so far."""
 
     def __init__(self, render: Render, tools: Sequence[Any] = ()) -> None:
-        """`tools` are functions or JSON schemas, given to the template."""
+        """`tools` are functions or JSON schemas, passed to the template."""
         self._render = render
         self.tools = list(tools)
 
@@ -58,28 +58,28 @@ class Chat:
         return Chat(self._render, tools)
 
     def opening(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt, up to where the policy speaks."""
-        return self._written(messages)
+        """The prompt, up to the first completion."""
+        return self._rendered(messages)
 
     def turn_end(self) -> str:
-        """What the template writes after an assistant's message, up to white space; empty if it writes nothing."""
+        """The text that the template writes after an assistant's message, stripped; may be empty."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
-        return self._written(messages, prompting=False).rpartition(MARK)[2].strip()
+        return self._rendered(messages, prompting=False).rpartition(MARK)[2].strip()
 
     def next_turn(
         self, messages: Sequence[ChatMessage], completions: Sequence[str], replies: Sequence[Sequence[ChatMessage]]
     ) -> Turn:
-        """What follows the last completion. `completions` as drawn, with special tokens, also the one that ended it;
-        `replies` are the messages after each of them. ConfigError if the template does not let the conversation go on.
+        """The text after the last completion. `completions` as drawn, with special tokens, also the one that ended it;
+        `replies` are the messages after each of them. Raises ConfigError if the template rewrites the first prompt.
         """
-        began: list[str] = []
+        starts: list[str] = []
         context = self.opening(messages)
         history = [*messages]
         turn = Turn("")
         for drawn, reply in zip(completions, replies, strict=True):
-            began.append(context)
-            turn = self._continued(history, began, drawn, reply)
-            start = context + drawn if turn.back_to is None else began[turn.back_to]
+            starts.append(context)
+            turn = self._turn_after(history, starts, drawn, reply)
+            start = context + drawn if turn.back_to is None else starts[turn.back_to]
             context = start + turn.text
             history += [assistant_message(self.without_end(drawn)), *reply]
         return turn
@@ -87,10 +87,10 @@ class Chat:
     def continuation(
         self, history: Sequence[ChatMessage], context: str, drawn: str, reply: Sequence[ChatMessage]
     ) -> str | None:
-        """What the template writes after a completion that was drawn after `context`, the writing of `history`; None if
-        it rewrites what came before."""
+        """The text after a completion that was drawn after `context`, the rendered `history`; None if the template
+        rewrites earlier text."""
         try:
-            turn = self._continued(history, [context], drawn, reply)
+            turn = self._turn_after(history, [context], drawn, reply)
         except ConfigError:
             return None
         return turn.text if turn.back_to is None else None
@@ -98,7 +98,7 @@ class Chat:
     def conversation(
         self, messages: Sequence[ChatMessage], completions: Sequence[str], replies: Sequence[Sequence[ChatMessage]]
     ) -> list[ChatMessage]:
-        """All messages so far, the completions parsed."""
+        """All messages so far, with parsed completions."""
         history = [*messages]
         for drawn, reply in itertools.zip_longest(completions, replies, fillvalue=()):
             if isinstance(drawn, str):
@@ -106,65 +106,65 @@ class Chat:
             history += reply
         return history
 
-    def _continued(
-        self, history: Sequence[ChatMessage], began: Sequence[str], drawn: str, reply: Sequence[ChatMessage]
+    def _turn_after(
+        self, history: Sequence[ChatMessage], starts: Sequence[str], drawn: str, reply: Sequence[ChatMessage]
     ) -> Turn:
-        context, said = began[-1], self.without_end(drawn)
-        ended = drawn[len(said) :]
-        parsed = assistant_message(said)
-        whole = self._written([*history, parsed, *reply])
-        if whole.startswith(context + said):
-            return Turn(_after(whole[len(context) + len(said) :], ended))
-        # The template trims what is said, or writes reasoning or a tool call in its own way: what was drawn stays as it
-        # was, unless the template leaves reasoning out.
+        context, content = starts[-1], self.without_end(drawn)
+        ended = drawn[len(content) :]
+        parsed = assistant_message(content)
+        whole = self._rendered([*history, parsed, *reply])
+        if whole.startswith(context + content):
+            return Turn(_without_prefix(whole[len(context) + len(content) :], ended))
+        # The template trims the content, or formats reasoning or a tool call differently: drawn text stays unchanged,
+        # unless the template omits reasoning.
         reasoning = parsed.get("reasoning_content", "").strip()
         kept = not reasoning or reasoning in whole[len(context) :]
-        marked = self._written([*history, {"role": "assistant", "content": MARK}, *reply])
+        marked = self._rendered([*history, {"role": "assistant", "content": MARK}, *reply])
         before, _, after = marked.rpartition(MARK)
-        # An earlier completion that stayed as drawn differs from how the template writes it now.
-        for begun in (context, self._written(history)) if kept else ():
-            if before.startswith(begun) and not before[len(begun) :].strip():
-                return Turn(_after(after, ended))
-        for number in reversed(range(len(began))):
-            if whole.startswith(began[number]):
-                return Turn(whole[len(began[number]) :], number)
+        # An earlier completion, kept as drawn, may differ from its rendering.
+        for start in (context, self._rendered(history)) if kept else ():
+            if before.startswith(start) and not before[len(start) :].strip():
+                return Turn(_without_prefix(after, ended))
+        for number in reversed(range(len(starts))):
+            if whole.startswith(starts[number]):
+                return Turn(whole[len(starts[number]) :], number)
         raise ConfigError(
-            "the model's chat template rewrites the beginning of a conversation that goes on, so that several turns "
-            f"cannot be trained with it: {began[0][-200:]!r} became {whole[: len(began[0])][-200:]!r}"
+            "the model's chat template rewrites the beginning of a conversation that continues, so that several turns "
+            f"cannot be trained with it: {starts[0][-200:]!r} became {whole[: len(starts[0])][-200:]!r}"
         )
 
     def without_end(self, drawn: str) -> str:
-        """A completion without what ended it."""
+        """A completion without the text that ended it."""
         end = self.turn_end()
         return drawn.removesuffix(end) if end else drawn
 
-    def _written(self, messages: Sequence[ChatMessage], *, prompting: bool = True) -> str:
+    def _rendered(self, messages: Sequence[ChatMessage], *, prompting: bool = True) -> str:
         try:
             return self._render(messages, self.tools, prompting)
         except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ConfigError(f"the model's chat template cannot write messages of ({roles}): {error}") from error
+            raise ConfigError(f"the model's chat template cannot render messages of ({roles}): {error}") from error
 
 
-def _after(text: str, ended: str) -> str:
-    """What the template writes after a completion, less what the completion brought itself."""
+def _without_prefix(text: str, ended: str) -> str:
+    """The template's text after a completion, without the end that the completion already includes."""
     return text.removeprefix(ended) if ended else text
 
 
 def assistant_message(text: str) -> ChatMessage:
-    """A completion as a message: reasoning and tool calls apart from what is said, as templates want them."""
+    """A completion as a message: reasoning, tool calls and content in separate fields, as templates need them."""
     message: ChatMessage = {"role": "assistant", "content": text}
     if (found := _REASONING.match(text)) is not None:
         message |= {"reasoning_content": found[1].strip("\n"), "content": text[found.end() :]}
     calls = tool_calls(message["content"])
     if calls:
-        said = _MISTRAL.sub("", _HERMES.sub("", message["content"])).strip()
-        message |= {"content": "" if _whole_call(message["content"]) else said, "tool_calls": calls}
+        content = _MISTRAL.sub("", _HERMES.sub("", message["content"])).strip()
+        message |= {"content": "" if _whole_call(message["content"]) else content, "tool_calls": calls}
     return message
 
 
 def tool_calls(text: str) -> list[ChatMessage]:
-    """The calls written in a completion, in any of the usual ways: `<tool_call>{…}</tool_call>`, `[TOOL_CALLS] [{…}]`,
+    """The calls in a completion, in any of the usual formats: `<tool_call>{…}</tool_call>`, `[TOOL_CALLS] [{…}]`,
     or a JSON object with a `name` and nothing else."""
     bodies: list[Any] = []
     for body in _HERMES.findall(text):

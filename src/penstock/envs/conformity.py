@@ -1,4 +1,4 @@
-"""Whether what a user wrote can be used as an environment: said before any prompt is leased, not after many failed."""
+"""Checks the interface of a user's environment before any prompt is leased."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.envs.protocol import ConversingEnvironment, TextEnvironment
-from penstock.envs.rewards import TOLD, acceptable
+from penstock.envs.rewards import OPTIONAL_COLUMNS, acceptable
 from penstock.errors import ConfigError
 from penstock.runtime.named import check_call, check_methods, described
 
 
 def check_class(owner: str, environment: Any, *, scores: bool) -> None:
-    """What shows without making one: the methods of a text environment, if it is a class. It `scores` its completions
-    itself unless there are reward functions."""
+    """Checks the methods of a text environment without an instance, if it is a class. `scores`: it needs its own
+    `score`, since there are no reward functions."""
     if inspect.isclass(environment):
         check_methods(owner, environment, TextEnvironment, without=() if scores else ("score",))
         if hasattr(environment, "reply"):
@@ -23,15 +23,15 @@ def check_class(owner: str, environment: Any, *, scores: bool) -> None:
 
 
 def check_counted(owner: str, environment: Any) -> None:
-    """What every environment has."""
+    """Raises ConfigError if it has no `count`."""
     if not hasattr(environment, "count"):
-        raise ConfigError(f"{owner} has no `count`: how many prompts it has, or None if they never end")
+        raise ConfigError(f"{owner} has no `count`: the number of its prompts, or None if they never end")
 
 
 def check_text_environment(
     owner: str, environment: Any, rewards: Sequence[tuple[str, Callable[..., Any]]], *, converses: bool
 ) -> None:
-    """Reads the first prompt: what scores its completions must take its columns."""
+    """Reads the first prompt, and checks that the reward functions take its columns."""
     try:
         prompt = environment.prompt(0)
     except Exception as error:
@@ -39,16 +39,16 @@ def check_text_environment(
     if not hasattr(prompt, "shown") or not hasattr(prompt, "columns"):
         found = type(prompt).__name__
         raise ConfigError(f"{owner}: prompt(0) returned a {found}, expected penstock.Prompt(text=…, columns={{…}})")
-    if _written(environment.prompt(0)) != _written(prompt):
+    if _text_of(environment.prompt(0)) != _text_of(prompt):
         raise ConfigError(
-            f"{owner}: prompt(0) is another prompt each time. One that was lost is asked for again by its position, by "
-            "other processes too: draw what is random from a generator seeded with (seed, position)"
+            f"{owner}: prompt(0) is another prompt each time. A lost prompt is requested again by its position, by "
+            "other processes too: use a random generator seeded with (seed, position)"
         )
-    columns: dict[str, None] = dict.fromkeys([*TOLD, *prompt.columns, *(["turns"] if converses else [])])
+    columns: dict[str, None] = dict.fromkeys([*OPTIONAL_COLUMNS, *prompt.columns, *(["turns"] if converses else [])])
     for name, function in rewards:
         check_call(name, function, "prompts", "completions", **acceptable(function, columns))
 
 
-def _written(prompt: Any) -> str:
-    """For a comparison: addresses of objects differ though the objects are alike."""
+def _text_of(prompt: Any) -> str:
+    """The prompt as text for a comparison, without addresses of objects."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(prompt))

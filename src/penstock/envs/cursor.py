@@ -1,8 +1,8 @@
-"""From a position in an endless stream to a row of a finite set, and to reproducible draws: pure, stateless, resumable.
+"""Maps a position of an endless stream to a row of a finite set, and to reproducible draws. Pure and stateless.
 
-Each epoch visits every row exactly once, in an order of its own. The order is a keyed permutation computed for one
-position at a time (a Feistel network walked until it lands inside the range), so a cursor over a billion rows costs
-nothing to make, to resume or to read at random.
+Each epoch visits every row exactly once, in its own order. The order is a keyed permutation computed for one position
+at a time (a Feistel network, repeated until the result is inside the range), so a cursor over a billion rows needs no
+memory, resumes at once and has random access.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def digits(seed: int, position: int, base: int, count: int) -> list[int]:
 
 
 class Cursor:
-    """Maps stream positions to rows of a set of `rows`, a fresh permutation each epoch."""
+    """Maps stream positions to rows of a set of `rows`, with a new permutation in each epoch."""
 
     def __init__(self, rows: int, seed: int, *, epochs: int | None = None, shuffle: bool = True) -> None:
         if rows < 1:
@@ -52,17 +52,17 @@ class Cursor:
 
     @property
     def count(self) -> int | None:
-        """How many positions the stream has; None when it never ends."""
+        """Number of positions of the stream; None if it is endless."""
         return None if self.epochs is None else self.rows * self.epochs
 
     def row(self, position: int) -> int:
-        """The row shown at `position`."""
+        """The row at `position`."""
         if position < 0 or (self.epochs is not None and position >= self.rows * self.epochs):
-            raise LocalProtocolError(f"prompt position {position} lies outside the stream of {self.count} positions")
+            raise LocalProtocolError(f"prompt position {position} is outside the stream of {self.count} positions")
         epoch, offset = divmod(position, self.rows)
         if not self.shuffle:
             return offset
-        # A permutation of a power of two at most four times too large: a few walks land inside the range.
+        # The permuted range is a power of two, at most four times too large: a few rounds end inside the set.
         row = self._permuted(epoch, offset)
         while row >= self.rows:
             row = self._permuted(epoch, row)

@@ -1,7 +1,7 @@
 """Several environments as one, in fixed proportions, deterministic to the last prompt.
 
-Positions are dealt in blocks. Every block holds each part as often as its weight says, in a shuffled order, so the
-proportions are exact over every block and a part's own position follows from the block number alone.
+Positions are divided into blocks. Every block contains each part in proportion to its weight, in a shuffled order, so
+the proportions are exact over every block, and a part's own position follows from the block number alone.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from penstock.envs.rewards import acceptable
 from penstock.errors import ConfigError, LocalProtocolError
 
 PART_COLUMN = "environment"
-"""The column that says which part a prompt came from."""
+"""The column with the name of a prompt's part."""
 
 _BLOCK = 100
 
 
 class Mixture:
-    """A text environment made of weighted parts. A finite part starts over when it ends, so the mixture never does."""
+    """A text environment of weighted parts. A finite part starts again when it ends, so the mixture is endless."""
 
     def __init__(self, parts: Mapping[str, tuple[TextEnvironment, float]], *, seed: int = 0) -> None:
         if not parts:
@@ -45,18 +45,18 @@ class Mixture:
 
     @property
     def alphabet(self) -> str:
-        """Every character any part may show, for character tokenizers; empty if a part cannot tell."""
+        """All characters of all parts, for character tokenizers; empty if a part has no `alphabet`."""
         alphabets = [getattr(environment, "alphabet", "") for environment in self.environments.values()]
         return "".join(sorted(set("".join(alphabets)))) if all(alphabets) else ""
 
     def hold_out(self, count: int) -> Mixture:
-        """Another seed would show the same rows of a finite part again, so there is no general way."""
+        """Raises ConfigError: another seed would repeat the rows of a finite part."""
         raise ConfigError(
             "a mixture cannot hold prompts out for evaluation: name another environment in evaluation.env"
         )
 
     def place(self, position: int) -> tuple[str, int]:
-        """Which part is shown at `position`, and at which position of its own."""
+        """The part at `position`, and the position in that part."""
         block, offset = divmod(position, sum(self.shares))
         part, rank = self._deal(block)[offset]
         return self.names[part], block * self.shares[part] + rank
@@ -88,14 +88,14 @@ class Mixture:
     def _rows_by_part(self, columns: Mapping[str, Sequence[Any]], rows: int) -> dict[str, list[int]]:
         parts = columns.get(PART_COLUMN)
         if parts is None or len(parts) != rows:
-            raise LocalProtocolError(f"a mixture scores prompts of its own: the column {PART_COLUMN!r} is missing")
+            raise LocalProtocolError(f"a mixture scores only its own prompts: the column {PART_COLUMN!r} is missing")
         chosen: dict[str, list[int]] = {}
         for row, name in enumerate(parts):
             chosen.setdefault(name, []).append(row)
         return chosen
 
     def _dealt(self, block: int) -> tuple[tuple[int, int], ...]:
-        """Part and rank among the part's own of every position in the block."""
+        """For every position in the block: the part, and the index among the positions of that part."""
         cards = [part for part, share in enumerate(self.shares) for _ in range(share)]
         # A part's own prompts keep their order inside a block: only the interleaving is shuffled.
         ranks = [itertools.count() for _ in self.shares]

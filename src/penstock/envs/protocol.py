@@ -1,8 +1,8 @@
-"""What an environment must offer: a deterministic stream of prompts and a way to score completions.
+"""The interface of an environment: a deterministic stream of prompts and a way to score completions.
 
-The invariant everything else rests on: `prompt(position)` is a pure function of the environment's construction
-arguments and the position. Every worker computes the same prompt, so leases carry positions and a resumed run
-needs no more than the next one.
+The basic invariant: `prompt(position)` is a pure function of the environment's construction arguments and the
+position. Every worker computes the same prompt, so leases carry positions, and a resumed run needs only the next
+position.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation, in the fields that chat templates know."""
+    """One message of a conversation, with the fields of chat templates."""
 
     role: str
     content: str
@@ -24,17 +24,17 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The form that chat templates take."""
         return msgspec.to_builtins(self)
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What the policy is shown: plain text, or chat messages when `messages` is not empty."""
+    """The input of the policy: plain text, or chat messages when `messages` is not empty."""
 
     text: str = ""
     messages: tuple[Message, ...] = ()
     columns: dict[str, Any] = {}
-    """What reward functions need to know besides the text: the answer, a difficulty, a source."""
+    """Inputs of reward functions besides the text: the answer, a difficulty, a source."""
 
     def shown(self) -> str | list[dict[str, Any]]:
         """The prompt in the form reward functions receive it."""
@@ -49,7 +49,7 @@ class TextEnvironment(Protocol):
 
     @property
     def count(self) -> int | None:
-        """How many positions the stream has; None when it never ends. A run that goes on after the last begins anew."""
+        """Number of positions of the stream; None if it is endless. A run that passes the last starts again."""
         ...
 
     def prompt(self, position: int) -> Prompt:
@@ -57,28 +57,28 @@ class TextEnvironment(Protocol):
         ...
 
     def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
-        """One reward per completion; None where the environment cannot judge it."""
+        """One reward per completion; None where the environment cannot score it."""
         ...
 
 
 @runtime_checkable
 class DividedEnvironment(Protocol):
-    """An environment over a finite set that can keep some of it out of its stream, to be evaluated on.
+    """An environment over a finite set that can hold out a part of it for evaluation.
 
-    Others are evaluated on with another seed, which leads to other prompts only where prompts are made from the seed.
+    Other environments are evaluated with another seed, which gives other prompts only if prompts depend on the seed.
     """
 
     def hold_out(self, count: int) -> Any:
-        """Takes `count` rows out of this environment's own stream, always the same ones, and returns an environment
-        of those alone."""
+        """Removes `count` rows from this environment's stream, always the same ones, and returns an environment of
+        these rows."""
         ...
 
 
 class GoBack(msgspec.Struct, frozen=True):
-    """A reply that takes the conversation back: the policy is shown `text` where completion number `to` began.
+    """A reply that rewinds the conversation: `text` follows where completion number `to` began.
 
-    What came since is no longer in its context (a failed attempt, a history that grew too long), but is still trained:
-    the sample has a branch for every end, all with its one reward, and what they share is trained once.
+    The later turns leave the context (a failed attempt, a history that grew too long), but are still trained: the
+    sample has one branch per end, all with the same reward, and their common prefix is trained once.
     """
 
     to: int
@@ -87,22 +87,22 @@ class GoBack(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class ConversingEnvironment(TextEnvironment, Protocol):
-    """A text environment that may answer a completion and ask for another turn."""
+    """A text environment that may reply to a completion and start another turn."""
 
     def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | Message | Sequence[Message] | GoBack | None:
-        """What the policy is shown after its last completion; None ends the episode.
+        """The input that follows the last completion; None ends the episode.
 
-        A text is shown as it is after a prompt of text, and as the user's message after a prompt of messages, where the
-        model's chat template writes it; `completions` then have their special tokens, but for the one that ended them.
-        A pure function of the conversation so far, so that an interrupted episode can go on anywhere.
+        After a prompt of text, a text is appended unchanged. After a prompt of messages, it is a user message that the
+        chat template renders; `completions` then include special tokens, except the one that ended them. A pure
+        function of the conversation so far, so that any worker can resume an interrupted episode.
         """
         ...
 
 
 def prompts_per_pass(environment: Any) -> int | None:
-    """How many prompts there are before any is shown again; None if there is no end of new ones.
+    """Number of prompts before one is repeated; None if new ones never end.
 
-    A stream without an end that orders finitely many `rows` anew in each pass says how many those are.
+    An endless stream that shuffles a finite set in each pass gives its size in `rows`.
     """
     count = getattr(environment, "count", None)
     return count if count is not None else getattr(environment, "rows", None)

@@ -22,10 +22,10 @@ ENVIRONMENTS: Mapping[str, str] = {
     "jsonl": "penstock.envs.io.datasets:Dataset",
     "agent": "penstock.envs.io.agents:Agent",
 }
-"""Built-in environments. Paths, not objects, so that naming one loads nothing."""
+"""Built-in environments. Paths, not objects, so that no module is imported before it is used."""
 
 VERIFIERS = "penstock.envs.io.verifiers:Verifiers"
-"""Of every name that begins with `verifiers:`."""
+"""The environment of all names that begin with `verifiers:`."""
 
 REWARDS: Mapping[str, str] = {
     "exact_answer": "penstock.envs.rewards:exact_answer",
@@ -49,7 +49,7 @@ def find_reward(name: str) -> Callable[..., Any]:
 
 
 def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Builds the environment; an option it does not take is a ConfigError that names the nearest one it does."""
+    """Builds the environment; an unsupported option is a ConfigError that names the nearest supported one."""
     factory = find_environment(name)
     options = dict(options or {})
     check_options(f"environment {name!r}", factory, options)
@@ -57,7 +57,7 @@ def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Any
 
 
 def rubric_of(section: EnvSection, environment: Any) -> Rubric:
-    """What scores completions: the configured reward functions, else the environment's own rubric or `score`."""
+    """The configured reward functions, else the environment's own rubric or `score`."""
     if section.rewards:
         return Rubric([find_reward(name) for name in section.rewards], section.reward_weights or None)
     own = getattr(environment, "rubric", None)
@@ -65,7 +65,7 @@ def rubric_of(section: EnvSection, environment: Any) -> Rubric:
 
 
 def scoring_of(owner: str, section: EnvSection, environment: Any) -> list[tuple[str, Callable[..., Any]]]:
-    """What scores its completions, function by function, with what each is called in an error."""
+    """The functions that score its completions, each with its name for error messages."""
     if section.rewards:
         return [(f"reward {name!r}", find_reward(name)) for name in section.rewards]
     own = getattr(environment, "rubric", None)
@@ -75,7 +75,7 @@ def scoring_of(owner: str, section: EnvSection, environment: Any) -> list[tuple[
 
 
 def check_options(owner: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless `factory(**options)` is a possible call."""
+    """Raises ConfigError unless `factory(**options)` is a valid call."""
     signature = inspect.signature(factory)
     parameters = signature.parameters
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -1,9 +1,9 @@
 """Reward functions: `f(prompts, completions, **columns) -> list[float | None]`, combined by weight and checked.
 
-A function may be `async def`. It is called once per group of samples, or with `f.batched = True` once for all groups
-that wait. A function that *raises* for several completions is asked for each alone, so that it costs the sample it
-cannot score. One that returns something else than one finite number (or None: not applicable) per completion is
-broken for every prompt, so it fails the run, by name.
+A function may be `async def`. It is called once per group of samples, or with `f.batched = True` once for all waiting
+groups. A function that *raises* for several completions is called for each alone, so that only the samples that it
+cannot score are lost. One that returns something else than one finite number (or None: not applicable) per completion
+is broken for all prompts: the run fails, and the error names the function.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ RewardFunction = Callable[..., Any]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 Columns = Mapping[str, Sequence[Any]]
 
-TOLD = ("ended", "token_counts", "conversations")
-"""Told to a reward function that has a parameter of this name, each with one entry per completion: how it ended
-("stop", "length" or "context"), how many tokens the policy wrote, and all messages of its conversation, the completion
-included. A column of the same name goes before it."""
+OPTIONAL_COLUMNS = ("ended", "token_counts", "conversations")
+"""Passed to a reward function that has a parameter of this name, each with one entry per completion: how it ended
+("stop", "length" or "context"), the number of tokens that the policy drew, and all messages of its conversation, the
+completion included. A column of the same name has priority."""
 
 
 class NoReward(msgspec.Struct, frozen=True):
-    """A reward function gave a completion none: it raised, or took too long."""
+    """A completion has no reward, because the function raised or was too slow."""
 
     reason: str
 
 
 Values = list[float | NoReward | None]
-"""Of one reward function, one per completion; None where it does not apply."""
+"""The values of one reward function, one per completion; None where it does not apply."""
 
 
 class Scored(msgspec.Struct):
-    """One completion."""
+    """The reward of one completion."""
 
     reward: float | None
     """None where no function applies, or one of them failed."""
     parts: dict[str, float | None]
-    """What each function gave, before its weight."""
+    """The value of each function, before its weight."""
     error: str = ""
     """Why there is no reward, if a function failed."""
 
@@ -66,7 +66,7 @@ class Rubric:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | None]:
-        """The weighted sums, with every function called here and now. What a function raises is raised."""
+        """The weighted sums. Calls every function in this thread; its exceptions propagate."""
         columns_values: list[Values] = []
         for name, function in zip(self.names, self.functions, strict=True):
             values = function(prompts, completions, **acceptable(function, columns))
@@ -95,12 +95,12 @@ class Rubric:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await."""
+    """Whether a call returns an awaitable."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def inline(function: FunctionT) -> FunctionT:
-    """Says of a reward function that it only computes for microseconds: it is called where its samples are, at once."""
+    """Marks a reward function that needs only microseconds: it is called directly, without a thread or process."""
     function.inline = True  # type: ignore[attr-defined]
     return function
 
@@ -108,7 +108,7 @@ def inline(function: FunctionT) -> FunctionT:
 def values_of(
     name: str, function: Callable[..., Any], prompts: Sequence[Any], completions: Sequence[str], columns: Columns
 ) -> Values:
-    """Calls a function that is not async; where it raises for several completions, for each of them alone."""
+    """Calls a function that is not async; if it raises for several completions, calls it for each alone."""
     arguments = acceptable(function, columns)
     try:
         return [*checked(name, function(prompts, completions, **arguments), len(completions))]
@@ -148,12 +148,12 @@ def _raised(name: str, error: Exception) -> NoReward:
 
 
 def acceptable(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns without what the function need not be told: see `TOLD`."""
-    return {name: values for name, values in columns.items() if name not in TOLD or takes(function, name)}
+    """The columns that the function takes: those of `OPTIONAL_COLUMNS` only if it has the parameter."""
+    return {name: values for name, values in columns.items() if name not in OPTIONAL_COLUMNS or takes(function, name)}
 
 
 def checked(name: str, values: Any, expected: int) -> list[float | None]:
-    """The returned rewards as floats, or RunFailed with a sentence that names the function."""
+    """The returned rewards as floats; raises RunFailed that names the function."""
     if hasattr(values, "tolist"):  # an array
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
@@ -183,7 +183,7 @@ def _number(name: str, row: int, value: Any) -> float | None:
 
 
 def reward_name(function: Callable[..., Any]) -> str:
-    """The name a reward function goes by in metrics and errors."""
+    """The name of a reward function in metrics and errors."""
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -202,8 +202,8 @@ def exact_answer(
 ) -> list[float | None]:
     """1 when the completion, stripped, equals the `answer` column."""
     return [
-        None if wanted is None else float(completion.strip() == str(wanted).strip())
-        for completion, wanted in zip(completions, answer, strict=True)
+        None if expected_answer is None else float(completion.strip() == str(expected_answer).strip())
+        for completion, expected_answer in zip(completions, answer, strict=True)
     ]
 
 
@@ -213,8 +213,8 @@ def contains_answer(
 ) -> list[float | None]:
     """1 when the `answer` column occurs anywhere in the completion."""
     return [
-        None if wanted is None else float(str(wanted).strip() in completion)
-        for completion, wanted in zip(completions, answer, strict=True)
+        None if expected_answer is None else float(str(expected_answer).strip() in completion)
+        for completion, expected_answer in zip(completions, answer, strict=True)
     ]
 
 
@@ -224,17 +224,17 @@ def matching_positions(
 ) -> list[float | None]:
     """The share of positions that agree with the `answer` column; missing and surplus characters count as wrong."""
     return [
-        None if wanted is None else position_match(completion, str(wanted))
-        for completion, wanted in zip(completions, answer, strict=True)
+        None if expected_answer is None else position_match(completion, str(expected_answer))
+        for completion, expected_answer in zip(completions, answer, strict=True)
     ]
 
 
-def position_match(completion: str, wanted: str) -> float:
+def position_match(completion: str, expected_answer: str) -> float:
     """The share of positions at which two strings agree, of the longer one."""
-    longest = max(len(completion), len(wanted))
+    longest = max(len(completion), len(expected_answer))
     if longest == 0:
         return 1.0
-    return sum(given == due for given, due in zip(completion, wanted, strict=False)) / longest
+    return sum(given == due for given, due in zip(completion, expected_answer, strict=False)) / longest
 
 
 def math_verify(
@@ -248,12 +248,12 @@ def math_verify(
 
     options: Any = {"parsing_timeout": None}
 
-    # Its own deadlines use signals, which only work in a main thread; `env.reward_timeout_s` is the deadline here.
-    def equal(completion: str, wanted: Any) -> bool:
-        gold, given = parse(f"${wanted}$", **options), parse(completion, **options)
+    # Its deadlines use signals, which only work in a main thread; `env.reward_timeout_s` is the deadline here.
+    def equal(completion: str, expected_answer: Any) -> bool:
+        gold, given = parse(f"${expected_answer}$", **options), parse(completion, **options)
         return verify(gold, given, timeout_seconds=None)
 
     return [
-        None if wanted is None else float(equal(completion, wanted))
-        for completion, wanted in zip(completions, answer, strict=True)
+        None if expected_answer is None else float(equal(completion, expected_answer))
+        for completion, expected_answer in zip(completions, answer, strict=True)
     ]

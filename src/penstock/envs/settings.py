@@ -1,4 +1,4 @@
-"""`[pipeline.env]`: what is learned."""
+"""`[pipeline.env]`: the environment."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ Option = str | int | float | bool
 
 
 class RewardSection(Section):
-    """Of `[pipeline.env]`: how reward functions are called."""
+    """The keys of `[pipeline.env]` for calls of reward functions."""
 
     reward_timeout_s: Seconds = 120.0
-    """How long one call of a reward function may take. The samples of a call that takes longer have no reward, with
-    that reason on record."""
+    """Deadline of one call of a reward function. The samples of a late call have no reward, and the reason is
+    recorded."""
     reward_concurrency: Positive = 64
-    """Calls of reward functions in flight in one worker, each for one group. As many groups wait for rewards at
-    most."""
+    """Calls of reward functions in flight in one worker, each for one group; also the most groups that wait for
+    rewards."""
     reward_processes: NonNegative | None = None
     """Processes of each worker that run reward functions which are not `async def`. Unset: threads, until a call misses
-    its deadline there; a thread cannot be stopped, so all later calls go to up to 8 processes. A number: that many
-    processes from the start, for rewards that compute in Python for long or may hang without releasing the interpreter.
-    0: threads only."""
+    its deadline; a thread cannot be stopped, so all later calls run in up to 8 processes. A number: this number of
+    processes from the start, for rewards that compute in Python for long or may hang while they hold the GIL. 0:
+    threads only."""
     reward_on_error: float | None = None
-    """The reward of a sample for which a reward function raised, was too late, or gave `None`, or whose environment
+    """The reward of a sample for which a reward function raised, was late, or returned `None`, or whose environment
     raised in its reply. Unset: it has none, and is left out of its group's advantages; if the whole group has none, or
-    the environment raised, it is generated again, so that what made it fail is not learned from."""
+    the environment raised, it is generated again, so that the policy does not learn from the failure."""
 
 
 class EnvSection(RewardSection):

@@ -20,7 +20,7 @@ MARK = ">"
 
 
 class LettersTask:
-    """A question of random letters and one right answer; subclasses say which."""
+    """A question of random letters and one right answer, which subclasses define."""
 
     def __init__(self, *, letters: int = 8, length: int = 4, seed: int = 0) -> None:
         if not 2 <= letters <= 26:

@@ -1,12 +1,12 @@
-"""Tools are plain functions. A completion calls one by writing it down; the result is the environment's reply.
+"""Tools are plain functions. A completion contains the call; the result is the environment's reply.
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
-The policy sees `<tool_result>3</tool_result>` and takes another turn. A call that cannot be made is answered with a
-sentence that says why: mistakes are the policy's to learn from, not failures of the run. With `forget_mistakes` they do
-not stay in its context: the policy is told why where the mistaken completion began, and tries again from there.
+The policy receives `<tool_result>3</tool_result>` and takes another turn. For an invalid call it receives the reason:
+the policy learns from mistakes, and the run does not fail. With `forget_mistakes` a mistake does not stay in the
+context: the reason replaces the mistaken completion, and the policy tries again from there.
 
-With prompts of messages the model's chat template says how tools are introduced, called and answered.
+With prompts of messages, the model's chat template defines the format of tools, calls and results.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.envs.rewards import acceptable
 from penstock.errors import ConfigError
 
 MISTAKE = "error: "
-"""How an answer begins that is none."""
+"""Prefix of the answer to an invalid call."""
 
 TOOL_LETTERS = "".join(map(chr, range(32, 127))) + "\n"
-"""What calls and their results are written with."""
+"""The characters of calls and their results."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -39,7 +39,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class WithTools:
-    """Any text environment, with functions its policy may call. A completion without a call ends the episode."""
+    """A text environment with functions that its policy may call. A completion without a call ends the episode."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class WithTools:
         return self._with_own_letters(self.environment.alphabet)  # type: ignore[attr-defined]
 
     def _with_own_letters(self, alphabet: str) -> str:
-        """With the letters of what tools and their descriptions add."""
+        """Adds the characters of tools and their descriptions."""
         return alphabet + "".join(sorted(set(self.description() + TOOL_LETTERS) - set(alphabet)))
 
     @property
@@ -95,7 +95,7 @@ class WithTools:
         return GoBack(len(completions) - 1, text) if mistaken and self.forget_mistakes else text
 
     def _messages(self, completion: str) -> Sequence[Message] | None:
-        """One message per call, as chat templates write the results of tools."""
+        """One message per call, with the role `tool`."""
         calls = tool_calls(completion)
         answers = [self.answer(json.dumps(call["function"])) for call in calls]
         return [
@@ -104,7 +104,7 @@ class WithTools:
         ] or None
 
     def answer(self, body: str) -> str:
-        """What one call returned, or why it could not be made."""
+        """The result of one call, or the reason why it failed."""
         try:
             call = msgspec.json.decode(body, type=ToolCall)
         except msgspec.DecodeError as error:
@@ -114,11 +114,11 @@ class WithTools:
             return f"{MISTAKE}there is no tool {call.name!r}; there are {', '.join(self.tools)}"
         try:
             return str(tool(**call.arguments))
-        except Exception as error:  # noqa: BLE001 - told to the policy
+        except Exception as error:  # noqa: BLE001 - the policy receives it
             return f"{MISTAKE}{type(error).__name__}: {error}"
 
     def description(self) -> str:
-        """The tools as the policy is told about them: signatures and first lines of documentation."""
+        """The tools as the prompt introduces them: signatures and first lines of documentation."""
         lines = [
             f"- {name}{inspect.signature(tool)}: {(inspect.getdoc(tool) or '').partition(chr(10))[0]}"
             for name, tool in self.tools.items()

@@ -1,4 +1,4 @@
-"""Reading a journal: from the latest snapshot to restart, or from the beginning to tell a story."""
+"""Reads a journal: from the latest snapshot for a restart, or from the beginning for a story."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ORDER BY first_seq LIMIT 1
 
 @dataclass(frozen=True)
 class Replay:
-    """How to get back to the last committed state: restore `states`, then handle `entries` in order."""
+    """The last committed state: restore `states`, then handle `entries` in order."""
 
     seq: int
     """The event after which the states were taken; 0 when there is no snapshot."""
     states: dict[PipelineName, bytes]
     entries: Iterator[Entry]
-    """Every committed event after `seq`. Read it to its end, or close it, to let go of the file."""
+    """Every committed event after `seq`. Read it to its end, or close it, to release the file."""
 
 
 def replay(path: Path | str) -> Replay:
-    """Reads what is needed to restart; the time it takes is bounded by the distance between snapshots."""
+    """Reads the data for a restart; the time it takes is bounded by the distance between snapshots."""
     path = Path(path)
     connection = open_to_read(path)
     try:
@@ -47,7 +47,7 @@ def replay(path: Path | str) -> Replay:
 def history(path: Path | str, after_seq: int = 0) -> Generator[Entry, None, None]:
     """Every event of the run after `after_seq`, in order, compacted or not. Safe on the journal of a live run.
 
-    Close it, if it is not read to its end, to let go of the file.
+    Close it, if it is not read to its end, to release the file.
     """
     path = Path(path)
     return _entries(path, open_to_read(path), after_seq)
@@ -65,7 +65,7 @@ def newest_seq(path: Path | str) -> int:
 
 
 def _entries(path: Path, connection: sqlite3.Connection, after_seq: int) -> Generator[Entry, None, None]:
-    """Pages through the blocks, so that a reader holds no long transaction that would keep the writer's log growing."""
+    """Reads block by block: one long transaction would keep the writer's log growing."""
     seq = after_seq
     try:
         while True:
@@ -77,7 +77,7 @@ def _entries(path: Path, connection: sqlite3.Connection, after_seq: int) -> Gene
                 if entry.seq <= seq:
                     continue
                 if entry.seq != seq + 1:
-                    raise damaged(path, f"event {seq + 1}", "it is missing though later ones are there")
+                    raise damaged(path, f"event {seq + 1}", "it is missing, but later ones exist")
                 seq = entry.seq
                 yield entry
     finally:

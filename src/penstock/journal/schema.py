@@ -1,11 +1,11 @@
-"""The file: three tables, their version, and what each way of being unreadable means to the user.
+"""The file: three tables, their version, and an error message for each way in which it can be unreadable.
 
     meta       schema version, run id
     blocks     events in order; one row per group commit, later joined and compressed by compaction
     snapshots  the state of every machine after some event: replay starts there
 
-Events keep one number each (`seq`, from 1, without gaps) whatever block they are in. Every row has a checksum over all
-that it says: a flipped bit is found before anything is made of it.
+Each event keeps its number (`seq`, from 1, without gaps) in any block. Every row has a checksum over all its columns: a
+flipped bit is detected before the row is used.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CREATE TABLE snapshots (
 
 
 WHAT_TO_DO = (
-    "The run cannot be resumed without it: restore the file from a copy, or start a new run that goes on from the "
+    "The run cannot be resumed without it: restore the file from a copy, or start a new run that continues from the "
     "newest weights, with model.kind = 'path' and model.path = a directory below {}/checkpoints"
 )
 
 Row = tuple[int, int, int, int, bytes]
-"""Of `blocks`."""
+"""A row of `blocks`."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -56,16 +56,16 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
     """The event as msgpack, with its tag."""
     decided: bytes = b""
-    """What came of it, as msgpack, as far as a story wants to know."""
+    """The decisions that followed, as msgpack, as far as a story needs them."""
 
 
 _encode_entries = msgspec.msgpack.Encoder().encode
 _decode_entries = msgspec.msgpack.Decoder(list[Entry]).decode
 
 
-def checksum(body: bytes, *said: object) -> int:
-    """Over the body of a row and what its other columns say."""
-    return zlib.crc32(body, zlib.crc32(repr(said).encode()))
+def checksum(body: bytes, *columns: object) -> int:
+    """Over the body of a row and its other columns."""
+    return zlib.crc32(body, zlib.crc32(repr(columns).encode()))
 
 
 def pack(entries: Sequence[Entry], *, compress: bool) -> Row:
@@ -91,13 +91,13 @@ def check_snapshot(path: Path, seq: int, pipeline: str, expected: int, body: byt
 
 
 def damaged(path: Path, what: str, why: str) -> RunFailed:
-    """What is lost is the record of which samples were trained; what was learned is in the checkpoints."""
+    """The record of trained samples is lost; the trained weights are in the checkpoints."""
     return RunFailed(f"journal {path} is damaged: {what} cannot be trusted ({why}). {WHAT_TO_DO.format(path.parent)}")
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns the database's own errors into sentences that say what happened and what to do."""
+    """Turns errors of the database into sentences with the cause and the remedy."""
     try:
         yield
     except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite may quote damaged bytes in its message
@@ -123,7 +123,7 @@ def explain(path: Path, error: Exception) -> PenstockError:
 
 
 def create(connection: sqlite3.Connection, run_id: RunId) -> None:
-    """Makes the tables of a new journal, all or nothing."""
+    """Creates the tables of a new journal in one transaction."""
     connection.execute("BEGIN IMMEDIATE")
     for statement in TABLES.split(";"):
         connection.execute(statement)
@@ -138,7 +138,7 @@ def exists(connection: sqlite3.Connection) -> bool:
 
 
 def verify(connection: sqlite3.Connection, path: Path, run_id: RunId | None = None) -> None:
-    """Refuses a file of another version, of another run, or of something else altogether."""
+    """Raises if the file is of another version, of another run, or not a journal."""
     if not exists(connection):
         raise RunFailed(f"{path} is not a journal of Penstock: it has no meta table")
     meta = dict(connection.execute("SELECT key, value FROM meta"))
@@ -162,7 +162,7 @@ def _meta_checksum(meta: Mapping[str, str]) -> str:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write; works beside a live writer, and on a directory that may not be written to."""
+    """A read-only connection; works beside a live writer, and in a directory that is not writable."""
     if not path.is_file():
         raise RunFailed(f"there is no journal at {path}")
     with explained(path):
@@ -171,7 +171,7 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         try:
             connection.execute("SELECT 1 FROM sqlite_master").fetchone()
         except sqlite3.OperationalError:
-            # Write-ahead mode needs a shared-memory file beside the journal, which a read-only disk cannot give.
+            # Write-ahead mode needs a shared-memory file beside the journal, which a read-only disk cannot have.
             connection.close()
             connection = sqlite3.connect(f"{uri}?immutable=1", uri=True, isolation_level=None, check_same_thread=False)
         try:

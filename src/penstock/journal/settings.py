@@ -1,4 +1,4 @@
-"""`[journal]`: what the controller writes down."""
+"""`[journal]`: the journal of the controller."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from penstock.records.section import Positive, Section
 
 class JournalSection(Section):
     snapshot_every_events: Positive = 20_000
-    """About the largest number of events that a restarted controller replays."""
+    """Events between two snapshots: about the most that a restarted controller replays."""

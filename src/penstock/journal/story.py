@@ -1,8 +1,8 @@
-"""The life of a sample, a prompt, a step or a version, told from the journal alone.
+"""The history of a sample, a prompt, a step or a version, from the journal alone.
 
-The journal stands below the stages and does not know their classes: an event is read as what it is on disk, a mapping
-with a `type`, beside the notes of what was decided. Each kind of story is one class with one method per type of event
-it cares about; everything else is passed over. Works on the journal of a live run as well as on one that has ended.
+The journal does not import the stages: an event is read as it is on disk, a mapping with a `type`, with the notes of
+the decisions that followed. Each kind of story is one class with one method per type of event that it uses; other
+events are skipped. Works on the journal of a live run and on that of a finished one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StoryLine(NamedTuple):
 
 
 def story(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list[StoryLine]:
-    """Everything on record about one subject, in order. Raises `ConfigError` when it was never heard of."""
-    tale = _TALES[kind](id)
+    """Everything on record about one subject, in order. Raises `ConfigError` if there is nothing."""
+    found = _STORIES[kind](id)
     for entry in history(path):
         if entry.pipeline != pipeline:
             continue
@@ -44,13 +44,13 @@ def story(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list
             notes = _decode(entry.decided) if entry.decided else {}
         except DAMAGED as error:
             raise RunFailed(f"journal {path} is corrupt: event {entry.seq} cannot be read: {error}") from error
-        telling = getattr(tale, f"on_{event.get('type')}", None)
-        texts = telling(event, notes) if telling is not None else ()
-        tale.lines += [StoryLine(entry.at, text) for text in texts]
-        tale.lines += [StoryLine(entry.at, text) for text in tale.on_any(event, notes)]
-    if not tale.lines:
-        raise ConfigError(f"nothing is on record about {kind} {id}{tale.known()}")
-    return tale.lines
+        method = getattr(found, f"on_{event.get('type')}", None)
+        texts = method(event, notes) if method is not None else ()
+        found.lines += [StoryLine(entry.at, text) for text in texts]
+        found.lines += [StoryLine(entry.at, text) for text in found.on_any(event, notes)]
+    if not found.lines:
+        raise ConfigError(f"nothing is on record about {kind} {id}{found.highest_known()}")
+    return found.lines
 
 
 def tell(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list[str]:
@@ -64,8 +64,8 @@ def _clock_time(at: float) -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}.{int(at % 1 * 1000):03d}"
 
 
-class _Tale:
-    """What all tales share."""
+class _Story:
+    """State and methods of all kinds of stories."""
 
     def __init__(self, id: int) -> None:
         self.id = id
@@ -73,18 +73,18 @@ class _Tale:
         self.highest = -1
 
     def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
-        """Asked after the method for the event's own type."""
+        """Called after the method for the event's type."""
         return ()
 
-    def known(self) -> str:
+    def highest_known(self) -> str:
         return f"; the highest number on record is {self.highest}" if self.highest >= 0 else ""
 
 
-class _GroupTale(_Tale):
-    """The life of a prompt: its groups, their samples, and how they ended. A sample's life is the part it shares in."""
+class _GroupStory(_Story):
+    """The history of a prompt: its groups, their samples, and how they ended. `only` limits it to one sample."""
 
     only: int | None = None
-    """Tell of this member alone."""
+    """Include this sample only."""
 
     def __init__(self, id: int) -> None:
         super().__init__(id)
@@ -96,12 +96,12 @@ class _GroupTale(_Tale):
         self.trained = False
         self.durable = False
 
-    def _told(self, sample: int) -> bool:
+    def _included(self, sample: int) -> bool:
         return self.only is None or sample == self.only
 
     def on_ask_lease(self, event: Event, notes: Notes) -> Iterable[str]:
         for prompt, attempt, samples in notes.get("leases", ()):
-            self._meet(prompt, samples)
+            self._record(prompt, samples)
             if prompt != self.prompt:
                 continue
             if self.only is not None and self.only not in samples:
@@ -116,14 +116,14 @@ class _GroupTale(_Tale):
             to = f"{event['member']}, which serves version {event['version']}"
             yield f"{who} of prompt {prompt}, attempt {attempt}, leased to {to}"
 
-    def _meet(self, prompt: int, samples: list[int]) -> None:
+    def _record(self, prompt: int, samples: list[int]) -> None:
         self.highest = max(self.highest, prompt)
 
     def on_deliver(self, event: Event, notes: Notes) -> Iterable[str]:
         refused, reason = notes.get("refused", ((), ""))
         for rollout in event.get("rollouts", ()):
             sample = rollout["sample"]
-            if sample not in self.holders or not self._told(sample):
+            if sample not in self.holders or not self._included(sample):
                 continue
             if sample in refused:
                 yield f"sample {sample} from {event['member']} was refused: {reason}"
@@ -140,12 +140,12 @@ class _GroupTale(_Tale):
             )
         for failure in event.get("failures", ()):
             sample = failure["sample"]
-            if self.holders.pop(sample, None) is not None and self._told(sample):
+            if self.holders.pop(sample, None) is not None and self._included(sample):
                 last = failure["error"].strip().splitlines()[-1:] or ["no message"]
                 yield f"sample {sample} failed in {failure['hook']} at {event['member']}: {last[0]}"
         for sample in event.get("returned", ()):
-            if self.holders.pop(sample, None) is not None and self._told(sample):
-                yield f"sample {sample} was given back unused by {event['member']}"
+            if self.holders.pop(sample, None) is not None and self._included(sample):
+                yield f"sample {sample} was returned unused by {event['member']}"
 
     def on_ask_batch(self, event: Event, notes: Notes) -> Iterable[str]:
         for prompt, attempt, samples in notes.get("batch", ()):
@@ -183,35 +183,35 @@ class _GroupTale(_Tale):
     def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
         gone = dict(notes.get("evicted", ()))
         if event["type"] == "unregister":
-            gone.setdefault(event["member"], event.get("reason") or "it left")
+            gone.setdefault(event["member"], event.get("reason") or "it deregistered")
         for sample, holder in list(self.holders.items()):
             if holder in gone:
                 del self.holders[sample]
-                if self._told(sample):
+                if self._included(sample):
                     yield f"sample {sample} was lost with {holder}: {gone[holder]}"
         dropped = [self.payloads.pop(tuple(ref), None) for ref in notes.get("released", ())]
-        told = [sample for sample in dropped if sample is not None and self._told(sample)]
-        if told:
+        included = [sample for sample in dropped if sample is not None and self._included(sample)]
+        if included:
             why = _DROPPED_BY.get(event["type"], "no reader is left")
             if self.prompt in (filtered := dict(notes.get("filtered", ()))):
-                why = f"the filter took its group: {filtered[self.prompt]}"
-            yield f"{_several('sample', told)} dropped: {why}"
+                why = f"the filter rejected its group: {filtered[self.prompt]}"
+            yield f"{_several('sample', included)} dropped: {why}"
 
 
-class _SampleTale(_GroupTale):
+class _SampleStory(_GroupStory):
     def __init__(self, id: int) -> None:
         super().__init__(id)
         self.only = id
         self.prompt = None
 
-    def _meet(self, prompt: int, samples: list[int]) -> None:
+    def _record(self, prompt: int, samples: list[int]) -> None:
         self.highest = max(self.highest, *samples)
         if self.only in samples:
             self.prompt = prompt
 
 
 def _evaluated(notes: Notes, version: int) -> Iterable[str]:
-    """How the evaluation of a version ended, or the one that was due with it."""
+    """The result of the evaluation of a version, or of the one that was due at it."""
     for result in notes.get("evaluations", ()):
         if result["skipped"] and version in (result["due"], result["version"]):
             yield f"the evaluation due at version {result['due']} was skipped: {result['skipped']}"
@@ -223,7 +223,7 @@ def _evaluated(notes: Notes, version: int) -> Iterable[str]:
             )
 
 
-class _StepTale(_Tale):
+class _StepStory(_Story):
     def on_any(self, event: Event, notes: Notes) -> Iterable[str]:
         return _evaluated(notes, self.id + 1)
 
@@ -251,7 +251,7 @@ class _StepTale(_Tale):
             yield f"to be done again: trainer {event['member']} starts at step {event['step']}"
 
 
-class _VersionTale(_Tale):
+class _VersionStory(_Story):
     def __init__(self, id: int) -> None:
         super().__init__(id)
         self.makers: set[str] = set()
@@ -299,18 +299,18 @@ class _VersionTale(_Tale):
             yield f"lost: trainer {event['member']} starts again at step {event['step']}"
 
 
-_TALES: dict[Kind, type[_Tale]] = {
-    "sample": _SampleTale,
-    "prompt": _GroupTale,
-    "step": _StepTale,
-    "version": _VersionTale,
+_STORIES: dict[Kind, type[_Story]] = {
+    "sample": _SampleStory,
+    "prompt": _GroupStory,
+    "step": _StepStory,
+    "version": _VersionStory,
 }
 
 _DROPPED_BY = {
     "deliver": "when its group was complete it was too old, or its prompt had failed too often",
-    "ask_batch": "it had become too old for every step to come",
-    "ack_step": "it had become too old for every step to come, or could not be fetched",
-    "register": "the trainer started again before the version it was made with",
+    "ask_batch": "it had become too old for all later steps",
+    "ack_step": "it had become too old for all later steps, or could not be fetched",
+    "register": "the trainer restarted before the version it was generated with",
     "run_resumed": "the run was resumed and its payload was gone",
 }
 

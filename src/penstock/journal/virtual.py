@@ -1,6 +1,6 @@
-"""The journal in a simulation: the same file and the same rows, written by the loop itself after a virtual delay.
+"""The journal in a simulation: the same file and the same rows, written by the event loop after a virtual delay.
 
-What a loss of power leaves of it is decided by a simulated disk (`JournalDisk`).
+A simulated disk (`JournalDisk`) decides what a power failure leaves of it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ SnapshotRow = tuple[int, str, int, bytes]
 
 
 class JournalDisk(Protocol):
-    """Where the journal lies. It outlives the processes that write to it; an OSError is the disk's."""
+    """The simulated disk of the journal. It outlives the processes that write to it. Its faults raise OSError."""
 
     def commit_s(self) -> float:
         """How long the next commit takes."""
         ...
 
     def flush_journal(self, seq: int) -> None:
-        """Everything up to event `seq` is to survive a loss of power."""
+        """Makes everything up to event `seq` survive a power failure."""
         ...
 
     def replaces_snapshots(self, rows: list[SnapshotRow]) -> None:
-        """These rows are deleted by a commit that is not flushed yet."""
+        """Receives the rows that a commit, not flushed yet, deletes."""
         ...
 
 
@@ -46,7 +46,7 @@ def roll_back(path: Path, seq: int, snapshots: list[SnapshotRow]) -> None:
 
 
 class VirtualJournal(Journal):
-    """Needs a running loop. What was appended and not yet committed is lost with `kill`, as with the process."""
+    """Needs a running loop. `kill` loses what was appended and not yet committed, as the end of a process does."""
 
     def __init__(self, path: Path | str, run_id: RunId, disk: JournalDisk) -> None:
         self._running = asyncio.get_running_loop()
@@ -104,7 +104,7 @@ class VirtualJournal(Journal):
         self._advance()
         self._flush_after(self._flush_every_s)
 
-    def _want_flush(self) -> None:
+    def _request_flush(self) -> None:
         self._running.call_soon(self._flush_all)
 
     def _flush_after(self, delay_s: float) -> None:
@@ -121,14 +121,14 @@ class VirtualJournal(Journal):
             return
         try:
             self._disk.flush_journal(self._committed_seq)
-        except OSError:  # as the real one: it is tried again
+        except OSError:  # retried, as in the real journal
             self._flush_after(self._flush_every_s)
             return
         self._flushed_seq = self._committed_seq
         self._advance()
 
     def kill(self) -> None:
-        """The process is gone: nothing more is written, and the lock is free."""
+        """Simulates the end of the process: nothing more is written, and the lock is released."""
         if self._lock_fd >= 0:
             self._closing.set()
             self._connection.close()

@@ -1,12 +1,12 @@
-"""Writing down what happened: appending is instant, committing is grouped, and only the committed is promised.
+"""Writes the journal: an append returns at once, commits are grouped, and only committed events are guaranteed.
 
 `append` numbers the event and queues it. One thread takes everything queued, writes it as one row in one transaction,
-and then releases all that await `committed`. So a hundred calls that arrive together cost one commit, and no loop
-ever waits for a disk.
+and then releases all callers of `committed`. So a hundred calls that arrive together cost one commit, and the event
+loop never waits for a disk.
 
-What can be lost, of what was acknowledged: by SIGKILL of any process, nothing (the pages are with the kernel). By
-power failure or a kernel crash, the events since the last flush, which a second thread makes every `flush_every_s`, and
-whenever one awaits `flushed`.
+Loss of acknowledged events: by SIGKILL of any process, none (the pages are in the kernel). By a power failure or a
+kernel crash, the events since the last flush. A second thread flushes every `flush_every_s`, and when a caller awaits
+`flushed`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_S = 10.0
 CLOSE_ORDER_S = 5.0
-LOOK_EVERY_S = 1.0
-"""How often the journal is looked for by its name."""
+CHECK_EVERY_S = 1.0
+"""How often the file is checked to be in place."""
 PACKED_EVENTS = 4096
 """Events per compressed block: large enough to compress well, small enough to pack between two commits."""
 MAX_LOG_BYTES = 32 * 1024 * 1024
-"""Above this the write-ahead log is made to start afresh, for which the writer has to pause once."""
+"""Above this size the write-ahead log is restarted, which pauses the writer once."""
 
 
 class _Snapshot(msgspec.Struct):
@@ -49,12 +49,12 @@ class _Snapshot(msgspec.Struct):
 
 
 class Journal:
-    """The one writer of a run's journal. All methods but `close` belong to one thread, that of the loop."""
+    """The one writer of a run's journal. All methods but `close` must be called from the thread of the event loop."""
 
     _time = staticmethod(time.monotonic)
 
     def __init__(self, path: Path | str, run_id: RunId, *, flush_every_s: float = 1.0) -> None:
-        """Opens the journal of this run, or makes it. Refuses one that is in use, corrupt, or not of this run."""
+        """Opens or creates the journal of this run. Raises if it is in use, corrupt, or not of this run."""
         self.path = Path(path)
         self._flush_every_s = flush_every_s
         self._lock_fd = _lock(self.path)
@@ -76,8 +76,8 @@ class Journal:
         self._oldest_append = 0.0
         self._flushed_seq = 0
         self._flush_waiters: list[tuple[int, asyncio.Future[None]]] = []
-        self._flush_asked_at: float | None = None
-        self._flush_wanted = threading.Event()
+        self._flush_requested_at: float | None = None
+        self._flush_requested = threading.Event()
         self._failure: PenstockError | None = None
         self._closing = threading.Event()
         self.commits = 0
@@ -90,9 +90,9 @@ class Journal:
         self._flusher.start()
 
     def append(self, pipeline: PipelineName, at: float, event: bytes, decided: bytes = b"") -> int:
-        """Queues the event and returns its number; it is promised only once `committed` returns.
+        """Queues the event and returns its number; it is guaranteed only after `committed` returns.
 
-        `decided` is what came of the event, for stories only: replay decides again and does not read it.
+        `decided` holds the decisions that followed, for stories only: replay decides again and does not read it.
         """
         if self._failure is not None:
             raise self._failure
@@ -118,7 +118,7 @@ class Journal:
         await future
 
     async def flushed(self) -> None:
-        """Returns once everything appended so far will survive a loss of power."""
+        """Returns once everything appended so far will survive a power failure."""
         seq = self.last_seq
         await self.committed(seq)
         loop = self._loop = asyncio.get_running_loop()
@@ -126,32 +126,32 @@ class Journal:
             raise self._failure
         future: asyncio.Future[None] = loop.create_future()
         self._flush_waiters.append((seq, future))
-        if self._flush_asked_at is None:
-            self._flush_asked_at = self._time()
-        self._want_flush()
+        if self._flush_requested_at is None:
+            self._flush_requested_at = self._time()
+        self._request_flush()
         await future
 
-    def _want_flush(self) -> None:
-        self._flush_wanted.set()
+    def _request_flush(self) -> None:
+        self._flush_requested.set()
 
     def snapshot(self, states: Mapping[PipelineName, bytes]) -> None:
         """Queues the states of all machines as they are after the newest event; replay will start from them.
 
-        Older events are then joined into compressed blocks, a few at a time: they are kept for stories, and no
-        longer read at a restart.
+        Older events are then joined into compressed blocks, a few at a time: they are kept for stories, and not
+        read at a restart.
         """
         if self._failure is None:
             self._queue.put(_Snapshot(self.last_seq, dict(states)))
 
     @property
     def uncommitted_for_s(self) -> float:
-        """How long the oldest queued event, or a flush, has been waiting: more than seconds: the disk hangs."""
+        """How long the oldest queued event, or a flush, has been waiting; several seconds mean that the disk hangs."""
         since = [self._oldest_append] if self._committed_seq < self.last_seq else []
-        since += [self._flush_asked_at] if self._flush_asked_at is not None else []
+        since += [self._flush_requested_at] if self._flush_requested_at is not None else []
         return self._time() - min(since) if since else 0.0
 
     def fail(self, failure: PenstockError) -> None:
-        """Ends every present and future wait with `failure`: the journal can no longer promise anything."""
+        """Ends every present and future wait with `failure`: the journal can guarantee nothing more."""
         self._failure = self._failure or failure
         self._advance()
 
@@ -159,7 +159,7 @@ class Journal:
         """Commits what is queued and closes the file; raises `RunFailed` when that cannot be done in time."""
         if not self._closing.is_set():
             self._closing.set()
-            self._flush_wanted.set()
+            self._flush_requested.set()
             self._queue.put(None)
         deadline = self._time() + timeout_s
         for thread in (self._flusher, self._writer):
@@ -192,7 +192,7 @@ class Journal:
         return connection
 
     def _write(self) -> None:
-        """Consumes the queue; produces commits; ends when told to close, or at the first error."""
+        """Consumes the queue; produces commits; ends on `close`, or at the first error."""
         ending = False
         packable_seq = 0
         while not ending:
@@ -216,7 +216,7 @@ class Journal:
                 while packable_seq and not ending and self._queue.empty():
                     if not self._pack(packable_seq):
                         packable_seq = 0
-            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            except Exception as error:  # noqa: BLE001 - any error must reach the waiting callers
                 self._failure = self._failure or explain(self.path, error)
                 logger.error("%s", self._failure)
                 ending = True
@@ -288,13 +288,13 @@ class Journal:
         flushed, flushed_at = -1, self._time()
         log = self.path.with_name(f"{self.path.name}-wal")
         while True:
-            self._flush_wanted.wait(min(self._flush_every_s, LOOK_EVERY_S))
-            self._flush_wanted.clear()
+            self._flush_requested.wait(min(self._flush_every_s, CHECK_EVERY_S))
+            self._flush_requested.clear()
             if self._closing.is_set() or self._failure is not None:
                 break
             if not self._is_in_place():
                 self._failure = RunFailed(
-                    f"journal {self.path} was deleted or replaced while the run went on; what it held since is lost. "
+                    f"journal {self.path} was deleted or replaced during the run; events since then are lost. "
                     + WHAT_TO_DO.format(self.path.parent)
                 )
                 logger.error("%s", self._failure)
@@ -314,7 +314,7 @@ class Journal:
         connection.close()
 
     def _is_in_place(self) -> bool:
-        """Whether the file that is written is still the one by that name."""
+        """Whether the path still refers to the file that is written."""
         try:
             return os.stat(self.path).st_ino == self._inode
         except OSError:
@@ -347,7 +347,7 @@ class Journal:
             else:
                 left.append((seq, future))
         self._flush_waiters = left
-        self._flush_asked_at = self._flush_asked_at if left else None
+        self._flush_requested_at = self._flush_requested_at if left else None
 
     def __repr__(self) -> str:
         return (
@@ -356,7 +356,7 @@ class Journal:
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether some controller writes this journal at present."""
+    """Whether a controller has this journal open."""
     try:
         os.close(_lock(path))
     except RunFailed:
@@ -365,7 +365,7 @@ def is_in_use(path: Path) -> bool:
 
 
 def _lock(path: Path) -> int:
-    """Two writers would mix two histories: the kernel lets only one hold the lock, and frees it with its holder."""
+    """Locks the journal, as two writers would mix two histories. The kernel releases the lock when its holder ends."""
     try:
         fd = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: for a notebook and for the report, without a script and without another library."""
+"""Line charts as inline SVG for notebooks and the report. They need no JavaScript and no other library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_POINTS = 600
 
 
 def curve_svg(points: Sequence[tuple[float, float]], *, title: str, smooth: bool = True) -> str:
-    """A chart of (step, value): each step in a light line, the mean of the last ten in a strong one."""
+    """A chart of (step, value): a thin line for each step, a thick line for the mean of the last ten steps."""
     if not points:
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]

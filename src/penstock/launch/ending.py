@@ -1,4 +1,4 @@
-"""When a run is over, and how it ended. Pure: what is known of the run in, a verdict out."""
+"""Decides when a run has ended, and how. Pure: takes the status of the run, returns a verdict."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.launch.restarts import Ended, FailTheRun, Finished
 
 OVER = ("complete", "stopped")
 LEFT_EARLY = 1
-"""Exit code of a process that had none to leave with."""
+"""Replaces exit code 0 of a process that exited before its pipeline ended."""
 
 
 def judge(status: Mapping[str, Any], trainers: Iterable[str], ended_well: set[str]) -> Finished | FailTheRun | None:
-    """What the controller's status says of the whole run; None: it goes on.
+    """The verdict on the whole run, from the controller's status; None while the run continues.
 
-    A failed pipeline is also a stopped one, whose trainer deregisters: the failure counts, not the good
-    order, whichever of the two is seen first.
+    The trainer of a failed pipeline shuts down gracefully, since the pipeline is also stopped. The failure takes
+    precedence, whichever of the two is seen first.
     """
     if status.get("failure"):
         return FailTheRun(f"controller: {status['failure']}")
@@ -29,22 +29,22 @@ def judge(status: Mapping[str, Any], trainers: Iterable[str], ended_well: set[st
 
 
 def _nothing_trained(name: str, pipeline: Mapping[str, Any]) -> str:
-    """Every process did what it should, and yet it is no success."""
+    """No process failed, but a run that trained no step has failed."""
     filtered, aside = pipeline["dropped_filtered"], pipeline["prompts_set_aside"]
     prompts = f"{filtered} samples were filtered and {aside} prompts set aside as failed"
-    return f"{name}: no step could be trained: of {pipeline['prompts_issued']} prompts {prompts}, and no more are left"
+    return f"{name}: no step could be trained: of {pipeline['prompts_issued']} prompts {prompts}, and none are left"
 
 
 def judge_leaving(status: Mapping[str, Any], pipeline: str, ended: Ended) -> Ended:
-    """A process that left as if its work were done, although its pipeline is not over, was ended by something else."""
+    """An exit with code 0 before the pipeline has ended counts as a crash."""
     if ended.exit_code != 0 or status.get("pipelines", {}).get(pipeline, {}).get("phase") in OVER:
         return ended
-    return Ended(LEFT_EARLY, "it left although its pipeline is not over: did something call os._exit?")
+    return Ended(LEFT_EARLY, "it exited although its pipeline has not ended: did something call os._exit?")
 
 
 def judge_failure_reports(failure_reports: Mapping[str, Mapping[str, Any] | None]) -> FailTheRun | None:
-    """What processes wrote when they were told to end: a final checkpoint that failed is a failed run."""
-    for process, words in failure_reports.items():
-        if words is not None:
-            return FailTheRun(f"{process}: {words['message']}", words["kind"] == "ConfigError")
+    """The verdict on failure reports written during shutdown: a final checkpoint that failed fails the run."""
+    for process, report in failure_reports.items():
+        if report is not None:
+            return FailTheRun(f"{process}: {report['message']}", report["kind"] == "ConfigError")
     return None

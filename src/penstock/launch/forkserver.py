@@ -1,7 +1,7 @@
 """The supervisor's side of the fork server: processes that need torch are forked from one that has imported it.
 
-It saves every such process the seconds of the import, and memory: what was imported is shared. Where it cannot be used
-(not Linux, a GPU, a thread that an import has started) processes are started from nothing.
+Each forked process saves the seconds of the import and shares the memory of the imported modules. Where forking is not
+possible (not Linux, a GPU, a thread started by an import) processes start without it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ IMPORT_S = 120.0
 FORK_S = 20.0
 MOST_BYTES = 1 << 20
 ROLES = ("trainer", "rollout_worker")
-"""Those that import torch."""
+"""The roles that import torch."""
 
 
 def modules_of(config: Config) -> list[str]:
-    """What every process of the run would import, beside torch and its role."""
+    """Modules to preload: those that every process of the run imports, besides torch and its role."""
     models = [pipeline.model for pipeline in config.pipeline]
     modules = ["penstock.roles.models"]
     for model in models:
@@ -49,17 +49,17 @@ def modules_of(config: Config) -> list[str]:
 
 
 def _architecture(directory: Path) -> list[str]:
-    """The module of transformers that holds the model of this directory."""
+    """The transformers module that defines the model in this directory."""
     try:
         kind = json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    known = isinstance(kind, str) and kind.isidentifier()
-    return [f"transformers.models.{kind}.modeling_{kind}"] if known else []
+    importable = isinstance(kind, str) and kind.isidentifier()
+    return [f"transformers.models.{kind}.modeling_{kind}"] if importable else []
 
 
 class ForkedProcess:
-    """A child that was forked elsewhere and adopted."""
+    """A process that the fork server forked and this process adopted."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -100,7 +100,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Started with the run; None from `fork` means: start the process from nothing."""
+    """Started with the run. When `fork` returns None, the caller starts the process without it."""
 
     def __init__(self, config: Config, output: Path, preloading: preload.Preloading | None = None) -> None:
         self._config = config
@@ -113,7 +113,7 @@ class ForkServer:
     async def start(self) -> None:
         """Returns at once: the imports take seconds."""
         if not self._config.launch.preload or not preload.possible():
-            self._give_up()
+            self._disable()
             return
         if self._preloading is None:
             self._preloading = preload.start()
@@ -121,7 +121,7 @@ class ForkServer:
         try:
             await asyncio.get_running_loop().sock_sendall(self._preloading.requests, json.dumps(order).encode())
         except OSError as error:
-            self._go_on_without(error)
+            self._fall_back(error)
             return
         self._socket = self._preloading.requests
 
@@ -143,15 +143,15 @@ class ForkServer:
             try:
                 if not self._ready:
                     await self._wait_until_ready(self._socket)
-                # Orphans are adopted only now: those of a killed worker are not ours to reap.
+                # Orphans are adopted only during the fork: those of a killed worker are not ours to reap.
                 _adopt_orphans(True)
                 try:
-                    answer = await self._asked(self._socket, request)
+                    answer = await self._call(self._socket, request)
                     return ForkedProcess(answer["pid"])
                 finally:
                     _adopt_orphans(False)
             except (OSError, TimeoutError, ValueError, KeyError) as error:
-                self._go_on_without(error)
+                self._fall_back(error)
                 return None
 
     async def _wait_until_ready(self, requests: socket.socket) -> None:
@@ -162,17 +162,17 @@ class ForkServer:
             raise ValueError(f"the preloaded imports have started {threads - 1} threads, which a fork would lose")
         self._ready = True
 
-    async def _asked(self, requests: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+    async def _call(self, requests: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(FORK_S):
             await loop.sock_sendall(requests, json.dumps(request).encode())
             return json.loads(await loop.sock_recv(requests, MOST_BYTES))
 
-    def _go_on_without(self, error: Exception) -> None:
-        log.warning("processes are started without preloaded imports from now on: %r", error)
-        self._give_up()
+    def _fall_back(self, error: Exception) -> None:
+        log.warning("new processes start without preloaded imports: %r", error)
+        self._disable()
 
-    def _give_up(self) -> None:
+    def _disable(self) -> None:
         self._socket = None
         if self._preloading is not None:
             self._preloading.close()
@@ -180,11 +180,11 @@ class ForkServer:
 
     async def close(self) -> None:
         async with self._one_at_a_time:
-            self._give_up()
+            self._disable()
 
 
-def _adopt_orphans(wanted: bool) -> None:
+def _adopt_orphans(enabled: bool) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(code)}")

@@ -1,7 +1,7 @@
 """Processes on this machine.
 
-They die with the supervisor (each asks the kernel for that first of all), so a killed supervisor leaves nothing
-behind but a run directory, and `--resume` goes on from there.
+They die with the supervisor: each requests this from the kernel as its first action. A killed supervisor leaves only
+the run directory, from which `--resume` continues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asyncio.subprocess import DEVNULL, Process
 
 from penstock.config.run import Config
 from penstock.launch.forkserver import ForkedProcess, ForkServer
-from penstock.launch.gpus import gpus_here, seen_by
+from penstock.launch.gpus import gpu_environment, gpus_here
 from penstock.launch.preload import Preloading
 from penstock.launch.processes import MEMBER_VARIABLE, ProcessSpec, command, environment
 from penstock.launch.restarts import Ended
@@ -63,7 +63,7 @@ class LocalProcess:
 
 
 class ProcessWithDescendants:
-    """A process with what it starts: that is ended when it has ended, however far it was detached."""
+    """A process and its descendants. When it has ended they are killed, even if they were detached from it."""
 
     def __init__(self, head: LocalProcess | ForkedProcess, member: str) -> None:
         self._head = head
@@ -91,11 +91,11 @@ class ProcessWithDescendants:
     def _clear(self) -> None:
         left = kill_left_behind(self._head.pid, MEMBER_VARIABLE, self._member, LEFT_BEHIND_S)
         if left:
-            log.warning("%s had left processes behind, which were ended: %s", self._member, left)
+            log.warning("%s left processes behind, which were killed: %s", self._member, left)
 
 
 class LocalPlacer:
-    """Starts every process as a child; there is always a place."""
+    """Starts every process as a child of the supervisor, without a limit on resources."""
 
     def __init__(self, run: RunDir, config: Config, preloading: Preloading | None = None) -> None:
         self._run = run
@@ -107,14 +107,16 @@ class LocalPlacer:
         _, self._gpus = await asyncio.gather(self._forkserver.start(), asyncio.to_thread(gpus_here))
         removed = [*sweep_own(self._run.run_id, os.getpid()), *sweep_dead()]
         if removed:
-            log.info("removed %d shared-memory rings that dead runs had left", len(removed))
+            log.info("removed %d shared-memory rings of dead runs", len(removed))
 
     async def place(self, spec: ProcessSpec, member: str, session: str) -> ProcessWithDescendants:
         arguments = command(spec, self._run.root, member, session, parent=os.getpid())
         path = self._run.log_path(spec.name)
-        inherited = environment(spec, self._config.run.extra_path, member) | seen_by(spec, self._config, self._gpus)
+        inherited = environment(spec, self._config.run.extra_path, member) | gpu_environment(
+            spec, self._config, self._gpus
+        )
         if spec.role == "trainer":
-            await asyncio.sleep(0)  # it begins with samples: workers that are started with it come first
+            await asyncio.sleep(0)  # it needs samples first: workers that start at the same time go first
         forked = await self._forkserver.fork(spec, arguments, inherited, path)
         if forked is not None:
             return ProcessWithDescendants(forked, member)
@@ -130,7 +132,7 @@ class LocalPlacer:
         return ProcessWithDescendants(LocalProcess(child), member)
 
     async def run(self) -> None:
-        """Bounds the logs: processes write to them directly, and so does whatever the user's code prints."""
+        """Bounds the size of the logs: processes, and the user's code that prints, write to them directly."""
         while True:
             await asyncio.sleep(ROTATE_EVERY_S)
             await asyncio.to_thread(rotate, self._run.root / "logs", self._config.run.log_mb << 20)

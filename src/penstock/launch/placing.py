@@ -1,4 +1,4 @@
-"""Which process needs what, and which node may have it. Pure: a configuration and nodes in, needs and sentences out."""
+"""Resources that each process needs, and nodes that can run it. Pure: takes a configuration and nodes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.errors import ConfigError
 from penstock.launch.processes import ProcessSpec, processes_of
 
 SINK_CPUS = 0.1
-"""A process that sends metrics hardly computes."""
+"""A process that sends metrics uses little CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a process must find on its node."""
+    """The resources that a process needs on its node."""
 
     cpus: float
     gpus: int = 0
@@ -25,12 +25,12 @@ class Needs:
     """It reads or writes files of the run directory that cannot be sent to it."""
 
     def __str__(self) -> str:
-        return _amount(self.cpus, self.gpus) + (" where the run directory is seen" if self.directory else "")
+        return _amount(self.cpus, self.gpus) + (" with access to the run directory" if self.directory else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster, as far as a run is concerned."""
+    """A node of the cluster, with the properties that matter to a run."""
 
     id: str
     address: str
@@ -39,22 +39,22 @@ class Node:
     sees_directory: bool = True
     is_head: bool = False
     trouble: str = ""
-    """Why no process of the run can live there."""
+    """Why no process of the run can be placed there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Processes whose places are asked for together: all of them or none."""
+    """Processes whose resources are reserved together: all of them or none."""
 
     name: str
     members: tuple[str, ...]
     needs: Needs
-    """Of each."""
+    """Of each process."""
     strategy: Literal["PACK", "SPREAD"]
 
 
 def groups_of(config: Config, *, with_gpus: bool) -> list[Group]:
-    """Every process of the run in its group. The workers of a pipeline are spread, so that a node takes few of them."""
+    """The groups of all processes. The workers of a pipeline are spread, so that each node has few of them."""
     alone: list[Group] = []
     workers: dict[str, list[ProcessSpec]] = {}
     for spec in processes_of(config):
@@ -75,53 +75,53 @@ def groups_of(config: Config, *, with_gpus: bool) -> list[Group]:
 
 
 def needs_of(spec: ProcessSpec, config: Config, *, with_gpus: bool) -> Needs:
-    """`with_gpus`: the cluster has some, so that the device `auto` means one."""
+    """`with_gpus`: the cluster has GPUs, so the device `auto` means a GPU."""
     pipeline = next((one for one in config.pipeline if one.name == spec.pipeline), None)
     if pipeline is None:
         return Needs(SINK_CPUS if spec.role == "metrics_sink" else spec.threads, directory=True)
     if spec.role == "trainer":
         ranks = pipeline.train_ranks  # on one node, below rank 0
-        gpus = ranks * _wants_gpu(pipeline.train.device, with_gpus, f"pipeline.{pipeline.name}.train.device")
+        gpus = ranks * _needs_gpu(pipeline.train.device, with_gpus, f"pipeline.{pipeline.name}.train.device")
         return Needs(spec.threads * ranks, gpus, directory=True)
     rollout = pipeline.rollout
-    device = _wants_gpu(rollout.device, with_gpus, f"pipeline.{pipeline.name}.rollout.device")
+    device = _needs_gpu(rollout.device, with_gpus, f"pipeline.{pipeline.name}.rollout.device")
     gpus = pipeline.worker_devices if device else 0
     cpus = spec.threads * rollout.ranks + (rollout.preparation_processes or 0)
     return Needs(cpus, gpus, directory=_reads_weights_files(pipeline))
 
 
 def check_pool(config: Config, groups: Iterable[Group]) -> None:
-    """Devices of a pool are shared by processes that take turns; a GPU of Ray belongs to one process."""
+    """Raises `ConfigError` for a pool with GPUs: processes share its devices, but Ray assigns a GPU to one process."""
     if config.pool.devices and any(group.needs.gpus for group in groups):
         raise ConfigError(
-            f"pool.devices = {config.pool.devices} shares GPUs between processes, which the Ray launcher does not do: "
-            "use launch.kind = 'local', or pool.devices = 0 so that every process has GPUs of its own"
+            f"pool.devices = {config.pool.devices} shares GPUs between processes, which the Ray launcher does not "
+            "support: use launch.kind = 'local', or pool.devices = 0 so that every process has its own GPUs"
         )
 
 
 def listens_outside(nodes: Iterable[Node]) -> bool:
-    """Whether processes must be reachable from other machines: not as long as all nodes are one machine."""
+    """Whether processes must be reachable from other machines: only if the nodes are several machines."""
     return len({node.address for node in nodes if not node.trouble}) > 1
 
 
-def homes_of(group: Group, nodes: Iterable[Node]) -> list[Node]:
-    """The nodes on which processes of the group can live, if there is room."""
+def usable_nodes(group: Group, nodes: Iterable[Node]) -> list[Node]:
+    """The nodes on which processes of the group can run, if they have free resources."""
     return [node for node in nodes if not node.trouble and (node.sees_directory or not group.needs.directory)]
 
 
 def shortage(waiting: Sequence[Group], nodes: Sequence[Node], free: Mapping[str, float], waited_s: float) -> str:
-    """One sentence: what was asked for, what there is, what to change."""
-    asked = ", ".join(f"{len(group.members)} x {group.name} of {group.needs}" for group in waiting)
-    there = "; ".join(_describe(node) for node in nodes) or "none"
+    """The error message: what was requested, what the nodes have, what to change."""
+    requested = ", ".join(f"{len(group.members)} x {group.name} of {group.needs}" for group in waiting)
+    available = "; ".join(_describe(node) for node in nodes) or "none"
     unused = _amount(free.get("CPU", 0.0), int(free.get("GPU", 0)))
-    if not all(homes_of(group, nodes) for group in waiting):
-        advice = "put run.dir on a file system that the nodes share, and mend those that are not usable"
-    elif not all(any(_fits(group.needs, node) for node in homes_of(group, nodes)) for group in waiting):
-        advice = "add a node that is large enough, or ask for fewer threads, ranks or devices"
+    if not all(usable_nodes(group, nodes) for group in waiting):
+        advice = "put run.dir on a file system that the nodes share, and repair those that are not usable"
+    elif not all(any(_fits(group.needs, node) for node in usable_nodes(group, nodes)) for group in waiting):
+        advice = "add a node that is large enough, or request fewer threads, ranks or devices"
     else:
-        advice = "wait for other work to end, ask for fewer workers or threads, or add nodes"
+        advice = "wait for other work to end, request fewer workers or threads, or add nodes"
     return (
-        f"there was no place within {waited_s:g} s for {asked}. The nodes are: {there}; free of all that: {unused}. "
+        f"there was no place within {waited_s:g} s for {requested}. The nodes are: {available}; free: {unused}. "
         f"What to do: {advice}"
     )
 
@@ -133,7 +133,7 @@ def _fits(needs: Needs, node: Node) -> bool:
 def _describe(node: Node) -> str:
     extra = f" (not usable: {node.trouble})" if node.trouble else ""
     if not node.trouble and not node.sees_directory:
-        extra = " (does not see the run directory)"
+        extra = " (no access to the run directory)"
     return f"{node.address} with {_amount(node.cpus, node.gpus)}{extra}"
 
 
@@ -143,13 +143,13 @@ def _amount(cpus: float, gpus: int) -> str:
 
 
 def _reads_weights_files(pipeline: PipelineSection) -> bool:
-    """An engine of its own reads its weights from files, and so does a worker that is configured to."""
+    """Some engines, and workers that are configured to, read weights from files."""
     return pipeline.engine.capabilities.weights == "files" or pipeline.weights.transport == "files"
 
 
-def _wants_gpu(device: str, with_gpus: bool, key: str) -> bool:
+def _needs_gpu(device: str, with_gpus: bool, key: str) -> bool:
     if ":" in device:
         raise ConfigError(
-            f"{key} = {device!r} names one GPU of one machine, but Ray chooses the GPUs: say 'cuda' or 'auto'"
+            f"{key} = {device!r} names one GPU of one machine, but Ray chooses the GPUs: use 'cuda' or 'auto'"
         )
     return device != "cpu" and (with_gpus or device != "auto")

@@ -1,4 +1,4 @@
-"""The shared device pool as a person sees it: who is on which device, who waits, and what was moved."""
+"""Display of the shared device pool: which pipeline uses which device, which wait, and the number of moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def line_of(pool: dict[str, Any]) -> str:
 
 
 def troubles_of(pool: dict[str, Any], pipelines: Container[str]) -> list[str]:
-    """One sentence for each of these pipelines that is in trouble, and for everyone who waits for devices."""
+    """One sentence for each of these pipelines that has a problem, and for each that waits for devices."""
     shares = [share for share in pool["shares"] if share["pipeline"] in pipelines]
     return [share["trouble"] for share in shares if share["trouble"]] + list(pool["waiting"])
 
@@ -43,7 +43,7 @@ def counts_of(pool: dict[str, Any]) -> str:
 
 
 def _grouped(pool: dict[str, Any]) -> list[tuple[list[int], str, str, float]]:
-    """Neighbouring devices on which one pipeline does one thing, and since when the newest of them does it."""
+    """Adjacent devices on which one pipeline does the same thing, and for how many seconds the newest of them has."""
     groups: list[tuple[list[int], str, str, float]] = []
     for use in pool["uses"]:
         devices, name, doing, since_s = list(use["devices"]), use["pipeline"], use["doing"], use["since_s"]

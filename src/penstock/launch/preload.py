@@ -1,6 +1,6 @@
-"""Starts the fork server before the rest of the command is imported: torch is what a run waits for longest.
+"""Starts the fork server before the rest of the command is imported: the import of torch takes longest at a start.
 
-Imports the standard library alone.
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from types import TracebackType
 
 PADDING = "penstock".ljust(2048)
-"""Room for the arguments of forked processes, as `ps` shows them."""
+"""Reserves space for the arguments of forked processes, which `ps` shows."""
 
 
 def possible() -> bool:
-    """A GPU that an import has looked at cannot be used after a fork."""
+    """Whether processes can be forked: a GPU that an import has initialised cannot be used after a fork."""
     return sys.platform == "linux" and hasattr(os, "pidfd_open") and not any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 @dataclass(frozen=True, slots=True)
 class Preloading:
-    """A fork server that imports torch and waits to be told what else. It ends with this process."""
+    """A fork server that imports torch and waits for the list of other modules. It ends with this process."""
 
     process: subprocess.Popen[bytes]
     requests: socket.socket
@@ -45,7 +45,7 @@ _begun: list[Preloading] = []
 
 
 def begin() -> None:
-    """The next `start` finds it there."""
+    """Starts a fork server that the next `start` returns."""
     _begun.append(start())
 
 
@@ -66,7 +66,7 @@ def start() -> Preloading:
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.roles.forkserver", str(theirs.fileno()), str(os.getpid()), PADDING],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # until it is told where its log is
+            stdout=subprocess.DEVNULL,  # until it receives the path of its log
             stderr=subprocess.DEVNULL,
             env=environment,
             pass_fds=(theirs.fileno(),),

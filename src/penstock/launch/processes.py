@@ -1,4 +1,4 @@
-"""The processes of a run: which there are, and how each is started, by any launcher."""
+"""The processes of a run, and how every launcher starts them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.config.run import Config
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process of the run. `wave` orders the end: lower waves are told to stop first.
+    """One process of the run. `wave` orders the shutdown: lower waves are stopped first.
 
-    The run goes on without one that is not `vital`.
+    The run continues without a process that is not `vital`.
     """
 
     name: str
@@ -26,7 +26,7 @@ class ProcessSpec:
     wave: int = 0
     vital: bool = True
     index: int = 0
-    """Of a worker, among those of its pipeline."""
+    """Of a worker, within its pipeline."""
 
 
 MEMBER_VARIABLE = "PENSTOCK_MEMBER"
@@ -64,7 +64,7 @@ def processes_of(config: Config) -> list[ProcessSpec]:
 
 
 def command(spec: ProcessSpec, run_root: Path, member: str, session: str, parent: int, host: str = "") -> list[str]:
-    """How to start the process below `parent`, with which it ends. `host`: its address for other machines."""
+    """The command line. The process ends with the process `parent`. `host` is its address for other machines."""
     return [
         *(sys.executable, "-m", "penstock.roles", spec.role, str(run_root)),
         *("--name", spec.name, "--member", member, "--session", session, "--parent", str(parent)),
@@ -74,8 +74,8 @@ def command(spec: ProcessSpec, run_root: Path, member: str, session: str, parent
 
 
 def environment(spec: ProcessSpec, extra_path: Iterable[Path | str], member: str = "") -> dict[str, str]:
-    """What the process finds in its environment, beside what its parent has. Whatever it starts inherits `member`, by
-    which it is found when the process has ended."""
+    """The parent's environment with the variables of this process. Its descendants inherit `member`, by which they are
+    found when the process has ended."""
     threads = str(spec.threads)
     paths = [*map(str, extra_path), os.environ.get("PYTHONPATH", "")]
     return os.environ | {

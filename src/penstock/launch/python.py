@@ -1,7 +1,7 @@
 """Training from a script or a notebook: `penstock.train(...)` starts a run, `penstock.Run` follows one.
 
-The run itself is the one that `penstock run` makes: the same settings, the same processes, the same directory. It ends
-with the Python process that started it, and can be resumed like any other.
+It is the same run as that of `penstock run`: the same settings, processes and directory. It ends with the Python
+process that started it, and can be resumed like any other.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Named = str | Callable[..., Any] | Mapping[str, Any]
 State = Literal["running", "complete", "interrupted", "failed", "killed"]
 
 KEYWORDS = {"environment": "env", "model": "model", "steps": "steps"}
-"""Of `train`: what every run needs, and where it stands in the table of a pipeline."""
+"""Required keywords of `train`, and their keys in the table of a pipeline."""
 POLL_S = 0.1
 STOP_S = 60.0
 START_S = 30.0
-"""A directory that no supervisor has taken within this time belongs to a run that never began."""
+"""If no supervisor locks the run directory within this time, the run has not started."""
 CONSOLE = "console"
-"""Names the log that holds what `penstock run` would have shown in a terminal."""
+"""Name of the log with the terminal output of `penstock run`."""
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
     show: bool | None = None,
     **settings: Any,
 ) -> Run:
-    """Starts a run and returns at once with a handle on it.
+    """Starts a run and returns a handle at once.
 
         def shouts(prompts, completions, *, answer, **columns):
             return [float(text == right.upper()) for text, right in zip(completions, answer)]
@@ -70,14 +70,14 @@ def train(
         for step in run:
             print(step["step"], step["reward"])
 
-    `environment` is a built-in name, a class, or a table as in the TOML. `reward` is one function or several, instead
-    of the environment's own. `model` is `"tiny"`, `"mlp"`, a directory, `"hub:owner/name"`, or a table. All other
-    keywords are the tables and keys of the configuration, with the same defaults and checks:
+    `environment` is a built-in name, a class, or a table as in the TOML. `reward` is one function or several, which
+    replace those of the environment. `model` is `"tiny"`, `"mlp"`, a directory, `"hub:owner/name"`, or a table. All
+    other keywords are the tables and keys of the configuration, with the same defaults and checks:
     `rollout={"group_size": 8}`, `train={"advantage": my_function}`, `run={"seed": 1}`. `config` is a TOML file or a
     table to start from.
 
-    Functions and classes may be passed as objects wherever the TOML takes `module:name`. `show` sends the run's
-    progress to standard output; by default, if that is a terminal.
+    Functions and classes may be passed as objects wherever the TOML takes `module:name`. `show` prints the run's
+    progress to standard output; the default is True if that is a terminal.
     """
     code = UserCode()
     tree = _tree(config)
@@ -92,7 +92,7 @@ def train(
 
 
 def _created(config: Config, code: UserCode) -> RunDir:
-    """A run directory with the code that the processes import; none is left if the configuration is refused."""
+    """Creates a run directory with the code that the processes import; removes it if the configuration is rejected."""
     run = RunDir.create(config.run.dir, config.run.name, dump(config), penstock.__version__)
     try:
         if code.text:
@@ -110,7 +110,7 @@ def _created(config: Config, code: UserCode) -> RunDir:
 
 
 def _start(run: RunDir, *, show: bool) -> subprocess.Popen[bytes]:
-    """`penstock run` below this process, with which it ends."""
+    """Starts `penstock run` as a child, which ends with this process."""
     command = [
         sys.executable,
         "-m",
@@ -130,7 +130,7 @@ def _start(run: RunDir, *, show: bool) -> subprocess.Popen[bytes]:
 
 
 def _search_path() -> list[str]:
-    """A package that this process has from an unusual place is found by the child too."""
+    """The Python path of the child: it must import the same Penstock as this process."""
     home = str(Path(penstock.__file__).parents[1])
     return [home, os.environ.get("PYTHONPATH", "")]
 
@@ -174,7 +174,7 @@ def _settings(
 
 
 def _model(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """A name of the hub is never guessed: a mistyped path must not become a download."""
+    """The table `model`. Names on the hub need the prefix `hub:`: a mistyped path must not become a download."""
     if isinstance(model, Mapping):
         return dict(model)
     text = os.fspath(model)
@@ -184,14 +184,14 @@ def _model(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
         return {"kind": "hub", "name": text.removeprefix("hub:")}
     if not Path(text).is_dir():
         raise ConfigError(
-            f"model {text!r} is not a directory; expected 'tiny', 'mlp', a directory, or 'hub:{text}' to take it from "
+            f"model {text!r} is not a directory; expected 'tiny', 'mlp', a directory, or 'hub:{text}' for a model on "
             "the Hugging Face hub"
         )
     return {"kind": "path", "path": text}
 
 
 def _check_complete(tree: Mapping[str, Any]) -> None:
-    """Says what is missing by the keyword that gives it; validation would name the key of the TOML."""
+    """Raises `ConfigError` with the missing keywords; validation would name the keys of the TOML."""
     if not isinstance(tree["pipeline"], list) or len(tree["pipeline"]) != 1:
         return
     [pipeline] = tree["pipeline"]
@@ -205,7 +205,7 @@ def _check_complete(tree: Mapping[str, Any]) -> None:
 
 
 def _place(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Puts each keyword where it stands in the TOML: in the only pipeline, or beside it."""
+    """Puts each keyword where the TOML has it: in the only pipeline, or at the top level."""
     pipelines = tree["pipeline"]
     for key, value in settings.items():
         if key in Config.model_fields and key != "pipeline":
@@ -223,7 +223,7 @@ def _place(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG that a notebook shows."""
+    """A PNG that a notebook displays."""
 
     path: Path
 
@@ -232,10 +232,10 @@ class Picture:
 
 
 class Run:
-    """A run, live or over: `penstock.Run("runs/quickstart-20260101-120000")`, or what `penstock.train` returns.
+    """A run, live or ended: `penstock.Run("runs/quickstart-20260101-120000")`, or the result of `penstock.train`.
 
-    Iterating gives the metrics of each step as they come, and ends with the run. Used as a context manager it is
-    stopped at the end of the block.
+    Iterating yields the metrics of each step as they arrive, until the run ends. As a context manager, it stops the
+    run at the end of the block.
     """
 
     def __init__(self, path: str | os.PathLike[str], process: subprocess.Popen[bytes] | None = None) -> None:
@@ -256,7 +256,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """Whether it goes on, and how it ended."""
+        """Whether the run is live, or how it ended."""
         if self._is_live():
             return "running"
         ending = self._run.read_ending()
@@ -283,8 +283,8 @@ class Run:
         return self.steps()
 
     def steps(self, pipeline: str | None = None) -> Iterator[dict[str, Any]]:
-        """The metrics of every step, from the first one on, as they come. A step that was trained again after a crash
-        comes twice. A run that failed raises at the end, as `wait` does."""
+        """Yields the metrics of every step, from the first one on, as they arrive. A step that was retrained after a
+        crash is yielded twice. If the run failed, raises at the end, as `wait` does."""
         for entry in self._entries(pipeline, follow=True):
             if entry.get("kind") == "step":
                 yield entry
@@ -306,11 +306,12 @@ class Run:
                 time.sleep(POLL_S)
 
     def wait(self, timeout_s: float | None = None) -> Run:
-        """Returns when the run is over. Raises what ended it, if it failed, and TimeoutError after `timeout_s`."""
+        """Returns when the run has ended. Raises the error of a run that failed or was killed; TimeoutError after
+        `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._is_live():
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{self.path} goes on after {timeout_s:g} s")
+                raise TimeoutError(f"{self.path} is still running after {timeout_s:g} s")
             time.sleep(POLL_S)
         state = self.state
         if state == "failed":
@@ -319,11 +320,11 @@ class Run:
                 raise (ConfigError if ending.get("mistake") else RunFailed)(ending["sentence"])
             raise ConfigError(self._last_lines())
         if state == "killed":
-            raise RunFailed(f"{self.path} was killed; go on with: penstock run --resume {self.path}")
+            raise RunFailed(f"{self.path} was killed; resume with: penstock run --resume {self.path}")
         return self
 
     def stop(self, timeout_s: float = STOP_S) -> Run:
-        """Ends the run gracefully: what is in flight is finished and a checkpoint written. It can be resumed."""
+        """Stops the run gracefully: finishes work in flight and writes a checkpoint. The run can be resumed."""
         if self._process is None and self.config.launch.kind == "ray":
             raise ConfigError(f"{self.path} runs on Ray; stop it with: penstock attach {self.path} --stop")
         if self._is_live():
@@ -334,7 +335,7 @@ class Run:
 
     def metrics(self, pipeline: str | None = None, kind: str = "step") -> Any:
         """One row per step (or per `kind="evaluation"`): a pandas DataFrame where pandas is installed, else a list of
-        dicts. A step that was trained again after a crash replaces its first try."""
+        dicts. A step that was retrained after a crash replaces its first attempt."""
         rows: dict[tuple[str, int], dict[str, Any]] = {}
         for entry in self._entries(pipeline, follow=False):
             if entry.get("kind") == kind:
@@ -347,12 +348,12 @@ class Run:
         return pandas.DataFrame(ordered)
 
     def plot(self) -> Picture | None:
-        """The reward curves as a PNG, which a notebook shows; None before the first step."""
+        """The reward curves as a PNG, which a notebook displays; None before the first step."""
         picture = plot(self._run)
         return None if picture is None else Picture(picture)
 
     def log(self, process: str = CONSOLE) -> str:
-        """What a process has written: `console` is what the terminal would have shown."""
+        """The log of a process; `console` is the terminal output of the run."""
         path = self._run.log_path(process)
         if not path.exists():
             known = sorted(one.stem for one in path.parent.glob("*.log"))
@@ -366,7 +367,7 @@ class Run:
             return f"{self.path} did not start"
 
     def _at_exit(self) -> None:
-        """A script that ends waits for its run; one that fails and an interactive session stop it."""
+        """Waits for the run at the end of a script. Stops it if the script failed or the session is interactive."""
         if not self._is_live():
             return
         failed = hasattr(sys, "last_type")

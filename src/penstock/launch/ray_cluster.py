@@ -1,4 +1,4 @@
-"""A Ray cluster as a run sees it: connecting to it, asking its nodes, waiting for what they answer."""
+"""Access to a Ray cluster: connecting to it, surveying its nodes, waiting for the results of remote calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REMOTE_CLEAR: Any = ray.remote(num_cpus=0, max_retries=0)(clear_node)
 
 
 def check_address(configured: str) -> str:
-    """Where the cluster is, `local` for a Ray of our own; `ConfigError` at once when nothing listens there."""
+    """The address of the cluster, or `local` to start Ray on this machine. Raises `ConfigError` if nothing listens."""
     address = configured or os.environ.get("RAY_ADDRESS", "") or LOCAL
     host, colon, port = address.rpartition(":")
     if address in (LOCAL, "auto"):
@@ -46,7 +46,7 @@ def check_address(configured: str) -> str:
         raise ConfigError(
             f"launch.address {address!r}: expected host:port or 'auto'; a run is started from a node of its cluster"
         )
-    try:  # Ray itself would try for minutes
+    try:  # Ray would retry for minutes
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except OSError as error:
         raise ConfigError(_no_answer(address, error)) from error
@@ -56,13 +56,13 @@ def check_address(configured: str) -> str:
 def _no_answer(address: str, error: Exception) -> str:
     return (
         f"no Ray cluster answers at {address!r} ({first_line(error)}); start one with `ray start --head`, give its "
-        "address in launch.address or RAY_ADDRESS, or leave both empty for a Ray on this machine"
+        "address in launch.address or RAY_ADDRESS, or leave both empty to start Ray on this machine"
     )
 
 
 @contextmanager
 def connected(configured: str, cpus: float) -> Iterator[str]:
-    """A connection to the cluster, or to a Ray of our own with `cpus` that ends with it; how people may call it."""
+    """Connects to the cluster, or starts a local Ray with `cpus` that ends with the context. Yields a description."""
     address = check_address(configured)
     own = {"num_cpus": max(int(cpus + 1), os.cpu_count() or 1), "include_dashboard": False} if address == LOCAL else {}
     _silence()
@@ -77,19 +77,19 @@ def connected(configured: str, cpus: float) -> Iterator[str]:
     except (RayError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(_no_answer(address, error)) from error
     try:
-        yield "a Ray of its own on this machine" if address == LOCAL else f"the Ray cluster at {address}"
+        yield "a local Ray on this machine" if address == LOCAL else f"the Ray cluster at {address}"
     finally:
         ray.shutdown()
 
 
 def _silence() -> None:
-    """Ray writes what befalls its nodes over the view, pages of it, and offers no other way to keep it to its logs."""
+    """Keeps Ray's messages about its nodes out of the terminal: they overwrite the view. Ray has no option for that."""
     with suppress(ImportError):
         importlib.import_module("ray._private.worker")._worker_logs_enabled = False  # type: ignore[attr-defined]
 
 
 async def result(reference: Any, timeout_s: float) -> Any:
-    """What a remote call returned within the time. An error of ours that it raised is raised as it was."""
+    """The result of a remote call, within `timeout_s`. A `PenstockError` of the call is raised unchanged."""
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(reference.future())
@@ -101,40 +101,40 @@ async def result(reference: Any, timeout_s: float) -> Any:
 
 
 async def survey(run: RunDir, only: str | None = None) -> list[Node]:
-    """Every living node, or the one given, with what it says of itself; what dead runs left there is removed."""
+    """All live nodes, or the node `only`, with their surveys. Also removes leftovers of dead runs there."""
     found = [one for one in ray.nodes() if one["Alive"] and only in (None, one["NodeID"])]
-    asked = [
+    calls = [
         REMOTE_SURVEY.options(scheduling_strategy=_on(one["NodeID"])).remote(str(run.root), run.run_id) for one in found
     ]
-    answers = await asyncio.gather(*(result(one, SURVEY_S) for one in asked), return_exceptions=True)
+    answers = await asyncio.gather(*(result(one, SURVEY_S) for one in calls), return_exceptions=True)
     return [_node(one, answer) for one, answer in zip(found, answers, strict=True)]
 
 
 def living(nodes: Sequence[Node]) -> list[Node]:
-    """Those that the cluster still has."""
+    """The nodes that are still alive in the cluster."""
     alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
     return [node for node in nodes if node.id in alive]
 
 
 async def clear(run: RunDir, nodes: Sequence[Node]) -> None:
-    """Removes what the run has on the nodes outside of its directory."""
+    """Removes files of the run on the nodes, except for its directory."""
     nodes = [node for node in living(nodes) if not node.trouble]
-    asked = [REMOTE_CLEAR.options(scheduling_strategy=_on(node.id)).remote(run.run_id) for node in nodes]
-    answers = await asyncio.gather(*(result(one, CLEAR_S) for one in asked), return_exceptions=True)
+    calls = [REMOTE_CLEAR.options(scheduling_strategy=_on(node.id)).remote(run.run_id) for node in nodes]
+    answers = await asyncio.gather(*(result(one, CLEAR_S) for one in calls), return_exceptions=True)
     for node, answer in zip(nodes, answers, strict=True):
         if isinstance(answer, BaseException):
             log.info("node %s could not be cleared: %s", node.address, first_line(answer))
 
 
-def selector(wanted: Sequence[Node], nodes: Sequence[Node]) -> dict[str, str]:
-    """The labels that keep work to the wanted nodes; none when all are wanted, so that nodes may join later."""
-    if len(wanted) == len(nodes):
+def selector(allowed: Sequence[Node], nodes: Sequence[Node]) -> dict[str, str]:
+    """Labels that restrict work to the allowed nodes; empty if all are allowed, so that nodes may join later."""
+    if len(allowed) == len(nodes):
         return {}
-    return {NODE_LABEL: f"in({','.join(node.id for node in wanted)})"}
+    return {NODE_LABEL: f"in({','.join(node.id for node in allowed)})"}
 
 
 def first_line(error: BaseException) -> str:
-    """What matters of an error that tells everything."""
+    """The first line of an error message: Ray's messages have many."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -154,5 +154,5 @@ def _node(found: dict[str, Any], answer: Survey | BaseException) -> Node:
     if isinstance(answer, BaseException):
         return Node(*node, trouble=str(answer).strip().splitlines()[-1])
     if answer.version != penstock.__version__:
-        return Node(*node, trouble=f"it has Penstock {answer.version}, this is {penstock.__version__}")
+        return Node(*node, trouble=f"it has Penstock {answer.version}, expected {penstock.__version__}")
     return Node(*node, sees_directory=answer.sees_directory, is_head=any(name in resources for name in HEAD))

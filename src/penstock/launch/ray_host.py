@@ -1,8 +1,8 @@
-"""What runs on a node of a cluster: one process of the run, below an actor that watches it.
+"""The part of the Ray launcher that runs on a node: an actor that starts and watches one process of the run.
 
 The role is a child process and not the actor itself: it keeps its own loop, signals, threads and exit code, is the same
-process that the local launcher starts, and dies with the actor (the kernel sees to that), however the actor's end came.
-Nothing here needs Ray: the classes and functions are made remote where they are used.
+process that the local launcher starts, and the kernel kills it when the actor ends for any reason.
+This module does not import Ray: its classes and functions are made remote where they are used.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LOG_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Belongings:
-    """What a process needs of the run directory where that cannot be seen. Holds the run's secret: never logged."""
+class RunFiles:
+    """Files that a process needs where the run directory is not accessible. Contains the run's token: never logged."""
 
     run_id: str
     files: dict[str, str] = field(repr=False)
@@ -38,20 +38,20 @@ class Belongings:
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """One life of a process."""
+    """How to start one incarnation of a process."""
 
     spec: ProcessSpec
     member: str
     session: str
     host: str
-    """The address to be reached at from other machines; empty: stay on loopback."""
+    """The address for other machines; empty: listen on loopback only."""
     gpus: int
     extra_path: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LastSeen:
-    """The end of a process, with the failure report on its node."""
+class ProcessExit:
+    """The exit of a process, with the failure report on its node."""
 
     exit_code: int
     failure_report: dict[str, Any] | None
@@ -59,20 +59,20 @@ class LastSeen:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a node says of itself."""
+    """The properties of a node that a run depends on."""
 
     version: str
     sees_directory: bool
 
 
 def survey_node(run_root: str, run_id: str) -> Survey:
-    """Looks whether processes of the run can live here, and clears away what dead runs left."""
+    """Checks whether processes of the run can run here, and removes leftovers of dead runs."""
     sweep_dead()
-    return Survey(penstock.__version__, _sees(Path(run_root), run_id) is not None)
+    return Survey(penstock.__version__, _accessible_run(Path(run_root), run_id) is not None)
 
 
 def clear_node(run_id: str) -> None:
-    """Removes all that the run has on this node outside of its directory. Call when none of its processes lives."""
+    """Removes files of the run on this node, except for its directory. Call when none of its processes is alive."""
     sweep(run_id)
     for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(run_id)}*"):
         if folder.lstat().st_uid == os.getuid():
@@ -80,10 +80,10 @@ def clear_node(run_id: str) -> None:
 
 
 class RoleHost:
-    """Hosts one process of the run, one life after the other. Several of its methods may run at once."""
+    """Hosts one process of the run, one incarnation after the other. Its methods may run concurrently."""
 
     def __init__(self) -> None:
-        watch_parent(os.getppid())  # Ray looks too, but takes a raylet that is a zombie for alive
+        watch_parent(os.getppid())  # Ray checks too, but treats a zombie raylet as alive
         self._run: RunDir | None = None
         self._shares = True
         self._child: subprocess.Popen[bytes] | None = None
@@ -92,22 +92,22 @@ class RoleHost:
         self._problem: OSError | None = None
 
     def open(self, run_root: str, run_id: str) -> bool:
-        """Whether the run directory is seen here; otherwise `settle` must follow."""
-        self._run = _sees(Path(run_root), run_id)
+        """Whether the run directory is accessible here; if not, call `create_directory` next."""
+        self._run = _accessible_run(Path(run_root), run_id)
         return self._run is not None
 
-    def settle(self, belongings: Belongings) -> str:
-        """Makes a run directory of its own for the process: where it keeps its logs until they are fetched."""
-        root = Path(tempfile.mkdtemp(prefix=_prefix(belongings.run_id)))  # readable by its owner only
+    def create_directory(self, run_files: RunFiles) -> str:
+        """Creates a temporary run directory for the process; its logs stay there until they are fetched."""
+        root = Path(tempfile.mkdtemp(prefix=_prefix(run_files.run_id)))  # readable by its owner only
         for folder in ("logs", "failures", "weights", "rollouts"):
             (root / folder).mkdir()
-        for name, text in belongings.files.items():
+        for name, text in run_files.files.items():
             (root / name).write_text(text, encoding="utf-8")
         self._run, self._shares = RunDir.open(root), False
         return str(root)
 
     def start(self, order: StartOrder) -> int:
-        """Starts the process; its pid."""
+        """Starts the process and returns its pid."""
         missing = [path for path in order.extra_path if not Path(path).is_dir()]
         if missing:
             raise ConfigError(f"run.extra_path {missing[0]!r} is not a directory on node {os.uname().nodename}")
@@ -116,16 +116,16 @@ class RoleHost:
         self._started.clear()
         self._ended.clear()
         self._problem = None
-        # The kernel ends the child with the thread that started it, so that thread stays until the child has ended.
-        threading.Thread(target=self._live, args=(run, order), name=order.spec.name, daemon=True).start()
+        # The kernel kills the child when the thread that started it ends, so that thread waits for the child.
+        threading.Thread(target=self._run_child, args=(run, order), name=order.spec.name, daemon=True).start()
         self._started.wait()
         if self._problem is not None:
             raise self._problem
         return self._running_child().pid
 
-    def _live(self, run: RunDir, order: StartOrder) -> None:
+    def _run_child(self, run: RunDir, order: StartOrder) -> None:
         spec = order.spec
-        hidden = {} if order.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # a process without GPUs must not find one
+        hidden = {} if order.gpus else {"CUDA_VISIBLE_DEVICES": ""}  # a process without GPUs must not see one
         try:
             with run.log_path(spec.name).open("ab") as output:
                 self._child = subprocess.Popen(
@@ -144,11 +144,11 @@ class RoleHost:
         self._child.wait()
         self._ended.set()
 
-    def wait(self, name: str) -> LastSeen:
+    def wait(self, name: str) -> ProcessExit:
         """Returns when the process has ended."""
         self._ended.wait()
         code = self._running_child().returncode
-        return LastSeen(code, None if self._shares else self._open_run().read_failure(name))
+        return ProcessExit(code, None if self._shares else self._open_run().read_failure(name))
 
     def ask_to_end(self) -> None:
         if not self._ended.is_set():
@@ -158,7 +158,7 @@ class RoleHost:
         kill_tree(self._running_child().pid, timeout_s)
 
     def exchange(self, name: str, endpoint: str | None, log_offset: int) -> bytes:
-        """Hears where the controller listens, and hands over what the process has logged since `log_offset`."""
+        """Writes the address of the controller, and returns the log of the process from `log_offset` on."""
         run = self._open_run()
         if endpoint is None:
             run.endpoint_path.unlink(missing_ok=True)
@@ -178,12 +178,12 @@ class RoleHost:
 
     def _running_child(self) -> subprocess.Popen[bytes]:
         if self._child is None:
-            raise LocalProtocolError("a role host was asked about a process that it has not started")
+            raise LocalProtocolError("a role host has not started its process")
         return self._child
 
 
-def _sees(root: Path, run_id: str) -> RunDir | None:
-    """The run directory if it is this very run's, and can be written."""
+def _accessible_run(root: Path, run_id: str) -> RunDir | None:
+    """The run directory, if it belongs to this run and is writable; otherwise None."""
     try:
         run = RunDir.open(root)
     except ConfigError:

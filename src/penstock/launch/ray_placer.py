@@ -1,7 +1,7 @@
-"""Processes on the nodes of a Ray cluster: a role host per process, in placement groups by what the process needs.
+"""Processes on the nodes of a Ray cluster: one role host per process, in placement groups by required resources.
 
-A host serves all lives of its process for as long as its node lives. What a node that does not see the run directory
-needs of it is brought to the host, and the process's log is brought back.
+A host serves all incarnations of its process while its node is alive. If a node has no access to the run directory, the
+files that the process needs are sent to the host, and the log of the process is copied back.
 """
 
 from __future__ import annotations
@@ -29,71 +29,71 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # t
 from penstock.config.run import Config
 from penstock.errors import RunFailed, Transient
 from penstock.journal.writer import is_in_use
-from penstock.launch.placing import Group, Node, check_pool, groups_of, homes_of, listens_outside, shortage
+from penstock.launch.placing import Group, Node, check_pool, groups_of, listens_outside, shortage, usable_nodes
 from penstock.launch.processes import CONTROLLER, ProcessSpec
 from penstock.launch.ray_cluster import clear, first_line, free_resources, living, result, selector, survey
-from penstock.launch.ray_host import Belongings, LastSeen, RoleHost, StartOrder
+from penstock.launch.ray_host import ProcessExit, RoleHost, RunFiles, StartOrder
 from penstock.launch.restarts import Ended
 from penstock.runtime.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
 CALL_S = 10.0
-FORMER_LIFE_S = 60.0
+PREVIOUS_PROCESSES_S = 60.0
 POLL_S = 0.2
 EXCHANGE_EVERY_S = 0.5
 REMOTE_HOST: Any = ray.remote(RoleHost)
 HOST_CALLS = 4
-"""At once: one waits for the end of the process all the time."""
+"""Concurrent calls of a host: one of them always waits for the process to end."""
 
 REMOTE_FILES = ("run.json", "config.toml", "token")
-"""What a process reads of the run directory, beside where the controller listens."""
+"""Files of the run directory that a process reads, besides the address of the controller."""
 
 
 @dataclass(slots=True)
 class Host:
-    """A role host and where it is."""
+    """A role host and its node."""
 
     process: str
     actor: Any
     node: Node
     shares: bool
-    """It sees the run directory."""
+    """It has access to the run directory."""
     log_bytes: int = 0
-    """So much of the process's log was brought back."""
+    """Bytes of the process's log that were copied back."""
     lost: bool = False
 
     def end(self) -> None:
-        """The kernel ends the process with its host; a host that cannot be reached is declared dead."""
+        """Kills the host; the kernel then kills its process. An unreachable host counts as dead."""
         self.lost = True
         ray.kill(self.actor)
 
 
 class RayProcess:
-    """One life of a process below its host."""
+    """One incarnation of a process, started by its host."""
 
     def __init__(self, run: RunDir, host: Host, pid: int) -> None:
         self._run = run
         self._host = host
-        self._seen = asyncio.wrap_future(host.actor.wait.remote(host.process).future())
-        self._seen.add_done_callback(lambda seen: seen.cancelled() or seen.exception())  # there may be no caller
+        self._ended = asyncio.wrap_future(host.actor.wait.remote(host.process).future())
+        self._ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # possibly no caller waits
         self.where = f"process {pid} on node {host.node.address}"
 
     @property
     def running(self) -> bool:
-        return not self._seen.done()
+        return not self._ended.done()
 
     async def wait(self) -> Ended:
         try:
-            seen: LastSeen = await asyncio.shield(self._seen)
+            ended: ProcessExit = await asyncio.shield(self._ended)
         except RayActorError as error:
             log.info("%s was lost with its host: %s", self._host.process, first_line(error))
-            self.kill()  # it may be out of reach only, and must not come back
+            self.kill()  # it may only be unreachable, and must not return
             return Ended(-9, lost=f"its place on node {self._host.node.address} was lost")
-        if seen.failure_report is not None:
-            words = seen.failure_report
-            self._run.write_failure(self._host.process, words["kind"], words["message"], words["exit_code"])
-        return Ended(seen.exit_code)
+        if ended.failure_report is not None:
+            report = ended.failure_report
+            self._run.write_failure(self._host.process, report["kind"], report["message"], report["exit_code"])
+        return Ended(ended.exit_code)
 
     def ask_to_end(self) -> None:
         self._host.actor.ask_to_end.remote()
@@ -110,7 +110,7 @@ class RayProcess:
 
 
 class RayPlacer:
-    """Asks for all places before the first process is started, and gives all of them back in the end."""
+    """Reserves resources for all processes before the first one starts, and releases them at the end."""
 
     def __init__(self, run: RunDir, config: Config, note: Callable[[str], None]) -> None:
         self._run = run
@@ -119,11 +119,11 @@ class RayPlacer:
         self._nodes: list[Node] = []
         self._outside = False
         self._places: dict[str, tuple[Group, Any, int]] = {}
-        """Of each process: its group, the placement group of that, and which bundle is its own."""
+        """Of each process: its group, the placement group, and the index of its bundle."""
         self._hosts: dict[str, Host] = {}
 
     async def open(self) -> None:
-        await self._end_former_life()
+        await self._end_previous_processes()
         self._nodes = await survey(self._run)
         await clear(self._run, self._nodes)
         groups = groups_of(self._config, with_gpus=any(node.gpus for node in self._nodes))
@@ -131,25 +131,25 @@ class RayPlacer:
         self._outside = listens_outside(self._nodes)
         if self._outside:
             addresses = ", ".join(sorted({node.address for node in self._nodes if not node.trouble}))
-            self._note(f"the run listens on the network, guarded by its token but not encrypted: {addresses}")
+            self._note(f"the run listens on the network, protected by its token but not encrypted: {addresses}")
         for node in self._nodes:
             if node.trouble:
-                self._note(f"node {node.address} is left out: {node.trouble}")
+                self._note(f"node {node.address} is not used: {node.trouble}")
         for group in groups:
             self._reserve(group)
         await self._all_reserved(groups)
 
     def _reserve(self, group: Group) -> None:
         needs = {"CPU": group.needs.cpus} | ({"GPU": group.needs.gpus} if group.needs.gpus else {})
-        homes = homes_of(group, self._nodes)
-        if not homes:
+        nodes = usable_nodes(group, self._nodes)
+        if not nodes:
             raise RunFailed(shortage([group], self._nodes, free_resources(), waited_s=0.0))
-        wanted = selector(homes, self._nodes)
+        labels = selector(nodes, self._nodes)
         places = placement_group(
             [needs] * len(group.members),
             strategy=group.strategy,
             name=f"{self._prefix}{group.name}",
-            bundle_label_selector=[wanted] * len(group.members),
+            bundle_label_selector=[labels] * len(group.members),
         )
         for index, member in enumerate(group.members):
             self._places[member] = (group, places, index)
@@ -181,7 +181,7 @@ class RayPlacer:
                 if host is None or host.lost:
                     host = self._hosts[spec.name] = await self._new_host(spec, left_s)
                 if spec.role == CONTROLLER.role:
-                    await self._journal_is_free(left_s)
+                    await self._wait_for_journal(left_s)
                 pid = await result(host.actor.start.remote(self._order(spec, member, session, host)), CALL_S)
                 return RayProcess(self._run, host, pid)
             except (RayActorError, TimeoutError) as error:
@@ -190,12 +190,12 @@ class RayPlacer:
                     host.end()
                 await asyncio.sleep(POLL_S)
 
-    async def _journal_is_free(self, timeout_s: float) -> None:
-        """A controller that is out of reach, and so given up, may live on for as long as Ray lets its node live."""
+    async def _wait_for_journal(self, timeout_s: float) -> None:
+        """Waits for the previous controller: if unreachable, it may stay alive until Ray declares its node dead."""
         deadline = time.monotonic() + timeout_s
         while is_in_use(self._run.journal_path):
             if time.monotonic() > deadline:
-                raise Transient(f"the former controller, on a node out of reach, holds {self._run.journal_path}")
+                raise Transient(f"the previous controller, on an unreachable node, holds {self._run.journal_path}")
             await asyncio.sleep(POLL_S)
 
     async def _new_host(self, spec: ProcessSpec, timeout_s: float) -> Host:
@@ -212,32 +212,32 @@ class RayPlacer:
             node = await self._node_of(placement_group_table(places)["bundles_to_node_id"][index])
             host = Host(spec.name, actor, node, shares)
             if not shares:
-                await self._settle(host, group)
+                await self._create_directory(host, group)
         except BaseException:
             ray.kill(actor)
             raise
         return host
 
-    async def _settle(self, host: Host, group: Group) -> None:
+    async def _create_directory(self, host: Host, group: Group) -> None:
         if group.needs.directory:
             raise RunFailed(
-                f"node {host.node.address} was given to {host.process} but does not see the run directory "
+                f"node {host.node.address} was assigned to {host.process} but has no access to the run directory "
                 f"{self._run.root}: put run.dir on a file system that all nodes share, and resume there"
             )
         files = {name: (self._run.root / name).read_text(encoding="utf-8") for name in REMOTE_FILES}
-        folder = await result(host.actor.settle.remote(Belongings(self._run.run_id, files)), CALL_S)
+        folder = await result(host.actor.create_directory.remote(RunFiles(self._run.run_id, files)), CALL_S)
         path = self._run.log_path(host.process)
         log.info("%s on node %s logs to %s there, copied to %s", host.process, host.node.address, folder, path)
 
     async def _node_of(self, node_id: str) -> Node:
-        """Nodes may have joined since the start."""
+        """The node, surveyed first if it has joined since the start."""
         if node_id not in {node.id for node in self._nodes}:
             self._nodes = [*self._nodes, *await survey(self._run, only=node_id)]
         node = next(node for node in self._nodes if node.id == node_id)
         if listens_outside(self._nodes) and not self._outside:
             raise RunFailed(
-                f"node {node.address} is another machine and joined after the run had begun on one machine only, where "
-                "it listens on loopback: resume the run to use that node too"
+                f"node {node.address} is another machine and joined after the run had started on one machine, where it "
+                "listens on loopback only: resume the run to use that node too"
             )
         return node
 
@@ -252,13 +252,13 @@ class RayPlacer:
         )
 
     async def run(self) -> None:
-        """Brings to hosts that do not see the run directory where the controller listens, and their logs back."""
+        """Sends the controller's address to hosts without access to the run directory, and copies their logs back."""
         while True:
             await self._exchange()
             await asyncio.sleep(EXCHANGE_EVERY_S)
 
     async def _exchange(self) -> bool:
-        """Whether a log grew: there may be more of it."""
+        """Whether a log grew: then there may be more to copy."""
         remote = [host for host in self._hosts.values() if not host.shares and not host.lost]
         if not remote:
             return False
@@ -278,7 +278,7 @@ class RayPlacer:
         return grew
 
     async def close(self) -> None:
-        while await self._exchange():  # the processes have ended, so their logs have ends
+        while await self._exchange():  # the processes have ended, so their logs are finite
             pass
         for host in self._hosts.values():
             host.end()
@@ -286,16 +286,16 @@ class RayPlacer:
             remove_placement_group(places)
         await clear(self._run, self._nodes)
 
-    async def _end_former_life(self) -> None:
-        """A supervisor that was lost with its node is started again elsewhere: nothing of its run may be left then."""
+    async def _end_previous_processes(self) -> None:
+        """Removes processes of a previous supervisor: one that was lost with its node is restarted on another node."""
         for info in placement_group_table().values():
             if info["name"].startswith(self._prefix) and info["state"] != "REMOVED":
-                with suppress(ValueError):  # it has gone meanwhile
+                with suppress(ValueError):  # it was removed in the meantime
                     remove_placement_group(get_placement_group(info["name"]))
-        deadline = time.monotonic() + FORMER_LIFE_S
+        deadline = time.monotonic() + PREVIOUS_PROCESSES_S
         while names := [name for name in list_named_actors() if name.startswith(self._prefix)]:
             if time.monotonic() > deadline:
-                raise RunFailed(f"processes of this run's former life do not end: {', '.join(names)}")
+                raise RunFailed(f"processes of the previous supervisor of this run do not end: {', '.join(names)}")
             for name in names:
                 with suppress(ValueError):
                     ray.kill(ray.get_actor(name))

@@ -1,7 +1,7 @@
-"""A run on a Ray cluster: its supervisor is an actor of the cluster, and terminals come and go.
+"""A run on a Ray cluster: its supervisor is an actor of the cluster; terminals attach and detach.
 
-The actor is detached, so the run outlives its launcher; and it is started again elsewhere when its node is
-lost, which to the run is what `--resume` is. How the run ended stands in the run directory for those who look later.
+The actor is detached, so the run outlives its launcher. When its node is lost, Ray restarts the actor on another node,
+and the run resumes as with `--resume`. The run directory records how the run ended.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from penstock.runtime.shutdown import ShutdownSignal
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 CALL_S = 10.0
 SILENCE_S = 120.0
 QUIET_S = 15.0
-"""After this long without an answer the way to go on is named: Ray ends clients that lost its head node."""
+"""After this long without an answer the user sees how to resume: Ray kills clients that lost its head node."""
 
 TERMINALS = 4
-"""May look at once."""
+"""Concurrent calls of the actor."""
 
 LINGER_S = 5.0
-"""How long a supervisor stays after the end, for those who look."""
+"""How long a supervisor stays after the end, so that terminals can read the last snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What a terminal has not seen yet."""
+class Snapshot:
+    """The status of a run, and the notes that a terminal has not shown yet."""
 
-    life: str
-    """Of the supervisor: another one has other notes."""
+    incarnation: str
+    """Of the supervisor: notes are counted per incarnation."""
     status: dict[str, Any]
     notes: list[str]
     failure: PenstockError | None
-    """Why there is nothing to supervise."""
+    """Why the supervisor failed."""
 
 
 class KeptView:
-    """Keeps what a terminal would show, for as many as look and whenever they do."""
+    """Keeps the status and the notes for terminals, which poll them at any time."""
 
     def __init__(self) -> None:
-        self.life = secrets.token_hex(4)
+        self.incarnation = secrets.token_hex(4)
         self.status: dict[str, Any] = {}
         self.notes: list[str] = []
 
@@ -81,7 +81,7 @@ class KeptView:
 
 
 class RunActor:
-    """Supervises a run in a thread of its own; its methods are for terminals."""
+    """Supervises a run in a separate thread; its methods are called by terminals."""
 
     def __init__(self, run_root: str) -> None:
         watch_parent(os.getppid())
@@ -90,20 +90,25 @@ class RunActor:
         self._stop = ShutdownSignal()
         self._failure: PenstockError | None = None
         configure("supervisor", self._run.log_path("supervisor"), logging.INFO)
-        if _was_lost():
-            self._view.note("the supervisor was lost and started again: the run goes on from its journal")
-        threading.Thread(target=self._live, name="supervise", daemon=True).start()
+        if _was_restarted():
+            self._view.note("the supervisor was lost and started again: the run resumes from its journal")
+        threading.Thread(target=self._supervise_and_exit, name="supervise", daemon=True).start()
 
-    def look(self, life: str, notes_seen: int) -> Look:
+    def snapshot(self, incarnation: str, notes_seen: int) -> Snapshot:
         view = self._view
-        return Look(view.life, view.status, view.notes[notes_seen if life == view.life else 0 :], self._failure)
+        return Snapshot(
+            view.incarnation,
+            view.status,
+            view.notes[notes_seen if incarnation == view.incarnation else 0 :],
+            self._failure,
+        )
 
     def stop(self, reason: str) -> None:
         self._stop.request(reason)
 
-    def _live(self) -> None:
+    def _supervise_and_exit(self) -> None:
         try:
-            if self._run.read_ending() is None:  # otherwise it was lost after the end and before it had left
+            if self._run.read_ending() is None:  # otherwise the actor was lost after the end of the run
                 self._supervise()
         except PenstockError as error:
             self._failure = error
@@ -111,7 +116,7 @@ class RunActor:
             log.exception("the supervisor failed")
             self._failure = RunFailed(f"the supervisor failed: {type(error).__name__}: {error}")
         time.sleep(LINGER_S)
-        # An end that Ray does not take for a loss.
+        # Ray does not restart an actor that is killed this way.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def _supervise(self) -> None:
@@ -121,9 +126,9 @@ class RunActor:
             uvloop.run(supervise(self._run, config, placer, self._view, self._stop))
 
 
-def _was_lost() -> bool:
+def _was_restarted() -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray asks itself in a way that it deprecates
+        warnings.simplefilter("ignore")  # Ray's own code uses a deprecated call
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
@@ -136,7 +141,7 @@ def _name_of(run: RunDir) -> str:
 
 
 def _find(run: RunDir) -> Any | None:
-    """The supervisor of the run, if it is on this cluster."""
+    """The supervisor of the run, or None if it is not on this cluster."""
     try:
         return ray.get_actor(_name_of(run), namespace=NAMESPACE)
     except ValueError:
@@ -144,12 +149,12 @@ def _find(run: RunDir) -> Any | None:
 
 
 def check(config: Config) -> None:
-    """Before anything is made for a run: can the cluster run it?"""
+    """Raises `ConfigError` if no cluster listens at the configured address. Call before creating the run directory."""
     check_address(config.launch.address)
 
 
 async def run_on_ray(run: RunDir, config: Config, view: View) -> Outcome:
-    """Starts the run on the cluster, or finds it there, and shows it to its end; a signal stops it gracefully."""
+    """Starts the run on the cluster, or attaches to it, and shows it until it ends. A signal stops it gracefully."""
     needed_cpus = sum(group.needs.cpus * len(group.members) for group in groups_of(config, with_gpus=False))
     with closing(view), connected(config.launch.address, needed_cpus) as cluster:
         stop = ShutdownSignal()
@@ -158,7 +163,7 @@ async def run_on_ray(run: RunDir, config: Config, view: View) -> Outcome:
         if actor is not None and run.read_ending() is None and await _answers(actor):
             view.note(f"the run is alive on {cluster}: watching it")
         else:
-            await _dismiss(run)
+            await _kill_supervisor(run)
             write_atomically(run.config_path, dump(config))
             write_atomically(_cluster_path(run), json.dumps({"address": ray.get_runtime_context().gcs_address}))
             view.note(f"on {cluster}; watch it from elsewhere with: penstock attach {run.root}")
@@ -169,7 +174,7 @@ async def run_on_ray(run: RunDir, config: Config, view: View) -> Outcome:
 
 
 async def attach(run: RunDir, view: View, *, stop: bool) -> Outcome | None:
-    """Shows a run to its end, or until a signal: then None. With `stop` the run is asked to end first."""
+    """Shows a run until it ends. On a signal, returns None and leaves it running. With `stop`, stops the run first."""
     with closing(view):
         ending = run.read_ending()
         if ending is not None:
@@ -183,87 +188,92 @@ async def attach(run: RunDir, view: View, *, stop: bool) -> Outcome | None:
             signals.install()
             actor = _find(run)
             if actor is None:
-                raise RunFailed(f"the Ray cluster at {address} does not know this run; {_go_on(run)}")
+                raise RunFailed(f"the Ray cluster at {address} has no record of this run; {_resume_hint(run)}")
             view.note("watching the run" + ("" if stop else "; Ctrl-C leaves it running"))
             if stop:
-                signals.request("asked to stop by `penstock attach --stop`")
+                signals.request("stopped by `penstock attach --stop`")
             return await _follow(run, actor, view, signals, stops=stop)
 
 
 async def _launch(run: RunDir) -> Any:
-    """Starts the supervisor where the run directory is seen: on the head, if it can be, which a cluster cannot lose."""
+    """Starts the supervisor on a node with access to the run directory: the head node if possible, since a cluster does
+    not survive its loss anyway."""
     nodes = await survey(run)
-    homes = [node for node in nodes if node.sees_directory and not node.trouble]
-    if not homes:
-        troubles = "; ".join(f"{node.address}: {node.trouble or 'does not see it'}" for node in nodes)
+    usable = [node for node in nodes if node.sees_directory and not node.trouble]
+    if not usable:
+        troubles = "; ".join(f"{node.address}: {node.trouble or 'no access'}" for node in nodes)
         raise RunFailed(f"no node of the cluster can use the run directory {run.root} ({troubles})")
     run.ending_path.unlink(missing_ok=True)
-    head = next((node for node in homes if node.is_head), None)
-    where = {"resources": HEAD} if head is not None else {"label_selector": selector(homes, nodes)}
+    head = next((node for node in usable if node.is_head), None)
+    where = {"resources": HEAD} if head is not None else {"label_selector": selector(usable, nodes)}
     actor: Any = ray.remote(RunActor)
     detached = {"name": _name_of(run), "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1}
     return actor.options(num_cpus=0, max_concurrency=TERMINALS, **detached, **where).remote(str(run.root))
 
 
 async def _follow(run: RunDir, actor: Any, view: View, stop: ShutdownSignal, *, stops: bool) -> Outcome | None:
-    """Shows the run until it has ended, and how. A signal ends the run gracefully if this terminal `stops` it;
-    otherwise the terminal goes (None) and the run goes on.
+    """Shows the run until it ends, and returns its outcome. On a signal, stops the run gracefully if `stops` is set;
+    otherwise returns None and leaves the run running.
 
-    Consumes: what the supervisor shows. Produces: the view's updates. Waits for: the end of the run.
-    Unblocked by: the end, a signal, or the silence of the supervisor for `SILENCE_S`.
+    Consumes: snapshots of the supervisor. Produces: the view's updates. Waits for: the end of the run.
+    Unblocked by: the end, a signal, or no answer from the supervisor for `SILENCE_S`.
     """
-    life, notes_seen, heard_at, warned = "", 0, time.monotonic(), False
+    incarnation, notes_seen, answered_at, warned = "", 0, time.monotonic(), False
     while (ending := run.read_ending()) is None:
         if stop.requested and not stops:
             return None
         try:
             if stop.requested:
                 await result(actor.stop.remote(stop.reason), CALL_S)
-            look: Look = await result(actor.look.remote(life, notes_seen), CALL_S)
+            snapshot: Snapshot = await result(actor.snapshot.remote(incarnation, notes_seen), CALL_S)
         except ActorDiedError as error:
             if run.read_ending() is None:
-                raise RunFailed(f"the supervisor of the run is no more ({first_line(error)}); {_go_on(run)}") from error
+                raise RunFailed(
+                    f"the supervisor of the run has died ({first_line(error)}); {_resume_hint(run)}"
+                ) from error
         except (RayError, TimeoutError) as error:
-            silent_s = time.monotonic() - heard_at
+            silent_s = time.monotonic() - answered_at
             if silent_s > QUIET_S and not warned:
                 warned = True
                 view.note(
                     f"the supervisor of the run has not answered for {silent_s:.0f} s. If the cluster's head node is "
-                    f"lost, so is the run; then, on another cluster, {_go_on(run)}"
+                    f"lost, the run is lost too; then, on another cluster, {_resume_hint(run)}"
                 )
             if silent_s > SILENCE_S:
                 raise RunFailed(
-                    f"the supervisor of the run has been silent for {SILENCE_S:g} s ({first_line(error)}): its node "
-                    f"may be lost, and no other sees {run.root}. When one does, {_go_on(run)}"
+                    f"the supervisor of the run has not answered for {SILENCE_S:g} s ({first_line(error)}): its node "
+                    f"may be lost, and no other node has access to {run.root}. When one has, {_resume_hint(run)}"
                 ) from error
         else:
-            if look.failure is not None:
-                raise look.failure
-            heard_at, warned = time.monotonic(), False
-            notes_seen = notes_seen + len(look.notes) if look.life == life else len(look.notes)
-            life = look.life
-            for line in look.notes:
+            if snapshot.failure is not None:
+                raise snapshot.failure
+            answered_at, warned = time.monotonic(), False
+            notes_seen = (
+                notes_seen + len(snapshot.notes) if snapshot.incarnation == incarnation else len(snapshot.notes)
+            )
+            incarnation = snapshot.incarnation
+            for line in snapshot.notes:
                 view.note(line)
-            if look.status:
-                view.update(look.status)
-        await asyncio.sleep(LOOK_EVERY_S)
+            if snapshot.status:
+                view.update(snapshot.status)
+        await asyncio.sleep(POLL_EVERY_S)
     return _outcome(ending)
 
 
-async def _dismiss(run: RunDir) -> None:
-    """Ends a supervisor that has nothing left to do, or that waits for a node that may never come."""
+async def _kill_supervisor(run: RunDir) -> None:
+    """Kills a supervisor that has finished, or that waits for a node that may never join."""
     deadline = time.monotonic() + SILENCE_S
     while (actor := _find(run)) is not None:
         if time.monotonic() > deadline:
-            raise RunFailed(f"the former supervisor of {run.root} does not end; stop the actor {_name_of(run)!r}")
+            raise RunFailed(f"the previous supervisor of {run.root} does not end; stop the actor {_name_of(run)!r}")
         ray.kill(actor, no_restart=True)
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(POLL_EVERY_S)
 
 
 async def _answers(actor: Any) -> bool:
-    """Whether the supervisor lives."""
+    """Whether the supervisor answers a call."""
     try:
-        await result(actor.look.remote("", 0), CALL_S)
+        await result(actor.snapshot.remote("", 0), CALL_S)
     except (RayError, TimeoutError):
         return False
     return True
@@ -275,5 +285,5 @@ def _outcome(ending: dict[str, Any]) -> Outcome:
     return Outcome(ending["status"], ending["how"] == "interrupted", ending["wall_s"])
 
 
-def _go_on(run: RunDir) -> str:
-    return f"go on with: penstock run --resume {run.root}"
+def _resume_hint(run: RunDir) -> str:
+    return f"resume with: penstock run --resume {run.root}"

@@ -1,4 +1,4 @@
-"""`penstock report`: a run as one HTML file to send to a colleague. No script, nothing fetched, only what files say."""
+"""`penstock report`: a run as one HTML file to share. It has no script, fetches nothing, and reads only files."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Steps = dict[str, dict[int, dict[str, Any]]]
 
 
 def _metrics(path: Path) -> tuple[Steps, Steps, dict[str, Any]]:
-    """Steps and evaluations by pipeline, and the last gauges. A step trained again replaces its first try."""
+    """Steps and evaluations by pipeline, and the last gauges. A step that was retrained replaces its first attempt."""
     steps: Steps = defaultdict(dict)
     evaluations: Steps = defaultdict(dict)
     gauges: dict[str, Any] = {}
@@ -100,8 +100,8 @@ def _head(run: RunDir, ending: dict[str, Any] | None) -> str:
     wall = "" if ending is None or "wall_s" not in ending else f" after {ending['wall_s']:.0f} s"
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(_made_at(run)))
     kind = "ok" if how in ("complete", "running") else "bad"
-    said = f"<pre>{_text(sentence)}</pre>" if sentence else ""
-    return f'<h1>{_text(run.root.name)}</h1><p><span class="{kind}">{_text(how)}</span>{wall} · {made}</p>{said}'
+    message = f"<pre>{_text(sentence)}</pre>" if sentence else ""
+    return f'<h1>{_text(run.root.name)}</h1><p><span class="{kind}">{_text(how)}</span>{wall} · {made}</p>{message}'
 
 
 def _made_at(run: RunDir) -> float:
@@ -151,7 +151,7 @@ def _charts(steps: dict[int, dict[str, Any]], evaluations: dict[int, dict[str, A
 
 
 def _samples(path: Path) -> str:
-    """Those of the last step that was written."""
+    """Samples of the last step that was written."""
     try:
         lines = [orjson.loads(line) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
     except (OSError, orjson.JSONDecodeError):
@@ -167,16 +167,16 @@ def _samples(path: Path) -> str:
 
 
 def _written(sample: dict[str, Any]) -> str:
-    """What the policy was given and wrote; of an episode without text, its figures."""
+    """The prompt and the completion; for an episode without text, its figures."""
     if "pieces" not in sample:
         figures = {key: value for key, value in sample.items() if key not in IN_OTHER_COLUMNS}
-        told = ", ".join(f"{key} {_shown(value)}" for key, value in figures.items())
-        return _text(told[:SAMPLE_CHARACTERS])
+        line = ", ".join(f"{key} {_shown(value)}" for key, value in figures.items())
+        return _text(line[:SAMPLE_CHARACTERS])
     return "".join(_piece(one) for one in sample["pieces"])
 
 
 def _shown(value: Any) -> str:
-    """An episode may have hundreds of actions: the first ones, and how many there are."""
+    """The value; of a long list, such as hundreds of actions, the first items and its length."""
     if isinstance(value, list) and len(value) > ITEMS_SHOWN:
         return f"{value[:ITEMS_SHOWN]} … {len(value)} in all"
     return f"{value:.4g}" if isinstance(value, float) else f"{value}"
@@ -188,7 +188,7 @@ def _piece(piece: dict[str, Any]) -> str:
 
 
 def _accounting(one: dict[str, Any]) -> str:
-    """Every sample that was ever asked for is in exactly one of these rows."""
+    """Every issued sample is counted in exactly one of these rows."""
     if not one:
         return ""
     states = [key for key in one if key.startswith("samples_") and key.removeprefix("samples_") in STATES]
@@ -210,11 +210,11 @@ def _dropped(key: str, value: Any) -> bool:
 
 
 def _faults(run: RunDir) -> str:
-    """Processes that ended before their time, and warnings of the supervisor."""
+    """Processes that failed, and warnings of the supervisor."""
     log = run.log_path("supervisor")
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    told = [line for line in lines if " WARNING " in line or " ERROR " in line]
-    rows = [(line.split(" supervisor ", 1)[0][:23], line.partition(": ")[2]) for line in told[-FAULTS_SHOWN:]]
+    warnings = [line for line in lines if " WARNING " in line or " ERROR " in line]
+    rows = [(line.split(" supervisor ", 1)[0][:23], line.partition(": ")[2]) for line in warnings[-FAULTS_SHOWN:]]
     for path in sorted((run.root / "failures").glob("*.json")):
         failure = run.read_failure(path.stem) or {}
         rows.append((path.stem, str(failure.get("message", ""))))
@@ -224,7 +224,7 @@ def _faults(run: RunDir) -> str:
 
 
 class _Raw(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

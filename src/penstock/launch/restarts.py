@@ -1,4 +1,4 @@
-"""What to do when a process of the run ends. Pure: exit codes in, a verdict out."""
+"""Decides what to do when a process of the run ends. Pure: takes an exit code, returns a verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.runtime.process import exit_cause
 from penstock.runtime.rundir import NO_SPACE
 
 STEADY_S = 60.0
-"""A process that lived this long has started well: its earlier crashes are forgiven."""
+"""A process that ran for this long has started well: its counts of earlier crashes are reset."""
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
@@ -19,14 +19,15 @@ FULL_DISK = (
     "no space is left on the disk of the run directory. What was acknowledged is safe: free some space and resume"
 )
 CRASHES_AT_START = 3
-"""Tries of a process that fails by itself before it has lived for `STEADY_S`: that is rarely bad luck."""
+"""Restarts of a process that fails by itself before it has run for `STEADY_S`: such failures rarely go away."""
 NOT_ITS_FAULT = ("Stale",)
-"""What a process ends with that the controller has evicted: it was killed, stopped or cut off, and started well."""
+"""Failure kinds of a process that the controller evicted: it was killed, stopped or cut off, but started well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended: by itself or by a signal; or what became of the place it ran in, if that was lost."""
+    """How a process ended: its exit code (negative: a signal), and in `lost` the reason if its node was lost or it
+    exited early."""
 
     exit_code: int
     lost: str = ""
@@ -34,7 +35,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """It did its work and left."""
+    """The process completed its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class RestartAfter:
 class FailTheRun:
     sentence: str
     mistake: bool = False
-    """The configuration is at fault, not the run."""
+    """The configuration is the cause, not the run."""
 
 
 Verdict = Finished | RestartAfter | FailTheRun
@@ -61,9 +62,9 @@ class RestartPolicy:
     max_restarts: int
     restarts: int = 0
     quick_crashes: int = field(default=0)
-    """Ends in a row that came soon after the start, for whatever reason: the pauses grow with them."""
+    """Consecutive ends soon after the start, for any reason: the backoff grows with them."""
     failures: int = field(default=0)
-    """Those of its own, in a row: kills in between neither count nor forgive."""
+    """Consecutive failures of the process itself; a kill in between neither counts nor resets the count."""
 
     def ended(self, ended: Ended, lived_s: float, failure_report: Mapping[str, Any] | None) -> Verdict:
         if ended.exit_code == 0:
@@ -87,7 +88,7 @@ class RestartPolicy:
 
 
 def without_place(spec: ProcessSpec, why: str, running_beside: Sequence[str]) -> FailTheRun | RestartAfter:
-    """What to do about a process for which there is no place: others may do its work for as long as it takes."""
+    """The verdict on a process that cannot be placed: retry if others do the same work meanwhile, else fail the run."""
     if running_beside:
         return RestartAfter(LONGEST_BACKOFF_S, f"no place for it: {why}")
     return FailTheRun(f"{spec.name} cannot be started: {why}")

@@ -1,4 +1,4 @@
-"""A simulated run under the real supervisor: its restarts, its judgement of how the run ended."""
+"""A simulated run under the real supervisor, with its restarts and its verdict on the run."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from penstock.sim.waits import Waits
 CHECK_EVERY_S = 1.0
 WAITS_EVERY_S = 10.0
 UNBOUNDED_FOR_S = 90.0
-"""A wait without a deadline that has lasted for this long, and that no diagnosis names, counts as one for ever."""
+"""A wait without a deadline that has lasted for this long, and is in no diagnosis, counts as indefinite."""
 RECOVERS_WITHIN_S = 120.0
-"""After the last fault is over: every pipeline trains again by then."""
+"""Every pipeline must train again within this time after the end of the last fault."""
 STALL_SLACK_S = 20.0
-"""Beyond `control.stall_after_s`, for the controller to notice and to say so."""
+"""Beyond `control.stall_after_s`, for the controller to detect and log the stall."""
 
 STARTS_A_MINUTE = 10
-"""Of one process under one supervisor: 0.5, 1, 2, 4, 8, then 10 s between them, however soon it dies."""
+"""Limit for one process under one supervisor: the backoff is 0.5, 1, 2, 4, 8, then 10 s, however soon it dies."""
 
 DISK_IS_FULL = ("the disk is full", "No space left on device")
 RESUME = "resume the run"
 
 
 def simulate(plan: Plan) -> Report:
-    """Runs it to its end. Raises `InvalidTransition` when a promise is broken, naming it."""
+    """Simulates the run until it ends. Raises `InvalidTransition` with the invariant that was violated."""
     began = time.perf_counter()
     with simulated_system(config_of(plan), plan.work, plan.seed, real_limit_s=plan.real_limit_s) as system:
         run = _Run(system, plan)
-        ended = system.loop.run_until_complete(run.to_its_end())
+        ended = system.loop.run_until_complete(run.run_to_end())
         truth = system.truth
         report = Report(
             plan=plan,
@@ -96,17 +96,17 @@ class _Run:
         self._waits_at = WAITS_EVERY_S
         self._calm_at = max((one.at_s + one.for_s for one in plan.faults), default=0.0) + RECOVERS_WITHIN_S
         self._pause_s = 60.0 + 4 * sum(getattr(plan.work, name) for name in {"sample_s", *TIMED.values()})
-        """No step takes longer in calm weather."""
+        """Upper bound of a step without faults."""
 
-    async def to_its_end(self) -> str:
+    async def run_to_end(self) -> str:
         system, plan = self.system, self.plan
         for one in plan.faults:
-            system.loop.call_later(one.at_s, self._strike, one)
+            system.loop.call_later(one.at_s, self._inject, one)
         watching = system.loop.create_task(self._watch())
-        lives = itertools.count()
+        incarnations = itertools.count()
         while True:
             home = Process(system.loop, "supervisor")
-            supervisor = SimulatedSupervisor(system, home, f"{plan.seed} {next(lives)}")
+            supervisor = SimulatedSupervisor(system, home, f"{plan.seed} {next(incarnations)}")
             running = home.run(supervisor.run())
             system.outage = system.loop.create_future()
             done, _ = await asyncio.wait(
@@ -117,7 +117,7 @@ class _Run:
             if system.outage in done:
                 home.kill()
                 await asyncio.sleep(system.outage.result())
-            elif running in done and plan.resumed and _asks_to_be_resumed(running.exception()):
+            elif running in done and plan.resumed and _is_resumable(running.exception()):
                 while system.sky.disk_full:  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(CHECK_EVERY_S)
             else:
@@ -134,14 +134,14 @@ class _Run:
         if watching in done:
             watching.result()
         if system.broken in done:
-            return "a promise was broken"
+            return "an invariant was violated"
         stalls = "; ".join(system.service.diagnosis().values()) if system.service is not None else "no controller"
         raise RunFailed(
-            f"seed {plan.seed}: not over after {plan.limit_s:g} s: {stalls}\n{system.loop.waits()}\n"
+            f"seed {plan.seed}: not complete after {plan.limit_s:g} s: {stalls}\n{system.loop.waits()}\n"
             + "\n".join(list(system.history.lines)[-30:])
         )
 
-    def _strike(self, one: Fault) -> None:
+    def _inject(self, one: Fault) -> None:
         self.fired[one.what] += 1
         self.system.history.add(f"fault {one}")
         undo = KINDS[one.what](self.system, one)
@@ -149,7 +149,7 @@ class _Run:
             self.system.loop.call_later(one.for_s, undo)
 
     async def _watch(self) -> None:
-        """The books are audited all the time, and every stall is named within its bound."""
+        """Checks the sample tables continuously, and that the controller reports every stall within its bound."""
         system, allowed_s = self.system, self.plan_stall_s + STALL_SLACK_S
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
@@ -165,34 +165,34 @@ class _Run:
             for pipeline, moved_at in system.truth.moved_at.items():
                 self._check_recovery(pipeline, now)
                 quiet_s = now - max(moved_at, self._up_since, server.started_at if server is not None else now)
-                if quiet_s > allowed_s and not self._named(pipeline, now - allowed_s):
-                    system.truth.breaks(f"{pipeline} stood still for {quiet_s:.0f} s and the controller did not say so")
+                if quiet_s > allowed_s and not self._diagnosed(pipeline, now - allowed_s):
+                    system.truth.breaks(f"{pipeline} stalled for {quiet_s:.0f} s and the controller did not report it")
 
     def _check_waits(self, since: float) -> None:
         for process, place, waited_s in self._waits.unbounded(UNBOUNDED_FOR_S):
-            if not self._said("stalled for", since, process):
+            if not self._logged("stalled for", since, process):
                 self.system.truth.breaks(
                     f"{process}: {place} has waited for {waited_s:.0f} s without a deadline\n{self.system.loop.waits()}"
                 )
 
     def _check_recovery(self, pipeline: str, now: float) -> None:
-        """After the last fault a pipeline trains again within its bound, and goes on."""
-        stood_s = now - max(self._calm_at, self.system.truth.stepped_at.get(pipeline, 0.0))
-        if stood_s > self._pause_s and self._phase(pipeline) == "running":
+        """Checks that a pipeline trains again within its bound after the last fault, and does not stop after that."""
+        idle_s = now - max(self._calm_at, self.system.truth.stepped_at.get(pipeline, 0.0))
+        if idle_s > self._pause_s and self._phase(pipeline) == "running":
             ago_s = now - self._calm_at + RECOVERS_WITHIN_S
-            self.system.truth.breaks(f"{pipeline} trains no step, {ago_s:.0f} s after the last fault was over")
+            self.system.truth.breaks(f"{pipeline} trains no step, {ago_s:.0f} s after the end of the last fault")
 
     def _phase(self, pipeline: str) -> str:
         service = self.system.service
         return service.controller.pipelines[PipelineName(pipeline)].phase if service is not None else ""
 
-    def _named(self, pipeline: str, since: float) -> bool:
-        """Whether the controller said why nothing moves, or that nothing need move."""
-        return self._said(f"{pipeline}: stalled for", since) or self._phase(pipeline) not in ("running", "draining")
+    def _diagnosed(self, pipeline: str, since: float) -> bool:
+        """Whether the controller logged the stall, or the pipeline is in a phase without progress."""
+        return self._logged(f"{pipeline}: stalled for", since) or self._phase(pipeline) not in ("running", "draining")
 
-    def _said(self, words: str, since: float, name: str = "") -> bool:
+    def _logged(self, text: str, since: float, name: str = "") -> bool:
         return any(
-            one.at >= since and one.process == "controller" and words in one.line and name in one.line
+            one.at >= since and one.process == "controller" and text in one.line and name in one.line
             for one in reversed(self.system.said[-200:])
         )
 
@@ -212,13 +212,13 @@ class _Run:
                     _check_rings(system, placed, bound)
 
 
-def _asks_to_be_resumed(error: BaseException | None) -> bool:
-    """Whether a run ended with a sentence after which a user resumes it, once there is room on the disk."""
-    return isinstance(error, PenstockError) and any(words in str(error) for words in (*DISK_IS_FULL, RESUME))
+def _is_resumable(error: BaseException | None) -> bool:
+    """Whether the error advises the user to resume the run once the disk has free space."""
+    return isinstance(error, PenstockError) and any(text in str(error) for text in (*DISK_IS_FULL, RESUME))
 
 
 def _check_rings(system: System, placed: Placed, bound: int) -> None:
-    """Payloads that were trained, refused or dropped do not stay in their ring."""
+    """Checks that payloads that were trained, refused or dropped have left their ring."""
     for path in placed.rings:
         if not path.exists():
             continue
@@ -231,7 +231,7 @@ def _check_rings(system: System, placed: Placed, bound: int) -> None:
 
 
 class SimulatedSupervisor(Supervisor):
-    """The supervisor itself; only its way to the controller is simulated."""
+    """The real supervisor; only its connection to the controller is simulated."""
 
     def __init__(self, system: System, home: Process, seed: str) -> None:
         view: Any = _View()
@@ -320,7 +320,7 @@ class _PlacedProcess:
 
 
 def attempted(plan: Plan) -> tuple[str, Report | None]:
-    """Why this run did not end well, empty when it did; and its report, if it has one."""
+    """Why this run failed (empty if it did not), and its report, if it has one."""
     try:
         report = simulate(plan)
     except (InvalidTransition, RunFailed) as error:
@@ -338,7 +338,7 @@ def stormy(plan: Plan, seed: int, intensity: float) -> Plan:
 
 
 def scenarios_called(name: str) -> list[Scenario]:
-    """One by its name, all, or those of a file."""
+    """One scenario by its name, all of them, or those of a file."""
     if name == "all":
         return SCENARIOS
     return scenarios_in(Path(name)) if name.endswith((".py", ".toml")) else [scenario_called(name)]

@@ -1,7 +1,7 @@
-"""A batch script that runs a configuration on Slurm: alone on one node, or on a Ray cluster that the job brings up.
+"""A batch script that runs a configuration on Slurm: on one node, or on a Ray cluster that the job starts.
 
-The script resumes: a job that is requeued, or submitted again, goes on with the run it started. Before the time limit
-Slurm sends SIGTERM to the script, which passes it on; the run then saves a checkpoint and shuts down gracefully.
+The script resumes: a job that is requeued continues the run that it started. Before the time limit Slurm sends SIGTERM
+to the script, which forwards it; the run then saves a checkpoint and shuts down gracefully.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.config.run import Config
 from penstock.errors import ConfigError
 
 NOTICE_S = 120
-"""How long before the time limit the run is asked to stop: more than a checkpoint takes."""
+"""Seconds before the time limit at which the run is stopped: longer than a checkpoint takes."""
 
 _HEADER = """#!/bin/bash
 #SBATCH --job-name={name}
@@ -65,7 +65,7 @@ def batch_script(
     options: Sequence[str] = (),
     penstock: str = "penstock",
 ) -> str:
-    """The script for `sbatch`. `options` are further ones of Slurm, such as `--gpus-per-node=8`."""
+    """The script for `sbatch`. `options` are additional Slurm options, such as `--gpus-per-node=8`."""
     if nodes < 1:
         raise ConfigError(f"--nodes is {nodes}; a job needs at least one")
     if nodes == 1 and config.launch.kind == "ray":

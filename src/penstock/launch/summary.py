@@ -1,4 +1,4 @@
-"""What a person sees at the end of a run: the figures that matter, and a plot of the reward curves."""
+"""The summary at the end of a run: its main figures, and a plot of the reward curves."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SMOOTHING_STEPS = 10
 PLOT_COLUMNS = 3
 LOOPS_SHOWN = 3
 PARTS = ("step_s", "turn_s")
-"""What the trainer does one after the other; it fetches batches and publishes weights meanwhile."""
+"""Parts of a step that the trainer runs in sequence; it fetches batches and publishes weights concurrently."""
 REWARD_WINDOW = 10
 """Steps over which first and final rewards are averaged: single steps are noisy."""
 
 
 @dataclass(slots=True)
 class Curve:
-    """The reward of each trained step. A step trained again after a rollback replaces its first try."""
+    """The figures of each trained step. A step that was retrained after a rollback replaces its first attempt."""
 
     rewards: dict[int, float] = field(default_factory=dict)
     staleness_mean: dict[int, float] = field(default_factory=dict)
@@ -36,10 +36,10 @@ class Curve:
     evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
     """By version: the mean reward and its standard error."""
     times: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of each step: when it was done, and the seconds that its parts took."""
+    """Of each step: when it was completed, and the seconds that its parts took."""
 
     def shares(self, throttled_s: float) -> str:
-        """Who waited for whom, as shares of the time from the first step to the last; empty for a run of one step."""
+        """How the time from the first step to the last was spent, as shares; empty for a run of one step."""
         steps = [self.times[step] for step in sorted(self.times)]
         if len(steps) < 2 or (whole_s := steps[-1]["at"] - steps[0]["at"]) <= 0:
             return ""
@@ -59,7 +59,7 @@ class Curve:
         return _mean([reward for _, reward in self.points()[-REWARD_WINDOW:]])
 
     def evaluated(self) -> str:
-        """The first version that was evaluated, and the last."""
+        """The rewards of the first and the last evaluated version."""
         versions = sorted(self.evaluations)
         if not versions:
             return "-"
@@ -142,7 +142,7 @@ def print_summary(
     ended: str,
     busy: Callable[[float], dict[int, float]] = lambda since: {},
 ) -> None:
-    """The last screen of a run. `busy` says which share of the time since then each GPU was busy."""
+    """Prints the summary. `busy(since)` returns the mean utilization of each GPU since that time."""
     curves = read_curves(run.metrics_path)
     picture = plot(run)
     columns = ["pipeline", "steps", "reward\nfirst → final", "samples\ntrained", "dropped", "staleness\nmean / max"]
@@ -164,7 +164,7 @@ def print_summary(
             f"{_figure(_mean(list(curve.staleness_mean.values())))} / {max(curve.staleness_max.values(), default=0)}",
         )
     console.print(f"{run.root.name}: {ended} after {wall_s:.0f} s", highlight=False, markup=False, style="bold")
-    if table.row_count:  # there is none if it was interrupted while it started
+    if table.row_count:  # empty if the run was interrupted during its start
         console.print(table)
     several = len(status.get("pipelines", {})) > 1
     for name, one in status.get("pipelines", {}).items():

@@ -1,7 +1,7 @@
-"""The supervisor: keeps the processes of a run going, notices when it is over, and ends every one of them.
+"""The supervisor: keeps the processes of a run running, detects the end of the run, and ends all processes.
 
-It decides what is started, when it is started again and how the run ended. How a process is started, watched and
-ended is its placer's affair: that is all in which the launchers differ.
+It decides which process is started, when it is restarted, and how the run ended. Its placer starts, watches and ends a
+process: launchers differ only in their placer.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ KILL_TREE_S = 5.0
 
 
 class Placed(Protocol):
-    """A process that was started. It can be told things at any time, also when it has ended."""
+    """A process that was started. All methods may be called at any time, also after it has ended."""
 
     @property
     def where(self) -> str:
-        """For people: which process it is, and on which machine."""
+        """For log lines: the process, and its machine if that is not this one."""
         ...
 
     @property
     def running(self) -> bool: ...
 
     async def wait(self) -> Ended:
-        """How it ended, once it has; any number may wait."""
+        """Waits until the process has ended. Several callers may wait."""
         ...
 
     def ask_to_end(self) -> None: ...
@@ -72,27 +72,27 @@ class Placed(Protocol):
     def kill(self) -> None: ...
 
     async def kill_tree(self, timeout_s: float) -> None:
-        """Ends it with everything that it has started."""
+        """Ends the process and its descendants."""
         ...
 
 
 class Placer(Protocol):
-    """Starts the processes of one run somewhere."""
+    """Starts the processes of one run."""
 
     async def open(self) -> None:
-        """Before the first process: makes sure of a place for each, and clears away what dead processes left."""
+        """Called before the first process: reserves resources for all, and removes leftovers of dead processes."""
         ...
 
     async def place(self, spec: ProcessSpec, member: str, session: str) -> Placed:
-        """Starts a process; `Transient` when there is no place for it at present."""
+        """Starts a process. Raises `Transient` while there are no resources for it."""
         ...
 
     async def run(self) -> None:
-        """Whatever must go on while processes live; for as long as it takes."""
+        """Background work while processes are alive; runs until it is cancelled."""
         ...
 
     async def close(self) -> None:
-        """After the last process: nothing of the run is left, but for its directory."""
+        """Called after the last process: removes everything of the run except its directory."""
         ...
 
 
@@ -131,25 +131,25 @@ class Supervisor:
         self._members: dict[str, str] = {}
         self._evicted_since: dict[str, float] = {}
         self._ended_well: set[str] = set()
-        self._untold: dict[MemberId, Unregister] = {}
-        """Ends of processes that the controller could not be told of."""
+        self._unreported: dict[MemberId, Unregister] = {}
+        """Ends of processes that could not be reported to the controller yet."""
         self._status: dict[str, Any] = {}
         self._failure: PenstockError | None = None
         self._random = random
         self._session = random.randbytes(8).hex()
         self._lag = LagMonitor("supervisor", config.lag)
         self._loops: dict[str, dict[str, float]] = {}
-        """The last figures of every loop: a process that leaves takes its own along."""
+        """The last figures of every loop; they are kept after the process has ended."""
         self._over = asyncio.Event()
         self._pages: ControlClient | None = None
 
     async def run(self) -> Outcome:
-        """Returns when training is complete or was interrupted; otherwise raises one sentence that says why."""
+        """Returns when training is complete or was interrupted; raises a `PenstockError` if the run failed."""
         started = monotonic()
         self._run.endpoint_path.unlink(missing_ok=True)
         try:
             async with Tasks() as tasks:
-                tasks.spawn("wait for a signal", self._heed_signals())
+                tasks.spawn("wait for a signal", self._wait_for_signal())
                 tasks.spawn("watch the loop", self._lag.run())
                 tasks.spawn("begin", self._begin(tasks))
                 await self._over.wait()
@@ -169,15 +169,15 @@ class Supervisor:
     async def _begin(self, tasks: Tasks) -> None:
         await self._placer.open()
         for spec in self._specs.values():
-            tasks.spawn(f"keep {spec.name}", self._keep(spec))
+            tasks.spawn(f"keep {spec.name}", self._keep_running(spec))
         tasks.spawn("watch the controller", self._watch())
         tasks.spawn("serve the processes", self._placer.run())
 
-    async def _keep(self, spec: ProcessSpec) -> None:
-        """Keeps one process running until it ends well or its policy gives up."""
+    async def _keep_running(self, spec: ProcessSpec) -> None:
+        """Keeps one process running until it completes or its policy stops restarting it."""
         policy = RestartPolicy(spec.name, self._config.run.max_restarts)
         while not self._over.is_set():
-            match await self._live_once(spec, policy):
+            match await self._run_once(spec, policy):
                 case Finished():
                     self._ended_well.add(spec.name)
                     log.info("%s finished", spec.name)
@@ -186,8 +186,8 @@ class Supervisor:
                     self._fail(sentence, mistake)
                     return
                 case FailTheRun(sentence):
-                    self._view.note(f"{spec.name} is given up: {sentence.splitlines()[0]}")
-                    log.warning("%s is given up, the run goes on without it: %s", spec.name, sentence)
+                    self._view.note(f"{spec.name} is not restarted: {sentence.splitlines()[0]}")
+                    log.warning("%s is not restarted, the run continues without it: %s", spec.name, sentence)
                     return
                 case RestartAfter(delay_s, why):
                     self._view.note(f"{spec.name} ended ({why}); starting it again in {delay_s:g} s")
@@ -195,8 +195,8 @@ class Supervisor:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._over.wait(), delay_s)
 
-    async def _live_once(self, spec: ProcessSpec, policy: RestartPolicy) -> Verdict | None:
-        """One life of the process, from its start to what its end means; None: that no longer matters."""
+    async def _run_once(self, spec: ProcessSpec, policy: RestartPolicy) -> Verdict | None:
+        """Runs the process once and returns the verdict on its end; None if the run is ending anyway."""
         self._run.failure_path(spec.name).unlink(missing_ok=True)
         began = monotonic()
         member = f"{spec.name}-{self._random.randbytes(4).hex()}"
@@ -208,51 +208,51 @@ class Supervisor:
         log.info("started %s as %s", spec.name, placed.where)
         ended = await placed.wait()
         if ended.exit_code == 0 and spec.pipeline is not None and not self._over.is_set():
-            await self._look()
+            await self._poll_status()
             ended = judge_leaving(self._status, spec.pipeline, ended)
         if self._over.is_set():
             return None
         failure_report = self._run.read_failure(spec.name)
-        if spec.pipeline is not None:  # also of one that ended well: it may have left its devices only by ending
+        if spec.pipeline is not None:  # also after exit code 0: only its end may have freed its devices
             await self._report_death(spec.pipeline, member, describe_exit(ended, None))
         return policy.ended(ended, monotonic() - began, failure_report)
 
     def _running_beside(self, spec: ProcessSpec) -> list[str]:
-        """Those who do the same work."""
+        """Running processes with the same role and pipeline."""
         same = [name for name, one in self._specs.items() if (one.role, one.pipeline) == (spec.role, spec.pipeline)]
         return [name for name in same if name != spec.name and name in self._placed and self._placed[name].running]
 
     async def _report_death(self, pipeline: str, member: str, why: str) -> None:
-        """The controller would notice by the silence; told, it issues the leases again at once. One that does not
-        answer is told later, while the process is started again."""
+        """Reports the end to the controller, which then reissues the leases at once instead of after missed heartbeats.
+        If the controller does not answer, the report is repeated while the process is restarted."""
         died = Unregister(PipelineName(pipeline), MemberId(member), reason=why, died=True)
-        if not await self._tell(died):
-            self._untold[died.member] = died
+        if not await self._report(died):
+            self._unreported[died.member] = died
 
-    async def _tell_again(self) -> None:
-        for died in tuple(self._untold.values()):
-            if not await self._tell(died):
+    async def _report_again(self) -> None:
+        for died in tuple(self._unreported.values()):
+            if not await self._report(died):
                 break
-            self._untold.pop(died.member, None)
+            self._unreported.pop(died.member, None)
 
-    async def _tell(self, died: Unregister) -> bool:
+    async def _report(self, died: Unregister) -> bool:
         client = self._caller(died.pipeline, died.member)
         try:
             await client.call(died, timeout_s=REPORT_DEATH_S)
         except PenstockError as error:
-            log.info("the controller could not be told that %s ended: %s", died.member, error)
+            log.info("the controller could not be notified that %s ended: %s", died.member, error)
             return False
         finally:
             await client.close()
         return True
 
     async def _watch(self) -> None:
-        """Asks the controller for the run's status and notices completion."""
+        """Polls the controller for the run's status and detects completion."""
         while not self._over.is_set():
             if not self._run.in_place:
-                self._fail(_gone(self._run), mistake=False)
+                self._fail(_directory_lost(self._run), mistake=False)
                 break
-            await self._look()
+            await self._poll_status()
             match judge(self._status, self._trainers(), self._ended_well):
                 case Finished():
                     self._over.set()
@@ -261,7 +261,7 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), STATUS_EVERY_S)
 
-    async def _look(self) -> None:
+    async def _poll_status(self) -> None:
         try:
             status = await self._page("status")
             self._status = status | {"supervisor": self._lag.report().values()}
@@ -275,12 +275,12 @@ class Supervisor:
                     one["diagnosis"] = sentences.get(name, "")
             self._view.update(self._status)
             self._kill_evicted()
-            await self._tell_again()
+            await self._report_again()
         except PeerLost as error:
             log.debug("no status from the controller at present: %s", error)
 
     async def _page(self, name: str) -> dict[str, Any]:
-        """A page of the controller; `PeerLost` while there is none."""
+        """Fetches a page from the controller. Raises `PeerLost` while there is no controller."""
         if self._pages is None:
             self._pages = self._caller(PipelineName(""), MemberId("supervisor"))
         return await self._pages.page(name, PAGE_S)
@@ -289,7 +289,7 @@ class Supervisor:
         return ControlClient(self._run.endpoint_path, self._run.token(), pipeline, member)
 
     def _kill_evicted(self) -> None:
-        """An evicted process that has not ended by itself is ended, so that it can be replaced."""
+        """Kills an evicted process that has not ended within the grace period, so that it can be replaced."""
         for name, member in self._members.items():
             if member not in self._status.get("evicted", {}):
                 continue
@@ -302,27 +302,27 @@ class Supervisor:
     def _trainers(self) -> list[str]:
         return [name for name, spec in self._specs.items() if spec.role == "trainer"]
 
-    async def _heed_signals(self) -> None:
+    async def _wait_for_signal(self) -> None:
         await self._stop.wait()
-        self._view.note("stopping: finishing what is in flight (once more to kill)")
+        self._view.note("stopping: finishing work in flight (signal again to kill)")
         self._over.set()
 
     def _fail(self, sentence: str, mistake: bool) -> None:
-        """The first failure is the run's; later ones are mostly its consequences."""
+        """Records the first failure as that of the run; later ones are mostly its consequences."""
         if self._failure is None:
             self._failure = ConfigError(sentence) if mistake else RunFailed(sentence)
         self._over.set()
 
     async def _end_all(self) -> None:
-        """Asks workers and trainers first, the controller, then who sends its metrics; each wave for a bounded time.
+        """Stops workers and trainers first, then the controller, then the metrics sinks; waits a bounded time for each.
 
-        A second signal ends the wait: what has not ended by then is killed.
+        A second signal ends the wait: processes that have not ended by then are killed.
         """
         for wave in (0, 1, 2):
-            if self._stop.insisted.is_set() or not self._run.in_place:  # there is nowhere to leave anything
+            if self._stop.insisted.is_set() or not self._run.in_place:  # there is no directory to write to
                 break
-            if wave == CONTROLLER.wave:  # it has heard the last of the others, and tells it for the summary
-                await self._look()
+            if wave == CONTROLLER.wave:  # it has the final figures of the others, for the summary
+                await self._poll_status()
             names = [name for name, one in self._placed.items() if one.running and self._specs[name].wave == wave]
             for name in names:
                 self._placed[name].ask_to_end()
@@ -334,13 +334,13 @@ class Supervisor:
                 sentence = f"did not end {waited} and will be killed: {late}"
                 self._view.note(sentence)
                 log.warning(sentence)
-        keepers = [*self._trainers(), CONTROLLER.name]  # what they failed to write at the end is lost
+        keepers = [*self._trainers(), CONTROLLER.name]  # if their last write failed, data is lost
         failed = judge_failure_reports({name: self._run.read_failure(name) for name in keepers})
         if failed is not None:
             self._fail(failed.sentence, failed.mistake)
 
     async def _wait_for(self, names: list[str]) -> None:
-        """Until they have ended, the grace is over, or the user insists."""
+        """Waits until they have ended, the grace period has passed, or a second signal arrives."""
 
         async def all_ended() -> None:
             for name in names:
@@ -359,13 +359,13 @@ class Supervisor:
 
 
 async def supervise(run: RunDir, config: Config, placer: Placer, view: View, stop: ShutdownSignal) -> Outcome:
-    """Runs to the end. How it ended is also written down, for later readers of the directory."""
+    """Supervises the run until it ends, and writes its outcome to the run directory."""
     run.ending_path.unlink(missing_ok=True)
     try:
         outcome = await Supervisor(run, config, placer, view, stop).run()
     except Exception as error:
-        if not run.in_place:  # whatever else failed, failed of that
-            raise RunFailed(_gone(run)) from error
+        if not run.in_place:  # then any other failure is a consequence
+            raise RunFailed(_directory_lost(run)) from error
         if not isinstance(error, PenstockError):
             log.exception("the supervisor failed")
             failed = RunFailed(f"the supervisor failed: {sentence_of(error)}; see {run.log_path('supervisor')}")
@@ -383,7 +383,7 @@ async def supervise(run: RunDir, config: Config, placer: Placer, view: View, sto
 
 
 def _keep_best(run: RunDir, config: Config) -> None:
-    """The last checkpoint was written before its version was evaluated."""
+    """Selects the best checkpoint again: the last one was written before its version was evaluated."""
     for pipeline in config.pipeline:
         if not pipeline.checkpoint.keep_best:
             continue
@@ -393,23 +393,23 @@ def _keep_best(run: RunDir, config: Config) -> None:
             log.warning("the best checkpoint of %s could not be kept: %s", pipeline.name, error)
 
 
-def _gone(run: RunDir) -> str:
-    lost = f"the run directory {run.root} was deleted or moved while the run went on"
-    return f"{lost}; what was in it is lost: start a new run"
+def _directory_lost(run: RunDir) -> str:
+    lost = f"the run directory {run.root} was deleted or moved during the run"
+    return f"{lost}; its contents are lost: start a new run"
 
 
 def _write_ending(run: RunDir, how: Ending, sentence: str = "", **details: Any) -> None:
     try:
         run.write_ending(how, sentence, **details)
-    except OSError as error:  # a full disk, say: the terminal says it all the same
-        log.warning("how the run ended could not be written down: %s", error)
+    except OSError as error:  # such as a full disk: the terminal still shows the outcome
+        log.warning("the outcome of the run could not be written: %s", error)
 
 
 @contextlib.contextmanager
 def configured(run: RunDir, config_toml: str) -> Iterator[None]:
-    """The run goes by this configuration from now on; one that turns out to be a mistake is not kept.
+    """Writes this configuration to the run directory; restores the previous one if the body raises `ConfigError`.
 
-    A complete run stays complete when more steps were asked for by mistake.
+    Then a complete run also stays complete: for example when more steps were requested by mistake.
     """
     former, ending = run.config_path.read_text(encoding="utf-8"), run.read_ending()
     write_atomically(run.config_path, config_toml)
@@ -424,7 +424,7 @@ def configured(run: RunDir, config_toml: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive(run: RunDir) -> Iterator[None]:
-    """Holds the run directory for one supervisor; the kernel lets go when this process dies, however it dies."""
+    """Locks the run directory for one supervisor; the kernel releases the lock when this process dies."""
     with run.lock_path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
 """Functions and classes passed as objects, made importable for the processes of a run.
 
-What lives in a module goes by its import path. What was defined in a script or a notebook goes by its source: it is
-written to one module in the run directory, together with the imports, functions and constants that it uses. Code whose
-source does not say everything (lambdas, closures, objects) is refused with what to do.
+An object of a module is passed by its import path. For one that was defined in a script or a notebook, the source is
+written to a module in the run directory, together with the imports, functions and constants that it uses. Code that the
+source does not define completely (lambdas, closures, objects) is rejected with a fix in the error message.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ TO_DO = "define it with `def` or `class` at the top level of the script, the not
 
 
 class UserCode:
-    """Collects what the processes must be able to import."""
+    """Collects the code that the processes must be able to import."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
-        """Directories that the modules of the user's own were imported from."""
+        """Directories from which the user's own modules were imported."""
         self._sources: dict[str, str] = {}
         """By name, in the order of definition."""
 
     @property
     def text(self) -> str:
-        """The module to write; empty if everything can be imported from where it is."""
+        """The text of the module to write; empty if all code can be imported from its own modules."""
         if not self._sources:
             return ""
         head = '"""Written by penstock.train from the code it was given."""\n\nfrom __future__ import annotations\n'
@@ -48,11 +48,11 @@ class UserCode:
 
     @property
     def module(self) -> str:
-        """The name of that module: another text is another module."""
+        """The name of the written module; it depends on the text."""
         return f"penstock_code_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
 
     def name(self, value: Any, role: str) -> str:
-        """The name after which `resolve` puts the module in: `module:name`, or `:name` for the written one."""
+        """`module:name`, or `:name` for the written module, whose name `resolve` adds."""
         owner = f"{role} {getattr(value, '__qualname__', value)!r}"
         if not isinstance(value, FunctionType | type):
             raise ConfigError(f"{owner} is a {type(value).__name__}, expected a function or a class; {TO_DO}")
@@ -82,12 +82,12 @@ class UserCode:
             kind = type(tree).__name__
             raise ConfigError(
                 f"{key} is an object of class {kind}, which other processes do not have; pass the class itself, and "
-                f"what it is made with as options: environment={{'name': {kind}, 'options': {{…}}}}"
+                f"its arguments as options: environment={{'name': {kind}, 'options': {{…}}}}"
             )
         return tree
 
     def _remember_path(self, module: ModuleType) -> None:
-        """Modules beside the script or the notebook are on its own path, not on that of the processes."""
+        """Modules beside the script or the notebook are on its Python path, but not on that of the processes."""
         root = sys.modules.get(module.__name__.partition(".")[0], module)
         origin = getattr(root, "__file__", None)
         if origin is None:
@@ -99,7 +99,7 @@ class UserCode:
             self.paths.append(folder)
 
     def _write(self, value: FunctionType | type, owner: str) -> None:
-        """Its source, after that of everything it refers to."""
+        """Adds its source, after that of all names it refers to."""
         if value.__name__ in self._sources:
             return
         source, namespace = _source(value, owner)
@@ -128,12 +128,12 @@ class UserCode:
         else:
             raise ConfigError(
                 f"{owner} uses {name!r}, a {type(value).__name__} of this session, which other processes do not have; "
-                "make it inside the function, or put both into a module of your own and import that"
+                "create it inside the function, or put both into a module and import that"
             )
 
 
 class _Written(str):
-    """An import path that may still lack its module."""
+    """An import path whose module may still be missing."""
 
 
 def _completed(tree: Any, module: str) -> Any:
@@ -161,8 +161,8 @@ def _is_literal(value: Any) -> bool:
 def _source(value: FunctionType | type, owner: str) -> tuple[str, Mapping[str, Any]]:
     """Its source text with decorators, and the names it can refer to.
 
-    A class is looked for in the file of its methods: a notebook's cells are files, but not of a module. One without
-    methods of its own is looked for in the file of its module, and in the cells from the last one on.
+    A class is searched in the file of its methods: the cells of a notebook are files, but not of a module. A class
+    without methods is searched in the file of its module, and in the cells, the last one first.
     """
     for function in _functions(value):
         first = function.__code__.co_firstlineno
@@ -181,9 +181,9 @@ def _source(value: FunctionType | type, owner: str) -> tuple[str, Mapping[str, A
 
 
 def _definition(lines: Sequence[str], name: str, inside: int | None = None) -> str:
-    """The text of the function or class of that name at the top of a file, around the line `inside`; empty if there is
-    none."""
-    with contextlib.suppress(SyntaxError):  # a cell with a magic in it
+    """The text of the function or class of that name at the top level of a file, around the line `inside`; empty if
+    there is none."""
+    with contextlib.suppress(SyntaxError):  # a cell with an IPython magic
         for node in ast.parse("".join(lines)).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
                 start = min([node.lineno, *(one.lineno for one in node.decorator_list)])
@@ -200,12 +200,12 @@ def _functions(value: FunctionType | type) -> Iterator[FunctionType]:
         inner: Callable[..., Any] | None = getattr(member, "__func__", None) or getattr(member, "fget", None)
         found = inner or member
         own = isinstance(found, FunctionType) and found.__qualname__.startswith(f"{value.__qualname__}.")
-        if own and found.__code__.co_filename != "<string>":  # not written by a decorator such as dataclass
+        if own and found.__code__.co_filename != "<string>":  # not generated by a decorator such as dataclass
             yield found
 
 
 def _global_names(source: str) -> list[str]:
-    """Names that the source takes from around it, in order."""
+    """Names that the source uses but does not define."""
     names: dict[str, None] = {}
 
     def visit(table: symtable.SymbolTable, top: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a rich view in a terminal, plain lines in a pipe."""
+"""The display of a live run: a rich view in a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Pace:
-    """Steps and samples per second over the last half minute, or two steps, and what that means for the end."""
+    """Steps and samples per second over the last half minute, or two steps, and the estimated time to the end."""
 
     def __init__(self, window_s: float = 30.0) -> None:
         self._window_s = window_s
@@ -36,10 +36,10 @@ class Pace:
         self._seen: list[tuple[float, int, int]] = []
         """When each step was first seen."""
 
-    def saw(self, now: float, step: int, samples: int) -> None:
+    def observe(self, now: float, step: int, samples: int) -> None:
         self._now = now
         if len(self._seen) == 1 and step == self._seen[0][1]:
-            self._seen.clear()  # what passes before the first step is the start, and says nothing of the pace
+            self._seen.clear()  # the time before the first step is the start-up and does not count
         if not self._seen or step != self._seen[-1][1]:
             self._seen.append((now, step, samples))
         while len(self._seen) > 3 and self._seen[0][0] < now - self._window_s:
@@ -60,7 +60,7 @@ class Pace:
 
 
 class View(Protocol):
-    """Shows a run to a person."""
+    """Displays a run."""
 
     def update(self, status: dict[str, Any]) -> None: ...
     def note(self, line: str) -> None: ...
@@ -68,7 +68,7 @@ class View(Protocol):
 
 
 class Tolerated:
-    """A view whose errors end nothing: each kind is logged once, and the run goes on unseen."""
+    """A view whose errors do not end the run: each kind of error is logged once."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -96,14 +96,14 @@ class Tolerated:
         kind = f"{type(error).__name__}: {error}"
         if kind not in self._logged:
             self._logged.add(kind)
-            log.warning("the run cannot be shown and goes on: %s", kind, exc_info=error)
+            log.warning("the run continues but cannot be displayed: %s", kind, exc_info=error)
 
 
 class RunView:
-    """Keeps the pace and the curve of every pipeline; subclasses show them."""
+    """Keeps the pace and the curve of every pipeline; subclasses display them."""
 
     def __init__(self, *, shares_devices: bool = False) -> None:
-        """Who is on which device is news only where pipelines share them; troubles with them always are."""
+        """`shares_devices`: pipelines share devices, so their use is shown. Problems with devices are always shown."""
         self._shares_devices = shares_devices
         self._paces: dict[str, Pace] = {}
         self._curves: dict[str, dict[int, float]] = {}
@@ -111,7 +111,7 @@ class RunView:
     def update(self, status: dict[str, Any]) -> None:
         now = time.monotonic()
         for name, one in status.get("pipelines", {}).items():
-            self._paces.setdefault(name, Pace()).saw(now, one["step"], one["samples_trained"])
+            self._paces.setdefault(name, Pace()).observe(now, one["step"], one["samples_trained"])
             curve = self._curves.setdefault(name, {})
             if one["step"] and is_finite(one["reward_mean"]):
                 curve[one["step"]] = one["reward_mean"]
@@ -136,7 +136,7 @@ class RunView:
         }
 
     def stages(self, name: str, status: dict[str, Any]) -> str:
-        """How long a sample, and a step, is in each stage, and which reward function is slow right now."""
+        """How long a sample, and a step, spends in each stage, and which reward function is slow at the moment."""
         known = status.get("stages", {}).get(name, {})
         named = [(stage, known[f"{stage}_s"]) for stage in STAGES if known.get(f"{stage}_s")]
         shown = [f"{'train' if stage == 'step' else stage} {duration(spent)}" for stage, spent in named]
@@ -150,7 +150,7 @@ class RunView:
         return f"{figure(min(rewards))} {drawn} {figure(max(rewards))}" if drawn else ""
 
     def troubles(self, status: dict[str, Any]) -> list[str]:
-        """What is wrong with the devices. A pipeline that waits for its first worker says so itself."""
+        """Problems with devices. Pipelines without a worker are left out: their own line shows that they wait."""
         pool = status.get("pool")
         return pool_view.troubles_of(pool, started_of(status)) if pool else []
 
@@ -225,7 +225,7 @@ class TerminalView(RunView):
 
     def note(self, line: str) -> None:
         self._notes = [*self._notes, harmless(line)][-NOTES_SHOWN:]
-        self.show(self._status)  # there may be no further status: at the end, say
+        self.show(self._status)  # there may be no further status, for example at the end
 
     def close(self) -> None:
         self._live.stop()
@@ -269,15 +269,15 @@ class TerminalView(RunView):
 
 
 def awaited_by(one: dict[str, Any]) -> str:
-    """What keeps a pipeline waiting at its beginning and at its end; nothing while the run is being ended."""
+    """What a pipeline waits for at its start and at its end; empty while the run is ending."""
     if one.get("ending"):
         return ""
     if one["phase"] == "draining" and one["step"] == one["steps"]:
         return "waiting for the last evaluation" if one.get("eval_running") else "saving the last checkpoint"
     if one["phase"] != "running":
         return ""
-    there = {"a rollout worker": one["workers_alive"], "the trainer": one.get("trainer_alive", 1)}
-    missing = [who for who, alive in there.items() if not alive]
+    counts = {"a rollout worker": one["workers_alive"], "the trainer": one.get("trainer_alive", 1)}
+    missing = [process for process, alive in counts.items() if not alive]
     if missing:
         return f"waiting for {' and '.join(missing)} to start"
     if one.get("workers_loading") == one["workers_alive"]:
@@ -286,12 +286,12 @@ def awaited_by(one: dict[str, Any]) -> str:
 
 
 def started_of(status: dict[str, Any]) -> set[str]:
-    """The pipelines that have a worker to wake."""
+    """The pipelines that have a live worker."""
     return {name for name, one in status.get("pipelines", {}).items() if one["workers_alive"]}
 
 
 def lag_of(status: dict[str, Any]) -> str:
-    """How late the controller's loop is (its wait-p99), and the latest of all the others by its name."""
+    """The lag of the controller's loop (its wait-p99), and the largest lag of all other loops, by name."""
     lag = status.get("lag")
     if not lag:
         return ""
@@ -305,7 +305,7 @@ def lag_of(status: dict[str, Any]) -> str:
 
 
 def loops_of(status: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The figures of every process that watches a loop, but for the controller's."""
+    """The loop figures of every process that measures them, except the controller."""
     processes = status.get("members", {}) | {"supervisor": status.get("supervisor", {})}
     return {name: values for name, values in processes.items() if "loop_lag_wait_p99_s" in values}
 
@@ -323,7 +323,7 @@ def figure(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that suits it."""
+    """The duration in seconds, milliseconds or microseconds."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

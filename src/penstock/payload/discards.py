@@ -11,23 +11,23 @@ DISCARDS_PER_REPLY = 4096
 
 
 class Discards:
-    """Kept per ring and sent along with answers to numbered requests.
+    """Kept per ring and sent with the replies to numbered requests.
 
-    The same list is repeated until its ring's owner asks with another number, so a lost answer loses no slot. Freeing
-    a payload twice does no harm.
+    The same list is repeated until the ring's owner sends another request number, so a lost reply loses no slot.
+    Freeing a payload twice is harmless.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[PayloadRef]] = defaultdict(list)
         self._sent: dict[str, tuple[int, int]] = {}
-        """Per ring, the request whose answer carried some, and how many."""
+        """Per ring: the request whose reply carried payloads, and their number."""
 
     def add(self, payloads: Iterable[PayloadRef]) -> None:
         for ref in payloads:
             self._waiting[ref.ring].append(ref)
 
     def answer(self, rings: Iterable[str], request: int) -> tuple[PayloadRef, ...]:
-        """What goes with the answer to this request of the owner of these rings."""
+        """The payloads to send with the reply to this request of the owner of `rings`."""
         sent: list[PayloadRef] = []
         for ring in rings:
             waiting = self._waiting.get(ring)
@@ -42,7 +42,7 @@ class Discards:
         return tuple(sent)
 
     def waiting(self) -> Iterable[PayloadRef]:
-        """All that were not sent, or not heard of as received."""
+        """All payloads that were not sent or not acknowledged."""
         return (ref for waiting in self._waiting.values() for ref in waiting)
 
     def __repr__(self) -> str:

@@ -1,17 +1,17 @@
 """One exchange: one request, one status, one body. The same on every transport with a wire.
 
     client  ──hello──▶     once per connection: magic, version, digest of the run's token
-            ──read──▶      which payload, named as exactly as a reference names it
-            ◀──status──    here it comes, or why not
+            ──read──▶      one payload: all fields of its reference but the ring
+            ◀──status──    OK, or the reason why not
             ◀──body──      the client checks its digest
-            ──consume──▶   when it has used payloads, on any connection: how many, and which
+            ──consume──▶   after use, on any connection: number of payloads and their references
             ◀──status──    all of them were freed
 
-The server's half is `ServerExchange`. It takes a slot per read and ends that attempt exactly once, by releasing it:
-sent is not received, so only the client's word that it is done with a payload consumes it, and until then the payload
-can be read again, by a client that lost a reply or repeats a training step. Sending it twice does no harm.
+`ServerExchange` is the server side. It takes a slot per read and ends that attempt exactly once, by releasing it. Sent
+is not received: only a consume request frees a payload. Until then it can be read again, by a client that lost a reply
+or repeats a training step. Reads and consumes may be repeated.
 
-The machine also sets the deadline of whatever it waits for, so that a client that stalls costs its own connection only.
+The machine also sets the deadline of each wait, so that a stalled client costs only its own connection.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ STATUS = struct.Struct("<B7xQ")
 READ, CONSUME = 1, 2
 MAX_TEXT_BYTES = 1024
 MAX_CONSUMED = 1024
-"""By one request."""
+"""Payloads per consume request."""
 
 
 class Code(IntEnum):
     OK = 0
     STALE = 1
-    """Gone for good."""
+    """Gone permanently."""
     BUSY = 2
-    """Not now; try again."""
+    """Temporarily unavailable; retry."""
     REFUSED = 3
     """The hello was not accepted."""
 
@@ -66,7 +66,7 @@ class ExchangeState(IntEnum):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """Exactly the bytes that `ServerExchange.expects_bytes` asked for."""
+    """Exactly `ServerExchange.expects_bytes` bytes."""
 
     data: bytes
 
@@ -81,11 +81,11 @@ class SlotRefused(msgspec.Struct, frozen=True):
 
 
 class BodySent(msgspec.Struct, frozen=True):
-    """All of it was handed to the wire."""
+    """The wire has accepted the whole body."""
 
 
 class SlotsConsumed(msgspec.Struct, frozen=True):
-    """All of them, or they were gone already."""
+    """All of them were freed, or were already gone."""
 
 
 class ConnectionFailed(msgspec.Struct, frozen=True):
@@ -104,13 +104,13 @@ class TakeSlot(msgspec.Struct, frozen=True):
 
 
 class SendBody(msgspec.Struct, frozen=True):
-    """The status, and the whole body of the slot that was taken right after it."""
+    """Send the status, then the whole body of the taken slot."""
 
     header: bytes
 
 
 class ReleaseSlot(msgspec.Struct, frozen=True):
-    """The attempt has ended, well or not."""
+    """End the read attempt, successful or not."""
 
 
 class ConsumeSlots(msgspec.Struct, frozen=True):
@@ -148,14 +148,14 @@ TRANSITIONS: dict[tuple[ExchangeState, str], tuple[ExchangeState, ...]] = {
 
 
 class ExchangeLimits(NamedTuple):
-    """How long a server waits for each thing a client must do."""
+    """How long a server waits for each step of a client."""
 
     hello_s: float = 5.0
     idle_s: float = 120.0
-    """For the next complete request: an idle connection is evicted after it, a dribbled request too."""
+    """For the next complete request. Then the connection is closed, even if part of a request has arrived."""
     send_s: float = 10.0
     send_bytes_per_s: float = 4e6
-    """A body may take `send_s` plus its size at this rate; a client that reads slower is cut off."""
+    """A body may take `send_s` plus its size at this rate; a slower client is disconnected."""
 
 
 class ServerExchange:
@@ -168,9 +168,9 @@ class ServerExchange:
         self._limits = limits or ExchangeLimits()
         self.state = ExchangeState.AWAITING_HELLO
         self.expects_bytes = HELLO.size
-        """How many bytes the client owes now; 0 while it is our turn."""
+        """Bytes the client must send next; 0 while it is the server's turn."""
         self.deadline = now + self._limits.hello_s
-        """When the thing that is waited for must be complete."""
+        """When the current step must be complete."""
         self.served = 0
         """Bodies sent completely."""
 
@@ -179,14 +179,14 @@ class ServerExchange:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if (self.state, type(event).__name__) not in TRANSITIONS:
-            raise InvalidTransition(f"{type(event).__name__} came while {self.state.name}")
+            raise InvalidTransition(f"event {type(event).__name__} is not allowed in state {self.state.name}")
         if isinstance(event, Received):
             if self.state is ExchangeState.AWAITING_REQUEST:
                 return self._request(event.data, now)
             if self.state is ExchangeState.AWAITING_REFERENCES:
                 self._enter(ExchangeState.CONSUMING)
                 return [ConsumeSlots(tuple(PayloadRef(self._ring, *one) for one in REFERENCE.iter_unpack(event.data)))]
-            return self._greet(event.data, now)
+            return self._check_hello(event.data, now)
         if isinstance(event, SlotTaken):
             self._enter(ExchangeState.SENDING)
             self.deadline = now + self._limits.send_s + event.size_bytes / self._limits.send_bytes_per_s
@@ -204,11 +204,11 @@ class ServerExchange:
         return self._close(event.reason)
 
     def check(self) -> None:
-        """Raise if the client owes bytes in a state in which it is our turn, or the other way round."""
+        """Raises unless bytes are expected in exactly the states that receive."""
         if (self.expects_bytes > 0) != ((self.state, "Received") in TRANSITIONS):
             raise InvalidTransition(f"{self!r} expects {self.expects_bytes} bytes")
 
-    def _greet(self, data: bytes, now: float) -> list[Effect]:
+    def _check_hello(self, data: bytes, now: float) -> list[Effect]:
         if not hmac.compare_digest(data, self._hello):
             refusal = SendStatus(_refusal(Code.REFUSED, "wrong protocol version or token"))
             return [refusal, *self._close("wrong hello")]
@@ -241,22 +241,22 @@ class ServerExchange:
 
 
 def hello(token: str) -> bytes:
-    """What a client sends first. Of fixed length whatever the token, so that comparing takes constant time."""
+    """The first message of a client. Its length is fixed for any token, so that comparing takes constant time."""
     return HELLO.pack(MAGIC, VERSION, hashlib.sha256(b"penstock payload\0" + token.encode()).digest())
 
 
 def read(ref: PayloadRef) -> bytes:
-    """The request for one payload; its answer is parsed by `parse_status`. `Stale` if no ring can have given `ref`."""
+    """The request for one payload, answered by a status. Raises `Stale` if no ring can have issued `ref`."""
     try:
         if ref.size_bytes <= MAX_CAPACITY_BYTES:
             return REQUEST.pack(READ, *_fields(ref))
     except struct.error:
         pass
-    raise Stale(f"no ring can have given the reference {ref}")
+    raise Stale(f"no ring can have issued the reference {ref}")
 
 
 def consume(refs: Sequence[PayloadRef]) -> bytes:
-    """That these payloads, 1 to `MAX_CONSUMED`, were used; the answer comes when all of them are freed."""
+    """The request to free these payloads, 1 to `MAX_CONSUMED`, answered when all of them are freed."""
     return REQUEST.pack(CONSUME, len(refs), 0, 0, 0, 0) + b"".join(REFERENCE.pack(*_fields(ref)) for ref in refs)
 
 
@@ -274,13 +274,13 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def parse_status(raw: bytes | bytearray | memoryview, size_bytes: int) -> Status:
-    """Read a status that comes before a body of `size_bytes`; no length that was not expected allocates anything."""
+    """Parses the status before a body of `size_bytes`; an unexpected length raises before anything is allocated."""
     number, length = STATUS.unpack(raw)
     code = _CODES.get(number)
     if code is None:
         raise RemoteProtocolError(f"server answered with unknown status {number}")
     if code is Code.OK and length != size_bytes:
-        raise RemoteProtocolError(f"server announced a body of {length} bytes, the reference says {size_bytes}")
+        raise RemoteProtocolError(f"server announced a body of {length} bytes, the reference states {size_bytes}")
     if code is not Code.OK and length > MAX_TEXT_BYTES:
         raise RemoteProtocolError(f"server announced a reason of {length} bytes, the limit is {MAX_TEXT_BYTES}")
     return Status(code, length)

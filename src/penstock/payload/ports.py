@@ -1,8 +1,8 @@
-"""Which of a server's ports to call next: in turn, leaving out the sick, never leaving out all.
+"""Chooses which of a server's ports to call next: the healthy ports in turn.
 
-A port that failed is in quarantine, for longer with every failure in a row. A quarantined port is skipped while a
-healthy one remains. When all are sick the one whose quarantine ends first is tried at once: waiting would not help.
-A success heals.
+A port that failed is quarantined, for longer with every failure in a row. A quarantined port is skipped while a
+healthy one remains. When all are quarantined, the one whose quarantine ends first is tried at once: waiting would not
+help. A successful call ends the quarantine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class QuarantinePort(msgspec.Struct, frozen=True):
 class HealPort(msgspec.Struct, frozen=True):
     port: int
     failures: int
-    """How many calls had failed in a row."""
+    """Failed calls in a row before the success."""
 
 
 Effect = QuarantinePort | HealPort
@@ -47,7 +47,7 @@ Effect = QuarantinePort | HealPort
 
 @dataclass
 class _Health:
-    sick_until: float = float("-inf")
+    quarantined_until: float = float("-inf")
     failures: int = 0
     fault: Fault | None = None
 
@@ -57,25 +57,27 @@ class Ports:
 
     def __init__(self, ports: Sequence[int], *, first_s: float = 1.0, cap_s: float = 30.0) -> None:
         if not ports or len(set(ports)) != len(ports):
-            raise LocalProtocolError(f"a server is reached by one or more different ports, found {list(ports)}")
+            raise LocalProtocolError(f"a server needs one or more distinct ports, found {list(ports)}")
         self._health = {port: _Health() for port in ports}
         self._turn = list(ports)
-        """Next to be called first."""
+        """In the order of the next calls."""
         self._first_s = first_s
         self._cap_s = cap_s
 
     def __repr__(self) -> str:
-        sick = {port: f"{health.fault} x{health.failures}" for port, health in self._health.items() if health.failures}
-        return f"<Ports {self._turn}, sick: {sick or 'none'}>"
+        failing = {
+            port: f"{health.fault} x{health.failures}" for port, health in self._health.items() if health.failures
+        }
+        return f"<Ports {self._turn}, failing: {failing or 'none'}>"
 
     def choose(self, now: float, avoid: Collection[int] = ()) -> int:
-        """The port for the next call. Those in `avoid` (already tried for this payload) count as sick."""
+        """The port for the next call. Ports in `avoid` (already tried for this payload) come last."""
         for chosen in self._turn:
-            if self._health[chosen].sick_until <= now and chosen not in avoid:
+            if self._health[chosen].quarantined_until <= now and chosen not in avoid:
                 break
         else:
-            rest = [port for port in self._turn if port not in avoid] or self._turn
-            chosen = min(rest, key=lambda port: self._health[port].sick_until)
+            others = [port for port in self._turn if port not in avoid] or self._turn
+            chosen = min(others, key=lambda port: self._health[port].quarantined_until)
         self._turn.remove(chosen)
         self._turn.append(chosen)
         return chosen
@@ -94,11 +96,11 @@ class Ports:
         return [QuarantinePort(event.port, event.fault, now + wait_s)]
 
     def quarantined(self, now: float) -> dict[int, Fault]:
-        """Sick ports and why."""
+        """Quarantined ports with their last fault."""
         return {
             port: health.fault
             for port, health in self._health.items()
-            if health.fault is not None and health.sick_until > now
+            if health.fault is not None and health.quarantined_until > now
         }
 
     def check(self) -> None:

@@ -1,9 +1,9 @@
-"""When to ask again for the payloads of one batch, and when to give up.
+"""When to repeat calls for the payloads of one batch, and when to report a payload as missing.
 
-Three deadlines, one inside the other: a call ends within its own, all calls for one payload within the slot's, all
-payloads within the batch's. No call is ever given more time than what is left of the two around it. A failed call is
-repeated once at once (on another port); a payload that failed again waits for the next round. One that is stale is
-never asked for again. At the end every payload is either arrived or missing for a stated reason.
+Three nested deadlines: of one call, of all calls for one payload (the slot), of all payloads (the batch). No call gets
+more time than is left of the other two. A failed call is repeated immediately (on another port); a payload that failed
+again waits for the next round. A stale payload is never requested again. At the end every payload has arrived or is
+missing for a stated reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINAL: frozenset[FailureKind] = frozenset(["stale", "cancelled", "unknown_ring"]
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Deadlines that nest, and how often to try."""
+    """Nested deadlines and the number of attempts."""
 
     call_s: float = 10.0
     slot_s: float = 45.0
@@ -41,7 +41,7 @@ class RetryPolicy:
                 f"batch_s={self.batch_s}"
             )
         if min(self.rounds, self.calls_per_round, self.concurrency) < 1 or self.pause_s < 0:
-            raise LocalProtocolError(f"rounds, calls_per_round and concurrency must be at least 1: {self}")
+            raise LocalProtocolError(f"rounds, calls_per_round, concurrency must be >= 1 and pause_s >= 0: {self}")
 
 
 class Failure(NamedTuple):
@@ -80,19 +80,19 @@ class BeginCall(NamedTuple):
     ref: PayloadRef
     deadline: float
     attempt: int
-    """0 for the first call ever made for this payload."""
+    """0 for the first call for this payload."""
 
 
-class GiveUp(NamedTuple):
+class ReportMissing(NamedTuple):
     ref: PayloadRef
     failure: Failure
 
 
-Effect = BeginCall | GiveUp
+Effect = BeginCall | ReportMissing
 
 
 @dataclass(eq=False)
-class _Wanted:
+class _Pending:
     ref: PayloadRef
     calls: int = 0
     deadline: float = float("inf")
@@ -106,10 +106,10 @@ class BatchRetry:
     def __init__(self, refs: Iterable[PayloadRef], policy: RetryPolicy, now: float) -> None:
         self._policy = policy
         self.deadline = now + policy.batch_s
-        self._fresh = deque(_Wanted(ref) for ref in dict.fromkeys(refs))
-        self._at_once: deque[_Wanted] = deque()
-        self._next_round: list[_Wanted] = []
-        self._in_flight: dict[PayloadRef, _Wanted] = {}
+        self._fresh = deque(_Pending(ref) for ref in dict.fromkeys(refs))
+        self._at_once: deque[_Pending] = deque()
+        self._next_round: list[_Pending] = []
+        self._in_flight: dict[PayloadRef, _Pending] = {}
         self.arrived: set[PayloadRef] = set()
         self.missing: dict[PayloadRef, Failure] = {}
         self._total = len(self._fresh)
@@ -133,18 +133,18 @@ class BatchRetry:
         effects: list[Effect] = []
         match event:
             case CallSucceeded(ref):
-                self.arrived.add(self._landed(ref).ref)
+                self.arrived.add(self._end_call(ref).ref)
             case CallFailed(ref, failure):
-                effects += self._failed(self._landed(ref), failure, now)
+                effects += self._failed(self._end_call(ref), failure, now)
             case BatchCancelled(reason):
                 self._cancelled = reason
             case TimePassed():
                 pass
-        return effects + self._give_up_late(now) + self._begin(now)
+        return effects + self._expire(now) + self._begin(now)
 
     def wake_at(self, now: float) -> float:
-        """When `TimePassed` is worth sending although no call ended."""
-        return min([self.deadline, *(wanted.not_before for wanted in self._next_round if wanted.not_before > now)])
+        """When to send `TimePassed` if no call ends before."""
+        return min([self.deadline, *(pending.not_before for pending in self._next_round if pending.not_before > now)])
 
     def check(self) -> None:
         counted = self._queued + len(self._in_flight) + len(self.arrived) + len(self.missing)
@@ -153,29 +153,29 @@ class BatchRetry:
         if len(self._in_flight) > self._policy.concurrency:
             raise InvalidTransition(f"{self!r} exceeds its concurrency of {self._policy.concurrency}")
 
-    def _landed(self, ref: PayloadRef) -> _Wanted:
+    def _end_call(self, ref: PayloadRef) -> _Pending:
         try:
             return self._in_flight.pop(ref)
         except KeyError:
             raise InvalidTransition(f"no call for {ref} is in flight") from None
 
-    def _failed(self, wanted: _Wanted, failure: Failure, now: float) -> list[Effect]:
-        wanted.failures.append(failure)
+    def _failed(self, pending: _Pending, failure: Failure, now: float) -> list[Effect]:
+        pending.failures.append(failure)
         policy = self._policy
-        if failure.kind in FINAL or wanted.calls >= policy.rounds * policy.calls_per_round:
-            return [self._give_up(wanted, failure)]
-        if wanted.calls % policy.calls_per_round:
-            self._at_once.append(wanted)
+        if failure.kind in FINAL or pending.calls >= policy.rounds * policy.calls_per_round:
+            return [self._mark_missing(pending, failure)]
+        if pending.calls % policy.calls_per_round:
+            self._at_once.append(pending)
         else:
-            wanted.not_before = now + policy.pause_s * 2 ** (wanted.calls // policy.calls_per_round - 1)
-            self._next_round.append(wanted)
+            pending.not_before = now + policy.pause_s * 2 ** (pending.calls // policy.calls_per_round - 1)
+            self._next_round.append(pending)
         return []
 
-    def _give_up_late(self, now: float) -> list[Effect]:
-        """What can no longer be called in time. Payloads never called share the batch's end: they are not looked at."""
+    def _expire(self, now: float) -> list[Effect]:
+        """Marks late payloads as missing. Payloads never called have only the batch's deadline."""
         if self._cancelled is not None or now >= self.deadline:
             failure = (
-                Failure("timed_out", f"the batch had {self._policy.batch_s} s")
+                Failure("timed_out", f"batch deadline of {self._policy.batch_s} s passed")
                 if self._cancelled is None
                 else Failure("cancelled", self._cancelled)
             )
@@ -183,44 +183,45 @@ class BatchRetry:
             self._at_once.clear()
             self._fresh.clear()
             self._next_round.clear()
-            return [self._give_up(wanted, failure) for wanted in everything]
-        late = [wanted for wanted in (*self._at_once, *self._next_round) if now >= wanted.deadline]
-        for wanted in late:
-            (self._at_once if wanted in self._at_once else self._next_round).remove(wanted)
+            return [self._mark_missing(pending, failure) for pending in everything]
+        late = [pending for pending in (*self._at_once, *self._next_round) if now >= pending.deadline]
+        for pending in late:
+            (self._at_once if pending in self._at_once else self._next_round).remove(pending)
         return [
-            self._give_up(wanted, Failure("timed_out", f"the payload had {self._policy.slot_s} s")) for wanted in late
+            self._mark_missing(pending, Failure("timed_out", f"payload deadline of {self._policy.slot_s} s passed"))
+            for pending in late
         ]
 
-    def _give_up(self, wanted: _Wanted, failure: Failure) -> GiveUp:
-        if wanted.failures and failure is not wanted.failures[-1]:
-            last = wanted.failures[-1]
+    def _mark_missing(self, pending: _Pending, failure: Failure) -> ReportMissing:
+        if pending.failures and failure is not pending.failures[-1]:
+            last = pending.failures[-1]
             failure = Failure(failure.kind, f"{failure.detail}; last failure: {last.kind}, {last.detail}")
-        if wanted.calls > 1:
-            failure = Failure(failure.kind, f"{failure.detail} (after {wanted.calls} calls)")
-        self.missing[wanted.ref] = failure
-        return GiveUp(wanted.ref, failure)
+        if pending.calls > 1:
+            failure = Failure(failure.kind, f"{failure.detail} (after {pending.calls} calls)")
+        self.missing[pending.ref] = failure
+        return ReportMissing(pending.ref, failure)
 
     def _begin(self, now: float) -> list[Effect]:
         begun: list[Effect] = []
         while len(self._in_flight) < self._policy.concurrency:
-            wanted = self._take_next(now)
-            if wanted is None:
+            pending = self._take_next(now)
+            if pending is None:
                 break
-            if wanted.calls == 0:
-                wanted.deadline = min(now + self._policy.slot_s, self.deadline)
-            begun.append(BeginCall(wanted.ref, min(now + self._policy.call_s, wanted.deadline), wanted.calls))
-            wanted.calls += 1
-            self._in_flight[wanted.ref] = wanted
+            if pending.calls == 0:
+                pending.deadline = min(now + self._policy.slot_s, self.deadline)
+            begun.append(BeginCall(pending.ref, min(now + self._policy.call_s, pending.deadline), pending.calls))
+            pending.calls += 1
+            self._in_flight[pending.ref] = pending
         return begun
 
-    def _take_next(self, now: float) -> _Wanted | None:
-        """Repeats come first, then what was never called, then the next round."""
+    def _take_next(self, now: float) -> _Pending | None:
+        """Immediate repeats first, then payloads never called, then the next round."""
         if self._at_once:
             return self._at_once.popleft()
         if self._fresh:
             return self._fresh.popleft()
-        for wanted in self._next_round:
-            if wanted.not_before <= now:
-                self._next_round.remove(wanted)
-                return wanted
+        for pending in self._next_round:
+            if pending.not_before <= now:
+                self._next_round.remove(pending)
+                return pending
         return None

@@ -1,14 +1,14 @@
-"""The one definition of a ring's bytes, and the arena that decides where a body goes.
+"""The layout of a ring's bytes, and the arena that allocates space for bodies.
 
     header   256 bytes: magic, layout version, epoch, sizes, run id, writer and guardian
     readers  one record per reader process: pid, label, finalisations refused as orphaned
-    words    one 64-bit word per slot (see `slot`): the only thing that commits a transition
-    extents  per slot: where the body lies, its length, its digest
+    words    one 64-bit word per slot (see `slot`): only a store to it commits a transition
+    extents  per slot: offset, length and digest of the body
     arena    the bodies, at any 64-byte boundary
 
-Bodies range from hundreds of bytes to hundreds of megabytes, so the arena is variable-size: a slot is an entry, not
-a place. The producer alone allocates, in its own memory; a ring outlives its producer for reading only, so the
-allocator needs no crash safety.
+Bodies range from hundreds of bytes to hundreds of megabytes, so the arena is variable-size: a slot is a table
+entry, not a place. Only the producer allocates, in its own memory. A ring outlives its producer for reading only, so
+the allocator needs no crash safety.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAME = re.compile(NAME_PREFIX + r"[0-9a-f]{32}")
 
 
 def check_name(name: str) -> str:
-    """Refuse everything that is not exactly a ring's file name, so that no path from a wire is ever opened."""
+    """Rejects anything but a ring's file name, so that no path received over a wire is ever opened."""
     if not _NAME.fullmatch(name):
         raise RemoteProtocolError(
             f"{name[:80]!r} is not a ring name (expected {NAME_PREFIX} and 32 hexadecimal digits)"
@@ -53,7 +53,7 @@ def check_name(name: str) -> str:
 
 
 class Header(NamedTuple):
-    """What every process must know before it touches anything else in a ring."""
+    """Read before anything else in a ring."""
 
     run_id: str
     epoch: int
@@ -62,7 +62,7 @@ class Header(NamedTuple):
     writer_pid: int
     guardian_pid: int
     guardian_start: int
-    """In the kernel's own count, so that a recycled pid is not mistaken for the process that guards the run."""
+    """Start time in kernel ticks, so that a recycled pid is not mistaken for the guardian."""
     digests: bool = True
 
     def pack(self) -> bytes:
@@ -85,7 +85,7 @@ class Header(NamedTuple):
 
     @staticmethod
     def unpack(raw: bytes, file_bytes: int) -> Header:
-        """Read a header that may have been written by anyone; `RemoteProtocolError` unless it is whole and possible."""
+        """Parses an untrusted header; raises `RemoteProtocolError` unless it is complete and plausible."""
         if len(raw) < HEADER_BYTES:
             raise RemoteProtocolError(f"ring header is cut short: {len(raw)} of {HEADER_BYTES} bytes")
         magic, version, flags, epoch, slots, readers, capacity, writer, guardian, start, run_id = _HEADER.unpack_from(
@@ -106,7 +106,7 @@ class Header(NamedTuple):
         header = Header(text, epoch, slots, capacity, writer, guardian, start, bool(flags & FLAG_DIGESTS))
         if header.layout.total_bytes != file_bytes:
             raise RemoteProtocolError(
-                f"ring is {file_bytes} bytes long, its header promises {header.layout.total_bytes}; was it truncated?"
+                f"ring is {file_bytes} bytes long, its header states {header.layout.total_bytes}; was it truncated?"
             )
         return header
 
@@ -134,10 +134,10 @@ class Extent(NamedTuple):
 
 
 class Arena:
-    """Gives out byte ranges, lowest address first, and joins them again when they come back.
+    """Allocates byte ranges, lowest address first, and merges freed ranges.
 
-    Lowest-first keeps a lightly used ring in few pages, which stay warm; the producer commits memory only as far as it
-    was ever given out.
+    Lowest-first keeps a lightly used ring in few pages, which stay warm. The producer commits memory only up to the
+    highest address ever allocated.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -150,11 +150,11 @@ class Arena:
 
     @staticmethod
     def rounded(size_bytes: int) -> int:
-        """What a body of `size_bytes` occupies."""
+        """Bytes that a body of `size_bytes` occupies."""
         return max(ALIGNMENT, -(-size_bytes // ALIGNMENT) * ALIGNMENT)
 
     def allocate(self, size_bytes: int) -> Extent | None:
-        """A range for a body, or None when no hole is large enough now."""
+        """Returns a range for a body, or None while no hole is large enough."""
         size = self.rounded(size_bytes)
         for index, hole in enumerate(self._holes):
             if hole.size_bytes < size:
@@ -168,7 +168,7 @@ class Arena:
         return None
 
     def free(self, extent: Extent) -> None:
-        """Take back a range that `allocate` gave out."""
+        """Frees a range returned by `allocate`."""
         offset, size = extent
         index = bisect_left(self._holes, extent)
         if index and self._holes[index - 1].offset + self._holes[index - 1].size_bytes > offset:
@@ -185,7 +185,7 @@ class Arena:
         self._holes.insert(index, Extent(offset, size))
 
     def check(self) -> None:
-        """Raise if holes overlap, touch, or do not add up with what is used."""
+        """Raises if holes overlap or touch, or if free and used bytes do not add up to the capacity."""
         end = -1
         for hole in self._holes:
             if hole.offset <= end or hole.size_bytes <= 0:

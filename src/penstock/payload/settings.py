@@ -11,6 +11,6 @@ class PayloadSection(Section):
     transport: Literal["auto", "shm", "tcp", "ucxx"] = "auto"
     """How samples reach the trainer: `auto` maps shared memory on the same host and uses TCP otherwise."""
     host: str = LOOPBACK
-    """Address to serve payloads on. Anything but loopback exposes them to the network; the token still guards them."""
+    """Address to serve payloads on. Not loopback: exposed to the network; clients still need the run's token."""
     ports: Positive = 2
-    """TCP and UCXX: ports of one worker; if one breaks, another is asked."""
+    """TCP and UCXX: number of ports per worker. If one fails, clients use another."""

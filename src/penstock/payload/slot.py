@@ -1,11 +1,11 @@
-"""The life of one slot: every transition in one table, decided on one 64-bit word.
+"""The state machine of one slot: every transition in one table, on one 64-bit word.
 
     FREE ──begin──▶ WRITING ──commit──▶ READY ──take──▶ READING ──release──▶ READY
       ▲                └──abandon──▶ FREE ▲                ├──reclaim──▶ READY   (its reader died)
-      └─────── consume, discard ──────────┴── consume ─────┴──take─────▶ READING (a fresh reader supersedes)
+      └─────── consume, discard ──────────┴── consume ─────┴──take─────▶ READING (a new reader supersedes)
 
 The word holds the state, the reader, the read attempt and the generation, so that one store commits the whole
-transition at once: a process killed before the store changed nothing, killed after it changed everything. The
+transition: a process killed before the store has changed nothing, one killed after it everything. The
 generation grows with every use of the slot, the attempt with every take; a reference names a generation and a
 finalisation names an attempt, so neither can touch a later use of the same slot. Exactly one attempt owns the
 finalisation of a READING slot, the last one that took it; any other is an orphan and its finalisation changes nothing.
@@ -105,12 +105,12 @@ def commit(word: int) -> int:
 
 
 def abandon(word: int) -> int:
-    """Producer: the body could not be written; the generation stays spent."""
+    """Producer: the body could not be written; the generation stays used."""
     return word & ~STATE_MASK | after(word, "abandon")
 
 
 def take(word: int, generation: int, reader: int) -> int:
-    """Reader: begin an attempt to read exactly `generation`; `Stale` when the slot no longer holds it."""
+    """Reader: begin an attempt to read exactly `generation`; raises `Stale` when the slot does not hold it."""
     state = _TAKE.get(word & STATE_MASK)
     if state is None or word >> _GENERATION_SHIFT != generation:
         raise Stale(
@@ -118,19 +118,19 @@ def take(word: int, generation: int, reader: int) -> int:
         )
     attempt = attempt_of(word) + 1
     if attempt > MAX_ATTEMPTS:
-        raise Stale(f"generation {generation} was read {attempt - 1} times without success; given up")
+        raise Stale(f"generation {generation} was read {attempt - 1} times without success; no more attempts allowed")
     return state | reader << _READER_SHIFT | attempt << _ATTEMPT_SHIFT | generation << _GENERATION_SHIFT
 
 
 def finalise(word: int, action: Literal["consume", "release"], attempt: int) -> int | None:
-    """Reader: end the attempt that `take` returned. None when it no longer owns the slot: change nothing, count it."""
+    """Reader: end the attempt that `take` returned. None for an orphan: store nothing, count it."""
     if word != attempt:
         return None
     return _without_reader(word) | after(word, action)
 
 
 def consume(word: int, generation: int) -> int | None:
-    """For a reader that used its own copy: `generation` is done with, even if an orphan still reads it.
+    """Reader that used its own copy: free `generation`, even if an orphan still reads it.
 
     None when it is already gone.
     """
@@ -145,7 +145,7 @@ def discard(word: int, generation: int) -> int | None:
 
 
 def reclaim(word: int) -> int:
-    """Anyone who found the reader dead: the payload may be read again."""
+    """Any process that finds the reader dead: make the payload readable again."""
     return _without_reader(word) | after(word, "reclaim")
 
 

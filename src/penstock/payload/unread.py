@@ -1,8 +1,8 @@
 """Delivered payloads by the version of their samples, until they can no longer be requested.
 
-A backstop. Most payloads are freed by their reader, or on the controller's report that they will not be read. But a
-trainer killed right after its step was acknowledged can no longer report what it used, and a killed controller loses
-what it had not yet passed on. Both concern samples that are soon too old to be trained, and that is known for certain.
+A backstop. Most payloads are freed by their reader, or when the controller reports that they will not be read. But a
+trainer killed right after its step was acknowledged cannot report the payloads it used, and a killed controller loses
+the reports it had not forwarded. The samples concerned soon exceed the staleness limit and are then never read.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from collections import deque
 from penstock.records.payload import PayloadRef
 
 LONGEST_READ_S = 120.0
-"""No server sends one body for as long as this."""
+"""A read is assumed to take less than this."""
 
 
 class Unread:
-    """What one producer has handed over and not yet seen expire. Freeing a payload twice does no harm, so those that
-    were freed otherwise need not be taken out."""
+    """Payloads that one producer delivered and that have not expired. Freeing a payload twice is harmless, so payloads
+    freed otherwise are not removed."""
 
     def __init__(self) -> None:
         self._by_version: dict[int, list[PayloadRef]] = {}
-        self._once_more: deque[tuple[float, list[PayloadRef]]] = deque()
+        self._to_repeat: deque[tuple[float, list[PayloadRef]]] = deque()
 
     def delivered(self, version: int, payload: PayloadRef) -> None:
         self._by_version.setdefault(version, []).append(payload)
 
     def expire(self, oldest: int, now: float) -> list[PayloadRef]:
-        """Those of samples made with versions below `oldest`: free them.
+        """Returns the payloads to free: those of samples generated with versions below `oldest`.
 
-        Each comes a second time when no read of it can still be going on: the first time it may have been on its way
-        to a reader that has given up.
+        Each is returned again after `LONGEST_READ_S`: the first time, a server may still have been sending it to a
+        reader that has timed out.
         """
         expired: list[PayloadRef] = []
-        while self._once_more and now - self._once_more[0][0] >= LONGEST_READ_S:
-            expired += self._once_more.popleft()[1]
-        gone = [version for version in self._by_version if version < oldest]
-        if gone:
-            fresh = [payload for version in gone for payload in self._by_version.pop(version)]
-            self._once_more.append((now, fresh))
+        while self._to_repeat and now - self._to_repeat[0][0] >= LONGEST_READ_S:
+            expired += self._to_repeat.popleft()[1]
+        expired_versions = [version for version in self._by_version if version < oldest]
+        if expired_versions:
+            fresh = [payload for version in expired_versions for payload in self._by_version.pop(version)]
+            self._to_repeat.append((now, fresh))
             expired += fresh
         return expired
 

@@ -30,13 +30,13 @@ def check_shape(event: PipelineOpened, topology: Topology) -> None:
 
 
 def check_request(event: DevicesRequested, topology: Topology) -> tuple[DeviceId, ...]:
-    """The devices asked for, in order. Raises `LocalProtocolError` if the request could never be granted."""
+    """The requested devices, sorted. Raises `LocalProtocolError` if the request could never be granted."""
     if event.priority == Priority.GENERATION:
         raise LocalProtocolError("generation does not request devices: declare demand, and the pool wakes workers")
     count = topology.device_count
     if not set(event.among) <= set(range(count)) or not 1 <= event.count <= len(set(event.among)):
         raise LocalProtocolError(
-            f"{event.member} asks for {event.count} of devices {list(event.among)}; the pool has 0 to {count - 1}"
+            f"{event.member} requests {event.count} of devices {list(event.among)}; the pool has 0 to {count - 1}"
         )
     among = tuple(sorted(set(event.among)))
     if event.count < len(among) and not len(places(topology, among, event.count)):

@@ -1,7 +1,7 @@
-"""Demand is state: what a pipeline's ledger still wants generated, and how fast its workers have been generating.
+"""Demand is state: the samples that a pipeline's ledger still needs, and the measured pace of its workers.
 
-Progress is not reported to the pool. The ledger counts what remains and what was completed, so demand is
-there before the first sample is dispatched, cannot be lost with a message, and cannot be left unwired.
+Progress is not reported to the pool. The ledger counts remaining and completed samples, so demand exists before the
+first sample is dispatched, cannot be lost with a message, and needs no hook that could be missing.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import msgspec
 from penstock.errors import LocalProtocolError
 
 _COARSE = 50
-"""Counts are taken in at 2 % steps of what remained at most, finer towards the end."""
+"""Counts are applied in steps of 2 % of the round, finer towards its end."""
 _KEPT = 0.95
-"""Weight of the past in the measured pace, per count taken in: about the last twenty matter."""
+"""Weight of the past in the measured pace, per applied count: about the last twenty matter."""
 
 
 class Demand(msgspec.Struct):
-    """What one pipeline still wants generated. Counts are samples, everywhere."""
+    """Samples that one pipeline still needs. All counts are samples."""
 
     remaining: int = 0
     completed: int = 0
     """Since the pipeline began; it never falls."""
     most: int = 0
-    """What remained when it last grew: the size of the present round."""
+    """`remaining` when it last grew: the size of the current round."""
     counted_at: float = 0.0
     heard_at: float = 0.0
-    """The last sign of progress, or the moment service began."""
+    """The time of the last progress, or of the start of service."""
     lapsed: bool = False
-    """Served but silent for a whole demand lease: it keeps its place in the queue, but is worth one worker only."""
+    """Served, but nothing completed for a demand lease: it keeps its place in the queue, but gets one worker only."""
     pace_samples: float = 0.0
     pace_worker_s: float = 0.0
 
     @property
     def pace(self) -> float:
-        """Samples per second of one worker with work, as measured lately; 0 while unknown."""
+        """Recent samples per second of one worker with work; 0 while not measured."""
         return self.pace_samples / self.pace_worker_s if self.pace_worker_s else 0.0
 
     def count(self, remaining: int, completed: int, workers: int, now: float) -> bool:
-        """Take in a count, made while `workers` served; False if it changes too little to matter."""
+        """Applies a count, made while `workers` served; False if it changes too little to matter."""
         if remaining < 0 or completed < self.completed:
             raise LocalProtocolError(
                 f"a count of {remaining} samples to generate and {completed} completed after {self.completed}: the "

@@ -1,4 +1,4 @@
-"""What the pool is told (past tense) and what it asks its host to do (imperative).
+"""Events of the pool (past tense), and its effects, which the host carries out (imperative).
 
 Every event is journalled with the time it was handled at, if it changed anything; replaying them gives the same pool.
 """
@@ -18,34 +18,34 @@ Rejection = Literal["timed_out", "cancelled", "closed"]
 
 
 class LifeBegan(msgspec.Struct, tag="pool_life_began", frozen=True):
-    """The run was started, or resumed: none of the processes of an earlier life is left. From now on the pool goes by
-    these settings."""
+    """The run was started or resumed: no process of an earlier incarnation is left. The pool uses these settings from
+    here on."""
 
     topology: Topology
     settings: PoolSection
 
 
 class PipelineOpened(msgspec.Struct, tag="pool_pipeline_opened", frozen=True):
-    """A pipeline will use the pool. Telling it again with the same values is harmless."""
+    """A pipeline will use the pool. Repeating the event with the same values is harmless."""
 
     pipeline: PipelineName
     inference: tuple[DeviceId, ...]
-    """Where its generation workers may sit; the pool chooses among them."""
+    """Devices that its generation workers may use; the pool chooses among them."""
     bundle: int = 1
     """Devices per generation worker."""
     concurrency: int = 1
     """Samples one worker generates at once: fewer remaining samples than this need only one worker."""
     weight: float = 1.0
-    """Twice the weight counts like twice the remaining work, and keeps a turn twice as long."""
+    """Twice the weight counts like twice the remaining work, and makes a turn twice as long."""
     min_bundles: int = 0
-    """Kept for it whenever it has work for them."""
+    """Kept for the pipeline whenever it has work for them."""
     max_bundles: int | None = None
     start_s: float = 0.0
-    """What a wake may take beyond the usual, because an engine has to be started for it."""
+    """Added to the timeout of a wake, because an engine has to be started for it."""
 
 
 class PipelineClosed(msgspec.Struct, tag="pool_pipeline_closed", frozen=True):
-    """The pipeline wants nothing more: its workers sleep, its requests end, its devices return."""
+    """The pipeline needs no more devices: its workers sleep, its requests end, its devices are released."""
 
     pipeline: PipelineName
     reason: str = "closed"
@@ -77,7 +77,7 @@ class MemberEvicted(msgspec.Struct, tag="pool_member_evicted", frozen=True):
 
 
 class DemandCounted(msgspec.Struct, tag="pool_demand_counted", frozen=True):
-    """The pipeline's ledger was looked at: samples that can be generated or are being generated, and all completed."""
+    """Counts of the pipeline's ledger: samples that can be or are being generated, and all completed."""
 
     pipeline: PipelineName
     remaining: int
@@ -85,15 +85,15 @@ class DemandCounted(msgspec.Struct, tag="pool_demand_counted", frozen=True):
 
 
 class DevicesRequested(msgspec.Struct, tag="pool_devices_requested", frozen=True):
-    """A member asks for `count` devices among `among`, all at once or not at all.
+    """A member requests `count` devices among `among`, all at once or not at all.
 
-    With `release` it first gives back an earlier grant, in the same event.
+    With `release` it first releases an earlier grant, in the same event.
     """
 
     pipeline: PipelineName
     member: MemberId
     request: int
-    """Counted up by the member; the same number again is the same request again."""
+    """Incremented by the member; a repeated number is the same request."""
     priority: Priority
     among: tuple[DeviceId, ...]
     count: int
@@ -122,7 +122,7 @@ class MoveDone(msgspec.Struct, tag="pool_move_done", frozen=True):
 
 
 class MoveFailed(msgspec.Struct, tag="pool_move_failed", frozen=True):
-    """The worker could not finish an order. `released` says whether it proved that it holds no device now."""
+    """The worker could not finish an order. `released`: it has verified that it holds no device."""
 
     pipeline: PipelineName
     member: MemberId
@@ -132,11 +132,11 @@ class MoveFailed(msgspec.Struct, tag="pool_move_failed", frozen=True):
 
 
 class TimePassed(msgspec.Struct, tag="pool_time_passed", frozen=True):
-    """Deadlines may have come."""
+    """Deadlines may have passed."""
 
 
 class ControllerRestarted(msgspec.Struct, tag="pool_controller_restarted", frozen=True):
-    """No report could arrive while the host was down: every deadline starts again."""
+    """No report could arrive while the host was down: every deadline is extended."""
 
 
 Event = (
@@ -177,7 +177,7 @@ def reported(report: ReportOrder) -> MoveDone | MoveFailed:
 
 
 class GrantDevices(msgspec.Struct, tag="grant_devices", frozen=True):
-    """Answer a waiting request: the devices are verified free and now belong to the member."""
+    """Answer a waiting request: the devices are verified free and belong to the member."""
 
     pipeline: PipelineName
     member: MemberId
@@ -196,7 +196,7 @@ class RejectRequest(msgspec.Struct, tag="reject_request", frozen=True):
 
 
 class WakeWorker(msgspec.Struct, tag="wake_worker", frozen=True):
-    """Hand the order to the worker: wake, sync weights, publish the version once, route."""
+    """Send the order to the worker: wake, sync weights, publish the version once, route."""
 
     pipeline: PipelineName
     member: MemberId
@@ -204,7 +204,7 @@ class WakeWorker(msgspec.Struct, tag="wake_worker", frozen=True):
 
 
 class SleepWorker(msgspec.Struct, tag="sleep_worker", frozen=True):
-    """Hand the order to the worker: close admission, drain or abort, release, verify released."""
+    """Send the order to the worker: close admission, drain or abort, release, verify released."""
 
     pipeline: PipelineName
     member: MemberId
@@ -212,7 +212,7 @@ class SleepWorker(msgspec.Struct, tag="sleep_worker", frozen=True):
 
 
 class FenceMember(msgspec.Struct, tag="fence_member", frozen=True):
-    """End this process for certain, then report `MemberLost`: its devices are wanted and it does not answer."""
+    """End this process for certain, then report `MemberLost`: its devices must be freed and it may not answer."""
 
     pipeline: PipelineName
     member: MemberId

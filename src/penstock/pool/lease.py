@@ -1,8 +1,8 @@
-"""Who may be on which device, and every way that can change: two tables, and the structs they govern.
+"""The occupants of devices and all their transitions: two tables, and the structs they apply to.
 
-A *seat* is one stay of one generation worker; a *hold* is what a request above generation becomes. Devices are given on
-only in the step to `gone`, and that step is taken on proof (`finished`, `proved`, `lost`) or, when a process that was
-fenced gives no sign, at the end of the fence.
+A *seat* is one generation worker on one bundle; a *hold* is a request above generation, with its devices. Devices are
+reassigned only in the step to `gone`. That step is verified (`finished`, `released`, `lost`) or, when a fenced process
+does not answer, taken at the end of the fence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.records.ids import MemberId, PipelineName
 from penstock.records.pool import DeviceId, OrderNumber, Priority, SeatId
 
 SeatState = Literal["planned", "waking", "serving", "leaving", "fenced", "gone"]
-SeatInput = Literal["cleared", "finished", "proved", "failed", "recalled", "overdue", "evicted", "lost"]
+SeatInput = Literal["cleared", "finished", "released", "failed", "recalled", "overdue", "evicted", "lost"]
 
 SEAT_TABLE: dict[tuple[SeatState, SeatInput], SeatState] = {
     ("planned", "cleared"): "waking",
@@ -24,7 +24,7 @@ SEAT_TABLE: dict[tuple[SeatState, SeatInput], SeatState] = {
     ("planned", "evicted"): "gone",
     ("planned", "lost"): "gone",
     ("waking", "finished"): "serving",
-    ("waking", "proved"): "gone",
+    ("waking", "released"): "gone",
     ("waking", "failed"): "leaving",
     ("waking", "recalled"): "leaving",
     ("waking", "overdue"): "leaving",
@@ -34,7 +34,7 @@ SEAT_TABLE: dict[tuple[SeatState, SeatInput], SeatState] = {
     ("serving", "evicted"): "fenced",
     ("serving", "lost"): "gone",
     ("leaving", "finished"): "gone",
-    ("leaving", "proved"): "gone",
+    ("leaving", "released"): "gone",
     ("leaving", "failed"): "fenced",
     ("leaving", "overdue"): "fenced",
     ("leaving", "evicted"): "fenced",
@@ -42,7 +42,7 @@ SEAT_TABLE: dict[tuple[SeatState, SeatInput], SeatState] = {
     ("fenced", "overdue"): "gone",
     ("fenced", "lost"): "gone",
 }
-"""`finished` answers the present order; `proved` is a failure after which the worker verifiably holds nothing."""
+"""`finished` completes the current order; `released` is a failure after which the worker verifiably holds nothing."""
 
 HoldState = Literal["waiting", "assigned", "held", "fenced", "gone"]
 HoldInput = Literal["promised", "withdrawn", "cleared", "released", "ended", "evicted", "overdue", "lost"]
@@ -69,7 +69,7 @@ pipeline. Neither takes what is held."""
 
 
 class Seat(msgspec.Struct):
-    """One stay of one worker on one bundle."""
+    """One worker on one bundle."""
 
     seat: SeatId
     pipeline: PipelineName
@@ -77,7 +77,7 @@ class Seat(msgspec.Struct):
     devices: tuple[DeviceId, ...]
     state: SeatState
     since: float
-    """When it came into its present state: a worker's turn runs from when it began to serve."""
+    """When it entered its current state: a worker's turn starts when it begins to serve."""
     order: OrderNumber = OrderNumber(0)
     deadline: float | None = None
     abort: bool = False
@@ -91,16 +91,16 @@ class Seat(msgspec.Struct):
     def step(self, what: SeatInput) -> SeatState:
         following = SEAT_TABLE.get((self.state, what))
         if following is None:
-            raise InvalidTransition(f"seat {self.seat} of {self.pipeline} is {self.state}: it cannot be told '{what}'")
+            raise InvalidTransition(f"seat {self.seat} of {self.pipeline} is {self.state}: '{what}' is not allowed")
         self.state = following
         return following
 
 
 class Hold(msgspec.Struct):
-    """A request above generation, and what it was given."""
+    """A request above generation, with its devices."""
 
     hold: int
-    """Counted up over the pool: the order of arrival."""
+    """Numbered across the pool, in the order of arrival."""
     pipeline: PipelineName
     member: MemberId
     request: int
@@ -108,7 +108,7 @@ class Hold(msgspec.Struct):
     among: tuple[DeviceId, ...]
     count: int
     since: float
-    """When it was asked for, and from then on when it was granted."""
+    """When it was requested; once granted, when it was granted."""
     deadline: float | None
     devices: tuple[DeviceId, ...] = ()
     state: HoldState = "waiting"
@@ -116,20 +116,18 @@ class Hold(msgspec.Struct):
     def step(self, what: HoldInput) -> HoldState:
         following = HOLD_TABLE.get((self.state, what))
         if following is None:
-            raise InvalidTransition(
-                f"request {self.request} of {self.member} is {self.state}: it cannot be told '{what}'"
-            )
+            raise InvalidTransition(f"request {self.request} of {self.member} is {self.state}: '{what}' is not allowed")
         self.state = following
         return following
 
 
 class Member(msgspec.Struct):
-    """One process known to the pool, for as long as it is a member of its pipeline."""
+    """One registered process."""
 
     member: MemberId
     pipeline: PipelineName
     evicted: bool = False
-    """No member any more: it is given nothing, and is forgotten when its end is certain."""
+    """It gets no more devices, and is removed when its end is certain."""
     worker: bool = False
     bound: tuple[DeviceId, ...] = ()
     last_devices: tuple[DeviceId, ...] = ()

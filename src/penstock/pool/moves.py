@@ -1,8 +1,8 @@
-"""Carrying out plans: orders with deadlines, what follows from their answers, and from no answer.
+"""Carries out plans: orders with deadlines, and the reactions to reports and timeouts.
 
-Every move has one owner (the worker with the order), one deadline, and one way back: a wake that fails or is late is
+Every move has one owner (the worker with the order), one deadline, and one rollback: a wake that fails or is late is
 undone by a sleep order; a sleep that fails or is late ends in a fence. Moves of different seats never wait for each
-other unless they share a device, so one pipeline's hang costs that pipeline.
+other unless they share a device, so a hang affects only its own pipeline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.records.pool import DeviceId, Order, OrderNumber, SeatId
 
 
 class Moves:
-    """Turns plans and answers into steps of seats and holds, and collects the effects."""
+    """Turns plans and reports into steps of seats and holds, and collects the effects."""
 
     def __init__(self, table: DeviceTable, settings: PoolSection, effects: list[ev.Effect]) -> None:
         self._table = table
@@ -27,7 +27,7 @@ class Moves:
         self._effects = effects
 
     def carry_out(self, plan: Plan, now: float) -> None:
-        """Start every move of a validated plan; those that must wait for a device start when it is clear."""
+        """Starts every move of a validated plan; those that must wait for a device start when it is clear."""
         for shrink in plan.shrinks:
             self.recall(self._state.seats[shrink.seat], now, abort=shrink.abort, reason=shrink.reason)
         for withdrawal in plan.withdrawals:
@@ -35,21 +35,21 @@ class Moves:
         for grant in plan.grants:
             hold = self._state.holds[grant.request]
             self._table.promise(hold, grant.devices)
-            self._if_clear(hold, now)
+            self._start_if_clear(hold, now)
         sleeping = self._sleeping_workers() if plan.expands else {}
         for expand in plan.expands:
             worker = _pick(sleeping.get(expand.pipeline, []), expand.devices)
             seat = Seat(SeatId(self._state.next_seat), expand.pipeline, worker.member, expand.devices, "planned", now)
             self._state.next_seat += 1
             self._table.add_seat(seat)
-            self._if_clear(seat, now)
+            self._start_if_clear(seat, now)
 
     def recall(self, seat: Seat, now: float, *, abort: bool, reason: str) -> None:
-        """Take a worker off its devices (or forget a seat that was only planned)."""
+        """Removes a worker from its devices (or drops a seat that was only planned)."""
         self._step(seat, "recalled", now, abort=abort, reason=reason)
 
     def done(self, event: ev.MoveDone, now: float) -> bool:
-        seat = self._answered(event.pipeline, event.member, event.order)
+        seat = self._reported(event.pipeline, event.member, event.order)
         if seat is None:
             return False
         took_s = now - seat.since
@@ -58,22 +58,22 @@ class Moves:
         if entry is not None:
             entry.failures = 0
             if seat.state == "serving":
-                # A wake that was held up (by the first weights, by a busy machine) says little: the next corrects it.
+                # A slow wake may be an exception (first weights, busy machine): it counts half, the next corrects it.
                 entry.wake_s = (entry.wake_s + took_s) / 2 if 0 < entry.wake_s < took_s else took_s
                 if self._table.serving(seat.pipeline) == 1:
                     entry.demand.heard_at = now
         return True
 
     def failed(self, event: ev.MoveFailed, now: float) -> bool:
-        seat = self._answered(event.pipeline, event.member, event.order)
+        seat = self._reported(event.pipeline, event.member, event.order)
         if seat is None:
             return False
         self._bench(seat, event.error, now)
-        self._step(seat, "proved" if event.released else "failed", now, abort=True, reason=event.error)
+        self._step(seat, "released" if event.released else "failed", now, abort=True, reason=event.error)
         return True
 
     def expire(self, now: float) -> bool:
-        """Missed deadlines. True if anything was overdue."""
+        """Handles missed deadlines. True if there were any."""
         late = [seat for seat in self._state.seats.values() if seat.deadline is not None and seat.deadline <= now]
         for seat in late:
             if seat.state != "fenced":
@@ -84,25 +84,25 @@ class Moves:
         overdue = [hold for hold in self._state.holds.values() if hold.deadline is not None and hold.deadline <= now]
         for hold in overdue:
             if hold.state == "fenced":
-                self.go_on(self._table.step_hold(hold, "overdue"), now)
+                self.start_cleared(self._table.step_hold(hold, "overdue"), now)
             else:
                 waited_s = now - hold.since
                 self.reject(hold, "timed_out", f"not served within {waited_s:.1f} s", now)
         return bool(late or overdue)
 
     def lose(self, member: MemberId, now: float) -> bool:
-        """The process has ended: everything of it is free."""
-        known = self._state.members.pop(member, None)
+        """The process has ended: all its devices are free."""
+        record = self._state.members.pop(member, None)
         seat = self._table.seat_of.get(member)
         holds = [hold for hold in self._state.holds.values() if hold.member == member]
         if seat is not None:
-            self.go_on(self._table.step_seat(seat, "lost"), now)
+            self.start_cleared(self._table.step_seat(seat, "lost"), now)
         for hold in holds:
-            self.go_on(self._table.step_hold(hold, "lost"), now)
-        return known is not None or seat is not None or bool(holds)
+            self.start_cleared(self._table.step_hold(hold, "lost"), now)
+        return record is not None or seat is not None or bool(holds)
 
     def evict(self, name: MemberId, reason: str, now: float) -> bool:
-        """The process may still run: what it holds is fenced, and it is given nothing more."""
+        """The process may still run: its devices are fenced, and it gets no more."""
         member = self._state.members.get(name)
         if member is None or member.evicted:
             return False
@@ -122,23 +122,23 @@ class Moves:
         return True
 
     def fence_again(self) -> None:
-        """Ask once more for the end of every fenced process: the asking is not kept anywhere else."""
+        """Repeats the fence effect of every fenced process: effects are not stored."""
         for claim in (*self._state.seats.values(), *self._state.holds.values()):
             if claim.state == "fenced":
                 self._effects.append(ev.FenceMember(claim.pipeline, claim.member, "it was fenced before the restart"))
 
     def reject(self, hold: Hold, kind: ev.Rejection, reason: str, now: float) -> None:
         """End a request that has not been granted."""
-        self.go_on(self._table.step_hold(hold, "ended"), now)
+        self.start_cleared(self._table.step_hold(hold, "ended"), now)
         self._effects.append(ev.RejectRequest(hold.pipeline, hold.member, hold.request, kind, reason))
 
-    def go_on(self, cleared: list[Seat | Hold], now: float) -> None:
-        """Devices became clear: start what waited for them."""
+    def start_cleared(self, cleared: list[Seat | Hold], now: float) -> None:
+        """Starts the claims whose devices became clear."""
         for claim in cleared:
-            self._if_clear(claim, now)
+            self._start_if_clear(claim, now)
 
     def order(self, seat: Seat) -> Order:
-        """The order a waking or leaving seat stands under."""
+        """The current order of a waking or leaving seat."""
         settings = self._settings
         waking = seat.state == "waking"
         wake_s = settings.wake_s + self._state.pipelines[seat.pipeline].shape.start_s if waking else 0.0
@@ -154,9 +154,9 @@ class Moves:
             reason=seat.reason,
         )
 
-    # --------------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------------ internals
 
-    def _if_clear(self, claim: Seat | Hold, now: float) -> None:
+    def _start_if_clear(self, claim: Seat | Hold, now: float) -> None:
         if not self._table.is_clear(claim):
             return
         if isinstance(claim, Seat):
@@ -188,10 +188,10 @@ class Moves:
             self._effects.append(ev.FenceMember(seat.pipeline, seat.member, reason))
         elif seat.state == "gone" and (member := self._state.members.get(seat.member)) is not None:
             member.last_devices = seat.devices
-        self.go_on(cleared, now)
+        self.start_cleared(cleared, now)
 
-    def _answered(self, pipeline: PipelineName, member: MemberId, order: OrderNumber) -> Seat | None:
-        """The seat this answer is for; None for an answer that came too late to matter."""
+    def _reported(self, pipeline: PipelineName, member: MemberId, order: OrderNumber) -> Seat | None:
+        """The seat of this report; None for an outdated report."""
         seat = self._table.seat_of.get(member)
         if seat is None or seat.pipeline != pipeline or seat.order != order or seat.state not in ("waking", "leaving"):
             return None

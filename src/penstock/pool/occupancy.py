@@ -1,4 +1,4 @@
-"""The devices while one plan is made: who occupies each, who is promised it, and who is already leaving.
+"""Devices during planning: the occupant and next owner of each, and the seats that are already leaving.
 
 Legend for array suffixes: D devices, S seats, K places, P pipelines.
 """
@@ -17,7 +17,7 @@ UNOCCUPIED = -1
 
 
 class Occupancy:
-    """Devices during planning. Every move recorded here changes the picture for the moves after it."""
+    """Every move recorded here is visible to the moves after it."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         count = snapshot.topology.device_count
@@ -63,7 +63,7 @@ class Occupancy:
         return np.array([self.is_open(device) for device in range(len(self.taken))], dtype=bool)
 
     def shrink(self, index: int, *, abort: bool, reason: str) -> None:
-        """Record that a seat ends: its devices are open to the moves that follow."""
+        """Records that a seat ends: its devices are open to the moves that follow."""
         seat = self.seats[index]
         self.leaving[index] = True
         if seat.phase == "planned":
@@ -81,7 +81,7 @@ class Occupancy:
         self.take(devices)
 
     def withdraw(self, request: RequestView) -> None:
-        """Record that a promise is taken back: its devices are open to the moves that follow."""
+        """Records that a promise is withdrawn: its devices are open to the moves that follow."""
         for device in request.assigned:
             self.taken[device] = False
             del self.promised[device]

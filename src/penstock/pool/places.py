@@ -1,4 +1,4 @@
-"""Where a bundle may stand: whole, contiguous, and inside one node (or exactly filling several).
+"""The places a bundle may occupy: contiguous, and inside one node (or exactly filling several).
 
 Places of one size never overlap, and places of sizes that divide each other nest, so that small bundles packed
 together leave room for large ones.
@@ -30,7 +30,7 @@ def places(topology: Topology, allowed: tuple[DeviceId, ...], size: int) -> np.n
                 first = aligned if (high - aligned) // size == (high - low) // size else low
                 rows.extend(range(at, at + size) for at in range(first, high - size + 1, size))
         else:
-            # A bundle larger than a node takes whole neighbouring nodes, or does not stand here.
+            # A bundle larger than a node takes whole neighbouring nodes, or has no place here.
             last = node
             while last < len(topology.nodes) and starts[last] - begin < size:
                 last += 1

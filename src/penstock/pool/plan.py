@@ -1,4 +1,4 @@
-"""The two values planning is about: a snapshot goes in, a plan comes out. Neither knows who will act on it."""
+"""Input and output of the planner: a snapshot and a plan."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ SeatPhase = Literal["planned", "waking", "serving", "leaving", "fenced"]
 
 
 class PipelineView(msgspec.Struct, frozen=True):
-    """What the planner may know about one open pipeline."""
+    """The planner's data about one open pipeline."""
 
     name: PipelineName
     bundle: int
     inference: tuple[DeviceId, ...]
     remaining: int
-    """Samples still to be generated; 0 means it needs no worker (and may keep those that no other pipeline wants)."""
+    """Samples still to be generated; 0 means it needs no worker (and may keep those that no other pipeline needs)."""
     useful: int
-    """The most bundles it can put to use: by remaining work, by quota, by processes that exist."""
+    """The most bundles it can use: limited by remaining work, quota and existing processes."""
     worth: int = 1_000_000
-    """Beyond its equal part, unused devices are worth taking until it has this number of bundles: one more would not
-    repay its waking."""
+    """Beyond its equal part it takes unused devices up to this number of bundles: one more would not repay its
+    waking."""
     overdue: bool = True
-    """It has been below its share for as long as a move takes to repay: it may have workers that others are using."""
+    """It has been below its share for long enough that a move repays: it may displace busy workers of others."""
     asleep: int = 1_000_000
     """Worker processes that could be woken now: no plan wakes more."""
     weight: float = 1.0
@@ -38,24 +38,24 @@ class PipelineView(msgspec.Struct, frozen=True):
     waiting_since: float | None = None
     """When it began to have work and no worker."""
     turn_s: float = _POOL.turn_s
-    """A woken worker of it is not taken for another pipeline's generation before this has passed."""
+    """Its woken workers are not displaced for another pipeline's generation before this has passed."""
     lingers: bool = False
-    """Workers of it that lack work will have some again before the moves repay: up to its equal part no other may take
-    them for idle."""
+    """Its workers without work will have some again before a move repays: up to its equal part they do not count as
+    idle."""
     home: tuple[DeviceId, ...] = ()
-    """Devices it trains on: its own workers stand best there, others must leave when it trains or comes back."""
+    """Devices it trains on: best for its own workers; others must leave when it trains or has work again."""
     away_s: float = math.inf
-    """How long it will probably leave its home to others: until it trains, or until it has work again."""
+    """Expected time until it needs its home: until it trains, or until it has work again."""
     stay_s: float = 0.0
-    """A worker of it is woken at another pipeline's home only if that is left to others for this long."""
+    """Its workers are woken at another pipeline's home only if that stays free for this long."""
     may_wake: bool = True
-    """False after failed moves, until the bench time is over."""
+    """False after failed moves, until the bench time has passed."""
     places: tuple[tuple[DeviceId, ...], ...] | None = None
     """The only bundles it can use, when its worker processes are bound to devices."""
 
 
 class SeatView(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's stay. `planned` occupies nothing yet; `leaving` and `fenced` occupy but have no future."""
+    """One worker on one bundle. `planned` occupies nothing yet; `leaving` and `fenced` occupy, but will end."""
 
     seat: SeatId
     pipeline: int
@@ -87,15 +87,15 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Sorted by name."""
     seats: tuple[SeatView, ...] = ()
     held: tuple[DeviceId, ...] = ()
-    """By initialisation, training or scoring: never taken away."""
+    """Held by initialisation, training or scoring: never preempted."""
     requests: tuple[RequestView, ...] = ()
     """In order of arrival."""
     patience_s: float = _POOL.patience_s
-    """A request that waited this long is no longer overtaken by later ones of its class."""
+    """A request that waited this long is not overtaken by later ones of its class."""
 
 
 class Shrink(msgspec.Struct, frozen=True):
-    """Put the worker in this seat to sleep (or forget the seat, if it was only planned)."""
+    """Put the worker in this seat to sleep (or drop the seat, if it was only planned)."""
 
     seat: SeatId
     abort: bool
@@ -111,8 +111,7 @@ class Expand(msgspec.Struct, frozen=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """Take back what was promised to this request: one of a higher class needs it. It waits again, as if never promised
-    anything."""
+    """Withdraw the promise to this request: one of a higher class needs the devices. The request waits again."""
 
     request: int
 
@@ -126,14 +125,14 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Moves that may all start at once: what must wait for what stands in `after`."""
+    """Moves that may all start at once; `after` lists the seats that a move waits for."""
 
     shrinks: tuple[Shrink, ...] = ()
     expands: tuple[Expand, ...] = ()
     grants: tuple[Grant, ...] = ()
     withdrawals: tuple[Withdraw, ...] = ()
     short: tuple[PipelineName, ...] = ()
-    """Served pipelines that are left below their share, because making it good would not repay the move yet."""
+    """Served pipelines that are left below their share, because a move would not repay yet."""
 
     def __bool__(self) -> bool:
         return bool(self.shrinks or self.expands or self.grants or self.withdrawals)

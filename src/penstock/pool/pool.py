@@ -1,12 +1,12 @@
-"""One pool of devices for all pipelines: what is known, what is promised, and the orders that follow from it.
+"""One pool of devices for all pipelines: its state, its promises, and the resulting orders.
 
-The pool is a plain machine: `handle(event, now)` changes its state and returns what the host must do. Orders and
-grants are *state*, not messages: a worker asks `orders(member)`, a waiting caller asks `granted(member, request)`, and
-the effects only say that there is something new. So a lost reply or a restarted controller loses nothing.
+The pool is a state machine: `handle(event, now)` changes its state and returns the effects for the host. Orders and
+grants are *state*, not messages: a worker polls `orders(member)`, a waiting caller polls `granted(member, request)`,
+and the effects only signal a change. So a lost reply or a restarted controller loses nothing.
 
 Invariants (see `check`): a device has at most one occupant and at most one next owner; it passes from one to the
-other only when the first has proved that it is off, has certainly ended, or was fenced; and every plan was accepted by
-the validator before any of it was carried out.
+other only when the first has verified the release, has certainly ended, or was fenced; and the validator accepted every
+plan before any of it was carried out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.pool.moves import Moves
 from penstock.pool.plan import Plan, Snapshot
 from penstock.pool.planner import make_plan
 from penstock.pool.settings import PoolSection
-from penstock.pool.state import DeviceTable, Entry, State, another_life, compare_shapes
+from penstock.pool.state import DeviceTable, Entry, State, compare_shapes, new_incarnation
 from penstock.pool.status import describe, troubles
 from penstock.pool.validate import validate
 from penstock.pool.view import longest_wait_s, view_of, workers_by_pipeline
@@ -35,7 +35,7 @@ from penstock.wire.codec import decode_section, encode_section
 
 
 class Pool:
-    """Decides who uses which device. Knows nothing of processes, sockets or clocks."""
+    """Assigns devices to processes. Independent of real processes, sockets and clocks."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class Pool:
         settings: PoolSection = PoolSection(),
         planner: Callable[[Snapshot], Plan] = make_plan,
     ) -> None:
-        """`planner` can be another pure function of a snapshot, to compare rules on the same machine. Devices and
-        settings hold until a life begins with others."""
+        """`planner` can be another pure function of a snapshot, to compare rules on the same pool. `topology` and
+        `settings` apply until `LifeBegan` replaces them."""
         self.topology, self.settings = topology, settings
         self._planner = planner
         self.revision = 0
         """Grows if and only if an event changed the state: exactly those events belong in the journal."""
         self._effects: list[ev.Effect] = []
-        self._take_on(State())
+        self._adopt(State())
 
-    def _take_on(self, state: State) -> None:
+    def _adopt(self, state: State) -> None:
         self.topology, self.settings = state.topology or self.topology, state.settings or self.settings
         compare_shapes(state)
         self._state = state
@@ -62,7 +62,7 @@ class Pool:
     # ------------------------------------------------------------------------------------------------ the machine
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
-        """Take in one event. A call that breaks the protocol raises before anything has changed."""
+        """Handles one event. An event that breaks the protocol raises before anything has changed."""
         self._effects.clear()
         changed = self._apply(event, now)
         if isinstance(event, ev.TimePassed) or (changed and not self._can_wait(event)):
@@ -72,8 +72,8 @@ class Pool:
         return list(self._effects)
 
     def _can_wait(self, event: ev.Event) -> bool:
-        """Whether a plan can wait for the next tick: nothing is blocked by what happened."""
-        if isinstance(event, ev.WorkerJoined):  # workers come by the thousand, and each plan looks at all of them
+        """Whether planning can wait for the next tick: nothing waits for this event."""
+        if isinstance(event, ev.WorkerJoined):  # thousands of workers join, and each plan reads all of them
             return self._entry(event.pipeline).waiting_since is None
         if isinstance(event, ev.DemandCounted):
             return self._entry(event.pipeline).waiting_since is not None or self._table.serving(event.pipeline) > 0
@@ -102,37 +102,37 @@ class Pool:
             case ev.MemberEvicted(member=member, reason=reason):
                 return self._moves.evict(member, reason, now)
             case ev.LifeBegan(topology=topology, settings=settings):
-                self._take_on(another_life(self._state, topology, settings))
+                self._adopt(new_incarnation(self._state, topology, settings))
                 return True
             case ev.PipelineOpened():
                 return self._open(event)
             case ev.PipelineClosed():
                 return self._close(event, now)
             case ev.ControllerRestarted():
-                return self._start_deadlines_afresh(now)
+                return self._restart_deadlines(now)
 
-    # ------------------------------------------------------------------------------------------------- questions
+    # --------------------------------------------------------------------------------------------------- queries
 
     def orders(self, member: MemberId) -> tuple[Order, ...]:
-        """What this worker must do now; empty when it is where it should be."""
+        """The current order of this worker; empty when it has none."""
         seat = self._table.seat_of.get(member)
         return () if seat is None or seat.state not in ("waking", "leaving") else (self._moves.order(seat),)
 
     def granted(self, member: MemberId, request: int) -> GrantedDevices | None:
-        """What a request holds; None while it waits (or when it is over)."""
+        """The devices a request holds; None while it waits and after it ended."""
         hold = self._table.hold_of(member, request)
         if hold is None or hold.state != "held":
             return None
         return GrantedDevices(hold.request, hold.priority, hold.devices)
 
     def members(self) -> tuple[MemberId, ...]:
-        """Every process the pool knows of."""
+        """Every registered process."""
         return tuple(self._state.members)
 
     def pipeline_of(self, member: MemberId) -> PipelineName | None:
-        """Whose process it is; None for a process that is not known."""
-        known = self._state.members.get(member)
-        return None if known is None else known.pipeline
+        """The pipeline of a process; None if it is not registered."""
+        record = self._state.members.get(member)
+        return None if record is None else record.pipeline
 
     def serving(self, pipeline: PipelineName) -> int:
         """Workers of the pipeline that serve now."""
@@ -152,9 +152,9 @@ class Pool:
         return msgspec.msgpack.encode((self.revision, self._state), enc_hook=encode_section)
 
     def restore(self, data: bytes) -> None:
-        """Take on a state written by `snapshot`."""
+        """Adopts a state written by `snapshot`."""
         self.revision, state = msgspec.msgpack.decode(data, type=tuple[int, State], dec_hook=decode_section)
-        self._take_on(state)
+        self._adopt(state)
 
     def check(self) -> None:
         """Raises if an invariant is broken."""
@@ -238,16 +238,16 @@ class Pool:
 
     def _request(self, event: ev.DevicesRequested, now: float) -> bool:
         if not self.is_open(event.pipeline):
-            raise Stale(f"pipeline {event.pipeline!r} is closed: it is given no devices any more")
+            raise Stale(f"pipeline {event.pipeline!r} is closed: it gets no more devices")
         among = check_request(event, self.topology)
         if self._table.hold_of(event.member, event.request) is not None:
             return False
-        known = self._state.members.get(event.member)
-        if known is not None and known.evicted:
-            raise Stale(f"{event.member} was evicted: it is given no devices any more")
-        if known is not None and event.request <= known.last_request:
+        record = self._state.members.get(event.member)
+        if record is not None and record.evicted:
+            raise Stale(f"{event.member} was evicted: it gets no more devices")
+        if record is not None and event.request <= record.last_request:
             raise Stale(
-                f"request {event.request} of {event.member} is over; number {known.last_request} was the latest"
+                f"request {event.request} of {event.member} has ended; the latest is number {record.last_request}"
             )
         old = None
         if event.release is not None:
@@ -256,8 +256,8 @@ class Pool:
                 raise LocalProtocolError(f"{event.member} cannot release request {event.release}: it does not hold it")
         self._member(event.pipeline, event.member).last_request = event.request
         if old is not None:
-            # Given back and asked for in one event: the next plan sees both or neither.
-            self._moves.go_on(self._table.step_hold(old, "released"), now)
+            # Released and requested in one event: the next plan includes both or neither.
+            self._moves.start_cleared(self._table.step_hold(old, "released"), now)
         number = self._state.next_hold
         self._state.next_hold += 1
         self._table.add_hold(
@@ -283,7 +283,7 @@ class Pool:
             raise LocalProtocolError(
                 f"{event.member} releases request {event.request}, which was not granted: cancel it"
             )
-        self._moves.go_on(self._table.step_hold(hold, "released"), now)
+        self._moves.start_cleared(self._table.step_hold(hold, "released"), now)
         return True
 
     def _cancel(self, event: ev.RequestCancelled, now: float) -> bool:
@@ -297,7 +297,7 @@ class Pool:
 
     def _expire(self, now: float) -> bool:
         changed = self._moves.expire(now)
-        changed = self._watch_waits(now) or changed
+        changed = self._warn_of_long_waits(now) or changed
         serving = {seat.pipeline for seat in self._state.seats.values() if seat.state == "serving"}
         for name in serving & self._state.pipelines.keys():
             demand = self._state.pipelines[name].demand
@@ -307,14 +307,14 @@ class Pool:
                 self._effects.append(
                     ev.Log(
                         "warning",
-                        f"pipeline {name} has workers but completed no sample for {silent_s:.0f} s: it is worth one "
+                        f"pipeline {name} has workers but completed no sample for {silent_s:.0f} s: it keeps one "
                         f"worker until it completes one",
                     )
                 )
         return changed
 
-    def _watch_waits(self, now: float) -> bool:
-        """Say it, once, when a pipeline has had no worker for longer than it ever should."""
+    def _warn_of_long_waits(self, now: float) -> bool:
+        """Warns, once per wait, if a pipeline has had no worker for longer than the bound."""
         bound_s = longest_wait_s(self._state, self.settings)
         late = {
             name
@@ -324,10 +324,10 @@ class Pool:
         for share in self.status(now).shares if late else ():
             if share.pipeline in late:
                 self._state.pipelines[share.pipeline].missed = True
-                self._effects.append(ev.Log("warning", f"{share.trouble}; it should have had one within {bound_s:g} s"))
+                self._effects.append(ev.Log("warning", f"{share.trouble}; expected one within {bound_s:g} s"))
         return bool(late)
 
-    def _start_deadlines_afresh(self, now: float) -> bool:
+    def _restart_deadlines(self, now: float) -> bool:
         for seat in self._state.seats.values():
             if seat.deadline is not None:
                 within_s = self.settings.fence_s if seat.state == "fenced" else self._moves.order(seat).within_s
@@ -352,16 +352,16 @@ class Pool:
         try:
             validate(view, plan)
         except InvalidTransition as refusal:
-            # Standing still is always safe; the count makes `check` and the diagnosis speak up.
+            # Moving nothing is always safe; `check` and the diagnosis report the count.
             self._state.refused_plans += 1
-            self._effects.append(ev.Log("error", f"refused a wrong plan, nothing was moved: {refusal}"))
+            self._effects.append(ev.Log("error", f"refused an invalid plan, nothing was moved: {refusal}"))
             return True
         self._moves.carry_out(plan, now)
         self._mark_waiting(now)
         return True
 
     def _mark_waiting(self, now: float) -> bool:
-        """Note since when each pipeline has had work and no worker."""
+        """Records since when each pipeline has had work and no worker."""
         held = Counter(seat.pipeline for seat in self._state.seats.values() if seat.stays)
         changed = False
         for name, entry in self._state.pipelines.items():
@@ -372,7 +372,7 @@ class Pool:
         return changed
 
     def _mark_short(self, plan: Plan, now: float) -> bool:
-        """Note since when plans have left each pipeline below its share."""
+        """Records since when plans have left each pipeline below its share."""
         short = set(plan.short)
         changed = False
         for name, entry in self._state.pipelines.items():

@@ -1,9 +1,9 @@
-"""Initialisation, training and scoring ask for devices: who gets which, and which workers make way.
+"""Device requests of initialisation, training and scoring: which devices each gets, and which workers must leave.
 
-Strict between classes, arrival order within one. A request never takes what another one holds. What another one is
-only promised passes to a higher class; the one that loses it waits again, with its arrival and its age. While a request
-waits, lower classes cannot have what it needs; its own class may overtake it, on devices it could not use yet, until it
-has waited for the length of its patience.
+Strict between classes, arrival order within one. A request never takes devices that another one holds. Devices that
+are only promised to another one pass to a higher class; the request that loses them waits again, with its arrival time.
+While a request waits, lower classes cannot get the devices it needs. Its own class may overtake it, on devices it could
+not use yet, until it has waited `patience_s`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.records.pool import DeviceId
 
 
 def serve_requests(snapshot: Snapshot, occupancy: Occupancy) -> None:
-    """Record the grants that are possible now, and the shrinks and withdrawals they need."""
+    """Records the grants that are possible now, and the shrinks and withdrawals they need."""
     kept_D = np.zeros(snapshot.topology.device_count, dtype=bool)
     for priority in sorted({request.priority for request in snapshot.requests}):
         promised = {request.request for request in occupancy.promised.values()}
@@ -29,7 +29,7 @@ def serve_requests(snapshot: Snapshot, occupancy: Occupancy) -> None:
             devices = _find(request, snapshot, occupancy, kept_D)
             _take_promises(request, request.among if devices is None else devices, occupancy)
             if devices is not None:
-                _make_way(devices, occupancy, f"{priority.name.lower()} needs the devices")
+                _shrink_occupants(devices, occupancy, f"{priority.name.lower()} needs the devices")
                 occupancy.grant(request.request, devices)
                 continue
             for device in _awaited(request, snapshot, occupancy):
@@ -48,15 +48,15 @@ def _take_promises(request: RequestView, devices: Iterable[DeviceId], occupancy:
             occupancy.withdraw(promised)
 
 
-def _make_way(devices: tuple[DeviceId, ...], occupancy: Occupancy, reason: str) -> None:
-    in_the_way = {occupancy.occupant[d] for d in devices} | {occupancy.planned[d] for d in devices}
-    for index in sorted(in_the_way - {UNOCCUPIED}):
+def _shrink_occupants(devices: tuple[DeviceId, ...], occupancy: Occupancy, reason: str) -> None:
+    occupants = {occupancy.occupant[d] for d in devices} | {occupancy.planned[d] for d in devices}
+    for index in sorted(occupants - {UNOCCUPIED}):
         if not occupancy.leaving[index]:
             occupancy.shrink(index, abort=True, reason=reason)
 
 
 def _choices(request: RequestView, snapshot: Snapshot) -> np.ndarray:
-    """A request for exactly its devices gets those; one that leaves a choice gets a proper place."""
+    """The places a request may get: exactly its devices, or any valid place if it leaves a choice."""
     if request.count == len(request.among):
         return np.array([sorted(request.among)], dtype=np.int64)
     return places(snapshot.topology, request.among, request.count)
@@ -65,12 +65,12 @@ def _choices(request: RequestView, snapshot: Snapshot) -> np.ndarray:
 def _find(
     request: RequestView, snapshot: Snapshot, occupancy: Occupancy, kept_D: np.ndarray
 ) -> tuple[DeviceId, ...] | None:
-    """The place that disturbs the fewest, or None if other requests hold every one."""
+    """The place with the fewest devices in use, or None if other requests hold or block every one."""
     choices_K = _choices(request, snapshot)
     if not len(choices_K):
         return None
-    # Promised to a worker that has not begun to wake, or to a lower class, is as good as free: no worker is there yet.
-    # But rather take any number of workers than a promise.
+    # A device promised to a worker that has not begun to wake, or to a lower class, is available: no process uses it.
+    # But a promise to a request costs more than any number of workers.
     promised = [device for device, other in occupancy.promised.items() if other.priority > request.priority]
     held_D = np.array(occupancy.taken) & (np.array(occupancy.planned) == UNOCCUPIED)
     held_D[promised] = False
@@ -82,7 +82,7 @@ def _find(
 
 
 def _awaited(request: RequestView, snapshot: Snapshot, occupancy: Occupancy) -> list[int]:
-    """The place with the fewest holders: nothing new is woken there while the request waits."""
+    """The place with the fewest devices taken: no worker is woken there while the request waits."""
     choices_K = _choices(request, snapshot)
     if not len(choices_K):
         return []

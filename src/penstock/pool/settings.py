@@ -6,30 +6,30 @@ from penstock.records.section import NonNegative, NonNegativeFloat, Seconds, Sec
 
 
 class PoolSection(Section):
-    """Devices that pipelines share, and all times of the pool. The defaults suit engines that wake within seconds."""
+    """Devices shared by pipelines, and all times of the pool. The defaults suit engines that wake within seconds."""
 
     devices: NonNegative = 0
     """Devices shared by all pipelines: CPU slots, or GPUs where there are any. 0 gives every process its own."""
     payback: NonNegativeFloat = 13.5
     """A worker is woken beyond its pipeline's equal part only for this multiple of the work lost while it wakes.
-    Half of that time a place where others train must be free; twice that time a pipeline must be below its share before
-    busy workers change hands. Lower makes better use of the devices, higher moves less."""
+    With T = payback times the wake time: a place where others train must be free for T/2, and a pipeline must be below
+    its share for 2 T before busy workers move to it. Lower uses the devices better, higher moves less."""
     turn_s: Seconds = 10.0
-    """How long a woken worker is safe from other pipelines' generation (times its pipeline's weight)."""
+    """How long a woken worker is protected from other pipelines' generation (times its pipeline's weight)."""
     patience_s: Seconds = 30.0
-    """A request that waited this long is no longer overtaken by later ones of its class."""
+    """A request that waited this long is not overtaken by later ones of its class."""
     wake_s: Seconds = 60.0
-    """What a worker gets to wake, beside what its pipeline's engine needs to start."""
+    """Timeout for waking a worker, in addition to the start time of its pipeline's engine."""
     drain_s: Seconds = 30.0
-    """What a worker gets to finish running samples when devices move between generators."""
+    """Timeout for running samples to finish when devices move between generation workers."""
     sleep_s: Seconds = 30.0
-    """What it gets to release its devices and prove it, after the drain."""
+    """Timeout for releasing the devices and verifying it, after the drain."""
     report_s: Seconds = 10.0
-    """What an order and its answer may take to travel."""
+    """Allowance for the delivery of an order and its report."""
     fence_s: Seconds = 15.0
-    """How long the host has to end a fenced process and say so, before its devices are given on regardless."""
+    """Timeout for the host to end a fenced process and report it. Then its devices are reassigned in any case."""
     demand_lease_s: Seconds = 300.0
-    """Served, but no sample completed for this long: the pipeline is worth one worker until it is heard of again."""
+    """A pipeline whose workers complete no sample for this long gets only one worker until it completes one."""
     bench_s: Seconds = 5.0
     """Pause after a failed move; doubles with every failure in a row."""
     bench_max_s: Seconds = 300.0

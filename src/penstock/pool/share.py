@@ -1,8 +1,8 @@
 """How many bundles each pipeline should have: devices follow remaining work x bundle size x weight.
 
 Shares are proportional, but none gets more than its remaining work can use, and each with work gets its floor
-first. What the caps leave over goes to the others. The ideal is a real number; only whole bundles count as a reason to
-give or to take, so that nothing moves to and fro over a fraction.
+first. The remainder goes to the others. The ideal is a real number; only a difference of whole bundles is a reason to
+move a worker, so that none moves back and forth over a fraction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 _EPSILON = 1e-6
 _HALVINGS = 60
-"""Enough to pin the common level down to the last bit that could change a whole bundle."""
+"""Bisection steps: enough that the remaining error cannot change a whole bundle."""
 
 
 def ideal_devices(budget: int, weight_P: np.ndarray, floor_P: np.ndarray, cap_P: np.ndarray) -> np.ndarray:
@@ -38,22 +38,22 @@ def ideal_devices(budget: int, weight_P: np.ndarray, floor_P: np.ndarray, cap_P:
 
 @dataclass(slots=True)
 class Share:
-    """What one pipeline holds and should have, in bundles."""
+    """Current and ideal share of one pipeline, in bundles."""
 
     held: int
     ideal: float
     useful: int
     part: int
-    """Its equal part of the devices it competes for: up to this, whatever is unused is its own to use."""
+    """Its equal part of the devices it competes for: up to this it may take any unused device."""
 
     @property
     def surplus(self) -> int:
-        """Bundles its remaining work cannot use: anyone may have them at any time."""
+        """Bundles its remaining work cannot use: any pipeline may take them at any time."""
         return max(0, self.held - self.useful)
 
     @property
     def spare(self) -> int:
-        """Whole bundles above its ideal: a pipeline that is short may have them."""
+        """Whole bundles above its ideal: a pipeline that is short may take them."""
         return max(0, self.held - math.ceil(self.ideal - _EPSILON))
 
     @property

@@ -1,4 +1,4 @@
-"""The state of the pool: pipelines, members, and for every device who occupies it and who is promised it next."""
+"""The state of the pool: pipelines, members, and for every device its occupant and its next owner."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Entry(msgspec.Struct):
     shape: PipelineOpened
     demand: Demand
     waiting_since: float | None = None
-    """Since when it has had work and no worker: what ageing goes by."""
+    """Since when it has had work and no worker: the basis of ageing."""
     missed: bool = False
-    """It was said that this wait is longer than it should be."""
+    """The warning that this wait exceeds the bound was logged."""
     short_since: float | None = None
     """Since when plans have left it below its share."""
     paused_since: float | None = None
@@ -32,7 +32,7 @@ class Entry(msgspec.Struct):
     home: tuple[DeviceId, ...] = ()
     """The devices it was last granted: it trains there."""
     wake_s: float = 0.0
-    """What waking one of its workers takes, as measured."""
+    """Measured time to wake one of its workers."""
     alone: bool = True
     """No other pipeline generates on any of its devices."""
     benched_until: float = 0.0
@@ -41,11 +41,11 @@ class Entry(msgspec.Struct):
 
 
 class State(msgspec.Struct):
-    """All that is remembered; everything else is derived from it."""
+    """The whole state of the pool; everything else is derived from it."""
 
     topology: Topology | None = None
     settings: PoolSection | None = None
-    """By which events are decided, since the present life of the run began."""
+    """Used since the run was last started or resumed."""
     pipelines: dict[PipelineName, Entry] = {}
     members: dict[MemberId, Member] = {}
     seats: dict[SeatId, Seat] = {}
@@ -58,31 +58,31 @@ class State(msgspec.Struct):
     refused_plans: int = 0
 
 
-def another_life(state: State, topology: Topology, settings: PoolSection) -> State:
-    """All members are gone; only the numbers go on."""
+def new_incarnation(state: State, topology: Topology, settings: PoolSection) -> State:
+    """The state of a started or resumed run: no members are left; only the counters continue."""
     gone = {"pipelines": {}, "members": {}, "seats": {}, "holds": {}}
     return msgspec.structs.replace(state, topology=topology, settings=settings, **gone)
 
 
 def compare_shapes(state: State) -> None:
-    """Note who competes with whom, and let pipelines with equal inference devices hold the same tuple.
+    """Records which pipelines compete, and makes pipelines with equal inference devices share one tuple.
 
-    The planner tells kinds apart by the identity of that tuple.
+    The planner distinguishes kinds by the identity of that tuple.
     """
-    known: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
+    shared: dict[tuple[DeviceId, ...], tuple[DeviceId, ...]] = {}
     for entry in state.pipelines.values():
-        inference = known.setdefault(entry.shape.inference, entry.shape.inference)
+        inference = shared.setdefault(entry.shape.inference, entry.shape.inference)
         if inference is not entry.shape.inference:
             entry.shape = msgspec.structs.replace(entry.shape, inference=inference)
     users = Counter(id(entry.shape.inference) for entry in state.pipelines.values())
-    pipelines_on = Counter(device for inference in known for device in inference)
+    pipelines_on = Counter(device for inference in shared for device in inference)
     for entry in state.pipelines.values():
         inference = entry.shape.inference
         entry.alone = users[id(inference)] == 1 and all(pipelines_on[device] == 1 for device in inference)
 
 
 class DeviceTable:
-    """Applies the two tables to the state, and keeps the device index true to it."""
+    """Applies the seat and hold tables to the state and keeps the device index consistent with it."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -106,7 +106,7 @@ class DeviceTable:
         self._index(hold)
 
     def step_seat(self, seat: Seat, what: SeatInput) -> list[Seat | Hold]:
-        """Apply one input; returns the claims that can go on because devices became free."""
+        """Apply one input; returns the claims that can start because devices became free."""
         before = seat.state
         after = seat.step(what)
         self._serving[seat.pipeline] += (after == "serving") - (before == "serving")
@@ -122,7 +122,7 @@ class DeviceTable:
         return self._unindex(seat, self.promised if before == "planned" else self.occupant)
 
     def step_hold(self, hold: Hold, what: HoldInput) -> list[Seat | Hold]:
-        """Apply one input; returns the claims that can go on because devices became free."""
+        """Apply one input; returns the claims that can start because devices became free."""
         before = hold.state
         after = hold.step(what)
         if after == "held":
@@ -143,7 +143,7 @@ class DeviceTable:
         return self._serving[pipeline]
 
     def hold_of(self, member: MemberId, request: int) -> Hold | None:
-        """The request of that number, waiting or granted; None when it is over."""
+        """The request of that number, waiting or granted; None when it has ended."""
         for hold in self.state.holds.values():
             if hold.member == member and hold.request == request:
                 return hold
@@ -174,7 +174,7 @@ class DeviceTable:
         return [next_ for next_ in waiting.values() if self.is_clear(next_)]
 
     def check(self) -> None:
-        """Raises unless every device has at most one owner now and one next, and the index tells the truth."""
+        """Raises unless every device has at most one owner now and one next, and the index is consistent."""
         fresh = DeviceTable(self.state)
         if (fresh.occupant, fresh.promised) != (self.occupant, self.promised):
             raise InvalidTransition("the pool's device index disagrees with its seats and holds")
@@ -183,7 +183,7 @@ class DeviceTable:
         if fresh._serving != self._serving:
             raise InvalidTransition("the pool's count of serving workers disagrees with its seats")
         if len(self.seat_of) != len(self.state.seats):
-            raise InvalidTransition("a worker sits in two seats")
+            raise InvalidTransition("a worker has two seats")
         for seat in self.state.seats.values():
             entry = self.state.pipelines.get(seat.pipeline)
             if entry is None and seat.stays:

@@ -1,4 +1,4 @@
-"""A picture of the pool for people: who is on which device, who waits, for what, since when, and who is in the way."""
+"""The pool's status for users: the occupants of devices, what waits for devices, for how long, and what blocks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DOING = {"waking": "waking", "serving": "generating", "leaving": "leaving", "fe
 
 
 def describe(state: State, topology: Topology, now: float) -> PoolStatus:
-    """The pool at this moment."""
+    """The current status of the pool."""
     seats = [seat for seat in state.seats.values() if seat.state in _DOING]
     holds = [hold for hold in state.holds.values() if hold.state in ("held", "fenced")]
     generating = sum(len(seat.devices) for seat in seats if seat.state == "serving")
@@ -53,11 +53,11 @@ def describe(state: State, topology: Topology, now: float) -> PoolStatus:
 
 
 def troubles(state: State, topology: Topology, now: float) -> dict[PipelineName, str]:
-    """Per pipeline, why it is not served and what it waits for, for its diagnosis; only those with something to say."""
+    """Per pipeline, why it is not served and what it waits for, for its diagnosis; only pipelines with a problem."""
     status = describe(state, topology, now)
-    said = [(share.pipeline, share.trouble) for share in status.shares if share.trouble]
-    said += [(hold.pipeline, sentence) for hold, sentence in zip(_waiting(state), status.waiting, strict=True)]
-    return {name: "; ".join(line for whose, line in said if whose == name) for name, _ in said}
+    problems = [(share.pipeline, share.trouble) for share in status.shares if share.trouble]
+    problems += [(hold.pipeline, sentence) for hold, sentence in zip(_waiting(state), status.waiting, strict=True)]
+    return {name: "; ".join(line for owner, line in problems if owner == name) for name, _ in problems}
 
 
 def _waiting(state: State) -> list[Hold]:
@@ -75,18 +75,18 @@ def _trouble(name: PipelineName, entry: Entry, workers: int, uses: Iterable[Devi
         return f"{name} has completed no sample for {now - demand.heard_at:.0f} s, and keeps one worker until it does"
     if entry.waiting_since is None:
         return ""
-    in_the_way = _users(uses, set(entry.shape.inference))
+    blockers = _users(uses, set(entry.shape.inference))
     return (
         f"{name} has {demand.remaining} samples to generate and has had no worker for "
-        f"{now - entry.waiting_since:.0f} s: {in_the_way or 'its devices are free, a plan is due'}"
+        f"{now - entry.waiting_since:.0f} s: {blockers or 'its devices are free, a plan is due'}"
     )
 
 
 def _request(hold: Hold, uses: Iterable[DeviceUse], now: float) -> str:
-    in_the_way = _users(uses, set(hold.devices or hold.among)) or "kept for an earlier request"
+    blockers = _users(uses, set(hold.devices or hold.among)) or "kept for an earlier request"
     return (
         f"{hold.member} ({hold.priority.name.lower()}) has waited {now - hold.since:.0f} s for {hold.count} of devices "
-        f"{list(hold.among)}: {in_the_way}"
+        f"{list(hold.among)}: {blockers}"
     )
 
 
@@ -99,7 +99,7 @@ def _use(claim: Seat | Hold, now: float) -> DeviceUse:
 
 
 def _users(uses: Iterable[DeviceUse], devices: set[DeviceId]) -> str:
-    """The occupants of these devices, the longest there first; at most four, to keep the sentence short."""
-    there = sorted((use for use in uses if not devices.isdisjoint(use.devices)), key=lambda use: -use.since_s)
-    words = [f"{use.member} is {use.doing} on {list(use.devices)}, for {use.since_s:.0f} s" for use in there[:4]]
-    return ", ".join(words) + (f", and {len(there) - 4} more" if len(there) > 4 else "")
+    """The occupants of these devices, longest first; at most four, to keep the message short."""
+    occupants = sorted((use for use in uses if not devices.isdisjoint(use.devices)), key=lambda use: -use.since_s)
+    parts = [f"{use.member} is {use.doing} on {list(use.devices)}, for {use.since_s:.0f} s" for use in occupants[:4]]
+    return ", ".join(parts) + (f", and {len(occupants) - 4} more" if len(occupants) > 4 else "")

@@ -1,4 +1,4 @@
-"""Carries a plan out on paper and refuses it if any step would be wrong. Shares no code with the planner."""
+"""Simulates a plan and refuses it if any step is invalid. Shares no code with the planner."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from penstock.records.pool import DeviceId, Priority
 
 
 def validate(snapshot: Snapshot, plan: Plan) -> None:
-    """Raises `InvalidTransition`, naming the move, unless the plan can be carried out and leaves every device right.
+    """Raises `InvalidTransition`, naming the move, unless the plan can be carried out and leaves every device valid.
 
-    Afterwards: no device has two owners, none is lost, requests hold exactly what they asked for, workers stand on
-    whole bundles they are allowed to use, no pipeline has more workers than it can use, and no request is passed over
-    for one of a lower class, neither by what is granted now nor by what was promised before.
+    Afterwards: no device has two owners, none is lost, requests hold exactly what they requested, workers use whole
+    bundles that they are allowed to use, no pipeline has more workers than it can use, and no request is passed over
+    for one of a lower class, neither by a grant of this plan nor by an earlier promise.
     """
     seats = {seat.seat: seat for seat in snapshot.seats}
     occupant: dict[DeviceId, SeatView] = {}
@@ -35,7 +35,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
     for shrink in plan.shrinks:
         seat = seats.get(shrink.seat)
         if seat is None or seat.seat in leaving:
-            raise InvalidTransition(f"plan shrinks seat {shrink.seat}, which is not there or is leaving already")
+            raise InvalidTransition(f"plan shrinks seat {shrink.seat}, which does not exist or is already leaving")
         leaving.add(seat.seat)
         served[seat.pipeline] -= 1
         for device in seat.devices:
@@ -50,7 +50,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
         request = requests[grant.request]
         if len(set(grant.devices)) != request.count or not set(grant.devices) <= set(request.among):
             raise InvalidTransition(
-                f"plan grants request {grant.request} devices {grant.devices}; it asked for {request.count} "
+                f"plan grants request {grant.request} devices {grant.devices}; it requested {request.count} "
                 f"of {request.among}"
             )
         _occupy(grant.devices, grant.after, f"request {grant.request}", owner, occupant, leaving, snapshot)
@@ -84,7 +84,7 @@ def validate(snapshot: Snapshot, plan: Plan) -> None:
 
 
 def _check_classes(snapshot: Snapshot, plan: Plan) -> None:
-    """Who waits is granted, only promises are taken back, and both only so that no higher class is passed over."""
+    """Only waiting requests are granted, only promises are withdrawn, and no higher class is passed over."""
     waiting = {request.request: request for request in snapshot.requests if not request.assigned}
     promised = {request.request: request for request in snapshot.requests if request.assigned}
     devices_of = {request.request: request.assigned for request in promised.values()}
@@ -92,33 +92,33 @@ def _check_classes(snapshot: Snapshot, plan: Plan) -> None:
     for withdrawal in plan.withdrawals:
         request = promised.pop(withdrawal.request, None)
         if request is None:
-            raise InvalidTransition(f"plan takes a promise back from request {withdrawal.request}, which has none")
+            raise InvalidTransition(f"plan withdraws a promise from request {withdrawal.request}, which has none")
         withdrawn.append(request)
         waiting[request.request] = request
     for grant in plan.grants:
         request = waiting.pop(grant.request, None)
         if request is None:
-            raise InvalidTransition(f"plan grants request {grant.request}, which does not wait")
+            raise InvalidTransition(f"plan grants request {grant.request}, which is not waiting")
         promised[request.request] = request
         devices_of[request.request] = grant.devices
-    wanted: dict[DeviceId, Priority] = {}
+    needed_by: dict[DeviceId, Priority] = {}
     for request in waiting.values():
         for device in request.among:
-            wanted[device] = min(request.priority, wanted.get(device, request.priority))
+            needed_by[device] = min(request.priority, needed_by.get(device, request.priority))
     for request in promised.values():
         for device in devices_of[request.request]:
-            if wanted.get(device, request.priority) < request.priority:
+            if needed_by.get(device, request.priority) < request.priority:
                 raise InvalidTransition(
                     f"plan leaves device {device} to request {request.request} for {request.priority.name.lower()} "
-                    f"while {wanted[device].name.lower()} waits for it"
+                    f"while {needed_by[device].name.lower()} waits for it"
                 )
     for request in promised.values():
         for device in devices_of[request.request]:
-            wanted[device] = min(request.priority, wanted.get(device, request.priority))
+            needed_by[device] = min(request.priority, needed_by.get(device, request.priority))
     for request in withdrawn:
-        if all(wanted.get(device, request.priority) >= request.priority for device in request.assigned):
+        if all(needed_by.get(device, request.priority) >= request.priority for device in request.assigned):
             raise InvalidTransition(
-                f"plan takes devices {request.assigned} back from request {request.request} for "
+                f"plan withdraws devices {request.assigned} from request {request.request} for "
                 f"{request.priority.name.lower()}, and no higher class needs them"
             )
 

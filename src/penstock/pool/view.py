@@ -13,7 +13,7 @@ from penstock.records.pool import DeviceId, Topology
 
 
 def useful_bundles(entry: Entry, workers: int) -> int:
-    """The most workers a pipeline can use: by its work, its quota, and the processes that exist."""
+    """The most workers a pipeline can use: limited by its work, its quota and its processes."""
     shape = entry.shape
     useful = entry.demand.useful_bundles(shape.concurrency)
     most = len(shape.inference) // shape.bundle
@@ -21,7 +21,7 @@ def useful_bundles(entry: Entry, workers: int) -> int:
 
 
 def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
-    """Worker processes that could serve: those that are leaving will be able to again, fenced ones never."""
+    """Worker processes that can serve, including those that are leaving their devices, without fenced ones."""
     fenced = {seat.member for seat in state.seats.values() if seat.state == "fenced"}
     counts = dict.fromkeys(state.pipelines, 0)
     for member in state.members.values():
@@ -31,7 +31,7 @@ def workers_by_pipeline(state: State) -> dict[PipelineName, int]:
 
 
 def longest_wait_s(state: State, settings: PoolSection) -> float:
-    """The bound for the last of the open pipelines."""
+    """The bound on waiting for the last of the open pipelines."""
     shapes = [entry.shape for entry in state.pipelines.values()]
     return settings.longest_wait_s(
         pipelines_ahead=len(shapes) - 1,
@@ -41,21 +41,21 @@ def longest_wait_s(state: State, settings: PoolSection) -> float:
 
 
 def _worth(entry: Entry, useful: int, repay_s: float) -> int:
-    """How many workers the work at hand pays for. What waking costs is not known before the first one wakes, and is
-    taken for nothing."""
+    """The number of workers whose waking the remaining work repays. Before the first wake is measured, waking counts
+    as free."""
     samples_to_repay = entry.demand.pace * repay_s
     return min(useful, max(1, int(entry.demand.remaining / samples_to_repay))) if samples_to_repay else useful
 
 
 def _pause_s(entry: Entry, now: float) -> float:
-    """How long its pause will go on, or its next one last: as long as its last one; beyond that, as long again."""
+    """Expected rest of its pause, or length of its next one: that of the last one; beyond that, as long again."""
     paused_s = 0.0 if entry.paused_since is None else now - entry.paused_since
     return entry.last_pause_s - paused_s if paused_s < entry.last_pause_s else paused_s
 
 
-def _away_s(entry: Entry, workers: int, asks: bool, now: float) -> float:
-    """How long others may probably stay on the devices it trains on."""
-    if asks:
+def _away_s(entry: Entry, workers: int, has_request: bool, now: float) -> float:
+    """How long others can be expected to stay on the devices it trains on."""
+    if has_request:
         return 0.0
     if entry.paused_since is not None:
         return _pause_s(entry, now)
@@ -66,7 +66,7 @@ def _away_s(entry: Entry, workers: int, asks: bool, now: float) -> float:
 def view_of(
     state: State, topology: Topology, settings: PoolSection, workers: dict[PipelineName, int], now: float
 ) -> Snapshot:
-    """A snapshot to plan on."""
+    """The snapshot for the planner."""
     names = sorted(state.pipelines)
     index = {name: position for position, name in enumerate(names)}
     asleep = dict(workers)
@@ -79,7 +79,7 @@ def view_of(
         if member.bound and not member.evicted and member.member not in leaving:
             bound.setdefault(member.pipeline, []).append(member.bound)
     awake = Counter(seat.pipeline for seat in state.seats.values() if seat.stays)
-    asking = {hold.pipeline for hold in state.holds.values() if hold.state in ("waiting", "assigned")}
+    with_request = {hold.pipeline for hold in state.holds.values() if hold.state in ("waiting", "assigned")}
     pipelines = []
     for name in names:
         entry = state.pipelines[name]
@@ -102,7 +102,7 @@ def view_of(
                 turn_s=settings.turn_s * shape.weight,
                 lingers=_pause_s(entry, now) < 2 * repay_s,
                 home=entry.home,
-                away_s=_away_s(entry, awake[name], name in asking, now),
+                away_s=_away_s(entry, awake[name], name in with_request, now),
                 stay_s=repay_s / 2,
                 may_wake=now >= entry.benched_until,
                 places=tuple(sorted(bound[name])) if name in bound else None,

@@ -1,4 +1,4 @@
-"""What a trainer is given for one step."""
+"""The batch of one training step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.records.payload import PayloadRef
 
 
 class BatchGroup(msgspec.Struct, frozen=True):
-    """All samples of one prompt, column-wise: the trainer computes advantages within a group."""
+    """All samples of one prompt, by column. The trainer computes advantages within a group."""
 
     prompt: PromptIndex
     attempt: int
@@ -21,9 +21,9 @@ class BatchGroup(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The groups of one step. The last one of a run may be partial, or empty."""
+    """The groups of one step. The last batch of a run may be partial or empty."""
 
     step: StepIndex
     groups: tuple[BatchGroup, ...]
     final: bool = False
-    """No further batch will follow."""
+    """This is the last batch."""

@@ -1,4 +1,4 @@
-"""References to payload bytes. Only references travel through the controller; the bytes never do."""
+"""References to payload bytes. Only references pass through the controller, never the bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class PayloadRef(msgspec.Struct, frozen=True, array_like=True):
-    """Names one payload in one producer's ring so exactly that an old reference can never fetch a newer payload."""
+    """Identifies one payload in one producer's ring. An old reference can never fetch a newer payload."""
 
     ring: str
     epoch: int
@@ -18,12 +18,12 @@ class PayloadRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RingAddress(msgspec.Struct, frozen=True):
-    """Where a ring can be read: by name on the same host, by its ports from elsewhere."""
+    """The address of a ring: its name for readers on the same host, its ports for readers on other hosts."""
 
     ring: str
     epoch: int
     host_id: str
-    """Identifies the machine (boot id): equal means the ring can be mapped directly."""
+    """Identifies the machine (boot id). If it equals the reader's, the ring can be mapped directly."""
     host: str
     tcp_ports: tuple[int, ...] = ()
     ucxx_ports: tuple[int, ...] = ()

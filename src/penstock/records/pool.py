@@ -1,4 +1,4 @@
-"""Devices, who asks for them, and the orders that move a worker on to them or off them."""
+"""Devices, requests for them, and the orders that move a worker onto devices or off them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import msgspec
 from penstock.records.ids import MemberId, PipelineName
 
 DeviceId = NewType("DeviceId", int)
-"""Position in the pool, from 0: a GPU where there are any, a CPU slot elsewhere."""
+"""Position in the pool, from 0: a GPU, or a CPU slot where there are no GPUs."""
 
 SeatId = NewType("SeatId", int)
-"""One stay of one generation worker on one bundle of devices; counted up, never reused."""
+"""One stay of one generation worker on one bundle of devices. A counter, never reused."""
 
 OrderNumber = NewType("OrderNumber", int)
-"""Counted up over the whole pool: an answer to an older order can never be taken for an answer to a newer one."""
+"""A counter over the whole pool, so that a reply to an older order is never taken for a reply to a newer one."""
 
 
 class Priority(enum.IntEnum):
-    """Strict between classes. Only generation is elastic, and only generation is ever preempted."""
+    """Strict priority between classes. Only generation is elastic, and only generation is preempted."""
 
     INITIALISATION = 0
     TRAINING = 1
@@ -30,7 +30,7 @@ class Priority(enum.IntEnum):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """How many devices each node has, in order; device ids run on from node to node."""
+    """Number of devices of each node, in order. Device ids are consecutive across nodes."""
 
     nodes: tuple[int, ...]
 
@@ -40,23 +40,23 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What one generation worker must do now. Receiving the same number twice is receiving it once."""
+    """An instruction to one generation worker. An order number that arrives twice is executed once."""
 
     number: OrderNumber
     seat: SeatId
     action: Literal["wake", "sleep"]
     devices: tuple[DeviceId, ...]
     abort: bool = False
-    """Sleep at once, keeping what was generated so far; otherwise running samples may finish first."""
+    """Sleep at once and keep the tokens generated so far; otherwise running samples may finish first."""
     drain_s: float = 0.0
-    """How long running samples may go on before they are aborted."""
+    """How long running samples may continue before they are aborted."""
     within_s: float = 60.0
-    """The worker gives up, and puts back what it did, when this much time has passed since it read the order."""
+    """Deadline, counted from when the worker read the order; after it the worker rolls the order back."""
     reason: str = ""
 
 
 class GrantedDevices(msgspec.Struct, frozen=True):
-    """Devices that one member holds until it gives them back, closes, or is evicted."""
+    """Devices that one member holds until it releases them, closes, or is evicted."""
 
     request: int
     priority: Priority
@@ -64,7 +64,7 @@ class GrantedDevices(msgspec.Struct, frozen=True):
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """Who is on some devices, and what it does there."""
+    """The member that uses some devices, and its activity."""
 
     devices: tuple[DeviceId, ...]
     pipeline: PipelineName
@@ -75,34 +75,34 @@ class DeviceUse(msgspec.Struct, frozen=True):
 
 
 class PipelineShare(msgspec.Struct, frozen=True):
-    """How one pipeline fares in the pool at this moment."""
+    """The current share of one pipeline in the pool."""
 
     pipeline: PipelineName
     remaining: int
     awake: int
     moving: int
     useful: int
-    """The most bundles its remaining work can use."""
+    """The largest number of bundles that its remaining work can use."""
     waited_s: float
-    """How long it has had work and no worker; 0 while it is served."""
+    """How long it has had work but no worker; 0 while it is served."""
     trouble: str = ""
-    """Why it is not served, in a sentence: who is in its way, what failed. Empty when all is well."""
+    """Why it is not served, in one sentence: which member blocks it, or what failed. Empty without trouble."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """A picture of the whole pool, for the live view, the metrics and the diagnosis."""
+    """Status of the whole pool, for the live view, the metrics and the diagnosis."""
 
     devices: int
     idle: int
     generating: int
     held: int
-    """By initialisation, training and scoring."""
+    """Devices held by initialisation, training and scoring."""
     moving: int
     shares: tuple[PipelineShare, ...]
     uses: tuple[DeviceUse, ...]
-    """By device."""
+    """In the order of devices."""
     waiting: tuple[str, ...]
-    """One sentence per request that waits: who, for what, since when, behind whom."""
+    """One sentence per pending request: its member, the devices, since when, and which member blocks it."""
     moves: int
     """Wakes and sleeps ordered since the pool opened."""
     failed_moves: int
@@ -115,4 +115,4 @@ class Placement(msgspec.Struct, frozen=True):
     train: tuple[int, ...]
     rollout: tuple[int, ...]
     train_is_shared: bool
-    """Others may want the training devices: hold them only while training."""
+    """Other pipelines may request the training devices: hold them only while training."""

@@ -1,4 +1,4 @@
-"""What a worker is asked to generate."""
+"""Leases: prompts that a worker generates."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from penstock.records.ids import PromptIndex, SampleId, Version
 class PromptLease(msgspec.Struct, frozen=True, array_like=True):
     """Permission to generate some members of one prompt's group, held by one worker.
 
-    The prompt itself does not travel: every worker computes it from its position in the stream. `members` says
-    which members of the group are asked for (all of them at first, the missing ones when the lease is a re-issue).
+    The prompt is not sent: every worker computes it from its position in the stream. `members` lists the members of
+    the group to generate: all of them at first, the missing ones when the lease is a re-issue.
     """
 
     prompt: PromptIndex
     attempt: int
-    """Counts how often the whole group was thrown away and started afresh."""
+    """How often the whole group was discarded and started again."""
     samples: tuple[SampleId, ...]
     members: tuple[int, ...]
     min_version: Version
-    """Weights older than this would make the samples outdated before they could be trained."""
+    """Samples of older weights would be outdated before they could be trained."""
     evaluation: Version | None = None
-    """Not to be trained: a part of the evaluation of exactly this version, at a position of the held-out stream."""
+    """If set, the samples are not trained: they evaluate exactly this version, on a prompt of the held-out stream."""

@@ -1,4 +1,4 @@
-"""What every table of the configuration is made of."""
+"""Base class and field types of the configuration tables."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 LOOPBACK = "127.0.0.1"
-"""Reached from this machine only."""
+"""Reachable from this machine only."""
 
 
 class Section(BaseModel):
-    """A table of the configuration: unknown keys are mistakes, and nothing changes after loading."""
+    """A table of the configuration. Unknown keys are errors; it is immutable after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

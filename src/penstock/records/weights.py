@@ -1,4 +1,4 @@
-"""Which weights exist, and where."""
+"""Versions of the weights and their locations."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class BucketSpec(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
-    """Which weights an engine holds. The digest alone does not name a version: a step that changes nothing publishes
-    the old bytes under a new version."""
+    """The weights that an engine holds. The digest alone does not identify a version: a step that changes nothing
+    publishes the old bytes under a new version."""
 
     version: Version = Version(-1)
     digest: str = ""
-    """Empty when nothing complete is held."""
+    """Empty if the engine holds no complete version."""
 
 
 NOTHING_HELD = Held()
@@ -41,22 +41,22 @@ class Manifest(msgspec.Struct, frozen=True):
 
     version: Version
     lineage: str
-    """Identifies the trainer incarnation: after a trainer restart the same version may be other weights."""
+    """Identifies the trainer incarnation: after a trainer restart the same version may have other weights."""
     digest: str
-    """Over names, dtypes, shapes and all bytes in order: what an engine recomputes to prove delivery."""
+    """Over names, dtypes, shapes and all bytes in order. An engine recomputes it to verify delivery."""
     buckets: tuple[BucketSpec, ...]
     directory: str
-    """Relative to the run directory; readers refuse anything that leads outside it."""
+    """Relative to the run directory; readers refuse paths outside it."""
     host_id: str = ""
-    """The machine whose files these are: equal means they can be mapped directly. Empty: any machine of the run."""
+    """The machine that stores the files; a reader there can map them directly. Empty: any machine of the run."""
     addresses: tuple[str, ...] = ()
-    """Where the bytes can be pulled from elsewhere, each `host:port`."""
+    """Where other machines can pull the bytes, each `host:port`."""
     ucxx_addresses: tuple[str, ...] = ()
-    """The same by UCX."""
+    """The same over UCX."""
     meeting: str = ""
-    """Where replicas that want it broadcast meet the trainer, `host:port`."""
+    """Rendezvous address of the broadcast from the trainer to the replicas, `host:port`."""
 
     @property
     def held(self) -> Held:
-        """What an engine holds that has loaded it."""
+        """The `Held` of an engine that has loaded this version."""
         return Held(self.version, self.digest)

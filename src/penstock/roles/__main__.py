@@ -1,7 +1,7 @@
 """Starts one role: `python -m penstock.roles ROLE RUN_DIR --name NAME`.
 
-Asks the kernel to die with the supervisor before anything heavy is imported: importing torch takes seconds, and a
-supervisor killed in those seconds must leave nothing behind.
+Before anything heavy is imported, the kernel is set to kill this process with the supervisor: importing torch takes
+seconds, and a supervisor killed in those seconds must leave no process behind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--name", required=True, help="names the log file and the failure report")
     parser.add_argument("--member", required=True, help="names this incarnation of the process")
-    parser.add_argument("--session", required=True, help="names this life of the run")
+    parser.add_argument("--session", required=True, help="names this start of the run")
     parser.add_argument("--parent", type=int, help="the process to die with")
     parser.add_argument("--host", default="", help="listen on this address instead of loopback")
     parser.add_argument("--pipeline")
@@ -45,8 +45,8 @@ def main() -> int:
 
 
 def finished(code: int) -> int:
-    """The exit code to leave with at once: tearing the interpreter down after torch takes seconds, or for ever.
-    Everything was closed within a bound."""
+    """The exit code for an immediate exit: the interpreter's own shutdown after torch takes seconds, or hangs. The role
+    has closed everything within its time limits."""
     logging.shutdown()
     return code
 

@@ -1,4 +1,4 @@
-"""The controller process: one loop, one port, one journal, the machines of all pipelines. Wiring only."""
+"""The controller process: one loop, one port, one journal, the state machines of all pipelines. Wiring only."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TEARDOWN_S = 5.0
 
 
 async def main(process: RoleProcess) -> None:
-    """Serves until asked to stop; raises `RunFailed` with one sentence when a pipeline cannot go on."""
+    """Serves until a stop is requested. Raises `RunFailed` with one sentence if a pipeline cannot continue."""
     run, config = process.run, process.config
     journal = Journal(run.journal_path, run.run_id)
     lines = JsonLines(run.metrics_path)
@@ -65,7 +65,7 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("service", service.run())
             tasks.spawn("server", server.serve())
             tasks.spawn("watch the loop", lag.run())
-            tasks.spawn("look at the settings", live.run())
+            tasks.spawn("poll the settings", live.run())
             tasks.spawn("write gauges", write_gauges(service.status, lines))
             run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
             log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)
@@ -82,7 +82,7 @@ async def main(process: RoleProcess) -> None:
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:
-    """One after the other: after a day of training they need not all be in memory."""
+    """Lazily: after a day of training they need not all be in memory."""
     if path.exists():
         with path.open("rb") as file:
             yield from file
@@ -134,7 +134,7 @@ def machine_of(pipeline: PipelineSection, control: ControlSection) -> PipelineCo
 
 
 def _fields(part: type[Section], section: Section) -> dict[str, Any]:
-    """The values of those fields that `section` has from `part`."""
+    """The values in `section` of the fields of `part`."""
     return {name: getattr(section, name) for name in part.model_fields}
 
 
@@ -143,7 +143,7 @@ def _session_path(process: RoleProcess) -> Path:
 
 
 def _is_new_session(process: RoleProcess) -> bool:
-    """A new life of the run has none of the old processes; a restarted controller still has all of them."""
+    """A new start of the run has none of the old processes; a restarted controller still has all of them."""
     path = _session_path(process)
     return not path.exists() or path.read_text() != process.session
 
@@ -154,6 +154,6 @@ async def until_over(process: RoleProcess, service: ControlService) -> None:
         process.stop.request(service.failure)
 
     async with asyncio.TaskGroup() as group:
-        heeding = group.create_task(heed_failure())
+        watching = group.create_task(heed_failure())
         await process.stop.wait()
-        heeding.cancel()
+        watching.cancel()

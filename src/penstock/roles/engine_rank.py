@@ -1,4 +1,4 @@
-"""A rank of a worker's engine, other than rank 0, which is the worker: holds a shard of the model and does as told."""
+"""A rank of a worker's engine: holds a shard of the model and executes the orders of rank 0, which is the worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.runtime.progress import ProgressCell
 
 
 async def main(process: RoleProcess) -> None:
-    """Works until the worker's engine closes. The worker heeds the signals; this process dies with it."""
+    """Runs until the worker's engine closes. The worker handles signals; this process dies with it."""
     seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSeat)
     process.progress = ProgressCell(seat.cell_fd)
     torch.set_num_threads(process.pipeline.rollout.threads)

@@ -12,11 +12,11 @@ from penstock.envs.protocol import DividedEnvironment, prompts_per_pass
 from penstock.errors import ConfigError
 
 HELD_OUT = 1
-"""Purpose of the draw that makes another seed of the run's."""
+"""Purpose of the draw that derives the evaluation seed from the training seed."""
 
 
 def environment_of(config: Config, pipeline: PipelineSection) -> Any:
-    """The environment to train on: without what is kept for evaluation."""
+    """The environment to train on, without the prompts held out for evaluation."""
     environment = made(config, pipeline, pipeline.env)
     evaluation = pipeline.evaluation
     if evaluation.every_steps and evaluation.env is None and isinstance(environment, DividedEnvironment):
@@ -33,14 +33,14 @@ def environment_of(config: Config, pipeline: PipelineSection) -> Any:
 
 
 def evaluation_environment_of(config: Config, pipeline: PipelineSection) -> Any:
-    """Prompts that training never sees: the user's other environment, rows kept out of this one, or another seed."""
+    """Prompts that are never trained on: the user's other environment, rows kept out of this one, or another seed."""
     environment = _held_out(config, pipeline)
-    prompts, wanted = prompts_per_pass(environment), pipeline.evaluation.prompts
-    if prompts is not None and prompts < wanted:
+    prompts, requested = prompts_per_pass(environment), pipeline.evaluation.prompts
+    if prompts is not None and prompts < requested:
         _close(environment)
         raise ConfigError(
-            f"evaluation.prompts is {wanted}, but there are only {prompts} prompts to evaluate on: lower it, or name "
-            "another environment in evaluation.env"
+            f"evaluation.prompts is {requested}, but there are only {prompts} prompts to evaluate on: lower it, or "
+            "name another environment in evaluation.env"
         )
     return environment
 
@@ -57,7 +57,7 @@ def _held_out(config: Config, pipeline: PipelineSection) -> Any:
             f"environment {pipeline.env.name!r} has only {environment.count} prompts and no method hold_out(count): "
             "name another environment in evaluation.env, or give it that method"
         )
-    _close(environment)  # it was only made to be asked
+    _close(environment)  # it was made only to read its count
     seed = pipeline.env.options.get("seed", config.run.seed)
     options = pipeline.env.options | {"seed": draw(int(seed), 0, HELD_OUT) & 0x7FFF_FFFF}  # type: ignore[arg-type]
     return made(config, pipeline, pipeline.env.model_copy(update={"options": options}))
@@ -68,7 +68,7 @@ def _close(environment: Any) -> None:
 
 
 def sample_bytes_of(pipeline: PipelineSection, environment: Any) -> int:
-    """How large a sample may become; `ConfigError` if a step of such samples does not fit into shared memory."""
+    """The largest size of a sample. Raises `ConfigError` if a step of such samples does not fit into shared memory."""
     size = getattr(environment, "sample_bytes", None) or pipeline.sample_bytes
     check_step_fits(pipeline, size)
     return size

@@ -1,4 +1,4 @@
-"""What a worker makes evaluations with: a held-out environment, and hooks of its own around the one engine."""
+"""Evaluations in a worker: a held-out environment, and separate hooks around the worker's engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSE_S = 2.0
 def evaluating(
     process: RoleProcess, engine: Engine, policy: LanguagePolicy | ActorCriticPolicy
 ) -> Iterator[Evaluating | None]:
-    """What a worker makes evaluations with; what is written for people is on disk when the block ends."""
+    """The evaluation hooks of a worker; None without evaluations. Readable samples are flushed when the block ends."""
     pipeline, section = process.pipeline, process.pipeline.evaluation
     if not section.every_steps:
         yield None

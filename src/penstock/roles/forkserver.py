@@ -1,10 +1,10 @@
 """Imports torch and the rest once, then forks the processes of a run on request.
 
-The first JSON message on its socket says what to import beside torch, and where to log. Every later one asks for a
-process: what to import for it, its arguments, its environment and its log; the answer is the pid. Every process is
-forked twice, so that it becomes a child of the supervisor, which is a subreaper meanwhile: it dies with the supervisor
-and is reaped by it, like one that was started from nothing. This process has one thread and never touches a GPU:
-neither survives a fork.
+The first JSON message on its socket contains the modules to import beside torch, and the log file. Every later one
+requests a process, with its modules, arguments, environment and log; the answer is the pid. Every process is forked
+twice, so that it becomes a child of the supervisor, which is a subreaper meanwhile: it dies with the supervisor and is
+reaped by it, like a process that it starts directly. This process has one thread and never uses a GPU: neither threads
+nor GPU contexts survive a fork.
 
     python -m penstock.roles.forkserver SOCKET_FD PARENT_PID PADDING
 """
@@ -32,15 +32,15 @@ ADOPTED_WITHIN_S = 10.0
 def main() -> int:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
-    gc.disable()  # collections take a fifth of the imports' time and find nothing worth having
+    gc.disable()  # collections take a fifth of the imports' time and free almost nothing
     _import(["torch"])
     with socket.socket(fileno=descriptor) as requests:
         order = requests.recv(MOST_BYTES)
         if not order:
             return 0
-        told = json.loads(order)
-        _send_output_to(told["log"])
-        _import(told["modules"])
+        setup = json.loads(order)
+        _send_output_to(setup["log"])
+        _import(setup["modules"])
         requests.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
         while body := requests.recv(MOST_BYTES):
             request = json.loads(body)
@@ -83,9 +83,9 @@ def _fork_twice(request: Mapping[str, Any], parent: int, requests: socket.socket
 
 
 def _run(request: Mapping[str, Any], parent: int) -> int:
-    """In the new process: everything that a fresh interpreter would have found, then the role."""
+    """In the new process: sets up everything that a new interpreter would have, then runs the role."""
     deadline = time.monotonic() + ADOPTED_WITHIN_S
-    while os.getppid() != parent:  # the one between has not ended yet
+    while os.getppid() != parent:  # the process in between has not ended yet
         if time.monotonic() > deadline:
             return 1
         time.sleep(0.001)
@@ -105,7 +105,7 @@ def _run(request: Mapping[str, Any], parent: int) -> int:
 
 
 def _show_as(arguments: Sequence[str]) -> None:
-    """Makes these the arguments that `ps` shows: they name the process for people."""
+    """Makes these the arguments that `ps` shows, which name the process."""
     status = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(status[45]), int(status[46])  # of the arguments in memory
     text = b"\0".join(argument.encode() for argument in arguments)

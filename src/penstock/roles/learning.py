@@ -1,4 +1,4 @@
-"""What all ranks of a trainer are made of: the learner, with its part of the model, and what loads its batches."""
+"""The parts of every rank of a trainer: the learner, with its part of the model, and its batch loader."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.train.world import ALONE, World
 
 
 def device_of_rank(process: RoleProcess, rank: int) -> torch.device:
-    """Each rank has its own."""
+    """The training device of a rank."""
     pipeline, pooled = process.pipeline, bool(process.config.pool.devices)
     devices = devices_of(process.config).placements[pipeline.name].train
     device = device_at(pipeline.train.device, devices, in_pool=pooled, rank=rank)
@@ -42,7 +42,7 @@ def device_of_rank(process: RoleProcess, rank: int) -> torch.device:
 
 
 def join(process: RoleProcess, rank: int, ranks: int, store: Path) -> World:
-    """The ranks of this trainer; waits for all of them."""
+    """Joins the ranks of this trainer; waits for all of them."""
     if ranks == 1 and not process.pipeline.train.fsdp:
         return ALONE
     meeting = file_store(store, ranks) if ranks > 1 else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]

@@ -1,6 +1,6 @@
-"""What may be changed while a run goes on, by editing the configuration in its directory: `rollout.prefetch`.
+"""Settings that can be changed during a run, by editing the configuration in its directory: `rollout.prefetch`.
 
-Everything else is read when a process starts.
+All others are read when a process starts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from penstock.records.ids import PipelineName
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 
 
 class LiveSettings:
-    """Looks at the file and keeps what it says; a file that cannot be read changes nothing."""
+    """Polls the file and applies its changes; a file that cannot be read changes nothing."""
 
     def __init__(self, path: Path, config: Config) -> None:
         self._path = path
@@ -29,12 +29,12 @@ class LiveSettings:
         self.prefetch = _prefetch(config)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Polls until cancelled."""
         while True:
-            await asyncio.to_thread(self.look)
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.to_thread(self.poll)
+            await asyncio.sleep(POLL_EVERY_S)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         state = self._state()
         if state == self._seen:
             return

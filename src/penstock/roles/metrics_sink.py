@@ -1,4 +1,4 @@
-"""The process that sends metrics elsewhere. A library that hangs on a network delays no other process."""
+"""The process that sends metrics to external services. A library that hangs on a network delays no other process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.runtime.sinks import Publication
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
+POLL_EVERY_S = 2.0
 CLOSE_S = 30.0
 
 
 async def main(process: RoleProcess) -> None:
-    """Sends until asked to stop, and then what was written before that."""
+    """Sends metrics until a stop is requested, including all that were written before it."""
     section = process.config.metrics
     sending = Offload(1, "sink")
     name = section.sinks[process.index]
@@ -30,7 +30,7 @@ async def main(process: RoleProcess) -> None:
         if stopping:
             break
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.stop.wait(), LOOK_EVERY_S)
+            await asyncio.wait_for(process.stop.wait(), POLL_EVERY_S)
     async with asyncio.timeout(CLOSE_S):
         await sending.run(publication.close)
     sending.close(timeout_s=1.0)

@@ -27,7 +27,7 @@ from penstock.train.sharding import ShardedPolicy
 
 
 def policy_of(config: Config, pipeline: PipelineSection, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
-    """The initial policy in host memory: equal numbers in every process."""
+    """The initial policy in host memory: equal weights in every process."""
     policy = build(_spec(config, pipeline, environment))
     if pipeline.lora is None or not isinstance(policy, LanguagePolicy):
         return policy
@@ -49,7 +49,7 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
             )
         case HubModel(dtype=dtype) | PathModel(dtype=dtype) as model:
             if dtype == "auto":
-                dtype = _usual_dtype(pipeline)
+                dtype = _default_dtype(pipeline)
             path = directory_of(model) if isinstance(model, HubModel) else model.path
             gguf_file = "" if isinstance(model, HubModel) else model.gguf_file
             return PretrainedLanguageModel(path=str(path), gguf_file=gguf_file or None, dtype=dtype)
@@ -65,7 +65,7 @@ def _spec(config: Config, pipeline: PipelineSection, environment: Any) -> ModelS
             )
 
 
-def _usual_dtype(pipeline: PipelineSection) -> Literal["float32", "bfloat16"]:
+def _default_dtype(pipeline: PipelineSection) -> Literal["float32", "bfloat16"]:
     return "bfloat16" if _on_gpu(pipeline) else "float32"
 
 
@@ -76,15 +76,15 @@ def _on_gpu(pipeline: PipelineSection) -> bool:
 def _teacher_of(pipeline: PipelineSection) -> LanguagePolicy | None:
     if pipeline.train.teacher is None:
         return None
-    teacher = build(PretrainedLanguageModel(path=str(pipeline.train.teacher), dtype=_usual_dtype(pipeline)))
+    teacher = build(PretrainedLanguageModel(path=str(pipeline.train.teacher), dtype=_default_dtype(pipeline)))
     assert isinstance(teacher, LanguagePolicy)
     return teacher
 
 
 def recomputes_activations(pipeline: PipelineSection) -> bool:
-    """From the start; what this saves makes room for longer passes.
+    """Whether activations are recomputed from the start, which leaves memory for longer passes.
 
-    By default where running out of memory could not be mended: a sharded model cannot repeat a step.
+    By default where running out of memory could not be handled: a sharded model cannot repeat a step.
     """
     chosen = pipeline.train.activation_checkpointing
     if chosen is not None:
@@ -94,8 +94,8 @@ def recomputes_activations(pipeline: PipelineSection) -> bool:
 
 
 def micro_batch_tokens(pipeline: PipelineSection) -> int:
-    usual = MICRO_BATCH_TOKENS * (4 if recomputes_activations(pipeline) else 1)
-    return pipeline.train.tokens_per_micro_batch or usual
+    default = MICRO_BATCH_TOKENS * (4 if recomputes_activations(pipeline) else 1)
+    return pipeline.train.tokens_per_micro_batch or default
 
 
 def objective_of(
@@ -104,7 +104,7 @@ def objective_of(
     environment: Any,
     sharded: Callable[[LanguagePolicy, bool], LanguagePolicy] | None = None,
 ) -> Objective:
-    """The initial policy and what it is trained by. `sharded` makes a policy, trained or not, one of several ranks."""
+    """The initial policy with its loss. `sharded` shards a policy, trained or not, over the ranks."""
     policy = policy_of(config, pipeline, environment)
     if isinstance(pipeline.model, MlpModel):
         return EpisodeObjective(policy, pipeline.ppo_loss)

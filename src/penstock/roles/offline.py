@@ -99,7 +99,7 @@ def served_by(one: Saved, table: Mapping[str, Any]) -> Saved:
     """The same with another engine, also one that no pipeline can train with."""
     kind = table.get("kind", "")
     if kind not in SECTIONS:
-        raise ConfigError(f"--engine kind={kind}: there is {', '.join(SECTIONS)}")
+        raise ConfigError(f"--engine kind={kind} is unknown: choose {', '.join(SECTIONS)}")
     try:
         section = SECTIONS[kind].model_validate(table)
     except ValidationError as error:
@@ -107,7 +107,7 @@ def served_by(one: Saved, table: Mapping[str, Any]) -> Saved:
         raise ConfigError(f"--engine of kind {kind!r}: {'; '.join(found)}") from None
     if section.capabilities.weights == "files":
         raise ConfigError(
-            f"an engine of kind {kind!r} reads the versions that a run publishes: it evaluates only there"
+            f"an engine of kind {kind!r} reads the versions that a run publishes: it evaluates only during a run"
         )
     return replace(one, pipeline=one.pipeline.model_copy(update={"engine": section}))
 
@@ -117,33 +117,33 @@ def _pipeline(config: Config, name: str | None) -> PipelineSection:
     if name is None and len(names) == 1:
         name = names[0]
     if name not in names:
-        raise ConfigError(f"say which pipeline: --pipeline {' or --pipeline '.join(names)}")
+        raise ConfigError(f"choose a pipeline: --pipeline {' or --pipeline '.join(names)}")
     return config.pipeline[names.index(name)]
 
 
 def _directory(checkpoints: Path, step: str) -> Path:
-    there = sorted(checkpoints.glob("step-*")) + ([checkpoints / BEST] if (checkpoints / BEST).exists() else [])
-    if not there:
+    available = sorted(checkpoints.glob("step-*")) + ([checkpoints / BEST] if (checkpoints / BEST).exists() else [])
+    if not available:
         raise ConfigError(f"there is no checkpoint in {checkpoints} yet")
     if not step:
         found = checkpoint.latest(checkpoints)
         if found is None:
-            raise ConfigError(f"no checkpoint in {checkpoints} is whole")
+            raise ConfigError(f"all checkpoints in {checkpoints} are damaged")
         return found.directory
-    wanted = BEST if step == BEST else f"step-{int(step):08d}" if step.isdecimal() else ""
-    if checkpoints / wanted not in there or not wanted:
-        kept = ", ".join(one.name.removeprefix("step-").lstrip("0") or "0" for one in there)
-        raise ConfigError(f"there is no checkpoint of step {step!r} in {checkpoints}; there is {kept}")
-    return checkpoint.verify(checkpoints / wanted).directory
+    chosen = BEST if step == BEST else f"step-{int(step):08d}" if step.isdecimal() else ""
+    if checkpoints / chosen not in available or not chosen:
+        kept = ", ".join(one.name.removeprefix("step-").lstrip("0") or "0" for one in available)
+        raise ConfigError(f"there is no checkpoint of step {step!r} in {checkpoints}; found {kept}")
+    return checkpoint.verify(checkpoints / chosen).directory
 
 
 def export(one: Saved, to: Path, *, merged: bool = False) -> Path:
-    """A directory that transformers opens: configuration, tokenizer and weights, without what only training needs.
+    """Writes a directory that transformers can load: configuration, tokenizer and weights, without training state.
 
-    Of a run with an adapter it is the adapter, which peft opens, unless the two are to be merged.
+    For a run with an adapter it has the adapter only, which peft can load, unless `merged`.
     """
     if one.pipeline.kind != "language":
-        raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy, which transformers does not open")
+        raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy, which transformers cannot load")
     if to.exists() and any(to.iterdir()):
         raise ConfigError(f"{to} exists and is not empty: choose another directory with --to")
     if one.pipeline.lora is not None:
@@ -169,7 +169,7 @@ def _export_adapted(one: Saved, to: Path, *, merged: bool) -> Path:
 
 
 def policy_at(one: Saved, environment: Any) -> LanguagePolicy | ActorCriticPolicy:
-    """With the weights of the checkpoint, in host memory; only the tokenizer where the engine takes no weights."""
+    """The policy of the checkpoint, in host memory; only its tokenizer if the engine loads no weights."""
     if one.pipeline.engine.capabilities.weights == "none":
         return LanguagePolicy(nn.Identity(), load_tokenizer(one.directory))
     policy = policy_of(one.config, one.pipeline, environment)
@@ -180,7 +180,7 @@ def policy_at(one: Saved, environment: Any) -> LanguagePolicy | ActorCriticPolic
 
 @asynccontextmanager
 async def _serving(one: Saved, policy: LanguagePolicy | ActorCriticPolicy, seed: int) -> AsyncIterator[Any]:
-    """The pipeline's engine with the weights of the policy, ready to be asked."""
+    """The pipeline's engine with the weights of the policy, ready for requests."""
     section, device = _engine_section(one.pipeline), one.pipeline.rollout.device
     name = PipelineName(one.pipeline.name)
     site = Site(
@@ -204,17 +204,17 @@ async def _serving(one: Saved, policy: LanguagePolicy | ActorCriticPolicy, seed:
 
 
 def _engine_section(pipeline: PipelineSection) -> EngineSection:
-    """The pipeline's own, or the default one where that needs versions that a run publishes."""
+    """The pipeline's engine, or the default one if the pipeline's needs versions that a run publishes."""
     if pipeline.engine.capabilities.weights == "files":
         return PipelineSection.model_fields["engine"].default
     return pipeline.engine
 
 
 def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_tokens: int | None) -> list[str]:
-    """Completions of a prompt; a model with a chat template is asked as a user would."""
+    """Completions of a prompt; a model with a chat template receives it as a user message."""
     policy = policy_at(one, environment_of(one.config, one.pipeline) if one.step is not None else None)
     if not isinstance(policy, LanguagePolicy):
-        raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy: there is nothing to say to it")
+        raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy, which takes no text prompts")
     inner = getattr(policy.tokenizer, "inner", None)
     ids = policy.tokenizer.encode(prompt)
     if inner is not None and inner.chat_template:
@@ -237,7 +237,7 @@ def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_t
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The mean reward over prompts, with the interval that holds the true mean in 95 of 100 such measurements."""
+    """The mean reward over prompts, with its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -248,7 +248,7 @@ class Measured:
 
 
 def evaluate(one: Saved, *, prompts: int | None, samples: int, temperature: float, seed: int = 0) -> Measured:
-    """Rewards on prompts that were not trained."""
+    """Measures rewards on held-out prompts."""
     return asyncio.run(_evaluate(one, prompts, samples, temperature, seed))
 
 
@@ -292,7 +292,7 @@ async def _evaluate(one: Saved, prompts: int | None, samples: int, temperature: 
 
 
 async def _generate(workload: Any, batch: Any) -> Any:
-    """What `generate` makes, whether it awaits or blocks."""
+    """The result of `generate`, which may be async or blocking."""
     made = await asyncio.to_thread(workload.generate, batch)
     return await made if inspect.isawaitable(made) else made
 
@@ -304,8 +304,8 @@ def _lease(position: int, samples: int) -> PromptLease:
 
 
 def _measured(rewards: Sequence[Sequence[float]], failed: int) -> Measured:
-    """Samples of one prompt are alike, so the prompts are what is counted. Yes-or-no rewards get Wilson's interval,
-    which stays within 0 and 1 and is not empty when all agree."""
+    """Samples of one prompt are correlated, so the interval counts prompts. Binary rewards have Wilson's interval: it
+    stays within 0 and 1 and is not empty when all rewards are equal."""
     means = [sum(group) / len(group) for group in rewards]
     count = len(means)
     mean = sum(means) / count

@@ -1,7 +1,7 @@
-"""Prompts read and rewards computed in processes of their own, for environments that compute them in Python.
+"""Prompts and rewards that are computed in separate processes, for environments that compute them in Python.
 
-Threads overlap what releases the interpreter. A prompt that takes real computing in Python holds up generation
-instead, unless another process computes it; every such process makes the environment once, for itself.
+Threads overlap only work that releases the GIL. A prompt that computes for long in Python delays generation, unless
+another process computes it. Every such process makes the environment once.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from penstock.runtime.parent import watch_parent
 log = logging.getLogger(__name__)
 
 _environment: Any = None
-"""Of a process of the pool."""
+"""The environment of a pool process."""
 
 
 MEASURED_PROMPTS = 8
 LONG_S = 0.005
-"""Of computing, for one prompt: less is not worth sending it to another process."""
+"""CPU time of one prompt: less is not worth sending it to another process."""
 
 
 class PromptsMeasured:
-    """The same environment, with its prompts read here until they are measured to compute for long, then elsewhere.
+    """The same environment. Prompts are read here until their measured CPU time is long, then in another process.
 
-    If the other process cannot be made, or cannot send its prompts, they are read here as before.
+    If the other process cannot be started, or cannot send its prompts, they are read here as before.
     """
 
     def __init__(self, environment: Any, elsewhere: Callable[[], PromptsElsewhere]) -> None:
-        """`elsewhere` is called on a thread of its own: generation goes on meanwhile."""
+        """`elsewhere` is called on a separate thread, while generation continues."""
         self._environment = environment
         self._make = elsewhere
         self._elsewhere: PromptsElsewhere | None = None
@@ -52,7 +52,7 @@ class PromptsMeasured:
         elsewhere = self._elsewhere
         if elsewhere is not None:
             return elsewhere.prompt(position)
-        began = time.thread_time()  # of this thread alone: what waits for a disk overlaps as it is
+        began = time.thread_time()  # CPU time of this thread: waits for a disk overlap already
         prompt = self._environment.prompt(position)
         self._spent.append(time.thread_time() - began)
         if self._starting is None and len(self._spent) == MEASURED_PROMPTS and statistics.median(self._spent) >= LONG_S:
@@ -64,12 +64,12 @@ class PromptsMeasured:
         try:
             elsewhere = self._make()
             elsewhere.prompt(position)
-        except Exception as error:  # noqa: BLE001 - whatever it is, prompts can be read here
+        except Exception as error:  # noqa: BLE001 - after any error, prompts can be read here
             log.warning(
-                "prompts compute for long, and are still read in this process: %s: %s", type(error).__name__, error
+                "prompts take long to compute, but are still read in this process: %s: %s", type(error).__name__, error
             )
             return
-        log.info("a prompt takes %.3f s of computing: they are read in a process of their own", max(self._spent))
+        log.info("a prompt takes %.3f s of CPU time: prompts are read in a separate process", max(self._spent))
         self._elsewhere = elsewhere
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +77,7 @@ class PromptsMeasured:
 
 
 class PromptsElsewhere:
-    """The same environment, but for `prompt`, which is asked in other processes. A prompt must be picklable."""
+    """The same environment, but `prompt` runs in other processes. A prompt must be picklable."""
 
     def __init__(self, environment: Any, config_path: Path, pipeline: str, processes: int) -> None:
         self._environment = environment

@@ -1,4 +1,4 @@
-"""What every process of a run has in common: its run directory, its configuration, its signals, its failure report."""
+"""The common part of all processes of a run: run directory, configuration, signals, failure report."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RoleProcess(RunMember):
 
     config: Config
     random: Random = SYSTEM_RANDOM
-    """Of names that must not collide."""
+    """The source of names that must not collide."""
     pid: int = field(default_factory=os.getpid)
     ring_directory: str = DIRECTORY
 
@@ -74,7 +74,7 @@ class RoleProcess(RunMember):
         )
 
     def heartbeat(self) -> Sidecar:
-        """Starts to report this process's progress, from a process of its own."""
+        """Starts a separate process that reports this process's progress."""
         return Sidecar.start(
             self.run.endpoint_path,
             self.run.token(),
@@ -85,11 +85,11 @@ class RoleProcess(RunMember):
         )
 
     def served(self, ring: Ring) -> AbstractContextManager[RingAddress]:
-        """Serves a ring of this process; its address says how it can be reached."""
+        """Serves a ring of this process; yields its address."""
         return served(ring, self.config.payload, self.run.token())
 
     def wires(self) -> Mapping[Transport, Callable[[], Wire]]:
-        """By which payloads come from other hosts."""
+        """The transports of payloads from other hosts."""
         return WIRES
 
     def lag_monitor(self) -> LagMonitor:
@@ -104,7 +104,7 @@ RoleMain = Callable[[RoleProcess], Coroutine[Any, Any, None]]
 def run_role(main: RoleMain, options: argparse.Namespace) -> int:
     """Runs a role to its end. An error becomes the process's failure report and its exit code."""
     run = RunDir.open(options.run_dir)
-    configure(options.name, level=logging.INFO)  # to standard error, which the supervisor sends to the log file
+    configure(options.name, level=logging.INFO)  # to standard error, which the supervisor redirects to the log file
     try:
         process = RoleProcess(
             run=run,
@@ -117,25 +117,25 @@ def run_role(main: RoleMain, options: argparse.Namespace) -> int:
         )
         uvloop.run(_with_signals(main, process))
     except StoppedAtStart:
-        log.info("ended before it had begun")
+        log.info("stopped before its start was complete")
         return 0
     except PenstockError as error:
         log.error("%s: %s", type(error).__name__, error, exc_info=True)
         return _report_failure(run, options.name, type(error).__name__, str(error), error.exit_code)
-    except BaseException as error:  # an exit that the user's code asked for, too: it must not pass for a good end
+    except BaseException as error:  # also an exit that the user's code requested: it must not count as success
         log.exception("unexpected %s", type(error).__name__)
         if isinstance(error, OSError) and error.errno in NO_SPACE_ERRORS:
             return NO_SPACE
         if isinstance(error, OSError) and error.errno in ADVICE:
             return _report_failure(run, options.name, "RunFailed", sentence_of(error), UNEXPECTED)
-        story = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
-        return _report_failure(run, options.name, type(error).__name__, f"{error}\n{story}", UNEXPECTED)
+        trace = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
+        return _report_failure(run, options.name, type(error).__name__, f"{error}\n{trace}", UNEXPECTED)
     log.info("ended gracefully")
     return 0
 
 
 def listening_on(config: Config, host: str) -> Config:
-    """The configuration with this machine's address wherever it says loopback; unchanged without one."""
+    """The configuration with `host` in place of loopback addresses; unchanged if `host` is empty."""
     sections = {
         name: section.model_copy(update={"host": host})
         for name, section in (("control", config.control), ("payload", config.payload))
@@ -145,7 +145,7 @@ def listening_on(config: Config, host: str) -> Config:
 
 
 def _report_failure(run: RunDir, name: str, kind: str, sentence: str, exit_code: int) -> int:
-    """The exit code to leave with: on a full disk it has to say alone what cannot be written."""
+    """Writes the failure report and returns the exit code, which alone reports the cause if the disk is full."""
     try:
         run.write_failure(name, kind, sentence, exit_code)
     except OSError as error:

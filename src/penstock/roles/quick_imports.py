@@ -1,7 +1,7 @@
-"""Imports of transformers, which asks at its import which packages are installed.
+"""Faster imports of transformers, which lists all installed packages when it is imported.
 
-Python 3.11 answers by making an object for every file of each package, which takes a fifth of a second. Meanwhile a
-quicker function takes its place, with the same answer.
+Python 3.11 lists them by making an object for every file of each package, which takes a fifth of a second. During the
+import a faster function with the same result replaces it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Those that are not there are left out: a process that needs one says what is missing."""
+    """Skips modules that are not installed: a process that needs one reports it."""
     with _packages_listed_quickly():
         for name in names:
             with contextlib.suppress(ImportError):
@@ -23,7 +23,7 @@ def import_all(names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _packages_listed_quickly() -> Iterator[None]:
-    if sys.version_info >= (3, 12):  # where it goes by other rules
+    if sys.version_info >= (3, 12):  # which lists them by other rules
         yield
         return
     usual = importlib.metadata.packages_distributions

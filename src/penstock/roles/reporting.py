@@ -1,4 +1,4 @@
-"""What workers and trainers do alike towards the controller: register, beat, report, leave."""
+"""Calls of workers and trainers to the controller: register, heartbeat, report gauges, unregister."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ HURRY_S = 2.0
 async def connected(
     process: RoleProcess, role: Role, move_off: Callable[[], Awaitable[Any]], **details: Any
 ) -> AsyncIterator[ControlClient]:
-    """A registered connection with heartbeats; unregisters within a bound, however the body ends.
+    """A registered connection with heartbeats; unregisters within a time limit, however the body ends.
 
-    Devices of a pool are given on as soon as their holder has unregistered, so it moves off them before. A holder that
-    cannot does not unregister: its supervisor reports the end of its process.
+    The pool grants devices to others as soon as their holder has unregistered, so the holder moves off them before. If
+    it cannot, it does not unregister: its supervisor reports the end of its process.
     """
     pipeline = PipelineName(process.pipeline.name)
     client = process.client()
@@ -63,7 +63,7 @@ async def connected(
 
             async def leave() -> None:
                 if on_devices:
-                    raise Transient("it is still on its devices, which are free when its process has ended")
+                    raise Transient("it is still on its devices, which are freed when its process ends")
                 await client.call(unregister, timeout_s=LEAVE_S)
 
             steps: list[tuple[str, Callable[[], Any]]] = [
@@ -78,7 +78,7 @@ async def connected(
 
 
 async def _register(process: RoleProcess, client: ControlClient, register: Register) -> Registered:
-    """Waits for a controller for as long as is configured, but not for one that will not come: at a stop."""
+    """Waits for a controller for the configured time, or until a stop is requested."""
     try:
         async with Tasks() as tasks:
             tasks.spawn("watch for a stop", watch_for_stop(process, client))
@@ -93,12 +93,12 @@ async def _register(process: RoleProcess, client: ControlClient, register: Regis
 
 
 async def watch_for_stop(
-    process: RoleProcess, client: ControlClient, tell: Callable[[str], None] = lambda reason: None
+    process: RoleProcess, client: ControlClient, notify: Callable[[str], None] = lambda reason: None
 ) -> None:
-    """Once asked to stop, no call is retried or held for long: a controller that is gone cannot hold this process."""
+    """After a stop is requested, no call is retried or waits for long: a dead controller cannot block this process."""
     reason = await process.stop.wait()
     log.info("stopping: %s", reason)
-    tell(reason)
+    notify(reason)
     client.hurry(HURRY_S)
 
 

@@ -1,4 +1,4 @@
-"""A rank of a rollout worker, other than rank 0: an engine, the five hooks and a ring, in step with the others."""
+"""A rank of a rollout worker, other than rank 0: an engine, the five hooks and a ring, in lockstep with the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.weights.io.transports import transport_of
 
 
 async def main(process: RoleProcess) -> None:
-    """Works in step until rank 0 ends the group. Rank 0 heeds the signals; this process dies with it."""
+    """Runs in lockstep until rank 0 ends the group. Rank 0 handles signals; this process dies with it."""
     signal.signal(INTERRUPT, signal.SIG_IGN)  # until there is something to interrupt
     seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSeat)
     process.progress = ProgressCell(seat.cell_fd)
@@ -50,20 +50,20 @@ async def main(process: RoleProcess) -> None:
     )
     try:
         with process.served(ring) as address:
-            fetch = await working.run(_meet, seat, address)
-            await _keep_step(process, seat, engine, workload, ring, fetch, working)
+            fetch = await working.run(_join_ranks, seat, address)
+            await _run_lockstep(process, seat, engine, workload, ring, fetch, working)
     finally:
-        # As with any worker's: the trainer may still read it, and the supervisor removes it at the end of the run.
+        # The trainer may still read the ring; the supervisor removes it at the end of the run.
         ring.close(unlink=False)
 
 
-def _meet(seat: RankSeat, address: RingAddress) -> Fetch:
+def _join_ranks(seat: RankSeat, address: RingAddress) -> Fetch:
     store = file_store(Path(seat.store), seat.ranks)
     store.set(ring_key(seat.rank), msgspec.json.encode(address).decode())
     return join(store, rank=seat.rank, ranks=seat.ranks, timeout_s=seat.timeout_s)
 
 
-async def _keep_step(
+async def _run_lockstep(
     process: RoleProcess, seat: RankSeat, engine: Engine, workload: Any, ring: Ring, fetch: Fetch, working: Offload
 ) -> None:
     pipeline = process.pipeline
@@ -108,5 +108,5 @@ async def _keep_step(
             await working.run(lockstep.run)
             tasks.cancel()
     except PenstockError as error:
-        fetch.tell(error)  # the loop's own errors are told already, and the first word counts
+        fetch.tell(error)  # the loop's own errors are reported already, and only the first report counts
         raise

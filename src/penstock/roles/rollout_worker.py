@@ -42,8 +42,8 @@ from penstock.weights.io.transports import transport_of
 log = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
-"""How long a thread may compute in Python while another waits. The engine's thread comes back from the device at every
-decode step: by Python's default it would wait 5 ms each time that prompts, rewards or payloads are being worked on."""
+"""How long a thread may hold the GIL while another waits. The engine's thread needs the GIL after every decode step:
+with Python's default it would wait 5 ms each time that prompts, rewards or payloads are being processed."""
 
 Parts = tuple[Any, Any, Any, LanguagePolicy | ActorCriticPolicy]
 """Environment, engine, hooks and policy."""
@@ -52,7 +52,7 @@ Evaluate = Callable[[RoleProcess, Any, Any], AbstractContextManager[Evaluating |
 
 
 async def main(process: RoleProcess, make: Make | None = None, evaluate: Evaluate = evaluating) -> None:
-    """Generates until the prompts are exhausted or training is complete, or until asked to stop."""
+    """Generates until the prompts are exhausted or training is complete, or until a stop is requested."""
     pipeline = process.pipeline
     rollout = pipeline.rollout
     torch.set_num_threads(rollout.threads)
@@ -164,7 +164,7 @@ async def _generate(
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("watch the ring", watch_ring(ring))
         tasks.spawn("update weights", updater.run())
-        tasks.spawn("carry out orders of the pool", executor.run())
+        tasks.spawn("execute orders of the pool", executor.run())
         tasks.spawn("report gauges", report_gauges(process, client, lag, figures))
         tasks.spawn("watch for a stop", watch_for_stop(process, client, generation.stop))
         await generation.over()
@@ -172,7 +172,7 @@ async def _generate(
 
 
 def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None = None) -> Parts:
-    """Environment, engine, hooks and policy, in host memory: devices are the pool's to give."""
+    """Environment, engine, hooks and policy, in host memory: the pool grants the devices."""
     config, pipeline = process.config, process.pipeline
     rollout, in_pool = pipeline.rollout, bool(config.pool.devices)
     environment = environment_of(config, pipeline)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 async def main(process: RoleProcess, make: Callable[[RoleProcess], Learner] | None = None) -> None:
-    """Trains until the controller says that training is complete, or until asked to stop."""
+    """Trains until the controller reports that training is complete, or until a stop is requested."""
     pipeline = process.pipeline
     torch.set_num_threads(pipeline.train.threads)
     training, writing = background(1, "train"), background(1, "write")
@@ -56,9 +56,9 @@ async def main(process: RoleProcess, make: Callable[[RoleProcess], Learner] | No
                 placement = {"workers": pipeline.rollout.workers, "on_device": on_device}
                 with weight_publisher(
                     process, lineage, pipeline.weights, process.config.payload, **placement
-                ) as offered:
+                ) as publisher:
                     loader = loader_of(process, learner, fetcher, fetching)
-                    await _train(process, learner, lineage, offered, ranks, writing, loader, rollouts)
+                    await _train(process, learner, lineage, publisher, ranks, writing, loader, rollouts)
             finally:
                 fetcher.close()
                 rollouts.close(timeout_s=2.0)
@@ -71,7 +71,7 @@ async def _train(
     process: RoleProcess,
     learner: Learner,
     lineage: str,
-    offered: WeightPublisher,
+    publisher: WeightPublisher,
     ranks: TrainerRanks,
     writing: Offload,
     loader: BatchLoader,
@@ -83,7 +83,7 @@ async def _train(
     resident = LearnerOnTurns(learner, device_of_rank(process, 0), ranks, shared=placement.train_is_shared)
     connection = connected(process, "trainer", resident.move_out, step=step, lineage=lineage)
     async with connection as client, Tasks() as tasks:
-        publishing = Publishing(process, client, offered, writing, ranks)
+        publishing = Publishing(process, client, publisher, writing, ranks)
         data = DataLoader(process, client, loader, ranks)
         tasks.spawn("watch the loop", lag.run())
         tasks.spawn("publish weights", publishing.run())
@@ -102,7 +102,7 @@ async def _train(
             pipeline.checkpoint,
             publish_timeout_s=pipeline.weights.deadline_s,
         )
-        tasks.spawn("save when asked to", heed_checkpoints(process, client, loop.save_afresh))
+        tasks.spawn("save on request", heed_checkpoints(process, client, loop.save_afresh))
         await loop.run(step)
         async with asyncio.timeout(pipeline.weights.deadline_s):
             await publishing.flush()

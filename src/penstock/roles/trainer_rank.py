@@ -23,7 +23,7 @@ from penstock.train.rank_calls import Frames, TrainerSeat
 
 
 async def main(process: RoleProcess) -> None:
-    """Does what rank 0 orders until it ends the group. Rank 0 heeds the signals; this process dies with it."""
+    """Executes the orders of rank 0 until it ends the group. Rank 0 handles signals; this process dies with it."""
     seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrainerSeat)
     process.progress = ProgressCell(seat.cell_fd)
     frames = await Frames.over(socket.socket(fileno=seat.channel_fd))

@@ -1,4 +1,4 @@
-"""What is done with the completions that an engine draws: joined from pieces, cut at a stop string."""
+"""Joins the pieces of a completion, and cuts a completion at a stop string."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.engines.requests import Completion
 
 
 def joined(before: Completion | None, after: Completion) -> Completion:
-    """One completion that was drawn in two pieces."""
+    """Joins two consecutive pieces of one completion."""
     if before is None:
         return after
     spans = before.versions.tolist()
@@ -32,8 +32,8 @@ def joined(before: Completion | None, after: Completion) -> Completion:
 
 
 def cut_at(tokenizer: Any, stop_strings: Sequence[str], drawn: Completion, before: Sequence[int] = ()) -> Completion:
-    """The completion up to the token in which a stop string is complete, if it has one; `before` are the tokens of the
-    same completion that were drawn earlier."""
+    """The completion up to the token that completes a stop string, if it contains one. `before`: tokens of the same
+    completion that were drawn earlier."""
     if not stop_strings or not len(drawn.token_ids):
         return drawn
     ids = [*before, *drawn.token_ids.tolist()]

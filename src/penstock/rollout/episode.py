@@ -1,17 +1,18 @@
-"""One conversation between a policy and its environment, kept as the tokens that really passed.
+"""One conversation between a policy and its environment, stored as the exact tokens.
 
 Invariants:
-- what was generated is never made again from text: ids, log-probabilities and versions stay as the engine gave them;
-- pieces are collected as they come, by reference, and laid out once, in `arrays`;
-- the context is always the exact prefix the next token was or will be drawn after, so an interrupted episode goes on
-  from it anywhere, also in another process (`to_bytes`, `from_bytes`).
+- generated tokens are never re-tokenised from text: ids, log-probabilities and versions stay as the engine returned
+  them;
+- pieces are collected by reference as they arrive, and laid out once, in `arrays`;
+- the context is always the exact prefix of the next token, so an interrupted episode can continue from it anywhere,
+  also in another process (`to_bytes`, `from_bytes`).
 
-An environment may take the conversation back to an earlier point (a failed attempt is to be forgotten, a long history
-to be summed up). The tokens then form a tree: every token is kept once, and the sample has one branch for each end.
+An environment may take the conversation back to an earlier point (to drop a failed attempt, or to summarise a long
+history). The tokens then form a tree: every token is stored once, and the sample has one branch for each leaf.
 
-An engine that records the experts its tokens were routed to knows those of every token it has read, so of all but the
-last one it drew. That row is known when a later request reads the token, and comes with it as a chunk of its own. The
-last token of a branch is never read: its row is zero, and nothing is predicted from it.
+An engine that records expert routing has a row for every token it has read, which is all but the last one it drew. A
+later request that reads this token returns its row as a separate chunk. The last token of a branch is never read: its
+row is zero, and no token is predicted from it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from penstock.batch.columns import TRUNCATED
 from penstock.errors import LocalProtocolError, RemoteProtocolError
 from penstock.rollout.hooks import Arrays
 
-NOTHING = np.zeros(0, np.float32)
+EMPTY = np.zeros(0, np.float32)
 
 
 class _Piece(msgspec.Struct, array_like=True, gc=False):
@@ -35,13 +36,13 @@ class _Piece(msgspec.Struct, array_like=True, gc=False):
 
     token_ids: np.ndarray
     after: int
-    """The piece whose last token stands before these; -1 for the first."""
+    """Index of the piece that precedes this one; -1 for the first."""
     logprobs: np.ndarray | None = None
     """None for tokens that were not generated."""
     routed_experts: np.ndarray | None = None
-    """Of the tokens read since the last piece that was generated, and of these but for the last."""
+    """Of the tokens read since the last generated piece, and of these except the last."""
     boundary_experts: np.ndarray | None = None
-    """Of the one token before those."""
+    """Of the one token before them."""
 
 
 class Episode(msgspec.Struct):
@@ -49,31 +50,31 @@ class Episode(msgspec.Struct):
 
     pieces: list[_Piece]
     tokens: int
-    """In all pieces."""
+    """Total of all pieces."""
     spans: list[tuple[int, int]] = []
-    """From which of the tokens on, which version; one span for as long as the version stays the same."""
+    """First token and version of each span of tokens that have the same version."""
     completions: list[str] = []
     """The text of every finished completion, for rewards and replies only."""
     drawn_texts: list[str] = []
-    """The same with special tokens, as a chat template would write it; empty where there is no template."""
+    """The same texts with special tokens, as a chat template would write them; empty without a template."""
     endings: list[str] = []
     """How each of them ended: "stop" by a token that ends a turn, "length" at the token limit, "context"
-    where the reply to it found no room, "error" where the environment raised instead of a reply."""
+    if the reply to it did not fit into the context, "error" if the environment raised instead of replying."""
     replies: list[str] = []
     turn_tokens: int = 0
-    """Generated in the completion that is not finished yet."""
+    """Tokens generated of the unfinished completion."""
     version: int | None = None
-    """The oldest weights any token was drawn with; None before the first."""
+    """Version of the oldest weights that generated a token; None before the first token."""
     digest: str = ""
-    """Of the weights of that version."""
+    """Digest of the weights of that version."""
     tip: int = 0
     """The piece that ends the context."""
     turns: list[int] = []
-    """The tip from which each completion was begun."""
+    """For each completion, the tip at its start."""
 
     @classmethod
     def start(cls, prompt_ids: Sequence[int] | np.ndarray) -> Episode:
-        """An episode that has seen its prompt and nothing else."""
+        """An episode with only its prompt."""
         if not len(prompt_ids):
             raise LocalProtocolError("an episode needs a prompt of at least one token")
         return cls([_Piece(np.asarray(prompt_ids, dtype=np.int32), -1)], len(prompt_ids))
@@ -84,7 +85,7 @@ class Episode(msgspec.Struct):
 
     @property
     def truncated(self) -> bool:
-        """The last completion was cut off: it did not end by itself."""
+        """The last completion was cut off before its end."""
         return bool(self.endings) and self.endings[-1] not in ("stop", "error")
 
     @property
@@ -93,12 +94,12 @@ class Episode(msgspec.Struct):
         return self.endings[-1:] == ["error"]
 
     def break_off(self) -> None:
-        """The environment raised: the episode is over."""
+        """Ends the episode because the environment raised."""
         self.endings[-1] = "error"
 
     @property
-    def wants_completion(self) -> bool:
-        """The policy is to speak next (or still speaking), not the environment."""
+    def awaits_completion(self) -> bool:
+        """The policy generates next (or is still generating), not the environment."""
         return len(self.completions) == len(self.replies)
 
     @property
@@ -109,11 +110,11 @@ class Episode(msgspec.Struct):
         )
 
     def context_tokens(self, back_to: int | None = None) -> int:
-        """How many tokens the engine would read to go on: from here, or from where that completion began."""
+        """Number of context tokens here, or at the start of the completion with that index."""
         return sum(len(self.pieces[index].token_ids) for index in self._path(self._start_of(back_to)))
 
     def context(self) -> list[int]:
-        """Every token up to here: what the engine reads to go on."""
+        """All tokens up to the tip: the context of the next request."""
         return np.concatenate([self.pieces[index].token_ids for index in self._path(self.tip)]).tolist()
 
     def generated(
@@ -127,11 +128,12 @@ class Episode(msgspec.Struct):
         routed_experts: np.ndarray | None = None,
         boundary_experts: np.ndarray | None = None,
     ) -> None:
-        """The engine drew these tokens after the context; `versions` as in `arrays`, counted from the first of them.
+        """Appends tokens that the engine drew after the context; `versions` as in `arrays`, counted from the first of
+        them.
 
-        With routing: `[rows, layers, top-k]` of all tokens that the context grew by since the request before (or since
-        it was taken back), but for the last; and, except in the first request, the one row of the token before those.
-        The arrays are kept as they are and must not change any more.
+        With routing: `[rows, layers, top-k]` of all tokens added to the context since the previous request (or since
+        it was taken back), except the last; and, except in the first request, the one row of the token before them.
+        The arrays are kept by reference: the caller must not change them.
         """
         if len(token_ids) != len(logprobs):
             raise LocalProtocolError(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
@@ -149,7 +151,7 @@ class Episode(msgspec.Struct):
             self.version, self.digest = version, digest
 
     def turn_ids(self) -> list[int]:
-        """The tokens of the completion that is not finished yet: of the last pieces that came."""
+        """The tokens of the unfinished completion, from the newest pieces."""
         pieces: list[np.ndarray] = []
         missing = self.turn_tokens
         for piece in reversed(self.pieces):
@@ -160,7 +162,7 @@ class Episode(msgspec.Struct):
         return np.concatenate(pieces[::-1]).tolist() if pieces else []
 
     def finish_turn(self, text: str, ending: str = "stop", drawn_text: str | None = None) -> None:
-        """The completion is complete; `text` is what it says."""
+        """Ends the completion; `text` is its decoded text."""
         if drawn_text is not None:
             self.drawn_texts.append(drawn_text)
         self._begin_turn()
@@ -169,10 +171,10 @@ class Episode(msgspec.Struct):
         self.turn_tokens = 0
 
     def replied(self, text: str, token_ids: Sequence[int] | np.ndarray, back_to: int | None = None) -> None:
-        """The environment answered; these tokens are read, not trained.
+        """Appends the environment's reply; its tokens are context, not trained.
 
-        They follow the last completion, or stand where the completion of that number began: what came since is then
-        no longer in the context, and stays a branch of the sample.
+        They follow the last completion, or the start of completion `back_to`: the tokens since then leave the context
+        and stay in the sample as a branch.
         """
         if self.turn_tokens:
             raise LocalProtocolError("the environment replied before the completion was finished")
@@ -181,28 +183,28 @@ class Episode(msgspec.Struct):
         if len(token_ids):
             self._append(_Piece(np.asarray(token_ids, dtype=np.int32), self.tip))
 
-    def asked(self, context: Sequence[int]) -> None:
-        """The next completion is drawn after exactly these tokens: from the longest beginning of them that is there
-        already, which need not be where the last completion ended."""
-        wanted = np.asarray(context, dtype=np.int32)
+    def set_context(self, context: Sequence[int]) -> None:
+        """Sets the exact context of the next completion. Its longest prefix that is already in the tree is reused; this
+        need not be the end of the last completion."""
+        context_ids = np.asarray(context, dtype=np.int32)
         best, length = 0, 0
         for index in range(len(self.pieces)):
             tokens = np.concatenate([self.pieces[at].token_ids for at in self._path(index)])
-            if length < len(tokens) <= len(wanted) and np.array_equal(tokens, wanted[: len(tokens)]):
+            if length < len(tokens) <= len(context_ids) and np.array_equal(tokens, context_ids[: len(tokens)]):
                 best, length = index, len(tokens)
         if not length:
-            raise LocalProtocolError("a completion was asked for after tokens that do not begin as its episode does")
+            raise LocalProtocolError("the requested context does not begin with the first tokens of its episode")
         if len(self.replies) < len(self.completions):
             self.replies.append("")
         self.tip = best
-        if length < len(wanted):
-            self._append(_Piece(wanted[length:], self.tip))
+        if length < len(context_ids):
+            self._append(_Piece(context_ids[length:], self.tip))
 
     def arrays(self) -> Arrays:
         """The whole episode: `token_ids`, `loss_mask`, `logprobs` per token, `versions` as spans, `truncated`.
 
-        With routing, `routed_experts` in the chunks they came in: writing them is the join. With several branches,
-        `branches`: which stretches of the tokens each of them is made of.
+        With routing, `routed_experts` in the chunks that arrived: they are joined when they are written. With several
+        branches, `branches`: the token ranges of each branch.
         """
         pieces = self.pieces
         token_ids = [piece.token_ids for piece in pieces]
@@ -210,7 +212,7 @@ class Episode(msgspec.Struct):
         starts = list(itertools.accumulate(counts, initial=0))
         drawn = np.repeat([piece.logprobs is not None for piece in pieces], counts)
         logprobs = np.zeros(self.tokens, np.float32)
-        logprobs[drawn] = np.concatenate([NOTHING, *(p.logprobs for p in pieces if p.logprobs is not None)])
+        logprobs[drawn] = np.concatenate([EMPTY, *(p.logprobs for p in pieces if p.logprobs is not None)])
         arrays: Arrays = {
             "token_ids": np.concatenate(token_ids),
             "loss_mask": drawn.view(np.uint8),
@@ -225,16 +227,16 @@ class Episode(msgspec.Struct):
         return arrays
 
     def to_bytes(self) -> bytes:
-        """For another process to go on from."""
-        return msgspec.msgpack.encode(self, enc_hook=_plain)
+        """Serialises the episode, so that another process can continue it."""
+        return msgspec.msgpack.encode(self, enc_hook=_encode_array)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> Episode:
-        """What `to_bytes` wrote, checked."""
+        """Decodes and checks the output of `to_bytes`."""
         try:
-            episode = msgspec.msgpack.decode(body, type=cls, dec_hook=_array)
+            episode = msgspec.msgpack.decode(body, type=cls, dec_hook=_decode_array)
         except (msgspec.DecodeError, TypeError, ValueError) as error:
-            raise RemoteProtocolError(f"not a kept episode: {error}") from error
+            raise RemoteProtocolError(f"the bytes are not a kept episode: {error}") from error
         episode.check()
         return episode
 
@@ -257,7 +259,7 @@ class Episode(msgspec.Struct):
             or len(self.turns) != len(self.completions) + bool(self.turn_tokens)
             or not all(0 <= index < len(self.pieces) for index in (self.tip, *self.turns))
         ):
-            raise RemoteProtocolError("a kept episode counts more than it holds")
+            raise RemoteProtocolError("a kept episode has counts that do not match its content")
 
     def __repr__(self) -> str:
         return (
@@ -292,7 +294,7 @@ class Episode(msgspec.Struct):
             self.turns.append(self.tip)
 
     def _branches(self, starts: list[int]) -> np.ndarray:
-        """int32[stretches, 3]: branch, first token, token after the last. Branches in the order of their ends."""
+        """int32[ranges, 3]: branch, first token, token after the last. Branches are in the order of their leaves."""
         inner = {piece.after for piece in self.pieces}
         stretches: list[list[int]] = []
         for branch, leaf in enumerate(index for index in range(len(self.pieces)) if index not in inner):
@@ -305,8 +307,8 @@ class Episode(msgspec.Struct):
         return np.array(stretches, np.int32)
 
     def _routing(self, starts: list[int]) -> list[np.ndarray]:
-        """One row per token. A request closes the gap its forerunner left; where the conversation was taken back, the
-        gap is an end, and the row brought by the next request is there already.
+        """One row per token. Each request fills in the row that the previous one left open. Where the conversation was
+        taken back, that token ends a branch: its row is zero, and the next request's boundary row is already present.
         """
         chunks: list[np.ndarray] = []
         rows = 0
@@ -319,9 +321,9 @@ class Episode(msgspec.Struct):
             routed, boundary = piece.routed_experts, piece.boundary_experts
             if routed is None or len(routed) != read - rows - bool(rows) - 1 or (boundary is None) != (rows == 0):
                 raise LocalProtocolError(
-                    f"an episode's routing does not fit its tokens: a request that ended at token {read} brought "
+                    f"an episode's routing does not fit its tokens: a request that ended at token {read} returned "
                     f"{'no rows' if routed is None else f'{len(routed)} rows'} and "
-                    f"{'none' if boundary is None else 'one'} for the token before; all requests must bring theirs"
+                    f"{'none' if boundary is None else 'one'} for the token before; all requests must return theirs"
                 )
             if boundary is not None:
                 chunks.append(boundary if joined else np.zeros_like(boundary))
@@ -331,12 +333,12 @@ class Episode(msgspec.Struct):
         return chunks
 
 
-def _plain(value: Any) -> Any:
+def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).data
     raise LocalProtocolError(f"a kept episode cannot hold a {type(value).__name__}")
 
 
-def _array(_: type, value: Any) -> np.ndarray:
+def _decode_array(_: type, value: Any) -> np.ndarray:
     dtype, shape, body = value  # arrays are the only type in an episode that needs a hook
     return np.frombuffer(body, np.dtype(dtype)).reshape(shape)

@@ -1,4 +1,4 @@
-"""The words of the prefetch machine: where a lease can be, what happens to it, what to do about it."""
+"""Stages of a lease, and the events and effects of the prefetch machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.records.prompt import PromptLease
 from penstock.wire.messages import Verdict
 
 Ticket = int
-"""Numbers the leases of one worker in the order they were granted."""
+"""Number of a lease within one worker, in the order of the grants."""
 
 
 class Stage(StrEnum):
-    """Where a lease is."""
+    """Stage of a lease in the worker."""
 
     LEASED = "leased"
     PREPARING = "preparing"
@@ -56,7 +56,7 @@ TRANSITIONS: dict[Stage, dict[str, Stage]] = {
     Stage.DELIVERED: {},
     Stage.RETURNED: {},
 }
-"""Every move a lease can make, by the event or effect that makes it."""
+"""Every transition of a lease, by the event or effect that causes it."""
 
 # Events
 
@@ -66,16 +66,16 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class LeaseAnswered(msgspec.Struct, frozen=True):
-    """The controller answered an ask."""
+    """The controller answered a lease request."""
 
     leases: tuple[PromptLease, ...]
     verdict: Verdict
     waited_s: float = 0.0
-    """How long the answer took: a controller that held the call need not be given a pause as well."""
+    """How long the answer took: after a long wait the next request needs no backoff."""
 
 
 class PrepareEnded(msgspec.Struct, frozen=True):
-    """One lease was prepared, or (with `failed`) could not be."""
+    """One lease was prepared, or (with `failed`) its preparation failed."""
 
     ticket: Ticket
     size_bytes: int = 0
@@ -83,32 +83,32 @@ class PrepareEnded(msgspec.Struct, frozen=True):
 
 
 class GenerateEnded(msgspec.Struct, frozen=True):
-    """A batch came out of the engine, or (with `failed`) its collate or generate raised."""
+    """A batch left the engine, or (with `failed`) its collate or generate raised."""
 
     batch: int
     sizes_bytes: tuple[int, ...] = ()
-    """Held by each ticket of the batch from now on; empty leaves them as they were."""
+    """New size of each ticket of the batch; empty leaves the sizes unchanged."""
     failed: bool = False
 
 
 class ScoringBegan(msgspec.Struct, frozen=True):
-    """Postprocessing of one lease waits for its rewards, which are computed elsewhere; `PostprocessEnded` follows."""
+    """Postprocessing of one lease waits for rewards that run on other threads; `PostprocessEnded` follows."""
 
     ticket: Ticket
 
 
 class PostprocessEnded(msgspec.Struct, frozen=True):
-    """One lease was postprocessed and stored, or failed there; either way it can be reported."""
+    """One lease was postprocessed and stored, or this failed; in both cases it can be delivered."""
 
     ticket: Ticket
 
 
 class DeliverEnded(msgspec.Struct, frozen=True):
-    """The controller took the delivery in flight."""
+    """The controller accepted the delivery in flight."""
 
 
 class ReturnEnded(msgspec.Struct, frozen=True):
-    """The controller took leases back."""
+    """The controller accepted returned leases."""
 
 
 class PrefetchSet(msgspec.Struct, frozen=True):
@@ -117,25 +117,25 @@ class PrefetchSet(msgspec.Struct, frozen=True):
     on: bool
 
 
-class EngineLooked(msgspec.Struct, frozen=True):
-    """How full the engine is."""
+class EnginePolled(msgspec.Struct, frozen=True):
+    """Load of the engine."""
 
     decoding: int
     """Completions."""
     waiting: int
-    """Completions that the engine has, and has no room for."""
+    """Completions that wait in the engine for room."""
     preempted: int = 0
-    """Since the last look: thrown out for want of room, to be read again."""
+    """Preempted for lack of room since the last poll; their prefill is repeated."""
 
 
-class StopAsked(msgspec.Struct, frozen=True):
-    """The worker should end: what is in the engine or behind it is finished, the waiting line is given back."""
+class StopRequested(msgspec.Struct, frozen=True):
+    """Graceful stop: leases in the engine or after it are finished, queued leases are returned."""
 
     reason: str
 
 
 class Abandoned(msgspec.Struct, frozen=True):
-    """The worker ends now: everything not yet on its way to the controller is given back."""
+    """Immediate stop: every lease that is not being delivered is returned."""
 
     reason: str
 
@@ -150,8 +150,8 @@ Event = (
     | DeliverEnded
     | ReturnEnded
     | PrefetchSet
-    | EngineLooked
-    | StopAsked
+    | EnginePolled
+    | StopRequested
     | Abandoned
 )
 
@@ -159,7 +159,7 @@ Event = (
 
 
 class AskLease(msgspec.Struct, frozen=True):
-    """Ask the controller for up to `samples` samples, after a pause."""
+    """Request up to `samples` samples from the controller, after `after_s`."""
 
     samples: int
     after_s: float = 0.0
@@ -191,14 +191,14 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class ReturnLeases(msgspec.Struct, frozen=True):
-    """Give these samples back, at once."""
+    """Return these samples to the controller at once."""
 
     tickets: tuple[Ticket, ...]
     samples: tuple[SampleId, ...]
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """Nothing is held and nothing more will come."""
+    """The worker holds no lease and will request none."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""The leases a worker holds, by stage. Counts follow from the moves, and every move is made here."""
+"""The leases that a worker holds, by stage. Every transition is made here and updates the counts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from penstock.errors import InvalidTransition, LocalProtocolError
 from penstock.records.prompt import PromptLease
 from penstock.rollout.flow import TRANSITIONS, Stage, Ticket
 
-LINE = (Stage.LEASED, Stage.PREPARING, Stage.READY)
+QUEUED = (Stage.LEASED, Stage.PREPARING, Stage.READY)
 """Leased and not yet generating."""
 OUTPUT = (Stage.GENERATING, Stage.GENERATED, Stage.POSTPROCESSING, Stage.FINISHED, Stage.DELIVERING)
-"""Generating, or generated and not yet delivered; but for those that wait for rewards, which have their own bound."""
+"""Generating, or generated and not yet delivered; except leases that wait for rewards, which have their own bound."""
 
 
 class Held(msgspec.Struct):
-    """One lease in hand."""
+    """One held lease."""
 
     ticket: Ticket
     lease: PromptLease
     stage: Stage
     since: float
     size_bytes: int = 0
-    """Of its prepared and generated data; 0 once they are stored."""
+    """Of its prepared and generated data; 0 once it is stored."""
     alone: bool = False
-    """Its batch failed; it is tried once more by itself."""
+    """Its batch failed; it is retried alone."""
 
     @property
     def samples(self) -> int:
@@ -59,7 +59,7 @@ class Holdings:
         return self._all.get(ticket)
 
     def at(self, stage: Stage) -> dict[Ticket, Held]:
-        """The leases of one stage, in the order they reached it. To be read, not changed."""
+        """The leases of one stage, in the order they reached it. Read-only."""
         return self._stages[stage]
 
     def samples(self, *stages: Stage) -> int:
@@ -70,11 +70,11 @@ class Holdings:
         return self._bytes.total()
 
     def oldest(self) -> Held | None:
-        """The lease that has not moved for longest."""
+        """The lease that has been in its stage for longest."""
         return min(self._all.values(), key=lambda held: held.since, default=None)
 
     def take(self, lease: PromptLease, now: float) -> Held:
-        """A lease was granted."""
+        """Adds a granted lease."""
         held = Held(self.next_ticket, lease, Stage.LEASED, now)
         self.next_ticket += 1
         self.taken += held.samples
@@ -83,7 +83,7 @@ class Holdings:
         return held
 
     def move(self, held: Held, stage: Stage, now: float, *, size_bytes: int | None = None) -> None:
-        """To another stage, and to another size if one is given."""
+        """Moves a lease to another stage; `size_bytes` replaces its size if given."""
         self._check_move(held, stage)
         self._exit(held)
         held.stage, held.since = stage, now
@@ -92,7 +92,7 @@ class Holdings:
         self._enter(held)
 
     def leave(self, held: Held, stage: Stage) -> None:
-        """For good: delivered, or returned."""
+        """Removes a lease: delivered or returned."""
         self._check_move(held, stage)
         self._exit(held)
         del self._all[held.ticket]
@@ -103,11 +103,11 @@ class Holdings:
 
     def depths(self) -> dict[str, int]:
         """Samples by stage."""
-        return {str(stage): self._samples[stage] for stage in (*LINE, *OUTPUT, Stage.SCORING)}
+        return {str(stage): self._samples[stage] for stage in (*QUEUED, *OUTPUT, Stage.SCORING)}
 
     def _check_move(self, held: Held, stage: Stage) -> None:
         if stage not in TRANSITIONS[held.stage].values():
-            raise InvalidTransition(f"lease {held.ticket} cannot go from {held.stage} to {stage}")
+            raise InvalidTransition(f"lease {held.ticket} cannot move from {held.stage} to {stage}")
 
     def _enter(self, held: Held) -> None:
         self._stages[held.stage][held.ticket] = held
@@ -125,11 +125,11 @@ class Holdings:
             samples = sum(held.samples for held in members.values())
             size_bytes = sum(held.size_bytes for held in members.values())
             if any(held.stage is not stage for held in members.values()):
-                raise LocalProtocolError(f"a lease stands under {stage} and is elsewhere")
+                raise LocalProtocolError(f"a lease listed under {stage} has another stage")
             if (samples, size_bytes) != (self._samples[stage], self._bytes[stage]):
-                raise LocalProtocolError(f"the counts of {stage} drifted from its leases: {self!r}")
-        if self.taken != self.delivered + self.returned + self.samples(*LINE, *OUTPUT, Stage.SCORING):
-            raise LocalProtocolError(f"samples were lost or made up: {self!r}")
+                raise LocalProtocolError(f"the counts of {stage} differ from its leases: {self!r}")
+        if self.taken != self.delivered + self.returned + self.samples(*QUEUED, *OUTPUT, Stage.SCORING):
+            raise LocalProtocolError(f"samples taken != delivered + returned + held: {self!r}")
 
     def __repr__(self) -> str:
         stages = ", ".join(f"{stage}={samples}" for stage, samples in self.depths().items() if samples)

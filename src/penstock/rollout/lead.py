@@ -1,9 +1,9 @@
-"""Decides what rank 0 does for its group: when to ask the controller, what all ranks are ordered, what is reported.
+"""State machine of rank 0 for its group: when to request leases, what to order all ranks, what to deliver.
 
 Invariants, checked by `check()`:
-- samples taken = reported + returned + outstanding; each leaves once, and what comes late is neither;
+- samples taken = reported + returned + outstanding; each sample leaves once, and late outcomes are discarded;
 - a fetch carries leases only with the order to work;
-- generation is over when the ranks rest, nothing is outstanding, and the controller has answered everything.
+- generation ends when the ranks are paused, no sample is outstanding, and the controller has answered all calls.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ from penstock.errors import InvalidTransition, LocalProtocolError
 from penstock.records.ids import SampleId
 from penstock.records.prompt import PromptLease
 from penstock.rollout.cadence import Order
-from penstock.rollout.flow import Abandoned, AskLease, Finish, LeaseAnswered, PrefetchSet, StopAsked
+from penstock.rollout.flow import Abandoned, AskLease, Finish, LeaseAnswered, PrefetchSet, StopRequested
 from penstock.rollout.pacing import Pacing
 
 # Events, besides those of `flow`
 
 
 class WorkBegan(msgspec.Struct, frozen=True):
-    """Generation may begin, for the first time or again."""
+    """Generation may begin or begin again."""
 
 
 class FetchDue(msgspec.Struct, frozen=True):
-    """The ranks are about to meet."""
+    """The next fetch is about to begin."""
 
 
-class OrdersTaken(msgspec.Struct, frozen=True):
-    """They meet: rank 0 states now what all ranks do."""
+class CommandRequested(msgspec.Struct, frozen=True):
+    """The fetch needs rank 0's command for all ranks; ends with `Command`."""
 
 
-class Reported(msgspec.Struct, frozen=True):
-    """A fetch brought the outcomes of these samples."""
+class OutcomesReceived(msgspec.Struct, frozen=True):
+    """A fetch returned the outcomes of these samples."""
 
     samples: tuple[SampleId, ...]
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """Every rank has let go of these samples before they were generated."""
+    """Every rank dropped these samples before they were generated."""
 
     samples: tuple[SampleId, ...]
 
 
-class Rested(msgspec.Struct, frozen=True):
-    """Every rank says that it rests, and has nothing left to tell."""
+class RanksPaused(msgspec.Struct, frozen=True):
+    """Every rank reported that it is paused and has no more outcomes."""
 
 
 class ControllerAnswered(msgspec.Struct, frozen=True):
-    """The controller took a delivery, or leases back."""
+    """The controller accepted a delivery, or returned leases."""
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """The worker leaves."""
+class ShutdownRequested(msgspec.Struct, frozen=True):
+    """The worker shuts down."""
 
 
 Event = (
     WorkBegan
     | FetchDue
-    | OrdersTaken
-    | Reported
+    | CommandRequested
+    | OutcomesReceived
     | Dropped
-    | Rested
+    | RanksPaused
     | ControllerAnswered
-    | Ended
+    | ShutdownRequested
     | LeaseAnswered
     | PrefetchSet
-    | StopAsked
+    | StopRequested
     | Abandoned
 )
 
@@ -77,7 +77,7 @@ Event = (
 
 
 class Command(msgspec.Struct, frozen=True):
-    """Say this in the fetch."""
+    """Send this to all ranks in the fetch."""
 
     order: Order
     leases: tuple[PromptLease, ...]
@@ -85,33 +85,33 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Report the outcomes of these samples."""
+    """Report the outcomes of these samples to the controller."""
 
     samples: frozenset[SampleId]
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """The outcomes of these samples come too late: their payloads have no reader."""
+    """Discard the payloads of these samples: their outcomes are late, no reader will fetch them."""
 
     samples: frozenset[SampleId]
 
 
-class GiveBack(msgspec.Struct, frozen=True):
-    """Give these samples back, at once."""
+class ReturnSamples(msgspec.Struct, frozen=True):
+    """Return these samples to the controller at once."""
 
     samples: tuple[SampleId, ...]
 
 
-Effect = AskLease | Command | Deliver | Discard | GiveBack | Finish
+Effect = AskLease | Command | Deliver | Discard | ReturnSamples | Finish
 
 
 class Lead:
-    """The machine. One per worker of several ranks; single-threaded."""
+    """The state machine. One per worker of several ranks; single-threaded."""
 
     def __init__(self, batch_samples: int, *, prefetch: bool) -> None:
         self.batch_samples = batch_samples
         self.prefetch = prefetch
-        self.order: Order = "rest"
+        self.order: Order = "pause"
         self.working = False
         self.ending: str | None = None
         self.asking = False
@@ -119,98 +119,98 @@ class Lead:
         self.taken = self.reported = self.returned = 0
         self.outstanding: dict[SampleId, None] = {}
         self.ready: tuple[PromptLease, ...] = ()
-        """Granted and not yet said in a fetch."""
+        """Granted and not yet sent in a fetch."""
         self._pacing = Pacing()
         self._answers_due = 0
-        self._rested = False
-        self._commanded: Order = "rest"
+        self._ranks_paused = False
+        self._sent_order: Order = "pause"
 
     @property
-    def settled(self) -> bool:
-        """Nothing is outstanding, and the controller has answered everything."""
+    def drained(self) -> bool:
+        """No sample is outstanding, and the controller has answered all calls."""
         return not (self.outstanding or self.asking or self._answers_due)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do now."""
+        """Returns the effects, in order."""
         effects: list[Effect] = []
         match event:
             case WorkBegan():
                 if self.working or self.order == "end":
                     raise InvalidTransition(f"work cannot begin: {self!r}")
-                self.working, self.ending, self.order, self._rested = True, None, "work", False
+                self.working, self.ending, self.order, self._ranks_paused = True, None, "work", False
                 self._pacing.reset()
             case FetchDue():
                 self._plan_ask(effects)
-            case OrdersTaken():
+            case CommandRequested():
                 leases, self.ready = self.ready, ()
-                self._commanded = self.order
-                self._rested &= self.order != "work"
+                self._sent_order = self.order
+                self._ranks_paused &= self.order != "work"
                 effects.append(Command(self.order, leases, self.prefetch))
-            case Reported(samples):
-                self._on_reported(samples, effects)
+            case OutcomesReceived(samples):
+                self._on_outcomes(samples, effects)
             case Dropped(samples):
-                self._give_back(samples, effects)
-            case Rested():
-                self._on_rested()
+                self._return_samples(samples, effects)
+            case RanksPaused():
+                self._on_ranks_paused()
             case ControllerAnswered():
                 self._answers_due -= 1
             case LeaseAnswered():
                 self._on_lease_answered(event, effects)
             case PrefetchSet(on):
                 self.prefetch = on
-            case StopAsked(reason):
+            case StopRequested(reason):
                 self._stop(reason, effects)
             case Abandoned(reason):
                 self._stop(reason, effects)
-                self._give_back(tuple(self.outstanding), effects)
-            case Ended():
+                self._return_samples(tuple(self.outstanding), effects)
+            case ShutdownRequested():
                 self.order = "end"
         self._plan(effects)
         return effects
 
     def _on_lease_answered(self, event: LeaseAnswered, effects: list[Effect]) -> None:
         if not self.asking:
-            raise InvalidTransition("a lease was answered that was not asked for")
+            raise InvalidTransition("the controller answered a lease request that was not sent")
         self.asking = False
         self.branches[f"lease_{event.verdict}"] += 1
         samples = tuple(sample for lease in event.leases for sample in lease.samples)
         self.taken += len(samples)
         self.outstanding.update(dict.fromkeys(samples))
         if self.order != "work":
-            self._give_back(samples, effects)
+            self._return_samples(samples, effects)
         else:
             self.ready += event.leases
         if event.verdict == "exhausted":
             self.ending = self.ending or "the prompts are exhausted"
         self._pacing.answered(event)
 
-    def _on_reported(self, samples: tuple[SampleId, ...], effects: list[Effect]) -> None:
-        known = frozenset(sample for sample in samples if sample in self.outstanding)
-        for sample in known:
+    def _on_outcomes(self, samples: tuple[SampleId, ...], effects: list[Effect]) -> None:
+        expected = frozenset(sample for sample in samples if sample in self.outstanding)
+        for sample in expected:
             del self.outstanding[sample]
-        self.reported += len(known)
-        if known:
+        self.reported += len(expected)
+        if expected:
             self._answers_due += 1
-            effects.append(Deliver(known))
-        if late := frozenset(samples) - known:
+            effects.append(Deliver(expected))
+        if late := frozenset(samples) - expected:
             self.branches["late_news"] += len(late)
             effects.append(Discard(late))
 
-    def _on_rested(self) -> None:
-        # It was said before this fetch's command was heard, so it holds if that did not call them to work.
-        self._rested = self._commanded == "rest"
-        if self._rested and self.order == "rest" and self.outstanding:
-            raise LocalProtocolError(f"the ranks rest, but {len(self.outstanding)} samples are unaccounted for")
+    def _on_ranks_paused(self) -> None:
+        # Ranks report before they receive the command of the same fetch: it holds only if that command was "pause".
+        self._ranks_paused = self._sent_order == "pause"
+        if self._ranks_paused and self.order == "pause" and self.outstanding:
+            raise LocalProtocolError(f"all ranks are paused, but {len(self.outstanding)} samples are outstanding")
 
     def _stop(self, reason: str, effects: list[Effect]) -> None:
         if not self.working:
             return
         self.ending = self.ending or reason
-        self.order = "rest"
+        self.order = "pause"
         waiting, self.ready = self.ready, ()
-        self._give_back(tuple(sample for lease in waiting for sample in lease.samples), effects)
+        self._return_samples(tuple(sample for lease in waiting for sample in lease.samples), effects)
 
-    def _give_back(self, samples: tuple[SampleId, ...], effects: list[Effect]) -> None:
+    def _return_samples(self, samples: tuple[SampleId, ...], effects: list[Effect]) -> None:
         leaving = tuple(sample for sample in samples if sample in self.outstanding)
         if not leaving:
             return
@@ -218,7 +218,7 @@ class Lead:
             del self.outstanding[sample]
         self.returned += len(leaving)
         self._answers_due += 1
-        effects.append(GiveBack(leaving))
+        effects.append(ReturnSamples(leaving))
 
     def _plan(self, effects: list[Effect]) -> None:
         if not self.working:
@@ -226,8 +226,8 @@ class Lead:
         if self.prefetch:
             self._plan_ask(effects)
         if self.ending is not None and not self.outstanding:
-            self.order = "rest" if self.order == "work" else self.order
-            if self._rested and self.settled:
+            self.order = "pause" if self.order == "work" else self.order
+            if self._ranks_paused and self.drained:
                 self.working = False
                 effects.append(Finish(self.ending))
 
@@ -240,9 +240,9 @@ class Lead:
     def check(self) -> None:
         """Raises if an invariant is broken."""
         if self.taken != self.reported + self.returned + len(self.outstanding):
-            raise LocalProtocolError(f"samples were lost or made up: {self!r}")
+            raise LocalProtocolError(f"samples taken != reported + returned + outstanding: {self!r}")
         if self.ready and self.order != "work":
-            raise LocalProtocolError(f"leases wait for ranks that rest: {self!r}")
+            raise LocalProtocolError(f"leases are queued for paused ranks: {self!r}")
 
     def __repr__(self) -> str:
         return (

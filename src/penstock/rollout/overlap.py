@@ -1,8 +1,8 @@
-"""Whether overlapping the stages pays, by what is measured while running.
+"""Decides by measurement whether overlapping the stages is faster than a plain loop.
 
-Stages on threads share one interpreter. Where generation computes in Python, what runs beside it slows it down, and a
-plain loop may be faster. So both are tried in turn, for a few batches each, and the faster one is kept until the next
-trial. A trial goes on until one way is clearly ahead: on a busy machine that takes longer. Trials become rarer.
+Stages on threads share one interpreter. Where generation is Python code, other stages slow it down, and a plain loop
+may be faster. So both modes run in turn, for a few batches each, and the faster one is kept until the next trial. A
+trial continues until one mode is clearly ahead, which takes longer on a busy machine. Trials become rarer.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from __future__ import annotations
 from statistics import median
 
 AHEAD = 3
-"""By how many pairs of windows one way must be ahead of the other."""
+"""Number of pairs of windows by which one mode must be ahead of the other."""
 MOST_PAIRS = 9
-"""After which the median decides."""
+"""After this number of pairs the median decides."""
 WINDOW_BATCHES = 3
-"""Measured in each, after those that were leased, or made, the other way."""
+"""Batches measured per window, after those that were leased or generated in the other mode."""
 WINDOW_S = 0.1
-"""At the least: shorter ones say nothing."""
-WORTH = 1.02
-"""How much faster the plain loop must be to be chosen."""
-FIRST_REST_S = 30.0
-LONGEST_REST_S = 600.0
+"""Minimum length of a window: shorter ones are noise."""
+MIN_SPEEDUP = 1.02
+"""Ratio by which the plain loop must be faster to be chosen."""
+FIRST_INTERVAL_S = 30.0
+LONGEST_INTERVAL_S = 600.0
 
 
 class Overlap:
-    """Decides between two ways of running the same stages. No clock inside: it is told when things happened."""
+    """Decides between two modes of running the same stages. Reads no clock: the caller passes the time."""
 
     def __init__(self, batch_samples: int, queue_samples: int, *, measured: bool) -> None:
-        """Not `measured`: always on."""
+        """Without `measured`, overlap is always on."""
         self.on = True
         self._batch_samples = batch_samples
         self._queue_samples = queue_samples
@@ -36,23 +36,23 @@ class Overlap:
         self._samples = 0
         self._warm_up = batch_samples
         self._rates: dict[bool, list[float]] = {True: [], False: []}
-        """Of the trial that is under way or was the last, window by window."""
-        self._rest_s = FIRST_REST_S
-        self._rest_until: float | None = None
+        """Samples per second of the current or last trial, by window."""
+        self._interval_s = FIRST_INTERVAL_S
+        self._next_trial_at: float | None = None
 
     @property
     def settled(self) -> bool:
-        """No trial is under way."""
-        return not self._measured or self._rest_until is not None
+        """No trial is running."""
+        return not self._measured or self._next_trial_at is not None
 
     def delivered(self, samples: int, now: float) -> None:
         """Samples were delivered. A window begins and ends with a delivery."""
         if not self._measured:
             return
-        if self._rest_until is not None:
-            if now < self._rest_until:
+        if self._next_trial_at is not None:
+            if now < self._next_trial_at:
                 return
-            self._rest_until = None
+            self._next_trial_at = None
             self._rates = {True: [], False: []}
             self._begin_window(True)
         if self._began is None:
@@ -66,23 +66,23 @@ class Overlap:
             self._next_window(now)
 
     def disturbed(self) -> None:
-        """The controller had no lease to give, so the window says nothing of the stages. Begin it anew."""
+        """Restarts the window: the controller had no lease to grant, so the window does not measure the stages."""
         if not self.settled:
             self._begin_window(self.on)
 
     def _next_window(self, now: float) -> None:
-        """A pair has one window of each way. Which comes first alternates, so that drift hits both alike."""
+        """A pair has one window of each mode. The order alternates, so that drift affects both equally."""
         pairs = [plain / overlapped for overlapped, plain in zip(self._rates[True], self._rates[False], strict=False)]
         if len(self._rates[True]) != len(self._rates[False]):
             self._begin_window(not self.on)
             return
         lead = sum(1 if ratio > 1 else -1 for ratio in pairs)
         if abs(lead) < AHEAD and len(pairs) < MOST_PAIRS:
-            self._began, self._samples = now, 0  # the next pair begins as this one ended: there is nothing to wait for
+            self._began, self._samples = now, 0  # the next pair begins in the same mode: no warm-up
             return
-        self.on = median(pairs) <= WORTH
-        self._rest_until = now + self._rest_s
-        self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+        self.on = median(pairs) <= MIN_SPEEDUP
+        self._next_trial_at = now + self._interval_s
+        self._interval_s = min(2 * self._interval_s, LONGEST_INTERVAL_S)
 
     def _begin_window(self, on: bool) -> None:
         self.on = on

@@ -1,4 +1,4 @@
-"""How soon the controller is asked again after it had nothing to give."""
+"""Backoff between lease requests when the controller grants nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LONGEST_PAUSE_S = 1.0
 class Pacing:
     def __init__(self) -> None:
         self.pause_s = 0.0
-        """Before the next ask."""
+        """Before the next lease request."""
         self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def answered(self, answer: LeaseAnswered) -> None:
-        """A controller that held the call has done the waiting; one that said no at once is not asked at once."""
+        """Backs off after an immediate refusal; a call that the controller held needs no further pause."""
         self.pause_s = self._backoff.next_s()
         if answer.leases or answer.waited_s >= self.pause_s:
             self.reset()

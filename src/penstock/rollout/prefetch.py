@@ -1,17 +1,16 @@
-"""Decides what a rollout worker does next: lease ‖ prepare ‖ generate ‖ postprocess ‖ deliver, bounded everywhere.
+"""State machine of a rollout worker: lease ‖ prepare ‖ generate ‖ postprocess ‖ deliver, every queue bounded.
 
 Invariants, checked by `check()`:
-- every lease taken leaves exactly once: delivered (finished or failed) or given back;
-- leases are generated in the order they were granted (one tried again alone keeps its place), those of an evaluation in
-  batches of their own;
-- with prefetch on, an ask never brings the waiting line above `queue_samples`; samples on the output side never exceed
+- every lease taken leaves exactly once: delivered (finished or failed) or returned;
+- leases are generated in the order of their grants (one that is retried alone keeps its place); leases of an evaluation
+  are in separate batches;
+- with prefetch on, a lease request never takes the queue above `queue_samples`; samples on the output side never exceed
   `output_samples` (or one batch, if that is larger); preparation does not start while `queue_bytes` are held;
-- leases wait for their rewards beside the output side, at most `scoring_samples` of them (or one lease);
-- with prefetch off, or where overlapping was measured to be slower, nothing is leased while as many batches as there
-  are engine slots are being made: a plain loop. Only the call that delivers a batch and the one that asks for the next
-  go out together.
+- leases that wait for rewards are not on the output side; they hold at most `scoring_samples` samples (or one lease);
+- with prefetch off, or where overlapping was measured to be slower, nothing is leased while `concurrency` batches are
+  in progress: a plain loop. Only the delivery of a batch and the request for the next one overlap.
 
-A slow consumer fills the output side, then the line, then stops the asking: nothing piles up.
+Backpressure: a slow consumer fills the output side, then the queue, then stops the lease requests.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from penstock.rollout.flow import (
     Deliver,
     DeliverEnded,
     Effect,
-    EngineLooked,
+    EnginePolled,
     Event,
     Finish,
     Generate,
@@ -46,38 +45,38 @@ from penstock.rollout.flow import (
     ScoringBegan,
     Stage,
     Started,
-    StopAsked,
+    StopRequested,
     Ticket,
 )
-from penstock.rollout.holdings import LINE, OUTPUT, Held, Holdings
+from penstock.rollout.holdings import OUTPUT, QUEUED, Held, Holdings
 from penstock.rollout.overlap import Overlap
 from penstock.rollout.pacing import Pacing
 from penstock.rollout.settings import RolloutSection
 
 DELIVER_AFTER_S = 0.05
-"""How long a finished lease may wait for its neighbours, so that one delivery carries many."""
+"""How long a finished lease may wait for others, so that one delivery carries many."""
 
 
 _ROLLOUT = RolloutSection()
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How much may be held where."""
+    """Bounds on samples, bytes and concurrent calls."""
 
     batch_samples: int = _ROLLOUT.batch_samples
-    """Samples generated at once."""
+    """Samples of one batch."""
     queue_samples: int = _ROLLOUT.waiting_samples
     """Samples leased and not yet generating."""
     output_samples: int | None = None
-    """Samples generating or generated and not yet delivered; by default what the engine holds plus one queue."""
+    """Samples generating, or generated and not yet delivered. Default: those in the engine plus one queue."""
     scoring_samples: int = RewardSection().reward_concurrency * _ROLLOUT.group_size
     """Samples whose rewards are being computed."""
     queue_bytes: int = _ROLLOUT.queue_mb << 20
-    """Bytes of prepared and generated data; one lease per preparation thread may overshoot."""
+    """Bytes of prepared and generated data; may be exceeded by one lease per preparation thread."""
     concurrency: int = _ROLLOUT.concurrency
-    """Batches in the engine at once: 1 for a batch engine, many for a request engine."""
+    """Concurrent batches in the engine: 1 for a batch engine, many for a request engine."""
     preparations: int = _ROLLOUT.preparations
-    """Leases prepared at once."""
+    """Leases prepared concurrently."""
 
     @property
     def output_bound(self) -> int:
@@ -87,17 +86,17 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Prefetch:
-    """The machine. One instance per worker; single-threaded."""
+    """The state machine. One instance per worker; single-threaded."""
 
     def __init__(self, bounds: Bounds, *, prefetch: bool, measured: bool = False) -> None:
-        """`measured`: with prefetch on, overlap only where that is faster than a plain loop."""
+        """`measured`: with prefetch on, overlap only if it is measured to be faster than a plain loop."""
         for name in ("batch_samples", "queue_samples", "scoring_samples", "queue_bytes", "concurrency", "preparations"):
             if getattr(bounds, name) < 1:
                 raise LocalProtocolError(f"prefetch bound {name} must be at least 1, found {getattr(bounds, name)}")
         self.bounds = bounds
         self.prefetch = prefetch
         self.concurrency = bounds.concurrency
-        """Batches in the engine at once, as far as its room allows now; never above the bound."""
+        """Concurrent batches in the engine, adapted to its free room; never above the bound."""
         self.overlap = Overlap(bounds.batch_samples, bounds.queue_samples, measured=measured)
         self.ending: str | None = None
         self.finished = False
@@ -117,11 +116,11 @@ class Prefetch:
     @property
     def line_samples(self) -> int:
         """Leased and not yet generating."""
-        return self.held.samples(*LINE)
+        return self.held.samples(*QUEUED)
 
     @property
     def output_samples(self) -> int:
-        """Generating, or generated and not yet delivered; but for those that wait for rewards."""
+        """Generating, or generated and not yet delivered; except those that wait for rewards."""
         return self.held.samples(*OUTPUT)
 
     @property
@@ -143,7 +142,7 @@ class Prefetch:
         return len(self._batches)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do now. Late news about leases that were given back is counted and changes nothing."""
+        """Returns the effects, in order. Late events of returned leases are counted and change nothing."""
         effects: list[Effect] = []
         match event:
             case Started():
@@ -155,10 +154,10 @@ class Prefetch:
             case GenerateEnded():
                 self._on_generate_ended(event, now, effects)
             case ScoringBegan(ticket):
-                if (held := self._known(ticket)) is not None:
+                if (held := self._find(ticket)) is not None:
                     self.held.move(held, Stage.SCORING, now)
             case PostprocessEnded(ticket):
-                if (held := self._known(ticket)) is not None:
+                if (held := self._find(ticket)) is not None:
                     self.held.move(held, Stage.FINISHED, now, size_bytes=0)
             case DeliverEnded():
                 self.overlap.delivered(self.held.samples(Stage.DELIVERING), now)
@@ -170,40 +169,40 @@ class Prefetch:
                 if on != self.prefetch:
                     self.branches["prefetch_on" if on else "prefetch_off"] += 1
                 self.prefetch = on
-            case EngineLooked():
+            case EnginePolled():
                 self._adapt(event)
-            case StopAsked(reason):
+            case StopRequested(reason):
                 self.ending = self.ending or reason
                 self._stopping = True
-                self._give_back(LINE, effects)
+                self._return_stages(QUEUED, effects)
             case Abandoned(reason):
                 self.ending = reason
                 self._stopping = self._abandoned = True
                 self._batches.clear()
-                given_back = (stage for stage in (*OUTPUT, Stage.SCORING) if stage is not Stage.DELIVERING)
-                self._give_back((*LINE, *given_back), effects)
+                unfinished = (stage for stage in (*OUTPUT, Stage.SCORING) if stage is not Stage.DELIVERING)
+                self._return_stages((*QUEUED, *unfinished), effects)
         self._plan(now, effects)
         return effects
 
-    def _adapt(self, seen: EngineLooked) -> None:
-        """Keeps about as many completions waiting in the engine as it decodes: a free place is taken at once, and what
-        it has no room for is left to other workers. Completions that it had to throw out are its own work lost."""
-        if not self.generating or not seen.decoding:  # nothing to go by, or it stands still for new weights
+    def _adapt(self, engine: EnginePolled) -> None:
+        """Keeps about as many completions waiting in the engine as it decodes: a free slot is used at once, and the
+        rest is left to other workers. A preempted completion is lost work, so preemptions lower the concurrency."""
+        if not self.generating or not engine.decoding:  # no load to measure, or paused for new weights
             return
         before = self.concurrency
-        if seen.preempted:
+        if engine.preempted:
             self.concurrency = max(1, self.generating * 3 // 4)
-        elif seen.waiting > seen.decoding:
-            batch = (seen.decoding + seen.waiting) / self.generating
-            self.concurrency = max(1, ceil(2 * seen.decoding / batch))
-        elif 2 * seen.waiting < seen.decoding:
+        elif engine.waiting > engine.decoding:
+            batch = (engine.decoding + engine.waiting) / self.generating
+            self.concurrency = max(1, ceil(2 * engine.decoding / batch))
+        elif 2 * engine.waiting < engine.decoding:
             self.concurrency = min(self.bounds.concurrency, before + max(1, before // 4))
         if self.concurrency != before:
             self.branches["concurrency_raised" if self.concurrency > before else "concurrency_lowered"] += 1
 
     def _on_lease_answered(self, event: LeaseAnswered, now: float, effects: list[Effect]) -> None:
         if not self._asking:
-            raise InvalidTransition("a lease was answered that was not asked for")
+            raise InvalidTransition("the controller answered a lease request that was not sent")
         self._asking = False
         self.branches[f"lease_{event.verdict}"] += 1
         for lease in event.leases:
@@ -214,10 +213,10 @@ class Prefetch:
             self.overlap.disturbed()
         self._pacing.answered(event)
         if self._stopping:
-            self._give_back(LINE, effects)
+            self._return_stages(QUEUED, effects)
 
     def _on_prepare_ended(self, event: PrepareEnded, now: float) -> None:
-        held = self._known(event.ticket)
+        held = self._find(event.ticket)
         if held is None:
             return
         if event.failed:
@@ -239,8 +238,8 @@ class Prefetch:
         elif len(members) == 1:
             self.held.move(members[0], Stage.FINISHED, now, size_bytes=0)
         elif self._stopping:
-            # No time to find the culprit: let the controller issue them again.
-            self._give_back_these(members, effects)
+            # No time to find the failing lease: the controller issues them again.
+            self._return_leases(members, effects)
         else:
             self.branches["batch_split"] += 1
             for held in members:
@@ -276,7 +275,7 @@ class Prefetch:
             effects.append(Prepare(tickets))
 
     def _certain_to_fit(self) -> int:
-        """How many leases may be handed to a preparation thread at once: small ones together, the first by itself."""
+        """Leases that one preparation thread may get in one call: small ones together, the very first alone."""
         if self._largest_bytes is None:
             return 1
         return max(1, (self.bounds.queue_bytes - self.held_bytes) // max(self._largest_bytes, 1))
@@ -299,7 +298,7 @@ class Prefetch:
             self._next_batch += 1
 
     def _next_batch_tickets(self) -> tuple[Ticket, ...]:
-        """The head of the line, if it is worth starting: a full batch, or all that is on its way."""
+        """The next batch from the head of the queue: a full batch, or all leases there are. Empty: wait for more."""
         ready = self.held.at(Stage.READY)
         if not ready:
             return ()
@@ -309,8 +308,8 @@ class Prefetch:
         for ticket in sorted(ready):
             held = ready[ticket]
             if unready is not None and ticket > unready:
-                # Order: nothing overtakes a lease that is still being prepared. Its end will come back here, unless
-                # it cannot even start for want of bytes, which only generating what there is can free.
+                # Order: no lease overtakes one that is still being prepared. Its PrepareEnded runs this again, unless
+                # its preparation cannot start for lack of bytes, which only generating ready leases can free.
                 if chosen and not self.held.at(Stage.PREPARING):
                     break
                 return () if not chosen or samples < self.bounds.batch_samples else tuple(chosen)
@@ -333,7 +332,7 @@ class Prefetch:
         room = self.bounds.scoring_samples - self.scoring_samples
         tickets: list[Ticket] = []
         for ticket, held in waiting.items():
-            # Whether rewards are slow shows only when they are asked for: as many are as may wait for them.
+            # Whether rewards are slow is known only once they run: start no more leases than may wait for them.
             if held.samples > room and (tickets or self.scoring_samples):
                 break
             room -= held.samples
@@ -356,7 +355,7 @@ class Prefetch:
             and self.held.at(Stage.POSTPROCESSING)
             and self.held.samples(Stage.FINISHED) < self.bounds.batch_samples
         ):
-            return  # more is about to come: one call carries it all
+            return  # more leases finish soon: one call delivers all
         tickets = tuple(waiting)
         for ticket in tickets:
             self.held.move(waiting[ticket], Stage.DELIVERING, now)
@@ -375,24 +374,24 @@ class Prefetch:
                 self.branches["ask_held_bytes"] += 1
                 return
         else:
-            made = self.held_samples - self.held.samples(Stage.DELIVERING)
-            if self.line_samples or made > (self.concurrency - 1) * bounds.batch_samples:
+            in_progress = self.held_samples - self.held.samples(Stage.DELIVERING)
+            if self.line_samples or in_progress > (self.concurrency - 1) * bounds.batch_samples:
                 self.branches["ask_held_plain"] += 1
                 return
             room = bounds.batch_samples
         self._asking = True
         effects.append(AskLease(room, self._pacing.pause_s))
 
-    def _known(self, ticket: Ticket) -> Held | None:
+    def _find(self, ticket: Ticket) -> Held | None:
         held = self.held.get(ticket)
         if held is None:
             self.branches["late_news"] += 1
         return held
 
-    def _give_back(self, stages: Iterable[Stage], effects: list[Effect]) -> None:
-        self._give_back_these([held for stage in stages for held in self.held.at(stage).values()], effects)
+    def _return_stages(self, stages: Iterable[Stage], effects: list[Effect]) -> None:
+        self._return_leases([held for stage in stages for held in self.held.at(stage).values()], effects)
 
-    def _give_back_these(self, leaving: list[Held], effects: list[Effect]) -> None:
+    def _return_leases(self, leaving: list[Held], effects: list[Effect]) -> None:
         if not leaving:
             return
         for held in leaving:
@@ -410,11 +409,11 @@ class Prefetch:
         self.held.check()
         in_batches = sorted(ticket for tickets in self._batches.values() for ticket in tickets)
         if in_batches != sorted(self.held.at(Stage.GENERATING)):
-            raise LocalProtocolError(f"the engine's batches are not the generating leases: {self!r}")
+            raise LocalProtocolError(f"the engine's batches differ from the generating leases: {self!r}")
         if self.generating > self.bounds.concurrency:
-            raise LocalProtocolError(f"more batches in the engine than {self.bounds.concurrency}: {self!r}")
+            raise LocalProtocolError(f"the engine has more than {self.bounds.concurrency} batches: {self!r}")
         if self.finished and self.held:
-            raise LocalProtocolError(f"finished with leases in hand: {self!r}")
+            raise LocalProtocolError(f"finished while leases are held: {self!r}")
 
     def __repr__(self) -> str:
         oldest = self.held.oldest()

@@ -1,4 +1,4 @@
-"""`[pipeline.rollout]`: how samples are generated."""
+"""`[pipeline.rollout]`: settings of sample generation."""
 
 from __future__ import annotations
 
@@ -12,72 +12,72 @@ from penstock.records.section import Fraction, ImportPath, NonNegative, Positive
 
 class RolloutSection(GroupSection):
     ranks: Positive = 1
-    """Processes of one worker that generate in step, each with an engine of its own and its share of every batch."""
+    """Ranks (processes) of one worker that generate in lockstep. Each has its own engine and a share of every batch."""
     devices_per_worker: Positive = 1
     """Devices of the pool that one worker occupies while it is awake."""
     workload: ImportPath | None = None
-    """Your own five hooks, as `package.module:Class`; the built-in one fits the environment otherwise."""
+    """Your own workload (five hooks), as `package.module:Class`. Default: the built-in one for the environment."""
     batch_samples: Positive = 64
-    """Samples of one generate call, unless a call is one group (see `concurrency`)."""
+    """Samples per generate call, unless a call is one group (see `concurrency`)."""
     max_new_tokens: Positive = 16
-    """Language models: the longest completion."""
+    """Language models: longest completion, in tokens."""
     temperature: PositiveFloat = 1.0
-    """Language models: of the sampling."""
+    """Language models: sampling temperature."""
     top_k: Positive | None = None
-    """Draw only from the k most likely tokens. With this, `top_p` or `min_p` the samples come from a narrower policy
-    than the one that is trained: their recorded log-probabilities are those of the narrower one, so the importance
-    weight of an up-to-date token is the share p <= 1 of the full distribution that was left, and what was cut off is
-    never learned about. `token_loss.importance = "none"` weighs all tokens alike instead."""
+    """Sample only from the k most likely tokens. With this, `top_p` or `min_p`, the sampling distribution is narrower
+    than the trained policy. The recorded log-probabilities are those of the narrower distribution. The importance
+    weight of an on-policy token is therefore the probability p <= 1 of the tokens that remained, and the policy never
+    learns about the tokens that were cut off. `token_loss.importance = "none"` weighs all tokens equally instead."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw only from the most likely tokens that together have this probability; applies after `min_p` and `top_k`."""
+    """Sample only from the most likely tokens with this total probability. Applies after `min_p` and `top_k`."""
     min_p: Fraction = 0.0
-    """Draw only from tokens at least this likely in proportion to the most likely one."""
+    """Sample only from tokens whose probability is at least this fraction of the most likely token's."""
     stop_ids: list[NonNegative] = []
-    """Tokens that end a completion, besides those of the model: its tokenizer's end of sequence, what its
-    `generation_config` names, and what its chat template writes after a turn."""
+    """Tokens that end a completion, in addition to the model's: its tokenizer's end of sequence, those in its
+    `generation_config`, and the token that its chat template writes after a turn."""
     stop_strings: list[str] = []
-    """Texts that end a completion. The engine does not look for them: what it drew after one is dropped."""
+    """Strings that end a completion. The engine does not stop at them: the tokens after one are dropped."""
     max_turns: Positive = 1
-    """Language models: how many completions one episode may have."""
+    """Language models: most completions per episode."""
     reply_threads: Positive = 8
-    """Language models: how many environments may compute their reply at once."""
+    """Language models: environment replies computed concurrently."""
     prefetch: bool = True
-    """Overlap leasing, preparation and post-processing with generation. Read live."""
+    """Overlap leasing, preparation and post-processing with generation. Can be changed while the run is running."""
     queue_samples: Positive | None = None
-    """Bound on samples waiting between two stages; two calls' worth by default, and at least 128."""
+    """Most samples waiting between two stages. Default: those of two generate calls, at least 128."""
     queue_mb: Positive = 1024
-    """Bound on prepared and generated data waiting between two stages."""
+    """Most prepared and generated data waiting between two stages, in MiB."""
     concurrency: Positive = 1
-    """Generate calls in flight, each of up to `batch_samples`. For language models, and neither of the two given, a
-    call is one group and there are enough to fill the engine's rows twice; with either given, the engine has rows for
-    all of them."""
+    """Generate calls in flight, each of up to `batch_samples`. Language models, if neither of the two is set: a call is
+    one group, and the number of calls fills the engine's rows twice. If either is set, the engine has rows for all
+    calls."""
     preparations: Positive = 1
-    """Prompts prepared at once."""
+    """Prompts prepared concurrently."""
     preparation_processes: NonNegative | None = None
     """Language models: processes that read prompts from the environment. 0 reads them in threads of the worker, which
-    is better unless reading a prompt computes in Python for long. Unset: threads, until prompts are measured to compute
-    for long; from then on one process."""
+    is better unless reading a prompt takes long in Python code. Unset: threads, and one process as soon as reading a
+    prompt is measured to take long."""
     ring_mb: Positive = 64
-    """Room for finished samples that the trainer has not fetched yet, at the least: a ring always has room for those
-    of every step under way. It is in shared memory, which is taken as it is used."""
+    """Minimum size of the ring of finished samples that the trainer has not fetched yet. A ring always has room for the
+    samples of all steps in progress. It is in shared memory, which is allocated as it is used."""
     ring_slots: Positive = 4096
-    """How many samples that may be, at the least: a ring always has room for those of every step under way."""
+    """Minimum capacity of the ring, in samples. A ring always has room for the samples of all steps in progress."""
     device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: a GPU if there is one. Every worker has its own, as far as there are any; `cuda:1` is
-    that one for all of them."""
+    """`cpu`, `cuda`, or `auto` (a GPU if there is one). Each worker gets its own GPU as long as there are enough;
+    `cuda:1` is that GPU for all workers."""
     threads: Positive = 1
     """Torch threads of a worker."""
 
     @property
     def waiting_samples(self) -> int:
-        """`queue_samples`, or what follows from the size of a call."""
+        """`queue_samples`, or the default for this `batch_samples`."""
         return self.queue_samples or max(128, 2 * self.batch_samples)
 
     @model_validator(mode="after")
     def _queue_holds_a_batch(self) -> RolloutSection:
         if self.waiting_samples < self.batch_samples:
             raise ValueError(
-                f"queue_samples = {self.queue_samples} holds no call of batch_samples = {self.batch_samples}, so every "
-                f"call would be cut to {self.queue_samples}; leave it out, or make it at least {self.batch_samples}"
+                f"queue_samples = {self.queue_samples} < batch_samples = {self.batch_samples}, so every generate call "
+                f"would be cut to {self.queue_samples}; remove it, or set it to at least {self.batch_samples}"
             )
         return self

@@ -1,13 +1,13 @@
-"""What a worker can tell about itself while it runs: small structured events, cheap enough to leave on.
+"""Traces of a running worker: small structured events, cheap enough to leave on.
 
     A  BranchesTaken    which decisions the prefetch machine took, how often
-    B  QueueSampled     how much is held where
+    B  QueueSampled     samples and bytes held, by stage
     C  GenerateEntered, GenerateLeft    one batch in the engine
     D  LeaseAnswered    what the controller granted, or why not
     E  which groups the filter took, and why: decided, journalled and counted by the controller
 
-A and B are sampled; C and D are complete. The newest ones are kept in memory for a diagnosis, all of them are counted
-in `Runner.statistics()`, and each is one DEBUG line in the log.
+A and B are sampled; C and D are complete. The newest are kept in memory for diagnosis. All are counted in
+`Runner.statistics()`, and each is one DEBUG line in the log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 
 class BranchesTaken(msgspec.Struct, frozen=True, tag="branches_taken"):
-    """Trace A: since the last one."""
+    """Trace A: counts since the previous one."""
 
     at: float
     counts: dict[str, int]
@@ -54,7 +54,7 @@ class GenerateLeft(msgspec.Struct, frozen=True, tag="generate_left"):
 
 
 class LeaseAnswered(msgspec.Struct, frozen=True, tag="lease_answered"):
-    """Trace D: dispatch or throttle."""
+    """Trace D: dispatched or throttled."""
 
     at: float
     asked_samples: int

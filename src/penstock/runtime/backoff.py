@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt."""
+"""Exponential backoff."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Backoff:
         self.attempts = 0
 
     def next_s(self) -> float:
-        """The wait before the coming attempt."""
+        """Seconds to wait before the next attempt."""
         wait_s = self._next_s
         self._next_s = min(self._cap_s, self._next_s * 2)
         self.attempts += 1

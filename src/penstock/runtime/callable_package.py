@@ -1,4 +1,4 @@
-"""A package that can be called: `penstock.train` is the room of the trainer and the function that starts a run."""
+"""A package that can be called: `penstock.train` is the trainer's package and the function that starts a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _CallablePackage(ModuleType):
 
 
 def make_callable(package: str, called: str) -> None:
-    """Calling the imported package calls `module:name`, which is loaded then."""
+    """Makes a call of the imported package call `module:name`, which is imported at that time."""
     module = sys.modules[package]
     module._called = called  # type: ignore[attr-defined]
     module.__class__ = _CallablePackage

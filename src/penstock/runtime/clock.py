@@ -1,4 +1,4 @@
-"""Time as a thing that is passed in: seconds since the epoch that never run backwards.
+"""Injectable time: seconds since the epoch that never run backwards.
 
 Loops that must also run in simulation take `monotonic` and `sleep` from here instead of from `time`.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class TimeSource(Protocol):
-    """What the module `time` offers, as far as this package needs it."""
+    """The functions of the module `time` that this package uses."""
 
     def time(self) -> float: ...
     def monotonic(self) -> float: ...
@@ -34,7 +34,7 @@ def sleep(seconds: float) -> None:
 
 
 def wait_for(condition: threading.Condition, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-    """`condition.wait_for`, or the same in virtual time; the loop's own thread does not wait there."""
+    """`condition.wait_for`, or the same in virtual time, where the thread of the loop does not wait."""
     if _source is time:
         return condition.wait_for(predicate, timeout_s)
     if not predicate() and _source.may_block():  # type: ignore[attr-defined]
@@ -58,17 +58,17 @@ def taken_from(source: TimeSource) -> Iterator[None]:
 
 
 class Clock(Protocol):
-    """Anything that can say what time it is. Values are comparable across processes of one run."""
+    """A source of time. Values are comparable across processes of one run."""
 
     def now(self) -> float:
-        """Seconds since the epoch; never smaller than what the same clock said before."""
+        """Seconds since the epoch; never smaller than an earlier value of the same clock."""
         ...
 
 
 class SystemClock:
-    """Wall time at the start, monotonic time from there on: stepping the machine's clock does not move it.
+    """Wall time at the start, monotonic time after that: a step of the machine's clock has no effect.
 
-    `not_before` keeps a restarted process from going back behind times that are already on record.
+    `not_before` keeps a restarted process from returning times before those already recorded.
     """
 
     def __init__(self, *, not_before: float = 0.0) -> None:
@@ -79,7 +79,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves when told: an hour of timeouts passes in a microsecond."""
+    """A clock that moves only by `advance`: an hour of timeouts passes in a microsecond."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -89,6 +89,6 @@ class ManualClock:
 
     def advance(self, seconds: float) -> float:
         if seconds < 0:
-            raise ValueError(f"a clock never runs backwards, asked to advance by {seconds} s")
+            raise ValueError(f"a clock never runs backwards, advance got {seconds} s")
         self._now += seconds
         return self._now

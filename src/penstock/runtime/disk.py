@@ -1,4 +1,4 @@
-"""What is on the disk, and not only with the kernel."""
+"""Durable writes: data that is on the disk, not only in the page cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Returns once the file, or the names in the directory, will survive a loss of power."""
+    """Returns when the file, or the names in the directory, will survive a loss of power."""
     _flush(path)
 
 
-def _really_flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -21,12 +21,12 @@ def _really_flush(path: Path) -> None:
         os.close(descriptor)
 
 
-_flush: Callable[[Path], None] = _really_flush
+_flush: Callable[[Path], None] = _fsync
 
 
 @contextmanager
 def flushed_by(function: Callable[[Path], None]) -> Iterator[None]:
-    """While the body runs, a simulated disk decides what survives."""
+    """Replaces `flush` while the body runs: a simulated disk decides which data survives."""
     global _flush
     before, _flush = _flush, function
     try:

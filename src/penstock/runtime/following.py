@@ -8,7 +8,7 @@ MOST_BYTES = 1 << 20
 
 
 class Following:
-    """Hands out each complete line once. Keep `offset` to go on from there in another process."""
+    """Returns each complete line once. Store `offset` to continue from there in another process."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
@@ -18,7 +18,7 @@ class Following:
         return f"<Following {self._path} from byte {self.offset}>"
 
     def read(self) -> list[bytes]:
-        """The next complete lines, about a megabyte of them at most; none while there are none."""
+        """The next complete lines, about a megabyte at most; empty if there are none."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self.offset)

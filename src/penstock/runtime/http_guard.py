@@ -1,8 +1,8 @@
-"""HTTP for unauthenticated clients: bounded heads, a deadline for the credential, few connections at a time.
+"""Limits for unauthenticated HTTP clients: the size of a head, a deadline for the credential, the connections.
 
-Used by every HTTP port of a run. A connection is authenticated once a request on it has the credential. Those that are
-not share a small number of places: one more closes the oldest of them, so idle connections keep no client of the run
-out. Authenticated connections stay open and do not count.
+Used by every HTTP port of a run. A connection is authenticated once a request on it has the credential. The number of
+unauthenticated connections is limited: a new one closes the oldest, so idle connections cannot block clients of the
+run. Authenticated connections stay open and do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 16 * 1024
 HELLO_S = 10.0
-"""From the connection to the first request with the credential."""
+"""Deadline from the connection to the first request with the credential."""
 MAX_UNAUTHENTICATED = 256
 
 HasCredential = Callable[[bytes, list[tuple[bytes, bytes]]], bool]
@@ -37,7 +37,7 @@ def bearer(token: str) -> HasCredential:
 
 
 class PortGuard:
-    """The unauthenticated connections of one port. Give `protocol` to uvicorn as `http`."""
+    """The unauthenticated connections of one port. Pass `protocol` to uvicorn as `http`."""
 
     def __init__(
         self, has_credential: HasCredential, *, max_unauthenticated: int | None = None, hello_s: float = HELLO_S
@@ -48,7 +48,7 @@ class PortGuard:
         self.max_unauthenticated = max_unauthenticated or max(8, min(MAX_UNAUTHENTICATED, files // 4))
         self.unauthenticated: dict[Guarded, None] = {}
         self.turned_away = 0
-        """Connections closed without the credential: for a newer one, for their head, or at the deadline."""
+        """Connections closed without the credential: for a newer one, for a head too long, or at the deadline."""
 
     def protocol(
         self,
@@ -93,7 +93,7 @@ class Guarded(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # What is fed to the parser in one piece never exceeds what a head may have: a longer one is not parsed.
+        # The parser never receives more bytes at once than a head may have: a longer head is not parsed.
         while data and self._in_head and not self.transport.is_closing():
             room = MAX_HEAD_BYTES - self._head_bytes
             if room <= 0:
@@ -117,7 +117,7 @@ class Guarded(HttpToolsProtocol):
         super().on_message_complete()
 
     def _authenticated(self) -> None:
-        """Neither counted nor timed any more."""
+        """Removes the connection from the limit and cancels its deadline."""
         self._guard.leave(self)
         if self._deadline is not None:
             self._deadline.cancel()

@@ -1,13 +1,13 @@
-"""How late the event loop is, and which line of code made it so.
+"""The lag of the event loop, and the line of code that caused it.
 
-A probe is due every period. Two questions are answered about the last `window` probes:
+A probe is due every period. Two figures describe the last `window` probes:
 
-* the *lag*: how late was the loop at each wake-up (p50, p90, p99, max);
-* the *wait*: how long would an event have waited that arrived at a random instant (p99). A stall of one second is
-  one wake-up among hundreds, but it catches everything that arrives during that second: every probe that fell due
-  within it counts, each with what was then left of the stall.
+* the *lag*: how late the loop was at each wake-up (p50, p90, p99, max);
+* the *wait*: how long an event that arrives at a random time would have waited (p99). A stall of one second is one
+  wake-up among hundreds, but delays every event that arrives during that second: every probe that was due during the
+  stall counts, with the part of the stall that was left.
 
-While the loop is blocked it cannot say where: a watchdog thread looks at its stack from outside.
+A blocked loop cannot report where it is blocked: a watchdog thread reads its stack.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LagReport:
     max_s: float
     wait_p99_s: float
     worst_s: float
-    """Since the start, whatever the window has forgotten."""
+    """Maximum since the start, not only over the window."""
 
     def values(self, prefix: str = "loop_lag_") -> dict[str, float]:
         """By metric name, for gauges and `ReportMetrics`."""
@@ -56,7 +56,7 @@ class LagReport:
 
 
 class LagStatistics:
-    """The arithmetic, apart from any loop."""
+    """The calculation, without a loop."""
 
     def __init__(self, period_s: float, window: int) -> None:
         self.period_s = period_s
@@ -86,16 +86,16 @@ class LagStatistics:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed; 0 when there are none."""
+    """The smallest value that at least `share` of the values do not exceed; 0 without values."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 @dataclass(frozen=True)
 class Stall:
-    """The loop was blocked, and this is where."""
+    """Where the loop was blocked."""
 
     blocked_s: float
-    """When the stack was taken; the stall lasted at least this long."""
+    """Until the stack was read; the stall lasted at least this long."""
     where: str
     """The innermost frames on one line, the blocking call first."""
     stack: str
@@ -103,7 +103,7 @@ class Stall:
 
 
 class LagMonitor:
-    """Probes the running loop, warns in one line, and names the code behind a stall. At 10 Hz it costs less than a
+    """Probes the running loop, warns in one line, and names the code that caused a stall. At 10 Hz it costs less than a
     thousandth of a core.
     """
 
@@ -129,7 +129,7 @@ class LagMonitor:
         return self.statistics.report()
 
     async def run(self) -> None:
-        """Probes until cancelled. To be started when start-up is over: the collector is first told to spare it."""
+        """Probes until cancelled. Call after start-up: it first excludes existing objects from garbage collection."""
         spare_what_exists()
         self._loop_thread = threading.get_ident()
         self._stopped.clear()
@@ -142,7 +142,7 @@ class LagMonitor:
                 await asyncio.sleep(max(0.0, self._due - time.monotonic()))
                 now = time.monotonic()
                 self.statistics.observe(now - self._due)
-                # Probes that fell due during a stall are already counted: go on with the next one.
+                # Probes that were due during a stall are already counted: continue with the next one.
                 period_s = self.statistics.period_s
                 self._due += period_s * (1 + max(0, int((now - self._due) / period_s)))
                 if probe % 100 == 0 and now >= quiet_until and self._warn():
@@ -167,20 +167,20 @@ class LagMonitor:
         return True
 
     def _watch(self) -> None:
-        """Consumes the time at which the next probe is due; produces one `Stall` for each that is overdue."""
+        """Consumes: the time at which the next probe is due. Produces: one `Stall` for each overdue probe."""
         seen_due = 0.0
         while True:
             due = self._due
             wait_s = due + self._settings.stall_s - time.monotonic()
             if wait_s <= 0 and due == seen_due:
-                wait_s = self._settings.stall_s  # the same stall still lasts: it has been reported
+                wait_s = self._settings.stall_s  # the same stall, which was already reported
             if wait_s > 0:
                 if self._stopped.wait(wait_s):
                     return
                 continue
             seen_due = due
             frame = sys._current_frames().get(self._loop_thread)
-            if frame is None or self._due != due:  # it moved while we were looking
+            if frame is None or self._due != due:  # the loop moved in the meantime
                 continue
             stall = Stall(time.monotonic() - due, _where(frame), "".join(traceback.format_stack(frame)))
             del frame

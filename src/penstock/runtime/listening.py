@@ -1,4 +1,4 @@
-"""Ports served by threads: accept loops that survive errors, a limit on connections that spares authenticated ones."""
+"""Ports served by threads: accept loops that survive errors, a limit that drops unauthenticated connections first."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from penstock.records.section import LOOPBACK
 logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.05
-"""Before accepting again after the system refused (out of file descriptors, say)."""
+"""Pause after a failed accept, for example without free file descriptors."""
 LOG_EVERY_S = 10.0
 LISTENER_GONE = (errno.EINVAL, errno.EBADF, errno.ENOTSOCK)
-"""To accept again would be refused for ever."""
+"""Errors after which accept always fails."""
 
 
 class Connection(Protocol):
@@ -31,9 +31,9 @@ C = TypeVar("C", bound=Connection)
 
 
 def turned_away(connections: Collection[C], newest: C, limit: int) -> C | None:
-    """Which connection is closed for `newest`: none, the oldest unauthenticated one, or `newest` itself.
+    """The connection to close for `newest`: none, the oldest unauthenticated one, or `newest` itself.
 
-    So unauthenticated clients cannot keep the run's own clients out.
+    This way unauthenticated clients cannot block the clients of the run.
     """
     if len(connections) < limit:
         return None
@@ -43,7 +43,7 @@ def turned_away(connections: Collection[C], newest: C, limit: int) -> C | None:
 def accept_until(
     closing: Callable[[], bool], listener: socket.socket, admit: Callable[[socket.socket], None], port: str
 ) -> None:
-    """Hands every connection to `admit`. Returns when `closing`; raises only if the listener itself is gone."""
+    """Passes every connection to `admit`. Returns when `closing`; raises only if the listener is unusable."""
     logged_at = -LOG_EVERY_S
     while not closing():
         try:
@@ -55,14 +55,14 @@ def accept_until(
                 raise
             if time.monotonic() - logged_at > LOG_EVERY_S:
                 logged_at = time.monotonic()
-                logger.warning("%s: accept failed: %s; it goes on", port, error)
+                logger.warning("%s: accept failed: %s; retrying", port, error)
             time.sleep(ACCEPT_PAUSE_S)
             continue
         admit(peer)
 
 
 class Peer:
-    """One connection; its server sets `authenticated` when it has seen the token."""
+    """One connection; its server sets `authenticated` when it has received the token."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -76,7 +76,7 @@ class Peer:
 class ThreadedPort:
     """A port with one thread per connection, bound when the constructor returns.
 
-    When there are `max_connections`, the oldest unauthenticated one is closed for a new one.
+    At `max_connections`, a new connection replaces the oldest unauthenticated one.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ThreadedPort:
         port: int = 0,
         max_connections: int = 64,
     ) -> None:
-        """`serve` is called in a thread of its own; its connection is closed when it returns or raises `OSError`."""
+        """`serve` is called in a separate thread; its connection is closed when it returns or raises `OSError`."""
         self._serve = serve
         self._name = name
         self._max_connections = max_connections
@@ -103,16 +103,16 @@ class ThreadedPort:
         self._thread.start()
 
     def __len__(self) -> int:
-        """Connections."""
+        """Number of connections."""
         return len(self._peers)
 
     def close(self, timeout_s: float) -> None:
-        """Ends every connection; returns when no more are accepted, or at the deadline."""
+        """Closes every connection; returns when no more are accepted, or at the deadline."""
         self.closing = True
         with self._lock:
             connections = [peer.connection for peer in self._peers]
         for connection in [self._listener, *connections]:
-            _break_off(connection)
+            _shut_down(connection)
         self._listener.close()
         self._thread.join(timeout_s)
 
@@ -131,14 +131,14 @@ class ThreadedPort:
             if leaving is not newest:
                 self._peers[newest] = None
         if leaving is not None:
-            _break_off(leaving.connection)  # which its thread notices
+            _shut_down(leaving.connection)  # its thread detects that
         if leaving is newest:
             connection.close()
             return
         try:
             threading.Thread(target=self._serve_one, args=(newest,), name=f"{self._name}-serve", daemon=True).start()
-        except RuntimeError as error:  # the system has no more threads for us now
-            logger.warning("%s port %s: a connection was turned away: %s", self._name, self.address, error)
+        except RuntimeError as error:  # the system cannot start more threads
+            logger.warning("%s port %s: a connection was rejected: %s", self._name, self.address, error)
             self._leave(newest)
 
     def _serve_one(self, peer: Peer) -> None:
@@ -172,7 +172,7 @@ def receive(connection: socket.socket, target: memoryview, timeout_s: float | No
     return True
 
 
-def _break_off(connection: socket.socket) -> None:
-    """Ends whatever another thread is doing on this socket; the peer may have closed it."""
+def _shut_down(connection: socket.socket) -> None:
+    """Interrupts calls of other threads on this socket; the peer may have closed it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Where the lines of a process go: its own file in the run directory, warnings also to standard error."""
+"""Logging of a process: to its file in the run directory, warnings also to standard error."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import TextIO, cast
 
 
 class LogFile(logging.FileHandler):
-    """A log that cannot be written (a full disk, say) is reported once, not once for every line."""
+    """Reports a log that cannot be written (for example on a full disk) once, not once per line."""
 
-    complained = False
+    reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if not self.complained:
-            self.complained = True
+        if not self.reported:
+            self.reported = True
             sys.stderr.write(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
 
 
 def rotate(folder: Path, max_bytes: int) -> list[str]:
-    """Moves what is in logs larger than `max_bytes` to `NAME.log.1`; gives their names.
+    """Moves the last `max_bytes` of each larger log to `NAME.log.1`; returns the names of these logs.
 
-    Processes have the file open for appending, so it is copied and emptied: they go on at its beginning. What is
-    written in between is lost.
+    Processes have the file open for appending, so it is copied and truncated: they continue at its start. Lines that
+    are written in between, and those before the last `max_bytes`, are lost.
     """
     rotated: list[str] = []
     for path in sorted(folder.glob("*.log")):
@@ -39,7 +39,7 @@ def rotate(folder: Path, max_bytes: int) -> list[str]:
                 with path.with_name(f"{path.name}.1").open("wb") as kept:
                     shutil.copyfileobj(log, kept)
                 log.truncate(0)
-        except OSError as error:  # it is gone, or the disk is full
+        except OSError as error:  # it was deleted, or the disk is full
             logging.getLogger(__name__).warning("%s could not be rotated: %s", path, error)
             continue
         rotated.append(path.name)
@@ -52,11 +52,11 @@ LINE = "%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"
 def configure(
     role: str, path: Path | str | None = None, level: str | int = "INFO", *, warnings_shown: bool = True
 ) -> None:
-    """Sends every line to `path` and, if they are to be shown, warnings to standard error; without a path, everything
-    to standard error.
+    """Writes every line to `path`, and warnings to standard error if `warnings_shown`; without a path, all lines to
+    standard error.
 
-    Also arms the fault handler: a crash in native code, or SIGUSR1 at any time, writes the stacks of all threads to
-    the same place as the lines. Calling it again replaces what the earlier call set up.
+    Also enables the fault handler: a crash in native code, or SIGUSR1 at any time, writes the stacks of all threads to
+    the same place as the lines. A second call replaces the first.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):

@@ -1,4 +1,4 @@
-"""One process of a run, as everything in it sees it: its run directory, its name, its stop, its progress."""
+"""The state of one process of a run: its run directory, name, shutdown signal and progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.runtime.shutdown import ShutdownSignal
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 0.1
+POLL_EVERY_S = 0.1
 
 
 class StoppedAtStart(Exception):
@@ -29,7 +29,7 @@ class RunMember:
     name: str
     member: MemberId
     session: str
-    """The supervisor's session: a run that is resumed has another one."""
+    """The supervisor's session: it changes when a run is resumed."""
     pipeline_name: PipelineName
     """Empty for processes that serve all pipelines."""
     index: int
@@ -37,10 +37,10 @@ class RunMember:
     progress: ProgressCell = field(default_factory=ProgressCell)
 
     async def started(self, work: Future[T]) -> T:
-        """The result of long work done before anything is held. A stop meanwhile ends the process at once."""
+        """Waits for long start-up work. Raises `StoppedAtStart` as soon as a stop is requested."""
         starting = asyncio.wrap_future(work)
         while not starting.done():
             if self.stop.requested:
                 raise StoppedAtStart
-            await asyncio.wait([starting], timeout=LOOK_EVERY_S)
+            await asyncio.wait([starting], timeout=POLL_EVERY_S)
         return starting.result()

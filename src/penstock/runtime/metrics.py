@@ -1,4 +1,4 @@
-"""Figures of a run as a file of JSON lines, to be read while it lasts and afterwards."""
+"""Metrics of a run as a file of JSON lines, readable during the run and afterwards."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Appends records to a file from a thread of its own: writing never blocks the caller.
+    """Appends records to a file in a separate thread: writing never blocks the caller.
 
-    When the disk is so slow that `max_queued` records wait, further ones are dropped and counted; a disk that
-    refuses writes is reported once. Metrics may be lost, the run may not.
+    If the disk is so slow that `max_queued` records wait, further ones are dropped and counted. A write error is logged
+    once. Lost metrics must not end the run.
     """
 
     def __init__(self, path: Path | str, *, max_queued: int = 10_000) -> None:
@@ -38,7 +38,7 @@ class JsonLines:
             self.dropped += 1
 
     def close(self, timeout_s: float) -> bool:
-        """Writes what is queued; False when that was not done in time."""
+        """Writes the queued records; returns False if that took too long."""
         deadline = time.monotonic() + timeout_s
         try:
             self._queue.put(None, timeout=timeout_s)
@@ -71,7 +71,7 @@ class JsonLines:
 
 
 def _end_torn_line(path: Path) -> None:
-    """A writer killed in the middle of a line must cost that line only, not the next one too."""
+    """Ends the line of a writer that was killed while writing, so that only that line is lost."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:
@@ -82,4 +82,4 @@ def _end_torn_line(path: Path) -> None:
 
 def _line(record: Mapping[str, Any]) -> bytes:
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
-    return orjson.dumps(record, default=str, option=options)  # one odd value must not cost the whole record
+    return orjson.dumps(record, default=str, option=options)  # one unusual value must not lose the whole record

@@ -1,4 +1,4 @@
-"""Things that a configuration names: one that is built in, or `package.module:Name` for anything else."""
+"""Objects that a configuration names: a built-in name, or `package.module:Name`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from penstock.errors import ConfigError
 
 SEARCHED_SHOWN = 4
 OURS = (str(Path(__file__).parents[1]), str(importlib.__file__))
-"""Where frames of a traceback are not in the user's code."""
+"""Paths of traceback frames that are not in the user's code."""
 
 
 def load_callable(kind: str, path: str, known: Collection[str] = ()) -> Callable[..., Any]:
-    """What lies at `package.module:Name`. ConfigError otherwise: with the nearest of `known` if it is no such path."""
+    """The object at `package.module:Name`. Raises ConfigError, with the nearest of `known` if it is no such path."""
     if not all(path.partition(":")):
         raise ConfigError(f"unknown {kind} {path!r}{nearest(path, known)}; or give 'package.module:Name'")
     found = _load(path)
     if not callable(found):
-        raise ConfigError(f"{kind} {path!r} is a {type(found).__name__}, expected something to call")
+        raise ConfigError(f"{kind} {path!r} is a {type(found).__name__}, expected a callable")
     return found
 
 
 def check_call(owner: str, function: Callable[..., Any], *parameters: str, **columns: Any) -> None:
-    """ConfigError unless `function(*parameters, **columns)` is a possible call."""
+    """Raises ConfigError unless `function(*parameters, **columns)` matches its signature."""
     _check_call(owner, function, [*parameters, *(f"{column}=" for column in columns)], parameters, columns)
 
 
 def check_call_begins(owner: str, function: Callable[..., Any], *parameters: str) -> None:
-    """ConfigError unless it can be called with these, and perhaps with keywords that are not known yet."""
+    """Raises ConfigError unless it can be called with these, and with keywords that are not determined yet."""
     _check_call(owner, function, [*parameters, "**columns"], parameters, None)
 
 
 def check_methods(owner: str, found: type, protocol: type, without: Collection[str] = ()) -> None:
-    """ConfigError unless the class has the methods of a protocol, which can be called as it says. Where it says that
-    there may be further keywords, the class may ask for any. Those in `without` are not needed."""
+    """Raises ConfigError unless the class has the methods of a protocol with matching signatures. If the protocol has
+    `**keywords`, the method may require any keywords. Methods in `without` are optional."""
     for name, promised in vars(protocol).items():
         if name.startswith("_") or name in without or not inspect.isfunction(promised):
             continue
@@ -56,7 +56,7 @@ def check_methods(owner: str, found: type, protocol: type, without: Collection[s
 
 
 def takes(function: Callable[..., Any], keyword: str) -> bool:
-    """Whether it can be called with this keyword."""
+    """Whether the function accepts this keyword."""
     parameters = inspect.signature(function).parameters
     return keyword in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
@@ -71,7 +71,7 @@ def _check_call(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # written in another language: it will say so itself
+        return  # not written in Python: the call itself will raise
     try:
         if columns is None:
             signature.bind_partial(*parameters)
@@ -82,7 +82,7 @@ def _check_call(
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The end of a sentence about a name that is not one of these."""
+    """The end of an error message about an unknown name: close matches, or a short list of valid names."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return f"; did you mean {' or '.join(repr(match) for match in close)}?"
@@ -90,7 +90,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def described(error: BaseException) -> str:
-    """What the user's own code raised, and in which line."""
+    """An error of the user's code, with its line."""
     return f"{type(error).__name__}: {error}{_line_of(error)}"
 
 
@@ -116,7 +116,7 @@ def _load(path: str) -> Any:
             f"{path!r}: there is no module {error.name!r} on the Python path, which begins with {searched}; "
             f"run.extra_path adds directories to it"
         ) from error
-    except (Exception, SystemExit) as error:  # whatever the user's own code does when it is imported
+    except (Exception, SystemExit) as error:  # the user's code may raise anything when it is imported
         raise ConfigError(f"{path!r}: the module {module_name!r} cannot be imported: {described(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -1,4 +1,4 @@
-"""Blocking work in threads, so that no loop waits for it."""
+"""Blocking work in threads, so that it does not block the event loop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 class Offload:
     """A few daemon threads and one queue.
 
-    The standard executor joins its threads at interpreter exit without a bound, so one wedged call would hold the
-    whole process; here `close` is bounded and a wedged thread dies with the process.
+    The standard executor joins its threads at interpreter exit without a timeout, so one hanging call would keep the
+    process alive; here `close` is bounded and a hanging thread dies with the process.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -38,17 +38,17 @@ class Offload:
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """Queues the call and returns at once."""
         if self._closed:
-            raise LocalProtocolError(f"offload {self._name!r} is closed and takes no more work")
+            raise LocalProtocolError(f"offload {self._name!r} is closed and accepts no more work")
         future: Future[T] = Future()
         self._work.put((future, function, arguments))
         return future
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Awaits the result; cancelling the wait gives up a call that has not begun, and disowns one that has."""
+        """Awaits the result. Cancelling the wait cancels a call that has not started; one that has runs to its end."""
         return await asyncio.wrap_future(self.submit(function, *arguments))
 
     def map(self, function: Callable[[S], T], items: Iterable[S]) -> list[T]:
-        """The results in order; the caller waits, and must leave a thread free if it is one of these itself."""
+        """The results in order. Blocks the caller; if that is one of these threads, another one must be free."""
         return [future.result() for future in [self.submit(function, item) for item in items]]
 
     @property
@@ -56,7 +56,7 @@ class Offload:
         return self._work.qsize()
 
     def close(self, timeout_s: float) -> bool:
-        """Drops what has not begun and waits for what has; False when a thread is still busy at the deadline."""
+        """Cancels calls that have not started, waits for the others; False if a thread is busy at the deadline."""
         deadline = time.monotonic() + timeout_s
         self._closed = True
         while True:
@@ -88,18 +88,18 @@ class Offload:
 
 
 def background(threads: int, name: str) -> Offload:
-    """Threads beside the running loop. A loop with virtual time brings its own, whose work takes virtual time."""
+    """Threads for the running loop. A loop with virtual time provides threads whose work takes virtual time."""
     return offloads()(threads, name)
 
 
 def offloads() -> Callable[[int, str], Offload]:
-    """`background`, for code that makes its threads later and elsewhere than on the loop."""
+    """The factory behind `background`, for code that creates threads later and not on the loop."""
     loop = asyncio.get_running_loop()
     return loop.offload if isinstance(loop, OffloadingLoop) else Offload
 
 
 @runtime_checkable
 class OffloadingLoop(Protocol):
-    """A loop that decides itself where blocking work is done."""
+    """A loop that provides the threads for blocking work."""
 
     def offload(self, threads: int, name: str) -> Offload: ...

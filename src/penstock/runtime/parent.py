@@ -1,4 +1,4 @@
-"""Ending with the process that started us. Imports the standard library alone: it is done before anything else."""
+"""Ending with the parent process. Imports only the standard library, since it is used before all other imports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WATCH_PARENT_EVERY_S = 1.0
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """From now on this process is killed as soon as its parent ends, however the parent ends.
+    """After this call, this process is killed as soon as its parent ends, for any reason.
 
-    `parent_pid` is who started us, when known: a parent that died before this call is then noticed too. The kernel
-    counts the end of the *thread* that started us, so start children from a thread that lives as long as the process.
+    With `parent_pid`, a parent that died before this call is detected too. The kernel reacts to the end of the *thread*
+    that started this process, so start children in a thread that lives as long as the parent.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if sys.platform == "linux":
@@ -32,16 +32,16 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def watch_parent(expected: int) -> None:
-    """The same by looking every second: for processes that cannot know which thread of their parent started them."""
-    _signal_without(expected, signal.SIGKILL)
+    """The same by polling every second: for processes that may be started by a thread that ends before the parent."""
+    _signal_when_orphaned(expected, signal.SIGKILL)
 
 
 def stop_with_parent(expected: int) -> None:
-    """From now on this process is interrupted, as by Ctrl-C, once its parent has ended."""
-    _signal_without(expected, signal.SIGINT)
+    """Sends this process SIGINT, as Ctrl-C does, once its parent has ended."""
+    _signal_when_orphaned(expected, signal.SIGINT)
 
 
-def _signal_without(parent: int, number: signal.Signals) -> None:
+def _signal_when_orphaned(parent: int, number: signal.Signals) -> None:
     threading.Thread(target=_watch_parent, args=(parent, number), name="parent-watch", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Processes as the kernel sees them: is this still the same process, end this whole tree."""
+"""Operating-system processes: whether a process is still the same one, ending a tree, exit codes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import psutil
 
 POLL_S = 0.01
 GPUS_VARIABLE = "PENSTOCK_GPUS"
-"""How many the machine has, in the environment of processes that may see only their own."""
+"""Number of GPUs of the machine, in the environment of processes that see only their own."""
 
 
 def start_time(pid: int) -> float | None:
-    """When the process began (in the kernel's own count), None when there is no such process.
+    """When the process started (in the kernel's unit); None if there is no such process.
 
-    Together with the pid this names one process for ever: a reused pid has another start time.
+    Together with the pid this identifies one process: a reused pid has another start time.
     """
     if sys.platform == "linux":
         try:
@@ -34,7 +34,7 @@ def start_time(pid: int) -> float | None:
 
 
 def is_alive(pid: int, started: float | None = None) -> bool:
-    """True while this very process runs; a zombie has ended."""
+    """True while this process runs; a zombie has ended."""
     if started is not None and start_time(pid) != started:
         return False
     try:
@@ -44,14 +44,14 @@ def is_alive(pid: int, started: float | None = None) -> bool:
 
 
 def kill_tree(pid: int, timeout_s: float) -> list[int]:
-    """Ends the process and everything below it: SIGTERM, and SIGKILL for what is still there at half of the time.
+    """Ends the process and its descendants: SIGTERM, then SIGKILL for those alive after half of the time.
 
-    Returns the pids that were still alive at the end (none, unless the kernel holds them). Exit codes are left for
-    the real parent to collect. Blocks; call it through `Offload` from a loop.
+    Returns the pids that were still alive at the end (none, unless the kernel holds them). Exit codes are left to
+    the real parent. Blocks; call it through `Offload` from a loop.
     """
     begun = time.monotonic()
     found: dict[int, psutil.Process] = {}
-    told: set[int] = set()
+    signalled: set[int] = set()
     number = signal.SIGTERM
     while True:
         for process in _tree(pid, found):
@@ -64,10 +64,10 @@ def kill_tree(pid: int, timeout_s: float) -> list[int]:
             return sorted(process.pid for process in alive)
         if passed_s > timeout_s / 2 and number == signal.SIGTERM:
             number = signal.SIGKILL
-            told.clear()
+            signalled.clear()
         for process in alive:
-            if process.pid not in told:
-                told.add(process.pid)
+            if process.pid not in signalled:
+                signalled.add(process.pid)
                 try:
                     process.send_signal(number)
                 except psutil.NoSuchProcess:
@@ -76,10 +76,10 @@ def kill_tree(pid: int, timeout_s: float) -> list[int]:
 
 
 def kill_left_behind(leader: int, variable: str, value: str, timeout_s: float) -> list[int]:
-    """Kills what an ended process has started and left running, within `timeout_s`; gives the pids.
+    """Kills the processes that an ended process left running, within `timeout_s`; returns their pids.
 
-    Found by the session that it led, and by the environment that its descendants inherit: one that was detached by a
-    double fork and a session of its own has another parent, but not another environment.
+    They are found by the session that it led, and by the environment that descendants inherit: a double fork and a new
+    session change the parent of a process, but not its environment.
     """
     deadline = time.monotonic() + timeout_s
     killed: set[int] = set()
@@ -90,7 +90,7 @@ def kill_left_behind(leader: int, variable: str, value: str, timeout_s: float) -
                 process.kill()
         if time.monotonic() > deadline:
             break
-        time.sleep(POLL_S)  # what they had started meanwhile is found the next time
+        time.sleep(POLL_S)  # processes that they started in between are found next time
     return sorted(killed)
 
 
@@ -99,12 +99,12 @@ def _was_left(process: psutil.Process, leader: int, variable: str, value: str) -
         if process.pid in (leader, os.getpid()) or process.status() == psutil.STATUS_ZOMBIE:
             return False
         return os.getsid(process.pid) == leader or process.environ().get(variable) == value
-    except (psutil.Error, OSError):  # it has ended, or is another user's
+    except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return False
 
 
 def _tree(pid: int, found: dict[int, psutil.Process]) -> list[psutil.Process]:
-    """The process, its descendants, and descendants of those already found whose own parent has gone."""
+    """The process, its descendants, and descendants of those already found whose parent has ended."""
     roots = [*found.values()]
     if not roots:
         try:
@@ -128,7 +128,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def host_id() -> str:
-    """Equal for two processes exactly when they can map the same named shared memory."""
+    """Equal for two processes if and only if they can map the same named shared memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.stat('/dev/shm').st_dev}"  # containers of one machine each have their own
@@ -137,7 +137,7 @@ def host_id() -> str:
 
 
 def exit_cause(exit_code: int) -> str:
-    """Why a child is no longer there: `killed by SIGKILL`, or `exit code 3`."""
+    """Why a child ended: `killed by SIGKILL`, or `exit code 3`."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -147,5 +147,5 @@ def exit_cause(exit_code: int) -> str:
 
 
 def how_ended(exit_code: int) -> str:
-    """The same as the end of a sentence that begins with the child's name."""
+    """The cause as a predicate, to follow the name of the child: `was killed by SIGKILL`, `ended with exit code 3`."""
     return f"{'was' if exit_code < 0 else 'ended with'} {exit_cause(exit_code)}"

@@ -1,8 +1,8 @@
-"""Processes that work as the ranks of one member of the run.
+"""The processes that are the ranks of one member of the run.
 
-Rank 0 is the member itself. The other ranks are its child processes: they die with it however it ends, their logs lie
+Rank 0 is the member itself. The other ranks are its child processes: they die with it for any reason, their logs are
 beside its log, and the controller does not see them. They find each other through a private file of the run directory
-and talk over loopback. A rank that ends early ends the member, with that rank's failure report.
+and communicate over loopback. A rank that ends early ends the member, with that rank's failure report.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ GroupStore = Any
 
 FAILED_KEY = "penstock/failed"
 REPORT_S = 2.0
-"""How long a broken collective waits for the rank that broke it to have said why."""
+"""How long a rank waits, after a broken collective, for the failure report of the rank that broke it."""
 WATCH_EVERY_S = 0.5
 
 
 class RankFailure(msgspec.Struct):
-    """Why a rank could not go on."""
+    """Why a rank failed."""
 
     kind: str
     message: str
@@ -52,23 +52,23 @@ class RankFailure(msgspec.Struct):
     def error(self) -> PenstockError:
         kind = getattr(errors, self.kind, RunFailed)
         kind = kind if isinstance(kind, type) and issubclass(kind, PenstockError) else RunFailed
-        return kind(f"the group failed together: {self.message}")
+        return kind(f"the group of ranks failed: {self.message}")
 
 
 def file_store(path: Path, ranks: int) -> GroupStore:
-    """A store for ranks of one machine: nothing listens, and it outlives any of them."""
+    """A store for ranks of one machine: it needs no port, and outlives every rank."""
     return dist.FileStore(str(path), ranks)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def join_group(store: GroupStore, *, rank: int, ranks: int, timeout_s: float, backend: str = "gloo") -> None:
-    """Builds the process group; every rank calls it once. `timeout_s` bounds a wedged rank, not a dead one."""
-    # The library takes this from nowhere else. The ranks of a member share a machine: nothing listens beyond it.
+    """Creates the process group; every rank calls it once. `timeout_s` detects a hanging rank, not a dead one."""
+    # Gloo reads the interface only from the environment. The ranks share a machine, so loopback is enough.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
 
 
 class FailureNotes:
-    """What the ranks leave in the group's store for each other: who they are, and why one of them failed."""
+    """Records of the ranks in the group's store: their pids, and the first failure."""
 
     def __init__(self, store: GroupStore, *, rank: int, ranks: int) -> None:
         self.rank = rank
@@ -77,15 +77,15 @@ class FailureNotes:
         store.set(f"penstock/pid/{rank}", f"{os.getpid()} {start_time(os.getpid())}")
 
     def tell(self, error: PenstockError) -> None:
-        """Leaves the reason for the others to read. The first one is the cause, the rest are echoes."""
-        words = RankFailure.of(error, self.rank)
+        """Stores the reason for the other ranks. Only the first is kept: later failures are its consequences."""
+        failure = RankFailure.of(error, self.rank)
         try:
-            self._store.compare_set(FAILED_KEY, "", msgspec.json.encode(words).decode())
-        except RuntimeError as lost:  # the store's host is gone, which every rank has noticed by now
-            log.warning("could not tell the other ranks of %s: %s", words.message, lost)
+            self._store.compare_set(FAILED_KEY, "", msgspec.json.encode(failure).decode())
+        except RuntimeError as lost:  # the host of the store is lost, which every rank detects itself
+            log.warning("could not report to the other ranks: %s (%s)", failure.message, lost)
 
     def blame(self) -> PenstockError | None:
-        """Which other rank broke a collective: the first failure that was told, or who is dead. None if neither."""
+        """Which rank broke a collective: the first failure in the store, or the dead ranks. None if neither."""
         deadline = time.monotonic() + REPORT_S
         try:
             while time.monotonic() < deadline:
@@ -93,10 +93,10 @@ class FailureNotes:
                     return msgspec.json.decode(self._store.get(FAILED_KEY), type=RankFailure).error()
                 dead = self._dead_ranks()
                 if dead:
-                    return PeerLost(f"rank {', '.join(map(str, dead))} died; the group cannot go on")
+                    return PeerLost(f"rank {', '.join(map(str, dead))} died; the group cannot continue")
                 time.sleep(0.02)
         except RuntimeError:
-            return PeerLost("the rank that hosts the group's store is gone; the group cannot go on")
+            return PeerLost("the rank that hosts the group's store is lost; the group cannot continue")
         return None
 
     def _dead_ranks(self) -> list[int]:
@@ -109,7 +109,7 @@ class FailureNotes:
 
 
 class RankChildren:
-    """The other ranks of this process. Start them from the main thread: children die with the thread that made them."""
+    """The other ranks of this process. Start them in the main thread: children die with the thread that starts them."""
 
     def __init__(self, process: RunMember, role: str, ranks: int) -> None:
         self.ranks = ranks
@@ -122,7 +122,7 @@ class RankChildren:
     async def start(
         self, seat: Callable[[int, int], msgspec.Struct], descriptors: Mapping[int, tuple[int, ...]] | None = None
     ) -> None:
-        """Starts ranks 1 and above. `seat(rank, progress cell)` is what a rank reads on its standard input first."""
+        """Starts ranks 1 and above. Each reads `seat(rank, progress cell)` as the first line of standard input."""
         os.close(os.open(self.store, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         for rank in range(1, self.ranks):
             self._cells[rank] = ProgressCell()
@@ -153,13 +153,13 @@ class RankChildren:
         return f"{self._process.name}.rank{rank}"
 
     def signal(self, number: int) -> None:
-        """Sends it to every rank that is still there."""
+        """Sends the signal to every rank that is alive."""
         for child in self._children.values():
             with suppress(ProcessLookupError):
                 child.send_signal(number)
 
     async def first_of(self, expected: asyncio.Future[Any]) -> None:
-        """Waits for it, and raises instead when a rank ends before. The ranks' progress counts as this process's."""
+        """Waits for `expected`; raises if a rank ends first. Progress of a rank counts as progress of this process."""
         while True:
             done, _ = await asyncio.wait([expected], timeout=WATCH_EVERY_S)
             if done:
@@ -171,12 +171,12 @@ class RankChildren:
             self._pass_on_progress()
 
     async def wait(self) -> None:
-        """Waits until all have ended."""
+        """Waits until all ranks have ended."""
         for child in self._children.values():
             await child.wait()
 
     async def close(self) -> None:
-        """Kills those that have not ended, and removes the store."""
+        """Kills the ranks that have not ended, and removes the store."""
         for rank, child in self._children.items():
             if child.returncode is None:
                 log.info("killing %s", self.name(rank))
@@ -185,7 +185,7 @@ class RankChildren:
         self.store.unlink(missing_ok=True)
 
     def _pass_on_progress(self) -> None:
-        """A rank that hangs holds up the others at the next collective, so the group moves if any of its ranks does."""
+        """Reports progress if any rank makes progress: a rank that hangs blocks the others at the next collective."""
         for rank, cell in self._cells.items():
             progress = cell.read()
             if progress is not None and progress.ago_s < WATCH_EVERY_S:
@@ -194,8 +194,8 @@ class RankChildren:
     def failure_of(self, rank: int) -> PenstockError:
         """Why a rank has ended: its failure report, or its exit code."""
         code = self._children[rank].returncode
-        said = self._process.run.read_failure(self.name(rank))
-        if said is not None:
-            return RankFailure(said["kind"], f"rank {rank}: {said['message'].removeprefix(f'rank {rank}: ')}").error()
+        found = self._process.run.read_failure(self.name(rank))
+        if found is not None:
+            return RankFailure(found["kind"], f"rank {rank}: {found['message'].removeprefix(f'rank {rank}: ')}").error()
         assert code is not None
-        return PeerLost(f"rank {rank} {how_ended(code)}; the group cannot go on")
+        return PeerLost(f"rank {rank} {how_ended(code)}; the group cannot continue")

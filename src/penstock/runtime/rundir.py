@@ -1,20 +1,20 @@
-"""The run directory: everything a run leaves behind, and where the processes of a run find each other.
+"""The run directory: all files of a run, through which its processes also find each other.
 
 <dir>/<name>-<date>-<time>/
-  run.json         run id, format, when and by which Penstock it was made
+  run.json         run id, format, time and Penstock version of its creation
   config.toml      the resolved configuration
-  journal.sqlite   what happened, in order
+  journal.sqlite   all events, in order
   metrics.jsonl    one line per step and pipeline, and one per process every few seconds
   logs/            one file per process; failures/ holds the failure reports of those that died
-  checkpoints/     per pipeline, what `--resume` starts from
+  checkpoints/     per pipeline, from which `--resume` starts
   weights/         per pipeline, the published versions that engines load
   rollouts/        per pipeline, readable samples
   plots/           reward curves
   token            the run's secret, readable by its owner only
-  controller.json  where the controller listens at present
+  controller.json  current address of the controller
   code/            functions and classes that were passed to `penstock.train`, as a module
-  ending.json      how the run ended, once it has and was not killed
-  ray.json         the Ray cluster that the run was started on, if it was
+  ending.json      how the run ended; absent while it runs, and if it was killed
+  ray.json         the Ray cluster of the run, if it was started on one
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Ending = Literal["complete", "interrupted", "failed"]
 
 FORMAT = 1
 NO_SPACE = 74
-"""Exit code of a process that found the disk of the run directory full: there may be no room for a failure report."""
+"""Exit code if the disk of the run directory is full: there may be no space for a failure report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the controller listens. A restarted one may listen elsewhere: read it again after a lost connection."""
+    """The address of the controller. A restart may change it: read it again after a lost connection."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ class Endpoint:
 
 
 class RunDir:
-    """Paths and small files of one run. Made by `create` or found by `open`, never guessed."""
+    """Paths and small files of one run, made by `create` or `open`."""
 
     def __init__(self, root: Path, run_id: RunId) -> None:
         self.root = root
@@ -60,7 +60,7 @@ class RunDir:
 
     @classmethod
     def create(cls, parent: Path, name: str, config_toml: str, version: str) -> RunDir:
-        """Makes a new directory with a fresh run id and token; the token is readable by its owner only."""
+        """Creates a directory with a new run id and token; only its owner can read the token."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         root = parent / f"{name}-{stamp}"
         for count in range(2, 100):
@@ -85,7 +85,7 @@ class RunDir:
 
     @classmethod
     def open(cls, root: Path) -> RunDir:
-        """Opens an existing run directory; refuses one that another format of Penstock made."""
+        """Opens an existing run directory. Raises `ConfigError` for one of another format."""
         marker = root / "run.json"
         try:
             made = json.loads(marker.read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ class RunDir:
         return cls(root.resolve(), run_id)
 
     def remove(self) -> None:
-        """Deletes the directory of a run that never began."""
+        """Deletes the directory of a run that never started."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     @property
@@ -133,7 +133,7 @@ class RunDir:
 
     @property
     def lock_path(self) -> Path:
-        """Held by the supervisor for as long as it lives."""
+        """Locked by the supervisor while it is alive."""
         return self.root / "supervisor.lock"
 
     @property
@@ -160,18 +160,18 @@ class RunDir:
             return self.token_path.read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
             raise RunFailed(
-                f"the run's token cannot be read from {self.token_path} ({error}): a run that is alive cannot go on "
-                "without it; stopped and resumed, it gets a new one"
+                f"the run's token cannot be read from {self.token_path} ({error}): a live run cannot continue "
+                "without it; stop it and resume it to create a new token"
             ) from error
 
     def renew_token(self) -> None:
-        """Makes a token where there is none; only while no process of the run is alive."""
+        """Creates a token if there is none. Call only while no process of the run is alive."""
         if not self.token_path.exists():
             write_private(self.token_path, secrets.token_urlsafe(32))
 
     @property
     def in_place(self) -> bool:
-        """Whether the directory is still there."""
+        """Whether the directory still exists."""
         return (self.root / "run.json").exists()
 
     def write_endpoint(self, endpoint: Endpoint) -> None:
@@ -179,12 +179,12 @@ class RunDir:
         write_atomically(self.endpoint_path, json.dumps(body))
 
     def read_endpoint(self) -> Endpoint | None:
-        """None while no controller has announced itself."""
+        """None until the controller has written its address."""
         body = _read_json(self.endpoint_path)
         return None if body is None else Endpoint(str(body["host"]), int(body["port"]), int(body["pid"]))
 
     def write_failure(self, process: str, kind: str, sentence: str, exit_code: int) -> None:
-        """The failure report of a process that dies, for the supervisor to show."""
+        """Writes the failure report of a process, which the supervisor shows."""
         body = {"kind": kind, "message": sentence, "exit_code": exit_code, "at": time.time()}
         write_atomically(self.failure_path(process), json.dumps(body))
 
@@ -192,12 +192,12 @@ class RunDir:
         return _read_json(self.failure_path(process))
 
     def write_ending(self, how: Ending, sentence: str = "", **details: Any) -> None:
-        """How the run ended, for later readers of the directory."""
+        """Records how the run ended."""
         body = {"how": how, "sentence": sentence, "at": time.time(), **details}
         write_atomically(self.ending_path, json.dumps(body))
 
     def read_ending(self) -> dict[str, Any] | None:
-        """None while the run goes on, and for ever if it was killed."""
+        """None while the run is live, and if it was killed."""
         return _read_json(self.ending_path)
 
 
@@ -217,7 +217,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old text or the new text, never a part."""
+    """Replaces the file: readers see the old text or the new text, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

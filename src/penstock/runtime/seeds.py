@@ -1,4 +1,4 @@
-"""Seeds of processes: they follow from the run's seed, what the process is, and how often it was started."""
+"""Seeds of processes, derived from the run's seed, the name of the process, and its number of starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from penstock.runtime.rundir import write_atomically
 
 
 def next_seed(folder: Path, name: str, run_seed: int) -> int:
-    """Of this start of the process. The same run again gives the same seeds; a process that is started again in one run
-    is given another, so that it does not repeat what it drew before. Only this process may count in `folder/name`.
+    """The seed of this start of the process. Repeating a run gives the same seeds. A process that is restarted in a run
+    gets another seed, so that it does not repeat its samples. Only this process may write the counter `folder/name`.
     """
     counter = folder / name
     try:

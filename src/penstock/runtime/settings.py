@@ -9,12 +9,12 @@ class LagSection(Section):
     """How every process watches its own event loop."""
 
     period_s: Seconds = 0.1
-    """Between two looks at how late the loop is."""
+    """Seconds between two measurements of the lag of the loop."""
     window: Positive = 600
-    """How many measurements the percentiles cover."""
+    """Number of measurements that the percentiles cover."""
     stall_s: Seconds = 0.5
-    """A loop blocked for this long is reported while it blocks, with the stack that blocks it."""
+    """A loop that is blocked for this long is logged while it is blocked, with the stack that blocks it."""
     warn_p99_s: Seconds = 0.1
-    """One line of warning when one look in a hundred finds the loop this late."""
+    """Log a warning when the 99th percentile of the lag reaches this."""
     warn_every_s: Seconds = 60.0
-    """Between two such lines."""
+    """Minimum seconds between two such warnings."""

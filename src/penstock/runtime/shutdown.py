@@ -1,4 +1,4 @@
-"""Graceful shutdown: a signal that is noticed at once, and a teardown that cannot hang."""
+"""Graceful shutdown: a signal with immediate effect, and a teardown with a deadline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.runtime.clock import monotonic
 logger = logging.getLogger(__name__)
 
 INSIST_AFTER_S = 1.0
-"""Signals closer together are one: some send theirs to a process and then to its whole group."""
+"""Signals closer together count as one: some tools send a signal to a process and then to its process group."""
 
 
 class ShutdownSignal:
-    """Becomes `requested` on a signal or a call of `request`, and stays so. May be asked from any thread."""
+    """Becomes `requested` on a signal or a call of `request`, and stays so. Readable from any thread."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -26,12 +26,11 @@ class ShutdownSignal:
         self._lock = threading.Lock()
         self.reason = ""
         self.insisted = asyncio.Event()
-        """A second signal came: the shutdown is not to be graceful."""
+        """A second signal was received: end without a graceful shutdown."""
         self._signalled_at: float | None = None
 
     def install(self) -> None:
-        """Takes over SIGINT, SIGTERM and, unless it is ignored (`nohup`), SIGHUP; call from the loop of the main
-        thread."""
+        """Handles SIGINT, SIGTERM and, unless ignored (`nohup`), SIGHUP; call from the loop of the main thread."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
@@ -47,7 +46,7 @@ class ShutdownSignal:
         self.request(reason)
 
     def request(self, reason: str) -> None:
-        """Ends the run for `reason`; the first reason is kept."""
+        """Requests the shutdown; the first `reason` is kept."""
         with self._lock:
             if self.requested:
                 return
@@ -82,7 +81,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """How one step of a teardown ended: `problem` is empty when it went well."""
+    """How one step of a teardown ended: `problem` is empty on success."""
 
     name: str
     took_s: float
@@ -94,8 +93,8 @@ async def teardown(
 ) -> list[StepOutcome]:
     """Runs the named steps in order, all within `deadline_s`, and logs the progress.
 
-    A step that raises or runs out of time does not keep the later ones from being tried: each of them still gets
-    what is left, and at least a tenth of the whole (so n steps take at most `deadline_s * (1 + n / 10)`).
+    After a step that raises or times out, the later steps still run: each gets the remaining time, and at least a
+    tenth of the whole (so n steps take at most `deadline_s * (1 + n / 10)`).
     """
     steps = list(steps)
     end = monotonic() + deadline_s
@@ -110,7 +109,7 @@ async def teardown(
                 await step()
         except Exception as error:  # noqa: BLE001 - reported below; the remaining steps must still run
             late = isinstance(error, TimeoutError) and allowed.expired()
-            problem = f"not done after {allowed_s:.1f} s, given up" if late else f"{type(error).__name__}: {error}"
+            problem = f"not done after {allowed_s:.1f} s, abandoned" if late else f"{type(error).__name__}: {error}"
         outcome = StepOutcome(name, monotonic() - began, problem)
         outcomes.append(outcome)
         if problem:

@@ -1,7 +1,7 @@
-"""Metrics for people who look at them elsewhere: from `metrics.jsonl` to TensorBoard, Weights & Biases or Trackio.
+"""Sends metrics from `metrics.jsonl` to TensorBoard, Weights & Biases or Trackio.
 
-What was sent is remembered in the run directory, so a run that goes on, or a sink that was killed, sends each line once
-(but for the lines that were on their way at that moment).
+The run directory records the offset of the last line that was sent, so a resumed run, or a restarted sink, sends each
+line once (except for lines in transit at the time of a kill).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Sink(Protocol):
     def write(self, figures: Figures) -> None: ...
 
     def close(self) -> None:
-        """Sends what is left. Blocks for as long as the library does."""
+        """Sends what is left. Blocks as long as the library does."""
         ...
 
 
 def figures_of(line: bytes) -> Figures | None:
-    """None for a line that is torn or belongs to no step. An evaluation's belong to the step its version began."""
+    """None for a line that is torn or belongs to no step. The step of an evaluation is its version."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -74,7 +74,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run there for one run here; a resumed run goes on in it. Its own settings (`WANDB_…`) apply."""
+    """One run in W&B per run; a resumed run continues it. The variables `WANDB_…` apply."""
 
     def __init__(self, run: RunDir, project: str, config: Mapping[str, Any]) -> None:
         import wandb  # pyright: ignore[reportMissingImports] - an extra
@@ -98,7 +98,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """One run there for each pipeline here, so that each has steps of its own."""
+    """One run in Trackio per pipeline, so that each has its own steps."""
 
     def __init__(self, run: RunDir, project: str, config: Mapping[str, Any]) -> None:
         import trackio  # pyright: ignore[reportMissingImports] - an extra
@@ -149,7 +149,7 @@ class Publication:
         self.sent = 0
 
     def send(self) -> bool:
-        """Sends the next lines there are; False when there were none. Blocks as the library does."""
+        """Sends the next lines; returns False if there were none. Blocks as long as the library does."""
         lines = self._following.read()
         for line in lines:
             if (figures := figures_of(line)) is not None:

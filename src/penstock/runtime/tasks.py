@@ -1,4 +1,4 @@
-"""Supervised tasks: none is forgotten, and the first that fails is named."""
+"""Supervised tasks: all are awaited, and an error names the first task that failed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 class Tasks:
     """A scope for named tasks. Leaving it waits for all of them.
 
-    The first task that fails cancels the others, and its error is what the scope raises: a `PenstockError` as it
-    is, with a note that names the task; anything else as a `RunFailed` that names the task and the cause. Errors
-    that follow while the others are being cancelled are logged.
+    The first task that fails cancels the others, and the scope raises its error: a `PenstockError` unchanged, with a
+    note that names the task; any other as a `RunFailed` that names the task and the cause. Errors during the
+    cancellation of the others are logged.
     """
 
     def __init__(self) -> None:
@@ -31,23 +31,23 @@ class Tasks:
         named = self._named(name, work)
         try:
             task = self._group.create_task(named, name=name)
-        except RuntimeError:  # the scope is ending: what was to be started is not
+        except RuntimeError:  # the scope is ending and starts no more tasks
             named.close()
             work.close()
             raise
         self._tasks[task] = name
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
-        task.add_done_callback(lambda done: work.close())  # cancelled before its first step, `work` never began
+        task.add_done_callback(lambda done: work.close())  # if cancelled before its first step, `work` never started
         return task
 
     def cancel(self) -> None:
-        """Asks every running task to end; the scope then ends without an error."""
+        """Cancels every running task; the scope then ends without an error."""
         for task in list(self._tasks):
             task.cancel()
 
     @property
     def running(self) -> list[str]:
-        """Names of the tasks that have not ended: what a teardown is still waiting for."""
+        """Names of the tasks that have not ended, for which a teardown waits."""
         return sorted(self._tasks.values())
 
     async def __aenter__(self) -> Tasks:
@@ -84,7 +84,7 @@ class Tasks:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """A group from nested scopes says nothing itself: its first member does."""
+    """The first error inside nested groups: a group itself has no useful message."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

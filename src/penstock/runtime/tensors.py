@@ -1,6 +1,7 @@
-"""Which tensors of a module are its weights, and what of a device they occupy.
+"""The weights of a module, the memory they use on a device, and the device of a process.
 
-Trainer and engines must agree on the first, or no digest ever matches; and on the second, or one blames the other.
+Trainer and engines must agree on the weights, or no digest matches; and on the memory, or one is held responsible for
+the memory of the other.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from penstock.errors import ConfigError
 from penstock.runtime.process import GPUS_VARIABLE
 
 RESIDUE_BYTES = 64 << 20
-"""Device memory that may stay allocated when all else was taken off: caches of libraries, not ours to free."""
+"""Device memory that may stay allocated after an offload: caches of libraries that we cannot free."""
 
 
 def device_bytes() -> int:
-    """Device memory that this process has allocated, whatever for; 0 without a GPU."""
+    """Device memory that torch has allocated in this process; 0 without a GPU."""
     return sum(torch.cuda.memory_allocated(number) for number in range(torch.cuda.device_count()))
 
 
 def device_figures() -> dict[str, float]:
-    """Peak of the memory since the last call, and how busy the GPU is as the driver counts; nothing without one."""
+    """Peak device memory since the last call, and the GPU utilization from the driver; empty without a GPU."""
     if not torch.cuda.is_initialized():
         return {}
     figures = {"gpu_memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9}
@@ -36,30 +37,30 @@ def device_figures() -> dict[str, float]:
 
 
 def free_device_caches() -> None:
-    """Gives back what torch and its matrix library keep for later. Nothing may be running on the devices."""
+    """Frees the caches of torch and cuBLAS. Nothing may be running on the devices."""
     if torch.cuda.is_initialized():
-        torch._C._cuda_clearCublasWorkspaces()  # dozens of MiB for every thread that ever multiplied
+        torch._C._cuda_clearCublasWorkspaces()  # dozens of MiB for every thread that has used cuBLAS
         torch.cuda.empty_cache()
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, tied ones once; of a model with an adapter, the adapter's. Live."""
+    """Parameters and saved buffers by name, tied ones once; only those of the adapter if there is one. Not copied."""
     tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in module.named_parameters()}
     if hasattr(module, "peft_config"):
         return {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
     buffers = list(module.named_buffers())
     if not buffers:
         return tensors
-    known = {tensor.data_ptr() for tensor in tensors.values()}
+    pointers = {tensor.data_ptr() for tensor in tensors.values()}
     saved = module.state_dict()
     for name, buffer in buffers:
-        if name in saved and buffer.data_ptr() not in known:
+        if name in saved and buffer.data_ptr() not in pointers:
             tensors[name] = buffer.detach()
     return tensors
 
 
 class OwnedTensors(dict[str, Tensor]):
-    """Tensors by name whose memory is the receiver's: no other code writes to it, so it need not be copied."""
+    """Tensors by name whose memory the receiver owns: no other code writes to it, so no copy is needed."""
 
 
 def device_of(name: str) -> torch.device:
@@ -73,13 +74,13 @@ def device_of(name: str) -> torch.device:
 
 
 def gpu_count() -> int:
-    """Of this machine, also where this process may see only its own."""
+    """GPUs of this machine, including those that this process cannot see."""
     return int(os.environ.get(GPUS_VARIABLE) or torch.cuda.device_count())
 
 
 def device_at(name: str, devices: Sequence[int], *, in_pool: bool, rank: int = 0) -> torch.device:
-    """Where a process works that was given these devices. Unless a GPU is named, those of a pool are the GPUs in their
-    order, as far as there are any; without a pool each rank takes one."""
+    """The device of a rank: in a pool the GPU `devices[rank]`, otherwise the GPU `rank`, modulo the number of visible
+    GPUs. A named device is used as it is; `auto` without a GPU is the CPU."""
     count = torch.cuda.device_count()
     if name not in ("auto", "cuda") or not count:
         return device_of(name)

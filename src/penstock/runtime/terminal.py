@@ -1,4 +1,4 @@
-"""Text for people: shown harmlessly, on a stream whose loss ends nothing."""
+"""Terminal output: text without control characters, and streams whose loss does not end the process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, TextIO
 
 
 def harmless(text: str) -> str:
-    """The text with control characters written out: one from a sample or an exception must not drive the terminal."""
+    """Escapes control characters: those of a sample or an exception must not control the terminal."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
 
 
 class Unbreakable:
-    """A stream that may go away: a pipe that is closed, a terminal that hung up. What is written then is lost.
+    """A stream that may be lost: a closed pipe, a terminal that hung up. Later output is discarded.
 
-    The descriptor is replaced by one that takes everything, so that nothing fails at the end of the process either.
+    The descriptor is replaced by `/dev/null`, so that the flush at the end of the process does not fail either.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -48,12 +48,12 @@ class Unbreakable:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self._stream.fileno())
             os.close(nothing)
-        except (OSError, ValueError):  # it has no descriptor, or there are none left
+        except (OSError, ValueError):  # the stream has no descriptor, or the process has none left
             return
 
 
 def protect_streams() -> None:
-    """From now on nothing that is printed can fail."""
+    """After this call, printing cannot fail."""
     if not isinstance(sys.stdout, Unbreakable):
         sys.stdout = Unbreakable(sys.stdout)  # type: ignore[assignment]
     if not isinstance(sys.stderr, Unbreakable):

@@ -1,7 +1,7 @@
-"""The few things of UCX that the transport needs: a worker that sleeps, transfers that keep their memory, an end.
+"""The part of UCX that the transport needs: a worker that blocks, transfers that keep their memory, a bounded close.
 
 Uses UCXX's core interface and blocks in the kernel on the worker's event descriptor: the asyncio interface spins while
-it waits, and here an idle server must use no CPU.
+it waits, and an idle server must use no CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # it warns of variables that it sets itself
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # UCX warns about variables that it sets itself
 
 import ucxx  # pyright: ignore[reportMissingImports]
 from ucxx._lib.arr import Array  # pyright: ignore[reportMissingImports]
@@ -28,22 +28,21 @@ from penstock.errors import RunFailed
 core = ucxx.libucxx
 UCXError = ucxx.exceptions.UCXError
 TAG = struct.Struct("<Q")
-"""Begins a connection: under which tag the client wants its bodies."""
+"""First message of a connection: the tag under which the client receives bodies."""
 PIECE_BYTES = 1 << 22
-"""A body travels as messages of this size and a rest, so that one is hashed while the next is on its way."""
+"""A body is sent in messages of this size and a remainder, so that one is hashed while the next is in transit."""
 SETTINGS = {"TCP_CM_REUSEADDR": "y"}
-"""A port may be listened on again although connections of a former server have only just ended."""
+"""Allows a server to listen on a port on which connections of a previous server have just ended."""
 CLOSE_S = 0.5
-"""How long a transfer may take to end with its endpoint; it takes microseconds."""
+"""Timeout for transfers to end after their endpoint has closed; it usually takes microseconds."""
 LONGEST_WAIT_S = 60.0
 
 _unfinished: list[object] = []
-"""Transfers that outlived their endpoint, with their memory: UCX may still write to it, so it is never used again."""
+"""Transfers that outlived their endpoint, with their memory: UCX may still write to it, so it is never reused."""
 
 _count_cancelling = getattr(ctypes.CDLL("libucxx.so"), "_ZNK4ucxx8Endpoint16getCancelingSizeEv", lambda endpoint: 0)
-"""`Endpoint::getCancelingSize`, which UCXX offers in C++ only. An endpoint forgets the transfers that ended while it
-was cancelling them only when it is asked how many are left; until then they keep each other alive, and with them the
-listener and its port."""
+"""`Endpoint::getCancelingSize`, which UCXX exports in C++ only. An endpoint releases transfers that ended during their
+cancellation only when this is called; until then they keep each other alive, and also the listener and its port."""
 
 
 def is_loopback(host: str) -> bool:
@@ -54,9 +53,9 @@ class Worker:
     """A UCX worker used by one thread at a time."""
 
     def __init__(self, host: str = "") -> None:
-        """One that listens on a loopback `host` is out of reach of the rest of the world, and it out of theirs."""
+        """With a loopback `host` the worker uses only the loopback device, without connections to other machines."""
         try:
-            # A user's own choice of devices stands.
+            # A user's choice of devices has precedence.
             confined = host and is_loopback(host) and "UCX_NET_DEVICES" not in os.environ
             self.ucx = core.UCXWorker(core.UCXContext({**SETTINGS, **({"NET_DEVICES": "lo"} if confined else {})}))
             self.ucx.init_blocking_progress_mode()
@@ -70,9 +69,9 @@ class Worker:
         self._poll.register(self._wake, select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until there is something to do, at most `timeout_s`, and do it.
+        """Blocks until there is work, at most `timeout_s`, and progresses it.
 
-        What completed before must have been looked at: arming sees what is still to come only.
+        Check completed transfers before the call: `arm` reports only later events.
         """
         if self.ucx.arm():
             ready = self._poll.poll(max(0.0, min(timeout_s, LONGEST_WAIT_S)) * 1000)
@@ -81,7 +80,7 @@ class Worker:
         self.ucx.progress()
 
     def wake(self) -> None:
-        """From any thread: let the present `wait`, or else the next, return at once."""
+        """From any thread: makes the current `wait`, or the next one, return at once."""
         with self._wake_lock:
             if not self._closed:
                 os.eventfd_write(self._wake, 1)
@@ -93,7 +92,7 @@ class Worker:
 
 
 class Transfer:
-    """One UCX request and the memory it needs for as long as it lasts."""
+    """One UCX request, and the memory that it needs until it has ended."""
 
     def __init__(self, request: Any, *memory: object) -> None:
         self._request = request
@@ -133,14 +132,14 @@ def body_receive(endpoint: Any, view: memoryview | bytearray, tag: int) -> Trans
 
 
 def close(worker: Worker, endpoint: Any, transfers: Sequence[Transfer]) -> bool:
-    """End a connection and everything in flight on it. False when UCX would not let go of some memory.
+    """Ends a connection and all its transfers. Returns False if UCX did not release some memory.
 
-    Only then does the endpoint stay in the process, with the port that its listener was bound to.
+    In that case the endpoint stays in the process, with the port of its listener.
     """
     with contextlib.suppress(UCXError):
         endpoint.close_blocking()
     deadline = time.monotonic() + CLOSE_S
-    worker.ucx.progress()  # the other side hears of it only now
+    worker.ucx.progress()  # the peer is notified only by this call
     while not all(transfer.done for transfer in transfers) and time.monotonic() < deadline:
         worker.ucx.progress()
     _count_cancelling(ctypes.c_void_p(endpoint.ucxx_ptr))

@@ -1,7 +1,7 @@
 """Threads for a loop with virtual time: one runs at a time, the loop waits for it, and its work takes virtual time.
 
-The counterpart of `Offload` in a simulation. A function that sleeps (`clock.sleep`) gives the turn back to the loop and
-goes on when its time has come, so a wait for room in a ring is a wait in virtual time.
+The counterpart of `Offload` in a simulation. A function that sleeps (`clock.sleep`) returns control to the loop and
+resumes when its time has passed, so a wait for space in a ring is a wait in virtual time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.runtime.offload import Offload
 S = TypeVar("S")
 T = TypeVar("T")
 
-LOOK_EVERY_S = 0.01
+POLL_EVERY_S = 0.01
 
 
 class Unwound(BaseException):
-    """The simulation is over: a function that still sleeps ends here."""
+    """Raised in a function that still sleeps when the simulation ends."""
 
 
 class _Thread:
@@ -45,12 +45,12 @@ class _Thread:
         self.resume()
 
     def resume(self) -> None:
-        """From the loop's thread: returns when the work has ended or sleeps."""
+        """Called by the thread of the loop: returns when the work has ended or sleeps."""
         self._go.release()
         self._back.acquire()
 
     def pause(self) -> None:
-        """From within the work."""
+        """Called by the work: returns control to the loop until `resume`."""
         self._back.release()
         self._go.acquire()
         if self.unwinding:
@@ -96,7 +96,7 @@ class VirtualThreads:
 
     @property
     def in_one(self) -> bool:
-        """Whether the caller is one of them."""
+        """Whether the caller is a virtual thread."""
         return _here.thread is not None
 
     def offload(self, threads: int, name: str) -> Offload:
@@ -116,20 +116,20 @@ class VirtualThreads:
         thread.pause()
 
     def sleep_until(self, predicate: Callable[[], bool], timeout_s: float | None) -> None:
-        """Until it holds, or the time is over. The loop looks: that is far cheaper than a turn of the thread."""
+        """Sleeps until it holds, or until the timeout. The loop polls it: far cheaper than a switch of threads."""
         thread = _here.thread
         assert thread is not None
         until = self._loop.time() + timeout_s if timeout_s is not None else float("inf")
 
-        def look() -> None:
+        def poll() -> None:
             left_s = until - self._loop.time()
             if left_s <= 0 or predicate():
                 self._wake(thread)
             else:
-                self._loop.call_later(min(LOOK_EVERY_S, left_s), look)
+                self._loop.call_later(min(POLL_EVERY_S, left_s), poll)
 
         self._asleep.add(thread)
-        self._loop.call_soon(look)
+        self._loop.call_soon(poll)
         thread.pause()
 
     def _wake(self, thread: _Thread) -> None:
@@ -138,7 +138,7 @@ class VirtualThreads:
             thread.resume()
 
     def close(self) -> None:
-        """Ends what still sleeps, and all threads."""
+        """Ends functions that still sleep, and all threads."""
         for thread in list(self._asleep):
             thread.unwinding = True
             self._wake(thread)
@@ -148,7 +148,7 @@ class VirtualThreads:
 
 
 class VirtualOffload(Offload):
-    """Behaves as `Offload` with that number of threads; the work is done at the end of the time it takes."""
+    """Behaves as `Offload` with that number of threads; the work runs at the end of its duration."""
 
     def __init__(self, threads: VirtualThreads, loop: asyncio.AbstractEventLoop, count: int, name: str) -> None:
         self._name = name
@@ -161,7 +161,7 @@ class VirtualOffload(Offload):
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         if self._closed:
-            raise LocalProtocolError(f"offload {self._name!r} is closed and takes no more work")
+            raise LocalProtocolError(f"offload {self._name!r} is closed and accepts no more work")
         future: Future[T] = Future()
         context = contextvars.copy_context()
         self._queue.append((future, partial(function, *arguments), context, name_of(function)))
@@ -181,7 +181,7 @@ class VirtualOffload(Offload):
             self._queue.popleft()[0].cancel()
         until = self._loop.time() + timeout_s
         while _here.thread is not None and self._free < self._count and self._loop.time() < until:
-            self._pool.sleep(LOOK_EVERY_S)
+            self._pool.sleep(POLL_EVERY_S)
         return self._free == self._count
 
     def _next(self) -> None:

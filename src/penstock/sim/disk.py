@@ -1,7 +1,7 @@
-"""The simulated disk: what a power failure leaves of the files of a run.
+"""The simulated disk: the files of a run after a power failure.
 
-Only what was flushed survives: the rest of a checkpoint or of a published version is torn, and the journal ends with
-the last event that was flushed. A disk may be slow or full, and it may lie: then a flush returns and nothing is safe.
+Only flushed data survives: other checkpoints and published versions are torn, and the journal ends with the last
+flushed event. A disk may be slow or full, and it may lie: then a flush returns without writing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock.journal.virtual import SnapshotRow, roll_back
 from penstock.runtime.clock import monotonic, sleep
 
 
-class DiskWeather(Protocol):
-    """How the disk fares at present."""
+class DiskConditions(Protocol):
+    """Present conditions of the disk."""
 
     commit_s: float
     disk_full: bool
@@ -28,53 +28,53 @@ class Disk:
     """One for the whole run directory."""
 
     def __init__(
-        self, root: Path, journal: Path, weather: DiskWeather, calm_s: float, may_block: Callable[[], bool]
+        self, root: Path, journal: Path, conditions: DiskConditions, calm_s: float, may_block: Callable[[], bool]
     ) -> None:
-        """A flush takes `weather.commit_s` where that is more than `calm_s`."""
+        """A flush takes `conditions.commit_s` if that is more than `calm_s`."""
         self._root = root
         self._journal = journal
-        self._weather = weather
+        self._conditions = conditions
         self._calm_s = calm_s
         self._may_block = may_block
         self._safe: dict[int, int] = {}
-        """Size that was flushed, by inode."""
+        """Flushed size by inode."""
         self._lied: set[int] = set()
         self._journalled = 0
-        """The last event that was flushed."""
+        """The last flushed event."""
         self._claimed = 0
-        """The last event of which a flush returned."""
+        """The last event whose flush returned."""
         self._snapshots: list[SnapshotRow] | None = None
-        """Those that were there when the journal was flushed."""
+        """The snapshots at the last flush of the journal."""
         self.flushed_at = 0.0
         self.lost: list[str] = []
-        """What power failures took away although its flush had returned."""
+        """Data lost in power failures although its flush had returned."""
 
     def flush_journal(self, seq: int) -> None:
         self._refuse_if_full()
         self._claimed = max(self._claimed, seq)
-        if not self._weather.flush_lies:
+        if not self._conditions.flush_lies:
             self._journalled, self._snapshots, self.flushed_at = seq, None, monotonic()
 
     def replaces_snapshots(self, rows: list[SnapshotRow]) -> None:
         self._snapshots = self._snapshots if self._snapshots is not None else rows
 
     def commit_s(self) -> float:
-        """How long the journal's next commit takes."""
+        """Seconds of the journal's next commit."""
         self._refuse_if_full()
-        return self._weather.commit_s
+        return self._conditions.commit_s
 
     def flush(self, path: Path) -> None:
         self._refuse_if_full()
-        if self._weather.commit_s > self._calm_s and self._may_block():
-            sleep(self._weather.commit_s)
+        if self._conditions.commit_s > self._calm_s and self._may_block():
+            sleep(self._conditions.commit_s)
         found = os.stat(path)
-        if self._weather.flush_lies:
+        if self._conditions.flush_lies:
             self._lied.add(found.st_ino)
         else:
             self._safe[found.st_ino] = found.st_size
 
     def lose_power(self) -> None:
-        """Tears what was not flushed, in place. Names survive: they are what is flushed last."""
+        """Tears unflushed files in place. Names survive: they are flushed last."""
         for directory in ("checkpoints", "weights"):
             for path in sorted((self._root / directory).rglob("*")):
                 if path.is_file():
@@ -94,5 +94,5 @@ class Disk:
         os.truncate(path, found.st_size // 2)
 
     def _refuse_if_full(self) -> None:
-        if self._weather.disk_full:
+        if self._conditions.disk_full:
             raise OSError(errno.ENOSPC, "No space left on device")

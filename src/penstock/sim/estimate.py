@@ -1,4 +1,4 @@
-"""What a configuration would reach, from a few durations: measured in a run, or assumed."""
+"""Predicts the throughput of a configuration from a few durations, measured in a run or assumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Simulate = Callable[[Plan], Report]
 STEPS = 100
 COMMIT_S = 0.001
 WARM_UP = 0.25
-"""Share of the steps that are not counted, in the run and in the simulation: the start is not the pace."""
+"""Share of the steps that are not counted, in the run and in the simulation: the start is slower."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -41,25 +41,25 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def idle(self) -> float:
-        """Share of the time of all its devices in which they neither train nor generate, with one for each process."""
+        """Share of device time without training or generation, with one device per process."""
         return (self.trainer_idle + self.workers * self.workers_idle) / (1 + self.workers)
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a pipeline would reach as it is configured, and around that."""
+    """Predicted throughput of a pipeline as configured, and with similar settings."""
 
     pipeline: str
     configured: Point
     one_more_worker: Point
     larger_bound: Point
     measured: float | None
-    """Samples/s of the run that the durations are from."""
+    """Samples/s of the run with the measured durations."""
     curves: dict[int, list[Point]]
     """By staleness bound: a point for each number of workers."""
 
 
 def durations_in(root: Path, pipeline: str) -> Work:
-    """How long things took in a run for one of its pipelines, from its metrics: what shares its cores is in them."""
+    """Durations of one pipeline from the metrics of a run, including the effect of processes on the same cores."""
     steps: list[float] = []
     ended: list[float] = []
     fetched: list[float] = []
@@ -68,7 +68,7 @@ def durations_in(root: Path, pipeline: str) -> Work:
     scored: list[float] = []
     delivered: list[float] = []
     generated: dict[str, list[tuple[float, float]]] = {}
-    brought: list[float] = []
+    updates: list[float] = []
     path = RunDir.open(root).metrics_path
     for line in path.read_bytes().splitlines() if path.exists() else ():
         entry = orjson.loads(line)
@@ -87,15 +87,15 @@ def durations_in(root: Path, pipeline: str) -> Work:
                 if "generate_s" in values and "batches" in values:
                     generated.setdefault(name, []).append((values["generate_s"], values["batches"]))
                 if values.get("weights_last_update_s"):
-                    brought.append(values["weights_last_update_s"])
+                    updates.append(values["weights_last_update_s"])
     ranges = [(seen[int(WARM_UP * len(seen))], seen[-1]) for seen in generated.values()]
     spent_s, batches = (sum(last[one] - first[one] for first, last in ranges) for one in range(2))
     if len(steps) < 4 or not batches:
-        raise ConfigError(f"{root} has too few steps to measure durations from: train a little longer")
+        raise ConfigError(f"{root} has too few steps to measure durations: train longer")
     warm = max(2, int(WARM_UP * len(steps)))
     step_s = statistics.mean(steps[warm:])
-    # Between two steps: the acknowledgement, and at times a wait for samples, which is simulated. It is measured where
-    # the batch was ready before the step before it had ended; where that never was, it is one call.
+    # Between two steps: the acknowledgement, and at times a wait for samples, which is simulated. The first is measured
+    # where the batch was ready before the previous step ended; if there is no such step, it is one call.
     deliver_s = statistics.mean(delivered[warm:])
     between = [
         ended[k] - ended[k - 1] - steps[k] for k in range(warm, len(steps)) if awaited[k] + fetched[k] < steps[k - 1]
@@ -104,12 +104,12 @@ def durations_in(root: Path, pipeline: str) -> Work:
     return Work(
         sample_s=spent_s / batches,
         step_s=step_s + between_s,
-        fetch_weights_s=statistics.mean(brought) if brought else 0.01,
+        fetch_weights_s=statistics.mean(updates) if updates else 0.01,
         publish_s=statistics.mean(published[warm:]),
         fetch_s=statistics.mean(fetched[warm:]),
         postprocess_s=statistics.mean(scored[warm:]),
         save_s=0.05,
-        # A delivery is held by nothing: it takes the way there, the commit and the way back.
+        # A delivery never waits: it takes two latencies and a commit.
         latency_s=max(0.0005, (deliver_s - COMMIT_S) / 2),
         commit_s=COMMIT_S,
         spread=min(0.9, 3**0.5 * statistics.pstdev(steps[warm:]) / step_s),
@@ -117,7 +117,7 @@ def durations_in(root: Path, pipeline: str) -> Work:
 
 
 def samples_per_s_in(root: Path, pipeline: str) -> float:
-    """What a run reached, after its start."""
+    """Throughput of a run after its warm-up."""
     steps = [
         (entry["at"], entry["samples"])
         for line in RunDir.open(root).metrics_path.read_bytes().splitlines()
@@ -128,7 +128,7 @@ def samples_per_s_in(root: Path, pipeline: str) -> float:
 
 
 def estimate(config_path: Path, run: Path | None, simulate: Simulate) -> list[Capacity]:
-    """Each pipeline as it is configured, and with other numbers of workers and another staleness bound."""
+    """Predictions for each pipeline: as configured, with other numbers of workers, and with another staleness bound."""
     config = load(config_path)
     return [_capacity(config, one, run, simulate) for one in config.pipeline]
 
@@ -156,13 +156,13 @@ def _capacity(config: Config, pipeline: PipelineSection, run: Path | None, simul
 
 
 def _around(workers: int) -> list[int]:
-    """Numbers of workers that a plot shows: about half to twice as many as configured."""
+    """Numbers of workers in a plot: about half to twice the configured number."""
     step = max(1, workers // 2)
     return [workers - step, workers, workers + 1, workers + step, workers + 2 * step][workers == 1 :]
 
 
 def simulated(config: Config, workers: int, bound: int) -> Config:
-    """The same run for a simulated model: nothing that needs a device, a network or another process."""
+    """The same run for a simulated model, without devices, network and other processes."""
     pipelines = [
         one.model_copy(
             update={

@@ -1,11 +1,11 @@
 """An asyncio loop with virtual time: when nothing is ready, the clock jumps to the next timer.
 
-Everything on it belongs to a `Process` (or to the simulation itself), known by a context variable that tasks and
-callbacks inherit. A killed process's callbacks never run again, in the middle of whatever it did; a stopped one's are
-held until it continues. So the real loops of a role can be killed and stopped at any await.
+Each task and callback belongs to a `Process` (or to the simulation), given by an inherited context variable. The
+callbacks of a killed process never run again; those of a stopped process are held until it continues. So the real loops
+of a role can be killed and stopped at any await.
 
 Order is fixed: ready callbacks run in the order they became ready, timers by time and then in the order they were set,
-and sets of tasks iterate in the order the tasks were made.
+and sets of tasks iterate in order of creation.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.virtual_threads import Durations, VirtualThreads, name_of
 
 _spare_what_exists = cache(spare_what_exists)
-"""Before the first simulation: what each leaves is looked for after it, and not among all that was ever imported."""
+"""Before the first simulation: the garbage collection after each one then skips all imported objects."""
 
 EPOCH_S = 1_700_000_000.0
-"""What `time.time()` says at the beginning."""
+"""Value of `time.time()` at the beginning."""
 
 UNWINDINGS = 1_000
 """Rounds in which all tasks are cancelled at the end."""
@@ -42,11 +42,11 @@ State = Literal["running", "stopped", "dead", "unwinding"]
 
 
 class Deadlock(RunFailed):
-    """Nothing is ready and no timer is set: nothing can ever happen again."""
+    """No callback is ready and no timer is set: the simulation cannot continue."""
 
 
 class TooSlow(RunFailed):
-    """The simulation took more processor time than it was given: a busy machine does not fail it."""
+    """The simulation exceeded its limit of processor time, which does not depend on the load of the machine."""
 
 
 class Process:
@@ -61,7 +61,7 @@ class Process:
         self.held: list[asyncio.Handle] = []
         self.tasks: dict[int, SimTask] = {}
         self.at_death: list[Callable[[], None]] = []
-        """What the kernel does when a process is gone: connections, locks, children."""
+        """Clean-up by the kernel when a process ends: connections, locks, children."""
         self._loop = loop
         loop.processes.append(self)
 
@@ -76,7 +76,7 @@ class Process:
         return self._loop.create_task(main, name=self.name, context=self.context)
 
     def kill(self) -> None:
-        """SIGKILL: nothing in it runs again."""
+        """SIGKILL: no callback of the process runs again."""
         if not self.alive:
             return
         self.state = "dead"
@@ -89,16 +89,16 @@ class Process:
         if self.state == "running":
             self.state = "stopped"
 
-    def go_on(self) -> None:
-        """SIGCONT: what became due meanwhile happens now."""
+    def resume(self) -> None:
+        """SIGCONT: runs the callbacks that became due meanwhile."""
         if self.state != "stopped":
             return
         self.state = "running"
         held, self.held = self.held, []
-        self._loop.take_up(held)
+        self._loop.requeue(held)
 
     def ended(self) -> None:
-        """It ended by itself; tasks it may have left behind do not run."""
+        """The process exited; its remaining tasks do not run."""
         if self.alive:
             self.kill()
 
@@ -133,7 +133,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class SimTask(asyncio.Task[Any]):
-    """Hashes by number, so that sets of tasks have an order of their own making."""
+    """Hashes by number, so that sets of tasks have a deterministic order."""
 
     def __init__(
         self, coro: Any, *, loop: VirtualLoop, number: int, context: contextvars.Context | None = None
@@ -158,7 +158,7 @@ def _forget(task: asyncio.Task[Any]) -> None:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Made by `virtual_loop`."""
+    """Created by `virtual_loop`."""
 
     def __init__(self, durations: Durations, *, real_limit_s: float) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._real_limit_s = real_limit_s
         self.iterations = 0
         self.processes: list[Process] = []
-        """All there ever were: what a killed one was doing must not be cleared away while others live."""
+        """All processes, also ended ones: the tasks of a killed process must not be collected while others run."""
         self.threads = VirtualThreads(self, durations)
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
@@ -185,15 +185,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.threads.sleep(seconds)
 
     def select(self, timeout: float | None) -> tuple[()]:
-        """Called by asyncio when it wants to wait."""
+        """Called by asyncio to wait."""
         self.iterations += 1
         if self.iterations % 1000 == 0 and time.process_time() > self._real_until:
             raise TooSlow(
-                f"the simulation was not over after {self._real_limit_s:g} s of processor time, at {self._now:.1f} "
+                f"the simulation did not end within {self._real_limit_s:g} s of processor time, at {self._now:.1f} "
                 f"virtual seconds:\n{self.waits()}"
             )
         if timeout is None:
-            raise Deadlock(f"nothing can ever happen again, at {self._now:.3f} s:\n{self.waits()}")
+            raise Deadlock(f"no callback is ready and no timer is set, at {self._now:.3f} s:\n{self.waits()}")
         if timeout > 0:
             self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
         return ()
@@ -220,7 +220,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
-    def take_up(self, handles: list[asyncio.Handle]) -> None:
+    def requeue(self, handles: list[asyncio.Handle]) -> None:
         self._ready.extend(handle for handle in handles if not handle.cancelled())  # type: ignore[attr-defined]
 
     def _make_task(
@@ -234,11 +234,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.threads.offload(threads, name)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """`asyncio.to_thread` ends here."""
+        """Runs the calls of `asyncio.to_thread`."""
         once = self.threads.offload(1, "thread")
         return asyncio.wrap_future(once.submit(func, *args), loop=self)
 
-    # -- for people -------------------------------------------------------------------------------------------------
+    # -- diagnosis --------------------------------------------------------------------------------------------------
 
     def waits(self) -> str:
         """What every task waits for, by process."""
@@ -256,7 +256,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return "\n".join(lines)
 
     def unwind(self) -> None:
-        """Ends every task there is, also those of dead processes, whose effects no longer reach anything."""
+        """Ends all tasks, also those of dead processes, whose effects are discarded."""
         for process in self.processes:
             process.state = "unwinding"
         self.threads.close()
@@ -269,9 +269,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if task.cancelling() == 0 or self.iterations % 50 == 0:
                     task.cancel()
             self.call_soon(self.stop)
-            self.call_later(1.0, lambda: None)  # time goes on, so that bounded waits end
+            self.call_later(1.0, lambda: None)  # time advances, so that bounded waits end
             self.run_forever()
-        for task in tasks:  # a group whose process died before it heard of its last task
+        for task in tasks:  # a group whose process died before its last task was reported
             _close(task.get_coro())
 
 
@@ -297,7 +297,7 @@ class _Time:
 
 @contextmanager
 def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterator[VirtualLoop]:
-    """A loop on which everything takes virtual time, the code that asks `clock` included."""
+    """A loop with virtual time, also for code that uses `clock`."""
     loop = VirtualLoop(durations, real_limit_s=real_limit_s)
     loop.set_exception_handler(_quietly)
     _spare_what_exists()
@@ -318,13 +318,13 @@ def _close(coroutine: Any) -> None:
     for _ in range(UNWINDINGS):
         try:
             coroutine.close()
-        except RuntimeError:  # it awaited something once more
+        except RuntimeError:  # it awaited again
             continue
         break
 
 
 def _quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Killed processes leave futures that were never looked at."""
+    """Killed processes leave exceptions in futures that no task retrieves."""
 
 
 def _where(task: asyncio.Task[Any]) -> str:

@@ -17,8 +17,8 @@ from penstock.wire.codec import Codec
 from penstock.wire.messages import Reply, Request
 
 
-class Weather(Protocol):
-    """How messages fare at present. Probabilities are per message."""
+class NetworkConditions(Protocol):
+    """Present conditions of the network. Probabilities are per message."""
 
     latency_s: float
     lose: float
@@ -28,7 +28,7 @@ class Weather(Protocol):
 
 
 class Served(Protocol):
-    """Sees every request that the controller answered, with its answer, at the moment it was given."""
+    """Called with every answered request and its answer, at the time of the answer."""
 
     def __call__(self, client: str, request: Request, reply: Reply) -> None: ...
 
@@ -36,7 +36,7 @@ class Served(Protocol):
 class Network:
     """One controller at a time; any number of clients. Messages of one client may overtake each other."""
 
-    def __init__(self, loop: VirtualLoop, random: Random, weather: Weather, served: Served) -> None:
+    def __init__(self, loop: VirtualLoop, random: Random, conditions: NetworkConditions, served: Served) -> None:
         self._loop = loop
         self._random = random
         self._served = served
@@ -45,9 +45,9 @@ class Network:
         self._replies: Codec[Reply] = Codec(Reply)
         self._open: dict[int, tuple[Process, Process, Callable[[str], None]]] = {}
         self._numbers = iter(range(1 << 62))
-        self.weather = weather
+        self.conditions = conditions
         self.cut: dict[str, int] = {}
-        """Processes that nothing reaches, and that reach nothing."""
+        """Processes without a network, and the number of faults that cut each off."""
         self.server: Process | None = None
         self._call: Callable[[Request], Awaitable[Reply]] | None = None
         self.calls = 0
@@ -55,14 +55,14 @@ class Network:
         self.repeated = 0
 
     def serve(self, call: Callable[[Request], Awaitable[Reply]]) -> None:
-        """The current process answers from now on, until it dies."""
+        """The current process becomes the server, until it dies."""
         process = CURRENT.get()
         assert process is not None
         self.server, self._call = process, call
-        process.at_death.append(lambda: self._server_gone(process))
+        process.at_death.append(lambda: self._server_ended(process))
 
     def close(self) -> None:
-        """The port is closed; calls under way are still answered."""
+        """Closes the port; calls in flight are still answered."""
         self.server = self._call = None
 
     def link(self, process: Process) -> NetworkLink:
@@ -72,10 +72,10 @@ class Network:
         self, client: Process, body: bytes, answered: Callable[[Answer], None], failed: Callable[[str], None]
     ) -> None:
         if client.state != "running":
-            failed("this process is gone")
+            failed("this process has ended")
             return
         self.calls += 1
-        times = 2 if self._strikes(self.weather.repeat) else 1
+        times = 2 if self._strikes(self.conditions.repeat) else 1
         self.repeated += times - 1
         for _ in range(times):
             self._after(self._arrive, client, body, answered, failed)
@@ -87,10 +87,10 @@ class Network:
             return
         server, call = self.server, self._call
         if server is None or call is None or not server.alive:
-            self._after(self._tell, client, failed, "cannot connect: connection refused")
+            self._after(self._notify, client, failed, "cannot connect: connection refused")
             return
-        if self._strikes(self.weather.reset):
-            self._after(self._tell, client, failed, "the connection was lost: reset by peer")
+        if self._strikes(self.conditions.reset):
+            self._after(self._notify, client, failed, "the connection was lost: reset by peer")
             return
         number = next(self._numbers)
         self._open[number] = (server, client, failed)
@@ -123,22 +123,22 @@ class Network:
 
     def _return(self, client: Process, answered: Callable[[Answer], None], answer: Answer) -> None:
         if not self._is_lost(client):
-            self._tell(client, answered, answer)
+            self._notify(client, answered, answer)
 
-    def _tell(self, client: Process, tell: Callable[..., None], what: object) -> None:
+    def _notify(self, client: Process, callback: Callable[..., None], value: object) -> None:
         if client.alive:
-            self._loop.call_soon(tell, what, context=client.context)
+            self._loop.call_soon(callback, value, context=client.context)
 
-    def _server_gone(self, process: Process) -> None:
+    def _server_ended(self, process: Process) -> None:
         if self.server is process:
             self.close()
         for number, (server, client, failed) in list(self._open.items()):
             if server is process:
                 del self._open[number]
-                self._after(self._tell, client, failed, "the connection was lost")
+                self._after(self._notify, client, failed, "the connection was lost")
 
     def _is_lost(self, client: Process) -> bool:
-        lost = client.name in self.cut or self._strikes(self.weather.lose)
+        lost = client.name in self.cut or self._strikes(self.conditions.lose)
         self.lost += lost
         return lost
 
@@ -146,7 +146,7 @@ class Network:
         return probability > 0 and self._random.random() < probability
 
     def _after(self, function: Callable[..., None], *arguments: object) -> None:
-        delay_s = self.weather.latency_s * (0.5 + self._random.random())
+        delay_s = self.conditions.latency_s * (0.5 + self._random.random())
         self._loop.call_later(delay_s, function, *arguments, context=self._context)
 
 
@@ -162,7 +162,7 @@ class NetworkLink:
 
 
 class PayloadNet:
-    """The same weather for payloads that come over the network, and ports that are sick by themselves."""
+    """The same conditions for payloads over the network, and faults of single ports."""
 
     def __init__(self, network: Network, random: Random) -> None:
         self._network = network
@@ -173,7 +173,7 @@ class PayloadNet:
 
     @property
     def latency_s(self) -> float:
-        return self._network.weather.latency_s * (0.5 + self._random.random())
+        return self._network.conditions.latency_s * (0.5 + self._random.random())
 
     def trouble(self, port: int, stage: Literal["connect", "ask"]) -> Trouble | None:
         found = self._trouble(port, stage)
@@ -182,17 +182,17 @@ class PayloadNet:
         return found
 
     def _trouble(self, port: int, stage: Literal["connect", "ask"]) -> Trouble | None:
-        client, owner, weather = CURRENT.get(), self.owners[port], self._network.weather
+        client, owner, conditions = CURRENT.get(), self.owners[port], self._network.conditions
         cut = self._network.cut
         if owner.state == "stopped" or owner.name in cut or (client is not None and client.name in cut):
             return "silent"
         if port in self.sick:
             return self.sick[port]
-        if self._strikes(weather.reset):
+        if self._strikes(conditions.reset):
             return "reset"
-        if stage == "ask" and self._strikes(weather.lose):
+        if stage == "ask" and self._strikes(conditions.lose):
             return "confirmation lost"
-        return "corrupt" if stage == "ask" and self._strikes(weather.corrupt) else None
+        return "corrupt" if stage == "ask" and self._strikes(conditions.corrupt) else None
 
     def _strikes(self, probability: float) -> bool:
         return probability > 0 and self._random.random() < probability

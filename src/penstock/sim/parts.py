@@ -1,4 +1,4 @@
-"""What stands in for a model: an engine and a learner of which only durations and outcomes are drawn from a seed.
+"""Simulated engine and learner: a seed determines their durations and outcomes, and no model is computed.
 
 Their weights are real tensors, published as real files, staged, verified and swapped by the real updater.
 """
@@ -21,20 +21,20 @@ from penstock.records.ids import Version
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
 from penstock.runtime.clock import sleep
-from penstock.sim.truth import Truth, worth
+from penstock.sim.truth import Truth, reward_of
 from penstock.train.world import ALONE
 
 CHUNKS = 4
-"""Decode boundaries at which a simulated generation looks at its engine."""
-LOOK_EVERY_S = 0.05
+"""Decode boundaries at which a simulated generation checks its engine."""
+POLL_EVERY_S = 0.05
 NEVER_S = 1e7
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long things take and how they come out. Durations vary by `spread` around these."""
+    """Durations and outcomes. Durations vary by `spread` around these values."""
 
     sample_s: float = 1.0
-    """One batch of samples, the longest of which ends it."""
+    """One batch of samples, until its longest ends."""
     step_s: float = 0.5
     fetch_weights_s: float = 0.1
     publish_s: float = 0.05
@@ -44,41 +44,41 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The samples of one prompt: their scoring."""
     save_s: float = 0.1
     other_s: float = 0.0005
-    """Every other piece of offloaded work: hooks, packing, swaps."""
+    """Any other offloaded call: hooks, packing, swaps."""
     commit_s: float = 0.002
     latency_s: float = 0.002
     build_s: float = 1.0
     spread: float = 0.3
     equal_bytes: float = 0.0
-    """Share of the steps that change nothing: the new version has the digest of the old."""
+    """Share of the steps that change no weight: the new version has the digest of the old."""
     equal_rewards: float = 0.0
-    """Share of the prompts whose samples all have one reward."""
+    """Share of the prompts whose samples all have the same reward."""
     poison: float = 0.0
     """Share of the prompts that can never be generated."""
     prompts: int | None = None
-    """Of the environment; None: it never ends."""
+    """Number of prompts of the environment; None: unlimited."""
 
 
-class Moods(msgspec.Struct):
-    """What is wrong with one worker's engine at present. Set by faults, read by the parts."""
+class EngineFaults(msgspec.Struct):
+    """Active faults of one worker's engine. Set by a storm, read by the engine and the workload."""
 
     hang: bool = False
     hook_fails: float = 0.0
     slow: float = 1.0
     crash: bool = False
-    """Staging raises something that nothing expects."""
+    """Staging raises an unexpected exception."""
     damage: bool = False
-    """What is staged or written is not what was brought."""
+    """The staged or written bytes differ from the fetched ones."""
     stuck: bool = False
     """A step of an update never ends."""
     wake_fails: float = 0.0
     tear: bool = False
     """Writing in place fails half-way."""
-    lie: bool = False
-    """Samples claim other weights than they were drawn with."""
+    wrong_digest: bool = False
+    """Samples name other weights than they were generated with."""
     builds: bool = True
     lasting: bool = False
-    """A restarted worker has them too."""
+    """A restarted worker keeps these faults."""
 
 
 class SimEnvironment:
@@ -87,13 +87,13 @@ class SimEnvironment:
 
 
 class SimEngine(ServingEngine):
-    """Serves real weights; draws nothing."""
+    """Serves real weights; generates no tokens."""
 
-    def __init__(self, policy: Policy, moods: Moods, truth: Truth, name: str, *, shared: bool) -> None:
-        """Devices that are `shared` are left before others are on them; those of a worker alone end with it."""
+    def __init__(self, policy: Policy, faults: EngineFaults, truth: Truth, name: str, *, shared: bool) -> None:
+        """`shared`: the engine must leave its devices before another process uses them."""
         super().__init__(Serving(policy.module), seed=0)
         self.interrupted = False
-        self._moods = moods
+        self._faults = faults
         self._truth = truth
         self._name = name
         self._shared = shared
@@ -107,26 +107,26 @@ class SimEngine(ServingEngine):
         self._truth.vacates(self._name)
 
     def stage(self, tensors: Mapping[str, Any]) -> None:
-        if self._moods.crash:
+        if self._faults.crash:
             raise MemoryError("staging failed in simulation")
-        if self._moods.stuck:
+        if self._faults.stuck:
             sleep(NEVER_S)
         super().stage(tensors)
-        if self._moods.damage:
+        if self._faults.damage:
             next(iter(self.staged_tensors().values())).view(-1)[0] += 0.5
 
     def load_in_place(self, tensors: Mapping[str, Any], version: int, digest: str, timeout_s: float = 60.0) -> float:
-        if self._moods.tear:
+        if self._faults.tear:
             for name, tensor in list(self.served_tensors().items())[:2]:
                 tensor.detach().copy_(tensors[name])
             raise OSError("the transfer broke off in simulation")
         paused_s = super().load_in_place(tensors, version, digest, timeout_s)
-        if self._moods.damage:
+        if self._faults.damage:
             next(iter(self.served_tensors().values())).detach().view(-1)[0] += 0.5
         return paused_s
 
     def wake(self, timeout_s: float = 60.0, device: Any = None) -> None:
-        if self._moods.wake_fails and self._truth.random.random() < self._moods.wake_fails:
+        if self._faults.wake_fails and self._truth.random.random() < self._faults.wake_fails:
             raise OSError("the engine could not be woken in simulation")
         super().wake(timeout_s, device)
 
@@ -144,7 +144,7 @@ def small_policy() -> Policy:
 
 
 def content_of(tensors: Mapping[str, Any]) -> bytes:
-    """Every byte that is served, digested apart from the code under test."""
+    """Digest of all served bytes, computed independently of the code under test."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors.values():
         digest.update(tensor.detach().numpy().tobytes())
@@ -157,7 +157,7 @@ def set_mark(policy: Policy, mark: float) -> None:
 
 
 class Drawn(msgspec.Struct):
-    """What was generated for one lease."""
+    """Weights that the samples of one lease were generated with."""
 
     version: Version
     digest: str
@@ -167,10 +167,12 @@ class Drawn(msgspec.Struct):
 class SimWorkload:
     """The five hooks over a `SimEngine`. Generation spans versions, as a real one does."""
 
-    def __init__(self, engine: SimEngine, work: Work, moods: Moods, truth: Truth, random: Random, seed: int) -> None:
+    def __init__(
+        self, engine: SimEngine, work: Work, faults: EngineFaults, truth: Truth, random: Random, seed: int
+    ) -> None:
         self._engine = engine
         self._work = work
-        self._moods = moods
+        self._faults = faults
         self._truth = truth
         self._random = random
         self._seed = seed
@@ -190,14 +192,14 @@ class SimWorkload:
     async def generate(self, batch: list[PromptLease]) -> list[Drawn]:
         drawn = [Drawn(Version(1 << 60), "") for _ in batch]
         work = self._work
-        whole_s = work.sample_s * self._moods.slow * (1 + work.spread * (2 * self._random.random() - 1))
+        whole_s = work.sample_s * self._faults.slow * (1 + work.spread * (2 * self._random.random() - 1))
         self._truth.generated_s += whole_s
         for _ in range(CHUNKS):
             await asyncio.sleep(whole_s / CHUNKS)
-            while self._moods.hang or self._engine.serving.state != "serving":
+            while self._faults.hang or self._engine.serving.state != "serving":
                 if self._engine.interrupted:
                     break
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(POLL_EVERY_S)
             if self._engine.interrupted:
                 raise Aborted("interrupted")
             with self._engine.serving.step() as (version, digest):
@@ -217,28 +219,28 @@ class SimWorkload:
         ]
 
     def _outcome(self, lease: PromptLease, member: int, sample: int, drawn: Drawn) -> Outcome:
-        if self._random.random() < self._moods.hook_fails:
+        if self._random.random() < self._faults.hook_fails:
             return Failed("it failed in simulation")
         if lease.evaluation is not None:
-            return Finished({}, worth(drawn.newest, lease.prompt, member), drawn.version, drawn.digest, 1)
-        alike = Random(self._seed ^ lease.prompt * 104729).random() < self._work.equal_rewards
-        reward = Random(f"{self._seed} {lease.prompt} {0 if alike else member}").random()
+            return Finished({}, reward_of(drawn.newest, lease.prompt, member), drawn.version, drawn.digest, 1)
+        equal = Random(self._seed ^ lease.prompt * 104729).random() < self._work.equal_rewards
+        reward = Random(f"{self._seed} {lease.prompt} {0 if equal else member}").random()
         tokens = np.array([lease.prompt, sample, member, 0], np.int32)
         arrays = {
             "token_ids": tokens,
             "loss_mask": np.array([0, 0, 0, 1], np.uint8),
             "logprobs": np.full(4, -1.0, np.float32),
         }
-        digest = drawn.digest[::-1] if self._moods.lie else drawn.digest
+        digest = drawn.digest[::-1] if self._faults.wrong_digest else drawn.digest
         return Finished(arrays, reward, drawn.version, digest, len(tokens))
 
     def _maybe_fail(self, hook: str) -> None:
-        if self._moods.hook_fails and self._random.random() < self._moods.hook_fails:
+        if self._faults.hook_fails and self._random.random() < self._faults.hook_fails:
             raise ValueError(f"{hook} failed in simulation")
 
 
 class SimLearner:
-    """Counts what it is trained on, in memory that its checkpoints keep."""
+    """Records the trained prompts in its state, which checkpoints save."""
 
     def __init__(
         self,
@@ -266,7 +268,7 @@ class SimLearner:
 
     @property
     def objective(self) -> SimLearner:
-        """It is its own: what a batch is laid out as is all that is asked of it."""
+        """The learner is its own objective: only `packing` is used."""
         return self
 
     packing = "padded"

@@ -1,4 +1,4 @@
-"""The rule that the planner is measured against."""
+"""The baseline rule that the planner is compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.pool.requests import serve_requests
 
 
 def plain_plan(snapshot: Snapshot) -> Plan:
-    """The plain gap-ratio rule, for pipelines with bundles of one size: every gap is a reason to move.
+    """The plain gap-ratio rule, for pipelines with bundles of one size: every gap causes a move.
 
     Target = remaining share of the devices rounded to whole bundles, at least one; a pipeline below its target and
     its share takes a free place, or one from the pipeline that is furthest above. No cap by demand, no turns, no band.

@@ -1,4 +1,4 @@
-"""A simulated run as a value: what is run, what goes wrong, and what became of it."""
+"""A simulated run as a value: its settings, its faults and its result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.sim.parts import Work
 from penstock.sim.storms import Fault, crash_loops, disk_trouble, hangs, storm
 
 NAMES_DAMAGE = ("resume with an older checkpoint", "start it from the newest checkpoint", "is damaged")
-"""How runs end whose journal or checkpoints were lost by a disk that lied."""
+"""Parts of the failure messages of runs whose journal or checkpoints were lost by a lying disk."""
 EVALUATION = {"every_steps": 5, "prompts": 6, "samples": 2, "temperature": 1.0, "timeout_s": 60.0}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One simulated run: everything follows from it."""
+    """One simulated run, completely determined by these fields."""
 
     seed: int = 0
     steps: int = 20
@@ -29,51 +29,51 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     work: Work = Work()
     faults: tuple[Fault, ...] = ()
     settings: dict[str, Any] = {}
-    """Of the configuration, by dotted name: `control.stall_after_s`, `pipeline.rollout.ring_slots`."""
+    """Keys of the configuration by dotted name: `control.stall_after_s`, `pipeline.rollout.ring_slots`."""
     config: Config | None = None
-    """Instead of one made from the numbers above."""
+    """Used instead of a configuration built from the fields above."""
     resumed: bool = False
-    """A run that ended with a sentence that asks for it is resumed: a full disk, when there is room again."""
+    """Resume the run after a failure whose message suggests it, for example a full disk that has space again."""
     limit_s: float = 3600.0
     """Virtual seconds after which the run counts as stuck."""
     real_limit_s: float = 300.0
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """What became of a simulated run."""
+    """Result of a simulated run."""
 
     plan: Plan
     ended: str
-    """`complete`, or the sentence with which it failed."""
+    """`complete`, or the message with which it failed."""
     virtual_s: float
     real_s: float
     steps: dict[str, list[float]]
-    """When each step was done, by pipeline."""
+    """Completion time of each step, by pipeline."""
     samples: int
     trained_s: float
-    """Spent in optimiser steps, all trainers together."""
+    """Seconds of optimiser steps, sum over trainers."""
     generated_s: float
-    """Spent in generation, all workers together."""
+    """Seconds of generation, sum over workers."""
     calls: int
     staleness: dict[int, int]
     refused: dict[str, int]
     restarts: int
     digest: str
-    """Of the whole history."""
+    """Digest of the whole history."""
     said: list[Any]
     lines: list[str]
     broken: list[str]
     points: list[dict[str, Any]]
-    """Evaluations, as they were written down."""
+    """The recorded evaluations."""
     troubles: dict[str, int]
-    """What went wrong with payloads on their way."""
+    """Faults of payload transfers, by kind."""
     turns: int
-    """How often a process moved on to a shared device."""
+    """Number of times a process moved to a shared device."""
     fired: dict[str, int]
     status: dict[str, Any]
 
     lost: list[str] = []
-    """What a disk that lied had claimed to be safe, and lost with the power."""
+    """Data that a lying disk reported as flushed and lost in a power failure."""
 
     @property
     def complete(self) -> bool:
@@ -81,16 +81,16 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def acceptable(self) -> bool:
-        """Complete, or ended with a sentence that names the damage, where there was such damage."""
+        """Complete, or failed with a message that names an actual damage."""
         return self.complete or (bool(self.lost) and any(words in self.ended for words in NAMES_DAMAGE))
 
     def first_said(self, words: str, after_s: float = 0.0) -> float | None:
-        """When a log line with these words was first written."""
+        """Time of the first log line that contains `words`."""
         return next((one.at for one in self.said if words in one.line and one.at >= after_s), None)
 
 
 def config_of(plan: Plan) -> Config:
-    """A configuration as a user would write it, for a model that is simulated."""
+    """A configuration as a user would write it, for a simulated model."""
     if plan.config is not None:
         return plan.config
     tables = [
@@ -137,9 +137,9 @@ def trainers_of(plan: Plan) -> list[str]:
 
 
 def mixed(seed: int, *, disks: bool = True) -> Plan:
-    """A random shape of run in a random storm that passes: the run must end well afterwards.
+    """A random run in a random storm that ends: the run must complete afterwards.
 
-    Without `disks` it is the storm alone: no disk that fails, no process that hangs or dies again and again.
+    Without `disks` it has only the storm: no disk faults, no process that hangs or dies repeatedly.
     """
     random = Random(f"{seed} mixed")
     pipelines, settings = random.choice((1, 1, 1, 1, 2, 3)), {}
@@ -196,7 +196,7 @@ def as_test(plan: Plan, name: str) -> str:
 
 
 def written(value: msgspec.Struct) -> str:
-    """As Python, without what is as by default."""
+    """The struct as Python code, without default values."""
     plain = type(value).__struct_defaults__
     names = value.__struct_fields__
     defaults = dict(zip(names[len(names) - len(plain) :], plain, strict=True))

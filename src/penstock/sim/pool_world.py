@@ -2,11 +2,11 @@
 
 Each pipeline repeats a round: generate `target` samples of uneven length, train on its training devices, then spend
 time off the devices (evaluation, environment resets, checkpoints). Waking and sleeping take time, aborted samples keep
-their prefix. The same world runs under four regimes that differ only in what is stated:
+their prefix. The same workload runs under four regimes that differ only in these points:
 
-- `shared`    all devices for the generation of all pipelines, our planner, progress looked at once a second;
+- `shared`    all devices for the generation of all pipelines, our planner, progress read once a second;
 - `plain`     the same, with the plain gap-ratio rule (no move cost, no hysteresis, no demand cap), at every report;
-- `colocated` every pipeline confined to its own equal part of the devices, on which it generates and trains;
+- `colocated` every pipeline confined to its own equal part of the devices, where it generates and trains;
 - `disjoint`  nothing overlaps: of its own part, a pipeline trains on some devices and generates on the others.
 """
 
@@ -33,7 +33,7 @@ Regime = Literal["shared", "plain", "colocated", "disjoint"]
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """A workload. The defaults are the standard alternating mix, on however many pipelines and devices."""
+    """A workload. The defaults are the standard alternating mix, on any number of pipelines and devices."""
 
     pipelines: int
     devices: int
@@ -41,7 +41,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     bundle: int = 1
     concurrency: int = 4
     samples_per_device: int = 80
-    """Per round, for each device of the equal part: how long generation takes does not depend on the scale."""
+    """Per round and device of the equal part, so that generation time does not depend on the scale."""
     sample_s: float = 6.0
     spread: float = 0.6
     """Sigma of the lognormal sample time: the stragglers."""
@@ -55,9 +55,9 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
     sleep_s: float = 1.0
     turn_s: float = 20.0
     warm_up_s: float = 600.0
-    """Time before the counting begins: all have started, and nothing of the cold start is left."""
+    """Time before counting begins: all pipelines have started, and the cold start has no effect."""
     horizon_s: float = 2400.0
-    """Time that counts."""
+    """Measured time."""
     workers_factor: int = 4
     """Worker processes per pipeline, as a multiple of its equal part."""
     payback: float = PoolSection().payback
@@ -65,12 +65,12 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def part(self) -> int:
-        """Devices per pipeline when they are dealt out evenly."""
+        """Devices per pipeline in an equal division."""
         return self.devices // self.pipelines
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What one regime made of a mix."""
+    """Result of a mix under one regime."""
 
     samples: int
     rounds: int
@@ -90,7 +90,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class PoolWorld:
-    """The heap of timed events, and all that they concern."""
+    """The heap of timed events, the pool and the pipelines."""
 
     def __init__(self, mix: Mix, regime: Regime) -> None:
         self.mix = mix
@@ -132,7 +132,7 @@ class PoolWorld:
         self._sequence += 1
         heapq.heappush(self._heap, (self.now + delay_s, self._sequence, act))
 
-    def tell(self, event: ev.Event) -> None:
+    def handle(self, event: ev.Event) -> None:
         for effect in self.pool.handle(event, self.now):
             match effect:
                 case ev.WakeWorker() | ev.SleepWorker():
@@ -143,7 +143,7 @@ class PoolWorld:
                     raise AssertionError(f"no worker fails in this simulation, yet: {effect}")
 
     def _tick(self) -> None:
-        self.tell(ev.TimePassed())
+        self.handle(ev.TimePassed())
         waits = (share.waited_s for share in self.pool.status(self.now).shares)
         self.longest_wait_s = max(self.longest_wait_s, *waits)
         self.at(1.0, self._tick)
@@ -180,7 +180,7 @@ class PoolWorld:
 
 
 class _Pipeline:
-    """Generates a round, trains it, goes apart for a while, and begins again."""
+    """Generates a round, trains it, spends time off the devices, and repeats."""
 
     def __init__(self, world: PoolWorld, number: int) -> None:
         mix = world.mix
@@ -202,9 +202,9 @@ class _Pipeline:
         self.began = 0.0
         self.queue: deque[float] = deque()
         """Seconds of work left in each sample that no worker is generating."""
-        # The plain rule knows nothing of demand caps and costs.
+        # The plain rule has no demand caps and costs.
         frugal = world.regime != "plain"
-        world.tell(
+        world.handle(
             ev.PipelineOpened(
                 self.name,
                 inference,
@@ -217,7 +217,7 @@ class _Pipeline:
         for index in range(most):
             member = MemberId(f"{self.name}-{index}")
             self.workers[member] = _Worker(world, self, member)
-            world.tell(ev.WorkerJoined(self.name, member))
+            world.handle(ev.WorkerJoined(self.name, member))
 
     def begin_round(self) -> None:
         mix = self.world.mix
@@ -226,7 +226,7 @@ class _Pipeline:
         self.began = self.world.now
         scale = mix.sample_s / math.exp(mix.spread**2 / 2)
         self.queue.extend(scale * self.random.lognormvariate(0.0, mix.spread) for _ in range(self.target))
-        self.world.tell(ev.DemandCounted(self.name, self.target, self.finished))
+        self.world.handle(ev.DemandCounted(self.name, self.target, self.finished))
         for worker in self.workers.values():
             worker.fill()
 
@@ -235,9 +235,9 @@ class _Pipeline:
         self.finished += 1
         self.world.samples += 1
         revision = self.world.pool.revision
-        self.world.tell(ev.DemandCounted(self.name, self.target - self.completed, self.finished))
+        self.world.handle(ev.DemandCounted(self.name, self.target - self.completed, self.finished))
         if self.world.replans_at_reports and self.world.pool.revision != revision:
-            self.world.tell(ev.TimePassed())
+            self.world.handle(ev.TimePassed())
         if self.completed < self.target:
             return
         if not self.world.mix.train_s:
@@ -245,7 +245,7 @@ class _Pipeline:
             self.world.at(self.world.mix.apart_s, self._again)
         else:
             member = MemberId(f"{self.name}-trainer")
-            self.world.tell(
+            self.world.handle(
                 ev.DevicesRequested(
                     self.name, member, self.round, Priority.TRAINING, self.training, len(self.training), math.inf
                 )
@@ -257,7 +257,7 @@ class _Pipeline:
     def _trained(self, devices: int) -> None:
         self.world.trained_device_s += devices * self.world.mix.train_s
         self.rounds += 1
-        self.world.tell(ev.DevicesReleased(self.name, MemberId(f"{self.name}-trainer"), self.round))
+        self.world.handle(ev.DevicesReleased(self.name, MemberId(f"{self.name}-trainer"), self.round))
         self.world.at(self.world.mix.apart_s, self._again)
 
     def _again(self) -> None:
@@ -266,7 +266,7 @@ class _Pipeline:
 
 
 class _Worker:
-    """A generation worker: takes samples while it serves, drains or aborts when it is told to sleep."""
+    """A generation worker: takes samples while it serves, drains or aborts on an order to sleep."""
 
     def __init__(self, world: PoolWorld, pipeline: _Pipeline, member: MemberId) -> None:
         self.world = world
@@ -323,14 +323,14 @@ class _Worker:
         self.world.moved_device_s += self.world.mix.sleep_s * self.world.mix.bundle
         self.world.at(
             self.world.mix.sleep_s,
-            lambda: self.world.tell(ev.MoveDone(self.pipeline.name, self.member, order.number)),
+            lambda: self.world.handle(ev.MoveDone(self.pipeline.name, self.member, order.number)),
         )
 
     def _answer(self, order: Order) -> None:
         if self._order is order:
             self._order = None
             self.serving = True
-            self.world.tell(ev.MoveDone(self.pipeline.name, self.member, order.number))
+            self.world.handle(ev.MoveDone(self.pipeline.name, self.member, order.number))
             self.fill()
 
     def account(self) -> None:
@@ -345,10 +345,10 @@ def simulate(mix: Mix, regime: Regime) -> Outcome:
 def fewest_moves(mix: Mix, round_s: float) -> float:
     """A lower bound on the moves per round of any schedule of the alternating mix whose rounds take `round_s`.
 
-    Generation must fit into what training and the time apart leave of the round, which takes a number of devices on
-    average. Workers kept over the pause stand idle through it, and device time bounds how many those can be; nor can
-    they be more than the devices without training, because a stay on any other ends with the next training. A worker
-    that is not kept is woken once and put to sleep once. Stragglers and waking times are left out; rounds are even.
+    Generation must fit into the rest of the round after training and the time apart, which needs a mean number of
+    devices. Workers kept over the pause are idle in it. Device time bounds their number, and so does the number of
+    devices without training, because on any other the next training evicts them. A worker that is not kept is woken
+    once and put to sleep once. Stragglers and waking times are ignored; rounds are even.
     """
     pause_s = mix.train_s + mix.apart_s
     generating_s = mix.samples_per_device * mix.part * mix.sample_s / mix.concurrency

@@ -1,4 +1,4 @@
-"""The journal of a run through the same machines once more: every decision must come out as it did."""
+"""Replays the journal of a run through the same state machines: every decision must be the same."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from penstock.runtime.rundir import RunDir
 
 
 class Replayed(msgspec.Struct):
-    """What a replay found."""
+    """Result of a replay."""
 
     events: int = 0
     decisions: int = 0
-    """Events whose outcome was noted, and compared."""
+    """Events with a recorded decision, which was compared."""
     took_s: float = 0.0
     """From the first event to the last."""
     status: dict[PipelineName, dict[str, Any]] = {}
-    """Of each pipeline then."""
+    """State of each pipeline at the end of the replay."""
     diagnosis: dict[PipelineName, str] = {}
-    """Who waited for what then, and who should have moved."""
+    """What each pipeline waited for then, and which process should have made progress."""
     problem: str = ""
 
 
 def replay_run(root: Path, until_s: float | None = None) -> Replayed:
-    """Replays a run directory, up to `until_s` seconds after its first event, and tells the state then."""
+    """Replays a run directory, up to `until_s` seconds after its first event, and returns the state then."""
     run = RunDir.open(root)
     return replayed(run.journal_path, load(run.config_path), until_s)
 
@@ -50,14 +50,14 @@ def replayed(journal: Path, config: Config, until_s: float | None = None) -> Rep
         now = entry.at
         found.took_s = now - first
         if not controller.knows(entry.pipeline):
-            raise RunFailed(f"{journal} has events of {entry.pipeline}, which the configuration lacks")
+            raise RunFailed(f"{journal} has events of {entry.pipeline}, which is not in the configuration")
         decided = noteworthy(controller.replay(entry.pipeline, entry.body, entry.at))
         found.events += 1
         found.decisions += bool(entry.decided)
         if decided != entry.decided:
             found.problem = (
-                f"event {entry.seq} of {entry.pipeline} was decided otherwise: on record {_readable(entry.decided)}, "
-                f"now {_readable(decided)}"
+                f"event {entry.seq} of {entry.pipeline} was decided differently: recorded {_readable(entry.decided)}, "
+                f"replayed {_readable(decided)}"
             )
             break
     at = now if until_s is None or first is None else first + until_s

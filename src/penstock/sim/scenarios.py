@@ -1,4 +1,4 @@
-"""Failures that others met in public, reproduced: what happens here, and after how many seconds it is said.
+"""Reproductions of public failures of other projects: what happens here, and after how many seconds it is reported.
 
 Write your own as a Python file with `SCENARIOS = [Scenario(...)]`, or as a TOML file of tables `[[scenario]]` with the
 same fields, and run it with `penstock simulate --scenario FILE`.
@@ -23,52 +23,52 @@ W0, W1, TRAINER, CONTROLLER = "p0.rollout.0", "p0.rollout.1", "p0.trainer", "con
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run, what goes wrong in it, and what must come of it."""
+    """A run, its faults and its expected result."""
 
     name: str
     elsewhere: str = ""
-    """Where it was met, and how it went there."""
+    """Where it occurred, and its effect there."""
     here: str
     """What Penstock does."""
     plan: Plan
     struck_s: float = 0.0
-    """When the fault begins: what is said is timed from there."""
+    """Start of the fault: the report is timed from there."""
     says: str = ""
-    """Words of a log line that names the trouble."""
+    """Part of a log line that names the fault."""
     within_s: float = 0.0
-    """After the fault, the line must have been written."""
+    """Seconds after the fault within which the line must be written."""
     ends: str = "complete"
-    """`complete`, or words of the sentence with which the run fails."""
+    """`complete`, or part of the message with which the run fails."""
     check: Callable[[Report], bool] = lambda report: True
 
 
 class Result(msgspec.Struct, frozen=True):
-    """How a scenario went."""
+    """Result of a scenario."""
 
     scenario: Scenario
     report: Report
     said_after_s: float | None
     line: str
     problem: str
-    """Empty: as it should."""
+    """Empty if the result is as expected."""
 
 
 def judged(scenario: Scenario, report: Report) -> Result:
-    said = next(
+    found = next(
         (one for one in report.said if one.at >= scenario.struck_s and scenario.says and scenario.says in one.line),
         None,
     )
-    after_s = said.at - scenario.struck_s if said is not None else None
+    after_s = found.at - scenario.struck_s if found is not None else None
     problem = ""
     if scenario.ends not in report.ended:
         problem = f"it ended with {report.ended!r}, expected {scenario.ends!r}"
     elif scenario.says and after_s is None:
-        problem = f"nothing was said of {scenario.says!r}"
+        problem = f"no log line contains {scenario.says!r}"
     elif after_s is not None and after_s > scenario.within_s:
-        problem = f"it was said after {after_s:.1f} s, expected within {scenario.within_s:g} s"
+        problem = f"it was reported after {after_s:.1f} s, expected within {scenario.within_s:g} s"
     elif not scenario.check(report):
-        problem = "what it ended with is not what was expected"
-    return Result(scenario, report, after_s, said.line if said is not None else "", problem)
+        problem = "the report of the run does not pass the check of the scenario"
+    return Result(scenario, report, after_s, found.line if found is not None else "", problem)
 
 
 def _pipeline(report: Report) -> dict[str, float]:
@@ -85,7 +85,7 @@ IMPATIENT = {"control.wedged_after_s": 120.0}
 SCENARIOS = [
     Scenario(
         name="buffer-one-short",
-        elsewhere="SkyRL #1173: the buffer stood at 127 of 128 for 29 h, in three runs",
+        elsewhere="SkyRL #1173: the buffer stayed at 127 of 128 for 29 h, in three runs",
         here="the worker that holds the missing samples is named, then replaced; its leases are issued again",
         plan=Plan(steps=20, faults=(Fault(10.0, "hang", W0, for_s=3000.0),), settings=IMPATIENT),
         struck_s=10.0,
@@ -96,16 +96,16 @@ SCENARIOS = [
     Scenario(
         name="client-without-timeout",
         elsewhere="prime-rl #2230: the orchestrator was wedged for 43 h on a client without a timeout",
-        here="every call has a deadline: the trainer that reaches nothing ends, and another takes its place",
+        here="every call has a deadline: a trainer that cannot reach the controller exits and is replaced",
         plan=Plan(steps=20, faults=(Fault(10.0, "cut", TRAINER, for_s=90.0),)),
         struck_s=10.0,
-        says="not heard for",
+        says="no message for",
         within_s=20.0,
     ),
     Scenario(
         name="dead-watcher",
-        elsewhere="prime-rl #2986: a dead watcher task is never looked at",
-        here="a task that dies takes its process along; an error that nothing expects ends the run, and names the task",
+        elsewhere="prime-rl #2986: a dead watcher task is never checked",
+        here="a failed task ends its process; an unexpected error ends the run, with a message that names the task",
         plan=Plan(steps=20, faults=(Fault(10.0, "crash", W0),)),
         struck_s=10.0,
         says="task 'update weights' failed: MemoryError",
@@ -128,7 +128,7 @@ SCENARIOS = [
     Scenario(
         name="slow-sync",
         elsewhere="prime-rl #3599: a sync takes 72 min",
-        here="generation goes on with the old version, within the staleness bound, while the new one is brought",
+        here="generation continues with the old version, within the staleness bound, while the new one is fetched",
         plan=Plan(steps=12, work=Work(fetch_weights_s=40.0)),
         says="'loading weights' did not end",
         within_s=75.0,
@@ -137,7 +137,7 @@ SCENARIOS = [
     Scenario(
         name="silent-hang",
         elsewhere="verl #7155, #7990; NeMo-RL #3488, #3238, #2899: silent hangs",
-        here="the trainer that holds a batch and does not get on is named, then replaced",
+        here="the trainer that holds a batch and makes no progress is named, then replaced",
         plan=Plan(steps=20, faults=(Fault(10.0, "hang_trainer", for_s=4.0),), settings=IMPATIENT),
         struck_s=10.0,
         says="has held the batch of step",
@@ -146,7 +146,7 @@ SCENARIOS = [
     Scenario(
         name="stale-drop-pins-resume",
         elsewhere="TRL #7274: one stale drop pins the resume position",
-        here="an outdated group is dropped and its prompt issued again; a resume starts from the books",
+        here="an outdated group is dropped and its prompt issued again; a resume starts from the sample table",
         plan=Plan(
             seed=4,
             steps=20,
@@ -201,7 +201,7 @@ SCENARIOS = [
     Scenario(
         name="wrong-weights-claimed",
         elsewhere="SkyRL #2246: a cache flag silently ignored, stale keys trained on, gradient norm 8 → 136",
-        here="a sample carries the digest of the weights it was drawn with; one that was never published is refused",
+        here="a sample contains the digest of its weights; a sample with an unpublished digest is refused",
         plan=Plan(steps=20, faults=(Fault(8.0, "lie", W0, for_s=5.0),)),
         struck_s=8.0,
         says="samples of p0.rollout.0",
@@ -211,7 +211,7 @@ SCENARIOS = [
     Scenario(
         name="uninitialised-memory",
         elsewhere="tokenspeed #1373: 200 OK, uninitialised memory loaded",
-        here="the digest of the very memory that will serve is compared before it does; damaged bytes are refused",
+        here="the digest of the memory that will serve is verified before serving; damaged bytes are refused",
         plan=Plan(steps=20, faults=(Fault(8.0, "damage_weights", for_s=4.0),)),
         struck_s=8.0,
         says="update failed at step",
@@ -228,8 +228,8 @@ SCENARIOS = [
     ),
     Scenario(
         name="flaky-engine-for-ever",
-        elsewhere="NeMo-RL #3613, #2244: a flaky engine restarted for ever",
-        here="a worker that cannot start is tried with growing pauses, and then ends the run with one sentence",
+        elsewhere="NeMo-RL #3613, #2244: a flaky engine restarted indefinitely",
+        here="a worker that cannot start is retried with growing pauses; then the run fails with one message",
         plan=Plan(steps=400, faults=(Fault(10.0, "cannot_start", W0),)),
         struck_s=10.0,
         says="cannot be built",
@@ -239,7 +239,7 @@ SCENARIOS = [
     Scenario(
         name="full-disk",
         elsewhere="",
-        here="nothing is acknowledged that is not written; the run fails with one sentence and can be resumed",
+        here="nothing is acknowledged that is not written; the run fails with one message and can be resumed",
         plan=Plan(steps=400, faults=(Fault(10.0, "full_disk", for_s=1000.0),)),
         struck_s=10.0,
         says="disk",
@@ -264,7 +264,7 @@ SCENARIOS = [
     Scenario(
         name="lying-disk",
         elsewhere="",
-        here="what a disk claimed to have flushed and lost is named; training goes on from the last whole checkpoint",
+        here="data that the disk reported as flushed and lost is named; the run resumes from the last whole checkpoint",
         plan=Plan(
             steps=30,
             faults=(Fault(11.0, "lying_disk", for_s=6.0), Fault(13.0, "power_off", for_s=2.0)),
@@ -278,13 +278,13 @@ SCENARIOS = [
     Scenario(
         name="nothing-learned",
         elsewhere="sparse rewards on a pretrained model: the first steps change no byte",
-        here="a version with the bytes of the one before it is taken up as a version of its own",
+        here="a version with the same bytes as the previous one is loaded as a new version",
         plan=Plan(steps=20, work=Work(equal_bytes=1.0, equal_rewards=1.0)),
     ),
     Scenario(
         name="split-network",
         elsewhere="",
-        here="a worker that is out of reach is given up and its leases issued again; when it comes back it is refused",
+        here="an unreachable worker is evicted and its leases issued again; when it reconnects it is refused",
         plan=Plan(steps=40, faults=(Fault(10.0, "cut", W0, for_s=30.0),)),
         struck_s=10.0,
         says="evicted",
@@ -294,7 +294,7 @@ SCENARIOS = [
 
 
 def scenarios_in(path: Path) -> list[Scenario]:
-    """Those of a user's own file, in Python or in TOML."""
+    """The scenarios of a user's file, in Python or in TOML."""
     try:
         found = _from_toml(path) if path.suffix == ".toml" else runpy.run_path(str(path)).get("SCENARIOS")
     except OSError as error:
@@ -311,7 +311,7 @@ def _from_toml(path: Path) -> list[Scenario]:
         tables = tomllib.loads(path.read_text("utf-8"))
         unknown = tables.keys() - {"scenario"}
         if unknown or not tables:
-            raise ConfigError(f"{path} must have tables [[scenario]], and has {sorted(unknown) or 'none'}")
+            raise ConfigError(f"{path} must have tables [[scenario]], found {sorted(unknown) or 'none'}")
         return msgspec.convert(tables["scenario"], list[Scenario], dec_hook=_refuse)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -322,7 +322,7 @@ def _refuse(kind: Any, value: Any) -> Any:
 
 
 def _check(path: Path, scenario: Scenario) -> None:
-    """A fault of an unknown kind, or of a process that the run does not have, would strike nothing."""
+    """A fault of an unknown kind, or of a process that the run does not have, would have no effect."""
     plan = scenario.plan
     processes = ["controller", *trainers_of(plan), *workers_of(plan)] if plan.config is None else []
     for fault in plan.faults:

@@ -1,4 +1,4 @@
-"""Faults as a list: each has its time, so that a failing storm can be made smaller one fault at a time."""
+"""Faults as a list, each with its time, so that a failing storm can be minimised one fault at a time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from random import Random
 import msgspec
 
 from penstock.payload.io.memory import Trouble
-from penstock.sim.parts import Moods
+from penstock.sim.parts import EngineFaults
 from penstock.sim.system import System
 
-LOOK_EVERY_S = 0.02
+POLL_EVERY_S = 0.02
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that goes wrong at one time."""
+    """One fault at one time."""
 
     at_s: float
     what: str
     target: str = ""
-    """A process by its name in the run; nothing: the whole system, or the first that fits."""
+    """A process by its name in the run; empty: the whole system, or the first that fits."""
     for_s: float = 0.0
     amount: float = 0.0
 
@@ -33,7 +33,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 KINDS: dict[str, Callable[[System, Fault], Callable[[], None] | None]] = {}
-"""By name: carries a fault out, and says how it is undone after `for_s`."""
+"""By name: a function that applies a fault and returns the function that undoes it after `for_s`."""
 
 
 def fault(function: Callable[[System, Fault], Callable[[], None] | None]) -> Callable[..., object]:
@@ -52,12 +52,12 @@ def stop(system: System, one: Fault) -> Callable[[], None] | None:
     if placed is None:
         return None
     placed.process.stop()
-    return placed.process.go_on
+    return placed.process.resume
 
 
 @fault
 def cut(system: System, one: Fault) -> Callable[[], None]:
-    """Nothing reaches the process or its heartbeat, and they reach nothing."""
+    """Cuts the process and its heartbeat off the network."""
     names = [one.target, f"{one.target}.heart"]
     for name in names:
         system.network.cut[name] = system.network.cut.get(name, 0) + 1
@@ -71,29 +71,29 @@ def cut(system: System, one: Fault) -> Callable[[], None]:
     return heal
 
 
-def _weather(field: str) -> Callable[[System, Fault], Callable[[], None]]:
-    def blow(system: System, one: Fault) -> Callable[[], None]:
-        calm = {"latency_s": system.work.latency_s, "commit_s": system.work.commit_s}.get(field, 0.0)
-        blowing = system.blowing[field]  # storms overlap: each ends for itself, and the last one is followed by calm
-        blowing.append(one.amount)
+def _condition(field: str) -> Callable[[System, Fault], Callable[[], None]]:
+    def apply(system: System, one: Fault) -> Callable[[], None]:
+        default = {"latency_s": system.work.latency_s, "commit_s": system.work.commit_s}.get(field, 0.0)
+        active = system.active[field]  # faults overlap: each ends separately, and the last restores the default
+        active.append(one.amount)
         setattr(system.sky, field, one.amount)
 
         def end() -> None:
-            blowing.remove(one.amount)
-            setattr(system.sky, field, blowing[-1] if blowing else calm)
+            active.remove(one.amount)
+            setattr(system.sky, field, active[-1] if active else default)
 
         return end
 
-    return blow
+    return apply
 
 
 KINDS |= {
-    "lose": _weather("lose"),
-    "reset": _weather("reset"),
-    "repeat": _weather("repeat"),
-    "corrupt": _weather("corrupt"),
-    "latency": _weather("latency_s"),
-    "slow_disk": _weather("commit_s"),
+    "lose": _condition("lose"),
+    "reset": _condition("reset"),
+    "repeat": _condition("repeat"),
+    "corrupt": _condition("corrupt"),
+    "latency": _condition("latency_s"),
+    "slow_disk": _condition("commit_s"),
 }
 
 
@@ -105,14 +105,14 @@ def full_disk(system: System, one: Fault) -> Callable[[], None]:
 
 @fault
 def lying_disk(system: System, one: Fault) -> Callable[[], None]:
-    """A flush returns and nothing is safe: a power failure takes away what was written meanwhile."""
+    """A flush returns without writing: a power failure loses the data written meanwhile."""
     system.sky.flush_lies = True
     return lambda: setattr(system.sky, "flush_lies", False)
 
 
 @fault
 def torn_journal(system: System, one: Fault) -> None:
-    """The power fails while a disk that lies writes the journal: its file is cut in the middle."""
+    """The power fails while a lying disk writes the journal: its file is truncated in the middle."""
     power_off(system, one)
     path = system.run.journal_path
     system.disk.lost.append(path.name)
@@ -121,7 +121,7 @@ def torn_journal(system: System, one: Fault) -> None:
 
 @fault
 def sick_port(system: System, one: Fault) -> Callable[[], None] | None:
-    """A payload port of a worker refuses, resets or falls silent, by `amount`: 0, 1 or 2."""
+    """A payload port of a worker refuses, resets or does not answer, by `amount`: 0, 1 or 2."""
     net, placed = system.payload_net, system.placed.get(one.target)
     ports = [port for port, owner in net.owners.items() if placed is not None and owner is placed.process]
     if not ports:
@@ -131,33 +131,33 @@ def sick_port(system: System, one: Fault) -> Callable[[], None] | None:
     return lambda: net.sick.pop(ports[0], None) and None
 
 
-def _mood(field: str) -> Callable[[System, Fault], Callable[[], None] | None]:
+def _engine_fault(field: str) -> Callable[[System, Fault], Callable[[], None] | None]:
     def change(system: System, one: Fault) -> Callable[[], None] | None:
-        moods = system.moods.get(one.target)
-        if moods is None:
+        faults = system.engine_faults.get(one.target)
+        if faults is None:
             return None
-        setattr(moods, field, type(getattr(Moods(), field))(one.amount or 1))
-        return lambda: setattr(moods, field, getattr(Moods(), field))
+        setattr(faults, field, type(getattr(EngineFaults(), field))(one.amount or 1))
+        return lambda: setattr(faults, field, getattr(EngineFaults(), field))
 
     return change
 
 
 KINDS |= {
-    "hang": _mood("hang"),
-    "hooks_fail": _mood("hook_fails"),
-    "slow": _mood("slow"),
-    "crash": _mood("crash"),
-    "tear": _mood("tear"),
-    "damage_memory": _mood("damage"),
-    "stuck_update": _mood("stuck"),
-    "wake_fails": _mood("wake_fails"),
-    "lie": _mood("lie"),
+    "hang": _engine_fault("hang"),
+    "hooks_fail": _engine_fault("hook_fails"),
+    "slow": _engine_fault("slow"),
+    "crash": _engine_fault("crash"),
+    "tear": _engine_fault("tear"),
+    "damage_memory": _engine_fault("damage"),
+    "stuck_update": _engine_fault("stuck"),
+    "wake_fails": _engine_fault("wake_fails"),
+    "lie": _engine_fault("wrong_digest"),
 }
 
 
 @fault
 def flip_prefetch(system: System, one: Fault) -> None:
-    """The live setting `rollout.prefetch` is changed."""
+    """Changes the live setting `rollout.prefetch`."""
     if system.service is not None:
         flags = system.service.prefetch
         system.service.prefetch = {name: not flags.get(name, True) for name in system.service.controller.pipelines}
@@ -165,7 +165,7 @@ def flip_prefetch(system: System, one: Fault) -> None:
 
 @fault
 def terminate(system: System, one: Fault) -> None:
-    """A process is asked to end by another process than its supervisor."""
+    """Another process than the supervisor sends SIGTERM."""
     placed = system.placed.get(one.target)
     if placed is not None and placed.process.alive:
         system.loop.call_soon(placed.member.stop.request, "received SIGTERM", context=placed.process.context)
@@ -180,29 +180,29 @@ def hang_trainer(system: System, one: Fault) -> None:
 @fault
 def cannot_start(system: System, one: Fault) -> None:
     """The worker dies, and cannot be built again."""
-    system.moods[one.target].builds = False
+    system.engine_faults[one.target].builds = False
     system.kill(one.target)
 
 
 @fault
 def crash_loop(system: System, one: Fault) -> Callable[[], None]:
-    """The process dies `amount` seconds after every start, for as long as it lasts."""
+    """The process dies `amount` seconds after every start, while the fault lasts."""
     lasting = [True]
 
-    def look() -> None:
+    def poll() -> None:
         placed = system.placed.get(one.target)
         if placed is not None and system.loop.time() - placed.process.started_at >= one.amount:
             system.kill(one.target)
         if lasting:
-            system.loop.call_later(0.1, look)
+            system.loop.call_later(0.1, poll)
 
-    look()
+    poll()
     return lasting.clear
 
 
 @fault
 def power_off(system: System, one: Fault) -> None:
-    """Everything dies at once, the supervisor too; the run is resumed afterwards."""
+    """All processes die at once, including the supervisor; the run is resumed afterwards."""
     for name in list(system.placed):
         system.kill(name)
     system.disk.lose_power()
@@ -216,39 +216,39 @@ def power_off(system: System, one: Fault) -> None:
 
 @fault
 def damage_weights(system: System, one: Fault) -> Callable[[], None]:
-    """One byte of the newest version's file is flipped; for as long as it lasts, of every version's."""
+    """Flips one byte of the newest version's file, and of each new version's while the fault lasts."""
     damaged: set[Path] = set()
     lasting = [True]
 
-    def look() -> None:
+    def poll() -> None:
         files = sorted((system.run.root / "weights").rglob("*.safetensors"), key=_written)[-1:]
         if files and files[0] not in damaged:
             damaged.add(files[0])
             _flip(files)
         if one.for_s and lasting:
-            system.loop.call_later(LOOK_EVERY_S, look)
+            system.loop.call_later(POLL_EVERY_S, poll)
 
-    look()
+    poll()
     return lasting.clear
 
 
 @fault
 def damage_checkpoint(system: System, one: Fault) -> None:
-    """One byte of the newest checkpoint is flipped; the one before it stays whole."""
+    """Flips one byte of the newest checkpoint; the previous one stays whole."""
     kept = sorted((system.run.root / "checkpoints").rglob("step-*"), key=_written)
     _flip(sorted((path for path in kept[-1].rglob("*") if path.stat().st_size > 256), key=str) if kept else [])
 
 
 @fault
 def lose_host(system: System, one: Fault) -> None:
-    """A worker and its ring are gone, as when its machine is lost."""
+    """Kills a worker and removes its ring, as when its machine is lost."""
     unlink_ring(system, one)
     system.kill(one.target)
 
 
 @fault
 def unlink_ring(system: System, one: Fault) -> None:
-    """The files of a worker's rings are removed; the worker lives on."""
+    """Removes the files of a worker's rings; the worker stays alive."""
     placed = system.placed.get(one.target)
     system.truth.may_miss = True
     for path in placed.rings if placed is not None else []:
@@ -273,14 +273,14 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
     faults: list[Fault] = []
     at_s = 5.0 + random.expovariate(1 / every_s)
     while at_s < span_s:
-        anyone = random.choice([*workers, *workers, *trainers, "controller"])
+        process = random.choice([*workers, *workers, *trainers, "controller"])
         worker = random.choice(workers)
         kinds: list[tuple[int, Fault]] = [
             (6, Fault(at_s, "kill", worker)),
             (4, Fault(at_s, "kill", random.choice(trainers))),
             (4, Fault(at_s, "kill", "controller")),
-            (3, Fault(at_s, "stop", anyone, for_s=round(random.uniform(0.5, 30.0), 1))),
-            (3, Fault(at_s, "cut", anyone, for_s=round(random.uniform(0.5, 40.0), 1))),
+            (3, Fault(at_s, "stop", process, for_s=round(random.uniform(0.5, 30.0), 1))),
+            (3, Fault(at_s, "cut", process, for_s=round(random.uniform(0.5, 40.0), 1))),
             (
                 2,
                 Fault(at_s, "lose", for_s=round(random.uniform(1, 20), 1), amount=round(random.uniform(0, 0.3), 2)),
@@ -310,7 +310,7 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
         ]
         weights = [weight for weight, _ in kinds]
         drawn = random.choices([one for _, one in kinds], weights)[0]
-        # Of the two checkpoints that are kept, one is always whole: without any, a run ends as it must.
+        # One of the two kept checkpoints is always whole: without any, a run must fail.
         if drawn.what != "damage_checkpoint" or all(one.what != "damage_checkpoint" for one in faults):
             faults.append(drawn)
         at_s = round(at_s + random.expovariate(1 / every_s), 2)
@@ -318,14 +318,14 @@ def storm(seed: int, workers: list[str], trainers: list[str], *, span_s: float, 
 
 
 def crash_loops(seed: int, processes: list[str], *, span_s: float) -> list[Fault]:
-    """One process that dies again and again soon after its start; drawn apart too."""
+    """One process that dies repeatedly soon after its start; drawn with a separate seed too."""
     random = Random(f"{seed} crashes")
     at_s, for_s = round(random.uniform(5.0, span_s), 2), round(random.uniform(5.0, 60.0), 1)
     return [Fault(at_s, "crash_loop", random.choice(processes), for_s=for_s, amount=round(random.uniform(0, 5), 1))]
 
 
 def hangs(seed: int, workers: list[str], *, span_s: float) -> list[Fault]:
-    """Trainers or a worker that make no progress until they are replaced; drawn apart too."""
+    """Trainers or a worker that make no progress until they are replaced; drawn with a separate seed too."""
     random = Random(f"{seed} hangs")
     at_s = round(random.uniform(5.0, span_s), 2)
     trainers = Fault(at_s, "hang_trainer", for_s=round(random.uniform(1.0, 10.0), 1))
@@ -333,7 +333,7 @@ def hangs(seed: int, workers: list[str], *, span_s: float) -> list[Fault]:
 
 
 def disk_trouble(seed: int, trainers: list[str], *, span_s: float) -> list[Fault]:
-    """What a disk may do to a run in the first `span_s` seconds; drawn apart, so that storms stay what they are."""
+    """Faults of the disk in the first `span_s` seconds; drawn with a separate seed, so that storms do not change."""
     random = Random(f"{seed} disk")
     at_s = round(random.uniform(8.0, span_s), 2)
     lasts_s = round(random.uniform(1.0, 20.0), 1)

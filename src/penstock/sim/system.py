@@ -1,8 +1,8 @@
 """The whole system in one process, on virtual time: the actual controller, workers and trainers of a run.
 
 Their own `main` functions run, over real rings, real weight files, real checkpoints and a real journal, in a directory
-of the memory file system. Simulated are time, threads, the network, processes and what a model computes. Who starts and
-restarts the processes is given from outside: the supervisor stands above this room.
+of the memory file system. Simulated are time, threads, the network, processes and a model's computation. The caller
+starts and restarts the processes: this package does not import the supervisor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from penstock.runtime.tasks import Tasks
 from penstock.sim.disk import Disk
 from penstock.sim.loop import CURRENT, Process, VirtualLoop, virtual_loop
 from penstock.sim.network import Network, PayloadNet
-from penstock.sim.parts import Moods, SimEngine, SimEnvironment, SimLearner, SimWorkload, Work, small_policy
+from penstock.sim.parts import EngineFaults, SimEngine, SimEnvironment, SimLearner, SimWorkload, Work, small_policy
 from penstock.sim.truth import Truth
 from penstock.train import checkpoint
 from penstock.wire import messages
@@ -67,7 +67,7 @@ PROMISING = (
     messages.AckCheckpoint,
     messages.PublishWeights,
 )
-"""Calls whose answers a peer relies on."""
+"""Calls whose answers a peer relies on: the event must be committed first."""
 KILLED = -9
 NEVER_S = 1e7
 TIMED = {
@@ -80,26 +80,26 @@ TIMED = {
     "_learner": "build_s",
     "_parts": "build_s",
 }
-"""By the name of the offloaded function: which duration of `Work` it takes."""
+"""The duration in `Work` by name of the offloaded function."""
 KEPT_LINES = 400
 
 
-class Sky(msgspec.Struct):
-    """The network's weather and the disk's."""
+class Conditions(msgspec.Struct):
+    """Present conditions of the network and the disk."""
 
     latency_s: float = 0.002
     lose: float = 0.0
     reset: float = 0.0
     repeat: float = 0.0
     corrupt: float = 0.0
-    """Of payloads that come over the network."""
+    """Probability for payloads over the network."""
     commit_s: float = 0.002
     disk_full: bool = False
     flush_lies: bool = False
 
 
 class History:
-    """Everything observable, in order: equal seeds give equal digests."""
+    """All observable events in order: equal seeds give equal digests."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -117,7 +117,7 @@ class History:
         return self._digest.hexdigest()
 
 
-class Said(msgspec.Struct, frozen=True):
+class LogLine(msgspec.Struct, frozen=True):
     """A log line of a process."""
 
     at: float
@@ -170,7 +170,7 @@ class NoLag(LagMonitor):
 
 
 class SimSidecar:
-    """The heartbeat of a member, in a process of its own that dies with it."""
+    """The heartbeat of a member, in a separate process that dies with it."""
 
     def __init__(self, member: SimMember) -> None:
         system = member.system
@@ -201,7 +201,7 @@ class SimSidecar:
 
 
 class Placed(msgspec.Struct):
-    """A started process, and how it ended."""
+    """A started process and its exit code."""
 
     process: Process
     member: SimMember
@@ -212,7 +212,7 @@ class Placed(msgspec.Struct):
 
 
 class System:
-    """Processes, network, disk and truth of one simulated run."""
+    """Processes, network, disk and invariants of one simulated run."""
 
     def __init__(self, loop: VirtualLoop, config: Config, work: Work, seed: int, root: Path) -> None:
         self.loop = loop
@@ -222,23 +222,23 @@ class System:
         self.root = root
         self.run = RunDir.create(root, "run", "", "simulated")
         self.random = Random(f"{seed} system")
-        self.sky = Sky(latency_s=work.latency_s, commit_s=work.commit_s)
+        self.sky = Conditions(latency_s=work.latency_s, commit_s=work.commit_s)
         self.disk = Disk(self.run.root, self.run.journal_path, self.sky, work.commit_s, lambda: loop.threads.in_one)
-        self.blowing: defaultdict[str, list[float]] = defaultdict(list)
-        """The storms of each kind that have not ended, by field of the sky."""
+        self.active: defaultdict[str, list[float]] = defaultdict(list)
+        """Amounts of the active faults by field of `Conditions`."""
         self.history = History(loop.time)
-        self.said: list[Said] = []
+        self.said: list[LogLine] = []
         self.truth = Truth(config.pipeline, loop.time)
-        self.truth.may_miss = config.payload.transport != "shm"  # what lies elsewhere can be out of reach
+        self.truth.may_miss = config.payload.transport != "shm"  # payloads of another machine can be unreachable
         self.network = Network(loop, Random(f"{seed} network"), self.sky, self._served)
         self.payload_net = PayloadNet(self.network, Random(f"{seed} payloads"))
         self.exchange = MemoryExchange(self.payload_net)
         self.placed: dict[str, Placed] = {}
-        self.moods: dict[str, Moods] = {}
+        self.engine_faults: dict[str, EngineFaults] = {}
         self.service: ControlService | None = None
         self.broken: asyncio.Future[None] = loop.create_future()
         self.outage: asyncio.Future[float] = loop.create_future()
-        """Set when the power fails, to how long it is away."""
+        """Set when the power fails, to the seconds without power."""
         self.stuck_until = 0.0
         """Optimiser steps that begin before this never end."""
         self.starts = 0
@@ -249,7 +249,7 @@ class System:
     # -- processes --------------------------------------------------------------------------------------------------
 
     def start(self, role: str, name: str, member: str, session: str, pipeline: str = "", index: int = 0) -> Placed:
-        """Starts a process as the operating system would; `name` is its place in the run."""
+        """Starts a process as the operating system would; `name` is its name in the run."""
         self.starts += 1
         process = Process(self.loop, name)
         number = self.starts
@@ -341,7 +341,7 @@ class System:
             raise RunFailed(service.failure)
 
     async def _answered(self, service: ControlService, journal: VirtualJournal, request: Request) -> Reply:
-        """A commit takes time: an answer in the very moment in which its event was written down came before it."""
+        """A commit takes time: an answer in the same loop iteration as its event was sent before the commit."""
         began, seq = self.loop.iterations, journal.last_seq
         reply = await service.call(request)
         if isinstance(request, PROMISING) and self.loop.iterations == began and journal.last_seq != seq:
@@ -362,29 +362,29 @@ class System:
 
     def _parts(self, member: RoleProcess) -> Any:
         policy = small_policy()
-        moods = self.moods.setdefault(member.name, Moods())
-        if not moods.builds:
+        engine_faults = self.engine_faults.setdefault(member.name, EngineFaults())
+        if not engine_faults.builds:
             raise ValueError("the engine cannot be built, in simulation")
-        if not moods.lasting:
-            moods = self.moods[member.name] = Moods()
-        engine = SimEngine(policy, moods, self.truth, member.name, shared=bool(self.config.pool.devices))
-        workload = SimWorkload(engine, self.work, moods, self.truth, member.random, self.seed)
+        if not engine_faults.lasting:
+            engine_faults = self.engine_faults[member.name] = EngineFaults()
+        engine = SimEngine(policy, engine_faults, self.truth, member.name, shared=bool(self.config.pool.devices))
+        workload = SimWorkload(engine, self.work, engine_faults, self.truth, member.random, self.seed)
         return SimEnvironment(self.work.prompts), engine, workload, policy
 
     @contextmanager
     def _evaluating(self, member: RoleProcess, engine: SimEngine, policy: Any) -> Iterator[Evaluating | None]:
-        """Hooks of their own for evaluations, as a real worker has them."""
+        """Separate hooks for evaluations, as in a real worker."""
         if not member.pipeline.evaluation.every_steps:
             yield None
             return
-        moods = self.moods[member.name]
-        workload = SimWorkload(engine, self.work, moods, self.truth, member.random, self.seed)
+        engine_faults = self.engine_faults[member.name]
+        workload = SimWorkload(engine, self.work, engine_faults, self.truth, member.random, self.seed)
         yield Evaluating(workload, engine, lambda lease, number, made: None)
 
-    # -- what takes time --------------------------------------------------------------------------------------------
+    # -- durations -------------------------------------------------------------------------------------------------
 
     def duration(self, offload: str, function: str) -> float:
-        """How long offloaded work takes."""
+        """Duration of an offloaded call in seconds."""
         work = self.work
         name = function.rpartition(".")[2]
         if name == "step" and self.loop.time() < self.stuck_until:
@@ -394,7 +394,7 @@ class System:
         self.truth.trained_s += took_s if name == "step" else 0.0
         return took_s
 
-    # -- what is seen -----------------------------------------------------------------------------------------------
+    # -- observations ----------------------------------------------------------------------------------------------
 
     def _served(self, client: str, request: Request, reply: Reply) -> None:
         if not isinstance(request, Heartbeat):
@@ -416,7 +416,7 @@ class System:
 
 
 class Lines:
-    """Where the controller's metric lines go: those of evaluations are compared with the truth."""
+    """Receives the controller's metric lines and checks those of evaluations."""
 
     def __init__(self, truth: Truth) -> None:
         self._truth = truth
@@ -431,7 +431,7 @@ def _settle(future: asyncio.Future[int], code: int) -> None:
         future.set_result(code)
 
 
-class _Listener(logging.Handler):
+class _LogCapture(logging.Handler):
     def __init__(self, system: System) -> None:
         super().__init__(logging.INFO)
         self._system = system
@@ -440,13 +440,13 @@ class _Listener(logging.Handler):
         process = CURRENT.get()
         if process is None or process.state == "unwinding":
             return
-        said = Said(self._system.loop.time(), process.name, record.levelno, record.getMessage())
-        self._system.said.append(said)
+        line = LogLine(self._system.loop.time(), process.name, record.levelno, record.getMessage())
+        self._system.said.append(line)
 
 
 @contextmanager
 def simulated_system(config: Config, work: Work, seed: int, *, real_limit_s: float = 600.0) -> Iterator[System]:
-    """A system on a loop of its own, in a directory of its own; both are gone afterwards."""
+    """A system on a new loop and in a new directory; both are removed afterwards."""
     root = Path(tempfile.mkdtemp(prefix="penstock-sim-", dir=MEMORY if Path(MEMORY).is_dir() else None))
     made: list[System] = []
 
@@ -469,7 +469,7 @@ def simulated_system(config: Config, work: Work, seed: int, *, real_limit_s: flo
         ):
             system = System(loop, config, work, seed, root)
             made.append(system)
-            listener = _Listener(system)
+            listener = _LogCapture(system)
             package.addHandler(listener)
             package.setLevel(logging.INFO)
             propagates, package.propagate = package.propagate, False
@@ -478,7 +478,7 @@ def simulated_system(config: Config, work: Work, seed: int, *, real_limit_s: flo
                 yield system
             finally:
                 package.removeHandler(listener)
-                package.setLevel(logging.CRITICAL)  # what is unwound has nothing to say
+                package.setLevel(logging.CRITICAL)  # no log lines from unwinding
         made[0].close()
         package.propagate = propagates
     finally:

@@ -1,6 +1,6 @@
-"""What really happened in a simulated run, beside what the machines believe: the promises of the whole system.
+"""The actual history of a simulated run, recorded independently of the state machines, and the system's invariants.
 
-Each promise is checked where it would be broken, and raises InvalidTransition there. The world ends the run with it.
+Each invariant is checked where it could be violated, and raises InvalidTransition there, which ends the run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from penstock.records.batch import Batch
 from penstock.wire import messages
 from penstock.wire.messages import Reply, Request
 
-MISSING_IS_LOSS = "payloads of a ring that nothing took away are missing"
+MISSING_IS_LOSS = "payloads of an intact ring are missing"
 
 
-def worth(version: int, prompt: int, member: int) -> float:
-    """What one sample of an evaluation earns: no other version, prompt or member earns just that."""
+def reward_of(version: int, prompt: int, member: int) -> float:
+    """Reward of one evaluation sample, different for every version, prompt and member."""
     return (7919 * version + 104729 * prompt + 1299709 * member) % 15485863 / 15485863
 
 
 class Truth:
-    """Sees every answer of the controller, every decode boundary, every trained batch."""
+    """Observes every answer of the controller, every decode boundary, every trained batch."""
 
     def __init__(self, pipelines: Sequence[PipelineSection], now: Callable[[], float]) -> None:
         self._max_staleness = {one.name: one.train.max_staleness for one in pipelines}
@@ -43,23 +43,23 @@ class Truth:
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.steps_at: dict[str, list[float]] = defaultdict(list)
-        """When each step was acknowledged for the first time."""
+        """Time of the first acknowledgement of each step."""
         self._contents: dict[tuple[str, int], bytes] = {}
         self._published: dict[str, dict[int, bytes]] = defaultdict(dict)
-        """By digest: versions it was published as, with their bytes' own digest."""
+        """By digest: the versions published with it, and the digest of their bytes by `content_of`."""
         self._batches: dict[tuple[str, int], Batch] = {}
         self._trained: dict[tuple[str, int], dict[int, list[int]]] = {}
         self._trainers: set[str] = set()
         self._acked: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
         self.moved_at: dict[str, float] = {}
-        """When a lease was given, a delivery taken, a step acknowledged, or the trainer came back."""
+        """Time of the last granted lease, accepted delivery, acknowledged step or restart of the trainer."""
         self.stepped_at: dict[str, float] = {}
-        """When a step was acknowledged, again or for the first time."""
+        """Time of the last acknowledged step, including repeated steps."""
         self.on_device: dict[int, str] = {}
-        """Which process really is on each device of the pool."""
+        """The process that actually uses each device of the pool."""
         self.turns = 0
         self.may_miss = False
-        """A fault took payloads away."""
+        """A fault may have removed payloads."""
 
     def breaks(self, sentence: str) -> None:
         self.broken.append(f"at {self._now():.3f} s: {sentence}")
@@ -72,7 +72,7 @@ class Truth:
         for device in devices:
             other = self.on_device.setdefault(device, process)
             if other != process:
-                self.breaks(f"{process} moves on to device {device} while {other} is there")
+                self.breaks(f"{process} moves to device {device} while {other} uses it")
 
     def vacates(self, process: str) -> None:
         for device in [device for device, other in self.on_device.items() if other == process]:
@@ -84,11 +84,11 @@ class Truth:
         self._contents[pipeline, step] = content
 
     def decodes(self, version: int, digest: str, content: bytes) -> None:
-        """An engine draws with these weights."""
+        """An engine generates with these weights."""
         self.decodes_seen += 1
         published = self._published.get(digest, {})
         if version not in published:
-            self.breaks(f"an engine generates as version {version} with digest {digest!r}, never published so")
+            self.breaks(f"an engine generates as version {version} with digest {digest!r}, which was never published")
         if content != published[version]:
             self.breaks(f"an engine generates as version {version} with bytes that were never published")
 
@@ -103,10 +103,10 @@ class Truth:
             case messages.Register(pipeline=pipeline, role="trainer", step=step), messages.Registered():
                 self._trainers.add(request.member)
                 self._trainer_began(pipeline, int(step or 0))
-                if pipeline in self.moved_at:  # a trainer that came back begins anew
+                if pipeline in self.moved_at:  # a restarted trainer resets the time
                     self.moved_at[pipeline] = self._now()
             case messages.AskBatch(pipeline=pipeline), messages.BatchReady(batch=batch):
-                self._gave(pipeline, batch)
+                self._batch_sent(pipeline, batch)
             case messages.AskLease(pipeline=pipeline), messages.Leased(leases=leases) if leases:
                 self.moved_at[pipeline] = self._now()
             case messages.AckStep(pipeline=pipeline), messages.Ok():
@@ -118,10 +118,10 @@ class Truth:
                 for rollout in rollouts:
                     published = self._published.get(rollout.weights_digest, {})
                     if rollout.sample not in refused and rollout.version not in published:
-                        self.breaks(f"{rollout} was taken; its weights were published as {sorted(published)}")
+                        self.breaks(f"{rollout} was accepted; its weights were published as {sorted(published)}")
 
     def _trainer_began(self, pipeline: str, step: int) -> None:
-        """A trainer that starts from an older checkpoint takes back what came after it."""
+        """A trainer that starts from an older checkpoint discards all later steps."""
         for key in [key for key in self._batches if key[0] == pipeline and key[1] >= step]:
             del self._batches[key]
         for done in [done for done in self._acked[pipeline] if done >= step]:
@@ -129,24 +129,24 @@ class Truth:
         for key in [key for key, point in self.points.items() if key[0] == pipeline and _latest(point) > step]:
             del self.points[key]
 
-    def _gave(self, pipeline: str, batch: Batch) -> None:
+    def _batch_sent(self, pipeline: str, batch: Batch) -> None:
         self._batches[pipeline, batch.step] = batch
         for group in batch.groups:
             for version in group.versions:
                 age = batch.step - version
                 if not 0 <= age <= self._max_staleness[pipeline]:
-                    self.breaks(f"{pipeline}: step {batch.step} was given a sample of version {version}")
+                    self.breaks(f"{pipeline}: step {batch.step} received a sample of version {version}")
 
     def trains(self, pipeline: str, step: int, found: dict[int, list[int]]) -> None:
-        """A learner trains on these samples, by prompt, as their payloads say."""
+        """A learner trains on these samples, by prompt, according to their payloads."""
         batch = self._batches.get((pipeline, step))
         if batch is None:
-            self.breaks(f"{pipeline}: step {step} is trained, and no batch was given for it")
+            self.breaks(f"{pipeline}: step {step} is trained without a batch")
         assert batch is not None
         given = {group.prompt: list(group.samples) for group in batch.groups}
         for prompt, samples in found.items():
             if sorted(given.get(prompt, ())) != sorted(samples):  # type: ignore[call-overload]
-                self.breaks(f"{pipeline}: step {step} trains {samples} of prompt {prompt}, it was given {given}")
+                self.breaks(f"{pipeline}: step {step} trains {samples} of prompt {prompt}, its batch has {given}")
         self._trained[pipeline, step] = found
         self.samples_trained += sum(map(len, found.values()))
 
@@ -159,7 +159,7 @@ class Truth:
             self.breaks(f"{pipeline}: step {step} lacks prompts {request.missing_prompts}: {MISSING_IS_LOSS}")
         left = tuple(group.prompt for group in batch.groups if group.prompt not in request.missing_prompts)
         if sorted(left) != sorted(self._trained.get((pipeline, step), {})):
-            self.breaks(f"{pipeline}: step {step} is acknowledged with prompts {left}, others were trained")
+            self.breaks(f"{pipeline}: step {step} is acknowledged with prompts {left}, but others were trained")
         for prompt in left:
             for before, prompts in self._acked[pipeline].items():
                 if prompt in prompts:
@@ -175,36 +175,38 @@ class Truth:
     # -- evaluations ------------------------------------------------------------------------------------------------
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """The controller writes a point down: complete, of one version, and once. Its restart may write it again."""
+        """The controller records an evaluation: complete, of one version, and once. A restart may repeat the line."""
         if line.get("skipped", "").startswith("training was rolled back"):
             return  # it is due again
-        name, version, asked = line["pipeline"], line["version"], self._evaluation[line["pipeline"]]
+        name, version, section = line["pipeline"], line["version"], self._evaluation[line["pipeline"]]
         point = {key: value for key, value in line.items() if key != "at"}
         if self.points.setdefault((name, line["due"]), point) != point:
             self.breaks(f"{name}: the evaluation due at version {line['due']} ended twice, as {line}")
         self._noted_at[name, line["due"]] = self._now()
         if "skipped" in line:
             return
-        if line["eval/count"] + line["eval/failed"] != asked.prompts * asked.samples:
+        if line["eval/count"] + line["eval/failed"] != section.prompts * section.samples:
             self.breaks(f"{name}: version {version} was evaluated with {line['eval/count']} samples")
-        values = [worth(version, prompt, one) for prompt in range(asked.prompts) for one in range(asked.samples)]
+        values = [
+            reward_of(version, prompt, one) for prompt in range(section.prompts) for one in range(section.samples)
+        ]
         if not line["eval/failed"] and abs(line["eval/reward"] - sum(values) / len(values)) > 1e-9:
             self.breaks(f"{name}: version {version} was evaluated with samples of other versions")
 
     def lose_points(self, after: float) -> None:
-        """The journal lost what came after this: those evaluations are made again."""
+        """The journal lost all events after this time: those evaluations are repeated."""
         for key in [key for key, at in self._noted_at.items() if at > after]:
             self.points.pop(key, None)
 
     def check_points(self, pipeline: str, last: int) -> None:
-        """Every point that was due has a line: its figures, or why there are none."""
+        """Every evaluation that was due has a line with its results, or with the reason why it was skipped."""
         every = self._evaluation[pipeline].every_steps
         if not every:
             return
-        known = {due for name, due in self.points if name == pipeline}
-        known |= {point["version"] for (name, _), point in self.points.items() if name == pipeline}
-        if missing := [version for version in (*range(0, last, every), last) if version not in known]:
-            self.breaks(f"{pipeline}: nothing is said of the evaluations due at versions {missing}")
+        recorded = {due for name, due in self.points if name == pipeline}
+        recorded |= {point["version"] for (name, _), point in self.points.items() if name == pipeline}
+        if missing := [version for version in (*range(0, last, every), last) if version not in recorded]:
+            self.breaks(f"{pipeline}: there is no line for the evaluations due at versions {missing}")
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Nothing waits without a deadline: every wait of a live process ends by a timer, or is one of those that may be idle.
+"""Checks that every wait has a deadline: a timer ends each wait of a live process, except the idle waits in `IDLE`.
 
-A task waits without a deadline if what it awaits is no other task, no work in a thread, and nothing that a timer of the
-loop will settle or give up. Tasks are looked at one by one, so one that awaits another needs no deadline of its own.
-Work in threads is watched by the diagnosis of the controller, which names a process that does not get on.
+A task waits without a deadline if it awaits no other task, no work in a thread, and no future that a timer of the loop
+will settle or cancel. Each task is checked, so a task that awaits another needs no deadline. The controller's diagnosis
+covers work in threads: it names a process that makes no progress.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any
 from penstock.sim.loop import SimTask, VirtualLoop
 
 FAR_S = 3600.0
-"""A timer that is further away is none."""
+"""A timer further away does not count as a deadline."""
 IDLE: dict[str, str] = {
     "runtime.shutdown.ShutdownSignal.wait": "for a signal",
     "roles.controller.until_over.<locals>.heed_failure": "for the failure of the run",
-    "control.io.service.ControlService._carry_out": "for something to do",
+    "control.io.service.ControlService._execute_instructions": "for something to do",
     "train.publish.Publishing.run": "for a version, which the training loop offers",
     "rollout.io.runner.Runner._wait_for_news": "for its hooks and its calls, each of which has a deadline",
-    "rollout.io.generation.Generation.over": "for the end of the run, which its lease loop hears of",
+    "rollout.io.generation.Generation.over": "for the end of the run, which its lease loop reports",
     "launch.supervisor.Supervisor.run": "for the end of the run, which its tasks watch",
-    "launch.simulated._PlacedProcess.wait": "for the end of a process, which the operating system tells",
+    "launch.simulated._PlacedProcess.wait": "for the end of a process, which the operating system reports",
     "launch.simulated._Placer.run": "simulated: nothing to do",
     "sim.system.NoLag.run": "simulated: nothing to do",
 }
-"""By the innermost function of this package: why it may wait for as long as its process lives."""
+"""By innermost function of this package: why it may wait during the whole lifetime of its process."""
 
 
 class Waits:
-    """Remembers since when each task has waited for the same thing."""
+    """Records since when each task has awaited the same future."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
         self._since: dict[int, tuple[Any, float]] = {}
 
     def unbounded(self, longer_than_s: float) -> list[tuple[str, str, float]]:
-        """What waits without a deadline for longer than that: its process, the place, and for how long it has."""
+        """Waits without a deadline for longer than that: process, place, and seconds."""
         found: list[tuple[str, str, float]] = []
         now, since = self._loop.time(), self._since
         futures, tasks = self._with_timers()
@@ -96,6 +96,6 @@ def _place(task: asyncio.Task[Any]) -> str:
             if module.startswith("penstock."):
                 place = f"{module.removeprefix('penstock.')}.{frame.f_code.co_qualname}"
             elif frame.f_code.co_name in ("_wait", "__aexit__") and module in ("asyncio.tasks", "asyncio.taskgroups"):
-                return ""  # for tasks, each of which is looked at by itself
+                return ""  # for tasks, each of which is checked separately
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
     return place

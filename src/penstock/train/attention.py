@@ -1,7 +1,7 @@
-"""Attention over a row of sequences without padding, in which sequences may share what came before.
+"""Attention over a row of sequences without padding, in which sequences may share a prefix.
 
-A row is a forest of segments. The tokens of a segment attend to all tokens of the segments above it, and to those of
-their own segment up to themselves. So the prompt of a group is read once, and each completion goes on from it.
+A row is a forest of segments. The tokens of a segment attend to all tokens of its ancestors, and to those of their
+own segment up to themselves. So the prompt of a group is computed once, and each completion continues it.
 
 On a GPU in bfloat16 this is one call of torch's variable-length flash attention: the keys of a segment are gathered
 behind those of its ancestors, and the causal mask is aligned to the end of the keys. Elsewhere segments of the same
@@ -27,7 +27,7 @@ NAME = "penstock_forest"
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Segments of as many tokens that attend to as many."""
+    """Segments with equal numbers of queries and of keys."""
 
     queries_KQ: Tensor
     keys_KC: Tensor
@@ -36,7 +36,7 @@ class Bucket:
 
 
 class Forest:
-    """Who attends to whom in a row, made of segments [first token, token after the last, parent or -1].
+    """The attention structure of a row, made of segments [first token, token after the last, parent or -1].
 
     They cover the row in order, parents first.
     """
@@ -44,7 +44,7 @@ class Forest:
     def __init__(self, segments_K3: np.ndarray, device: torch.device) -> None:
         self._device = device
         self._chains: list[np.ndarray] = []
-        """Of each segment, the tokens it attends to: those of its ancestors and its own."""
+        """For each segment, the tokens it attends to: those of its ancestors and its own."""
         for start, end, parent in segments_K3.tolist():
             own = np.arange(start, end)
             self._chains.append(own if parent < 0 else np.concatenate([self._chains[parent], own]))
@@ -60,7 +60,7 @@ class Forest:
 
     @cached_property
     def buckets(self) -> tuple[list[Bucket], Tensor]:
-        """All segments by their shape, and where each token of the row is in them."""
+        """All segments by shape, and the position of each token of the row in them."""
         shapes: dict[tuple[int, int], list[np.ndarray]] = {}
         for queries, chain in zip(self._lengths.tolist(), self._chains, strict=True):
             shapes.setdefault((queries, len(chain)), []).append(chain)
@@ -79,7 +79,7 @@ class Forest:
 
 
 def attend_in_forests(module: nn.Module) -> bool:
-    """Makes a model attend as its `layout` says. False, and nothing changed, for a model that cannot."""
+    """Makes a model attend according to its `layout`. Returns False and changes nothing if the model cannot."""
     from transformers import AttentionInterface
 
     model: Any = module
@@ -111,7 +111,7 @@ def _attend(
     if layout is None:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
         return out.transpose(1, 2).contiguous(), None
-    if _flash_takes(query):
+    if _flash_supports(query):
         return _flash(query, key, value, layout, scaling)[None], None
     parts: list[Tensor] = []
     buckets, order_T = layout.buckets
@@ -128,7 +128,7 @@ def _attend(
     return torch.cat(parts)[order_T][None], None
 
 
-def _flash_takes(query: Tensor) -> bool:
+def _flash_supports(query: Tensor) -> bool:
     width = query.shape[-1]
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
 
@@ -149,15 +149,15 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Forest, scaling: f
 
 
 @cache
-def _taken_by_flash() -> tuple[str, ...]:
+def _flash_parameters() -> tuple[str, ...]:
     from torch.nn.attention.varlen import varlen_attn
 
     return tuple(inspect.signature(varlen_attn).parameters)
 
 
 def _causal_options() -> dict[str, Any]:
-    """How this torch is asked for a causal mask that is aligned to the end of the keys."""
-    taken = _taken_by_flash()
+    """Arguments with which this torch aligns the causal mask to the end of the keys."""
+    taken = _flash_parameters()
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in taken else {"is_causal": True}
     return options | {name: value for name, value in (("enable_gqa", True), ("scale", None)) if name in taken}
 

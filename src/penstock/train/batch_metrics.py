@@ -1,4 +1,4 @@
-"""What people want to know of a step's samples: lengths, truncation, spread of rewards, and each reward function."""
+"""Metrics of a step's samples: lengths, truncation, spread of rewards, and each reward function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.records.batch import BatchGroup
 
 
 def figures_of(groups: Sequence[BatchGroup], samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """By metric name, over the samples of the groups in order. A reward that is missing counts in no mean."""
+    """Values by metric name. `samples` are those of the groups, in order. A missing reward counts in no mean."""
     if not samples:
         return {}
     lengths = np.array([length for group in groups for length in group.lengths], np.float64)
@@ -41,5 +41,5 @@ def figures_of(groups: Sequence[BatchGroup], samples: Sequence[Mapping[str, np.n
 
 
 def _is_flat(rewards: Sequence[float]) -> bool:
-    """A group of one has nothing to be compared with, and so no spread to lack."""
+    """Whether all rewards are equal. A group of one is not counted: it has no spread to measure."""
     return len(rewards) > 1 and max(rewards) - min(rewards) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""The checkpoint that was evaluated best, kept beside the newest ones: `checkpoints/<pipeline>/best/`."""
+"""The checkpoint with the best evaluation, kept beside the newest ones: `checkpoints/<pipeline>/best/`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ RECORD = "checkpoint.json"
 
 
 def keep_best(checkpoints: Path, metrics: Path, pipeline: str) -> int | None:
-    """Keeps a copy of the best checkpoint that is on disk, if it is better than the one kept so far; its step then.
+    """Copies the best checkpoint on disk if it is better than the one kept so far. Returns its step, else None.
 
-    An evaluation of a version takes a while, so the newest checkpoint is judged at a later call. Files are linked, not
-    copied, where the file system can.
+    An evaluation of a version takes time, so the newest checkpoint is compared at a later call. Files are linked, not
+    copied, where the file system supports it.
     """
     rewards = _evaluations(metrics, pipeline)
-    there = {int(path.name.removeprefix("step-")): path for path in checkpoints.glob("step-*")}
-    judged = {step: rewards[step] for step in there if step in rewards}
-    if not judged:
+    on_disk = {int(path.name.removeprefix("step-")): path for path in checkpoints.glob("step-*")}
+    evaluated = {step: rewards[step] for step in on_disk if step in rewards}
+    if not evaluated:
         return None
-    step = max(judged, key=lambda one: (judged[one], one))
+    step = max(evaluated, key=lambda one: (evaluated[one], one))
     kept = _kept_step(checkpoints / BEST)
-    if kept is not None and (kept == step or rewards.get(kept, float("-inf")) >= judged[step]):
+    if kept is not None and (kept == step or rewards.get(kept, float("-inf")) >= evaluated[step]):
         return None
     partial = checkpoints / f".partial-{BEST}"
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(there[step], partial, copy_function=_link_or_copy)
+    shutil.copytree(on_disk[step], partial, copy_function=_link_or_copy)
     shutil.rmtree(checkpoints / BEST, ignore_errors=True)
     partial.rename(checkpoints / BEST)
-    log.info("step %d is the best so far: reward %g in evaluation", step, judged[step])
+    log.info("step %d is the best so far: reward %g in evaluation", step, evaluated[step])
     return step
 
 

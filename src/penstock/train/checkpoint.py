@@ -1,15 +1,15 @@
-"""Checkpoints that are whole or absent.
+"""Atomic checkpoints: complete or absent.
 
     <directory>/step-00000120/
-        model.safetensors       the policy; with config.json and the tokenizer beside it the directory opens as a model
+        model.safetensors       the policy; with config.json and the tokenizer the directory can be loaded as a model
         .metadata, *.distcp     the learner, as torch.distributed.checkpoint (DCP) writes it
         checkpoint.json         step, sizes and digests of the files above
 
-A checkpoint is written under another name, flushed to disk and renamed. One that is damaged all the same is passed over
-with a warning in favour of the one before it.
+A checkpoint is written under another name, flushed to disk and renamed. A damaged one is skipped with a warning, and
+the previous one is used.
 
-The ranks of a trainer write it together, each its own part, and any number of ranks can go on from it. DCP's
-`.metadata` is pickled. It is read only after the digests of all files were found right, and never comes over a wire.
+The ranks of a trainer write it together, each its own part, and any number of ranks can resume from it. DCP's
+`.metadata` is pickled. It is read only after the digests of all files were verified, and is never sent over a network.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MASTER = "master/"
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """What a file of a checkpoint must be."""
+    """Expected size and digest of a file."""
 
     size_bytes: int
     digest: str
@@ -72,7 +72,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint that was found whole."""
+    """A complete checkpoint."""
 
     directory: Path
     record: CheckpointRecord
@@ -85,10 +85,10 @@ class Checkpoint(msgspec.Struct, frozen=True):
 def save(
     directory: Path, learner: Learner, *, keep: int = CheckpointSection().keep, world: World = ALONE
 ) -> Checkpoint:
-    """Write the learner and its policy, then remove all but the newest `keep` checkpoints.
+    """Writes the learner and its policy, then removes all but the newest `keep` checkpoints.
 
-    With several ranks this is rank 0's call, and each of the others calls `save_part` at the same time. RunFailed if
-    the disk refuses (full, say); checkpoints written before are untouched then.
+    With several ranks, rank 0 calls this while each of the others calls `save_part`. Raises RunFailed if a write fails
+    (for example on a full disk); earlier checkpoints are untouched then.
     """
     final = directory / f"{_PREFIX}{learner.steps:08d}"
     partial = _partial(directory, learner)
@@ -121,7 +121,7 @@ def save(
 
 
 def save_part(directory: Path, learner: Learner, world: World) -> None:
-    """Write what this rank, another than rank 0, has of the learner and its policy."""
+    """Writes the part of this rank, other than rank 0, of the learner and its policy."""
     try:
         _write(_partial(directory, learner), learner, world)
     except (OSError, CheckpointException) as error:
@@ -134,12 +134,12 @@ def _write(partial: Path, learner: Learner, world: World) -> None:
     tensors = learner.policy.named_tensors()
     write_parts(partial / MODEL_FILE, specs_of(tensors), tensors, rank=world.rank, marked=True)
     writer = FileSystemWriter(partial, sync_files=False)
-    with _without_advice():
+    with _without_warnings():
         state_dict_saver.save(_state(learner), storage_writer=writer, process_group=world.group, no_dist=world.alone)
 
 
 def _state(learner: Learner) -> dict[str, Tensor]:
-    """All but the model's file. The master weights of a sharded policy are its shards, if it computes in less."""
+    """All but the model's file. The master weights of a sharded policy are its shards unless it computes in float32."""
     state = learner.state()
     if isinstance(learner.policy, ShardedPolicy) and learner.policy.dtype != torch.float32:
         trained = ((name, p) for name, p in learner.policy.module.named_parameters() if p.requires_grad)
@@ -148,7 +148,7 @@ def _state(learner: Learner) -> dict[str, Tensor]:
 
 
 def latest(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None. Damaged ones are named in a warning and passed over."""
+    """The newest undamaged checkpoint, or None. Damaged ones are logged and skipped."""
     for candidate in _candidates(directory):
         try:
             return verify(candidate)
@@ -158,13 +158,13 @@ def latest(directory: Path) -> Checkpoint | None:
 
 
 def last_resort(directory: Path, *, keep: int) -> int:
-    """The step to start from if all newer checkpoints turn out damaged: 0 until `keep` of them have been written."""
+    """The step to start from if all newer checkpoints are damaged: 0 until `keep` of them have been written."""
     candidates = _candidates(directory)
     return int(candidates[-1].name.removeprefix(_PREFIX)) if len(candidates) >= keep else 0
 
 
 def verify(candidate: Path) -> Checkpoint:
-    """Read everything and compare with the record. ConfigError says what is wrong."""
+    """Reads all files and compares them with the record. Raises ConfigError with the difference."""
     try:
         record = msgspec.json.decode((candidate / RECORD_FILE).read_bytes(), type=CheckpointRecord)
         if record.format_version != FORMAT_VERSION:
@@ -192,7 +192,7 @@ def read(directory: Path) -> Checkpoint:
 
 
 def load(checkpoint: Checkpoint, learner: Learner) -> None:
-    """Put the learner and its policy back exactly where they were saved, on any number of ranks; each calls it."""
+    """Restores the learner and its policy exactly, on any number of ranks. Every rank calls it."""
     path = checkpoint.directory / MODEL_FILE
     try:
         if isinstance(learner.policy, ShardedPolicy):
@@ -215,7 +215,7 @@ def load(checkpoint: Checkpoint, learner: Learner) -> None:
 
 
 def _read_state(directory: Path, learner: Learner) -> dict[str, Tensor]:
-    """What was saved of the learner: as much of each tensor as this rank holds of its parameter."""
+    """The saved state of the learner: of each tensor, the rows that this rank holds of its parameter."""
     reader = FileSystemReader(directory)
     parameters = dict(learner.policy.module.named_parameters())
     state: dict[str, Tensor] = {}
@@ -227,14 +227,14 @@ def _read_state(directory: Path, learner: Learner) -> dict[str, Tensor]:
             state[entry] = torch.empty_like(parameter.detach(), dtype=saved.properties.dtype, device="cpu")
         else:
             state[entry] = torch.empty(saved.size, dtype=saved.properties.dtype)
-    with _without_advice():  # each rank reads for itself
+    with _without_warnings():  # each rank reads independently
         state_dict_loader.load(state, storage_reader=reader, no_dist=True)
     return state
 
 
 def export(directory: Path, target: Path) -> None:
-    """Copy the model out of a checkpoint: a directory that opens as a model, without the learner. ConfigError if the
-    checkpoint is damaged."""
+    """Copies the model of a checkpoint, without the learner, to a directory that can be loaded as a model. Raises
+    ConfigError if the checkpoint is damaged."""
     record = verify(directory).record
     target.mkdir(parents=True, exist_ok=True)
     for name in record.files:
@@ -243,7 +243,7 @@ def export(directory: Path, target: Path) -> None:
 
 
 def _candidates(directory: Path) -> list[Path]:
-    """Newest first; half-written ones never count."""
+    """Newest first, without partial ones."""
     return sorted(directory.glob(f"{_PREFIX}*"), reverse=True)
 
 
@@ -252,7 +252,7 @@ def _partial(directory: Path, learner: Learner) -> Path:
 
 
 def _cause(error: BaseException) -> str:
-    """What one rank met, out of the report of all of them."""
+    """The error of one rank, from the report of all ranks."""
     if isinstance(error, CheckpointException):
         error = next((failure[0] for failure in error.failures.values()), error)
     if "inline_container" in str(error):  # torch's writer checks its position, not what the write returned
@@ -261,8 +261,8 @@ def _cause(error: BaseException) -> str:
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
-    """Without warnings that a process saves or loads alone, which is intended."""
+def _without_warnings() -> Iterator[None]:
+    """Suppresses warnings that a process saves or loads without a group, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

@@ -1,4 +1,4 @@
-"""The trainer's data loader: the batch of the next step is fetched and packed while the present one trains."""
+"""The trainer's data loader: the batch of the next step is fetched and packed while the current step trains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.wire.messages import AskBatch, BatchReady, Complete, NotYet
 
 log = logging.getLogger(__name__)
 
-ASK_FOR_S = 10.0
+LONG_POLL_S = 10.0
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class PreparedBatch:
     memory: list[np.ndarray]
     buffers: Buffers
     figures: dict[str, float]
-    """Of its samples, for the step's metrics."""
+    """Metrics of its samples."""
 
     def done(self) -> None:
         """The step was trained and acknowledged: the payloads may be overwritten, and so may the micro-batches."""
@@ -61,7 +61,7 @@ class PreparedBatch:
             self.buffers.give_back(self.memory.pop())
 
     def trained(self) -> list[TrainedRollout]:
-        """The samples as people may want to read them."""
+        """The samples, for the rollout log."""
         columns = [
             (group.prompt, sample, version, reward)
             for group in self.groups
@@ -88,7 +88,7 @@ class BatchLoader:
         *,
         max_new_tokens: int = 0,
     ) -> None:
-        """`offload` has one thread that fetches and waits, and others that copy: at least two."""
+        """`offload` needs at least two threads: one fetches and waits, the others copy."""
         self._train = train
         self._max_new_tokens = max_new_tokens
         self._fetcher = fetcher
@@ -98,7 +98,7 @@ class BatchLoader:
         self._buffers = Buffers()
 
     async def load(self, batch: Batch, rings: tuple[RingAddress, ...]) -> PreparedBatch:
-        """In the background."""
+        """Fetches and packs in a background thread."""
         return await self._offload.run(self.fetch_and_pack, batch, rings)
 
     def fetch_and_pack(self, batch: Batch, rings: tuple[RingAddress, ...]) -> PreparedBatch:
@@ -152,7 +152,7 @@ class BatchLoader:
 
 
 class DataLoader:
-    """Gets the batch of exactly the step that was asked for.
+    """Requests batches from the controller, each for exactly one step.
 
     Consumes: step numbers. Produces: prepared batches. Waits for: the controller to have a full batch.
     Unblocked by: deliveries, completion, shutdown.
@@ -164,12 +164,12 @@ class DataLoader:
         self._loader = loader
         self._ranks = ranks
         self.awaited = False
-        """Whether nothing but this is done: only then is waiting all that could be expected, and so progress."""
+        """Whether the training loop waits for the batch: only then does waiting count as progress."""
 
     async def prepare(self, step: StepIndex) -> PreparedBatch | None:
-        """None when training is complete, or when this process was asked to stop. Every rank prepares its share."""
+        """The batch of a step; every rank prepares its share. None if training is complete or a stop is requested."""
         began = monotonic()
-        ready = await self._ask(step)
+        ready = await self._request(step)
         if ready is None:
             return None
         waited_s = monotonic() - began
@@ -185,15 +185,15 @@ class DataLoader:
             own.figures["tokens"] = float(sum(sum(group.lengths) for group in ready.batch.groups))
         return own
 
-    async def _ask(self, step: StepIndex) -> BatchReady | None:
+    async def _request(self, step: StepIndex) -> BatchReady | None:
         process = self._process
         while not process.stop.requested:
             try:
                 reply = await self._client.call(
-                    AskBatch(pipeline=self._client.pipeline, member=process.member, step=step, wait_s=ASK_FOR_S)
+                    AskBatch(pipeline=self._client.pipeline, member=process.member, step=step, wait_s=LONG_POLL_S)
                 )
             except PeerLost:
-                if process.stop.requested:  # the call was cut short by the shutdown
+                if process.stop.requested:  # the shutdown ended the call
                     return None
                 raise
             match reply:
@@ -219,7 +219,7 @@ def advantages_of_scored(
     truncated: np.ndarray,
     unscored: np.ndarray,
 ) -> np.ndarray:
-    """One per sample. A sample that could not be scored has none, and its group is smaller by it."""
+    """One per sample. A sample that could not be scored has 0 and does not count in its group."""
     if not unscored.any():
         return compute(advantage, rewards, sizes, lengths, truncated)
     scored = ~unscored

@@ -1,4 +1,4 @@
-"""What the controller may want of a trainer out of turn."""
+"""Emergency checkpoints: saved when the controller requests one."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from penstock.wire.messages import AskCheckpoint, CheckpointWanted, NotYet
 
 log = logging.getLogger(__name__)
 
-ASK_FOR_S = 20.0
+LONG_POLL_S = 20.0
 
 
 async def heed_checkpoints(process: RunMember, client: ControlClient, save: Callable[[], Awaitable[None]]) -> None:
-    """Saves whenever the controller asks for it, until the run stops.
+    """Saves whenever the controller requests it, until the run stops.
 
-    Consumes: the controller's wishes. Produces: checkpoints, and weights written afresh. Waits for: a wish.
-    Unblocked by: a fleet that cannot load what was published, shutdown.
+    Consumes: the controller's requests. Produces: checkpoints, and weights published again. Waits for: a request.
+    Unblocked by: replicas that cannot load the published weights, shutdown.
     """
     while not process.stop.requested:
         try:
-            reply = await client.call(AskCheckpoint(pipeline=client.pipeline, member=process.member, wait_s=ASK_FOR_S))
+            reply = await client.call(
+                AskCheckpoint(pipeline=client.pipeline, member=process.member, wait_s=LONG_POLL_S)
+            )
         except PeerLost:
-            if process.stop.requested:  # the call was cut short by the shutdown
+            if process.stop.requested:  # the shutdown ended the call
                 return
             raise
         match reply:
             case CheckpointWanted(reason=reason):
-                log.warning("saving out of turn: %s", reason)
+                log.warning("saving an emergency checkpoint: %s", reason)
                 await save()
             case NotYet(phase=phase):
                 if phase == "stopped":
                     return
             case _:
-                raise RemoteProtocolError(f"the controller answered a wish to hear of checkpoints with {reply!r}")
+                raise RemoteProtocolError(f"the controller answered AskCheckpoint with {reply!r}")

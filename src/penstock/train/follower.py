@@ -1,4 +1,4 @@
-"""What a rank of a trainer, other than rank 0, does with its orders."""
+"""Executes the orders of rank 0, on another rank of a trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from penstock.weights.io.files import write_version_parts
 
 
 class Follower:
-    """Takes orders in turn and answers each when it is done.
+    """Executes orders in sequence and answers each when it is done.
 
     Consumes: orders. Produces: its part of steps, versions and checkpoints. Waits for: rank 0. Unblocked by: an order,
     the end of the stream.
@@ -68,7 +68,7 @@ class Follower:
         self._snapshots: dict[Version, Future[dict[str, Tensor]]] = {}
 
     async def run(self) -> None:
-        """Until rank 0 ends it."""
+        """Runs until rank 0 sends `End`."""
         async with Tasks() as tasks:
             while True:
                 numbered = cast("NumberedOrder", await self._frames.receive(NumberedOrder))
@@ -77,7 +77,7 @@ class Follower:
                 tasks.spawn(type(numbered.order).__name__, self._answer(numbered.number, numbered.order))
 
     async def _answer(self, number: int, order: Order) -> None:
-        # Tasks begin in the order in which they were made, and each queues its work before it waits for anything.
+        # Tasks start in the order of their creation, and each queues its work before it waits for anything.
         self._frames.send(NumberedAnswer(number, await self._done(order)))
 
     async def _done(self, order: Order) -> Answer:

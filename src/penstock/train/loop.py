@@ -1,4 +1,4 @@
-"""The loop that trains: one step after the other, a checkpoint now and then, and one out of turn when asked for."""
+"""The training loop: steps, scheduled checkpoints, and emergency checkpoints that the controller requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingLoop:
-    """One step after the other.
+    """Trains the steps in order.
 
     Consumes: prepared batches. Produces: acknowledgements, weights, checkpoints. Waits for: the data.
     Unblocked by: a batch, completion, shutdown.
@@ -62,13 +62,13 @@ class TrainingLoop:
         self._saved_step = StepIndex(learner.steps)
         self._last_ended = monotonic()
         self._between_steps = asyncio.Lock()
-        """Held while the learner and what the controller knows of it differ."""
+        """Held while the learner and the controller's record of it differ."""
 
     async def run(self, step: StepIndex) -> None:
         every = self._checkpoints.every_steps
         async with asyncio.TaskGroup() as group:
             upcoming = group.create_task(self._data.prepare(step))
-            if await self._come_up(upcoming):
+            if await self._start(upcoming):
                 while (batch := await self._await(upcoming, step)) is not None:
                     upcoming = group.create_task(self._data.prepare(StepIndex(step + 1)))
                     if not await self._train(batch):
@@ -90,25 +90,25 @@ class TrainingLoop:
         finally:
             self._data.awaited = False
 
-    async def _come_up(self, first_batch: asyncio.Task[PreparedBatch | None]) -> bool:
-        """Moves in for the first time and publishes what there is to start from; False when asked to stop before.
+    async def _start(self, first_batch: asyncio.Task[PreparedBatch | None]) -> bool:
+        """Moves to the devices for the first time and publishes the initial weights; False if stopped before.
 
-        With a batch at hand, after a restart, the devices are kept until they are asked for again as training.
+        If a batch is ready, after a restart, the devices are kept until training requests them.
         """
         try:
             if not await self._turns.take(Priority.INITIALISATION):
                 return False
         except Stale as error:
-            log.info("training is over, so there is nothing to move in for: %s", error)
+            log.info("training is complete, so the learner stays in host memory: %s", error)
         async with self._between_steps:
             self._process.progress.moved("publishing the first weights")
             await self._publishing.publish(Version(self._learner.steps), self._learner.policy.named_tensors())
         if not first_batch.done():
-            await self._turns.give_back()
+            await self._turns.release()
         return True
 
     async def save_afresh(self) -> None:
-        """A checkpoint out of turn, and the weights published anew: whatever was wrong with their files is gone."""
+        """Saves an emergency checkpoint and publishes the weights again, which replaces damaged files."""
         async with self._between_steps:
             step = StepIndex(self._learner.steps)
             await self._publishing.flush()
@@ -116,7 +116,7 @@ class TrainingLoop:
             await self._save(step)
 
     async def _train(self, batch: PreparedBatch) -> bool:
-        """One step, with the turns it needs; False when asked to stop before it began."""
+        """One step, with the device turns it needs; False if stopped before it began."""
         began, waited_before_s = monotonic(), self._turns.waited_s
         scores = [PriorLogprobs()] * len(batch.micro_batches)
         if self._learner.scored_by:
@@ -132,16 +132,16 @@ class TrainingLoop:
             work = (self._learner.step, batch.micro_batches, scores)
             metrics, _ = await self._ranks.together(Train(batch.step), *work)
             step_s = monotonic() - began - turn_s
-            await self._turns.give_back()  # before the weights are published: what is published then is in host memory
+            await self._turns.release()  # before publishing: the published weights are in host memory then
             metrics |= {"step_s": step_s, "wait_s": batch.waited_s, "fetch_s": batch.prepared_s, "turn_s": turn_s}
             metrics |= batch.figures | {"publish_s": self._publishing.last_s} | device_figures()
             ended = monotonic()
             metrics["tokens_per_s"] = batch.figures.get("tokens", 0.0) / max(1e-9, ended - self._last_ended)
             self._last_ended = ended
-            await self._hand_over(batch, metrics)
+            await self._complete(batch, metrics)
         return True
 
-    async def _hand_over(self, batch: PreparedBatch, metrics: dict[str, float]) -> None:
+    async def _complete(self, batch: PreparedBatch, metrics: dict[str, float]) -> None:
         self._publishing.offer(Version(batch.step + 1), self._learner.policy.snapshot())
         await self._client.call(
             AckStep(
@@ -153,10 +153,10 @@ class TrainingLoop:
                 missing_reason=batch.missing_reason,
             )
         )
-        if self._rollouts.wants(batch.step):
+        if self._rollouts.writes(batch.step):
             self._rollouts.offer(batch.step, batch.trained())
         batch.done()
-        self._ranks.tell(Consume(batch.step))
+        self._ranks.send_all(Consume(batch.step))
         self._process.progress.moved(f"trained step {batch.step}")
 
     async def _save(self, step: StepIndex) -> None:
@@ -177,16 +177,16 @@ class TrainingLoop:
         except PeerLost as error:
             if not self._process.stop.requested:
                 raise
-            log.info("the controller was gone before it heard of the checkpoint of step %d: %s", step, error)
+            log.info("the controller ended before the checkpoint of step %d was reported: %s", step, error)
 
     async def _flush_journal(self, step: StepIndex) -> None:
-        """Every step in the checkpoint is on the controller's disk before it: a power failure loses no record of it."""
+        """Flushes the controller's records of all steps before the checkpoint: a power failure loses none of them."""
         try:
             await self._client.call(FlushJournal(pipeline=self._client.pipeline, member=self._process.member))
         except PeerLost as error:
             if not self._process.stop.requested:
                 raise
-            log.info("the controller was gone before the checkpoint of step %d: %s", step, error)
+            log.info("the controller ended before the checkpoint of step %d: %s", step, error)
 
     def _write_checkpoint(self) -> None:
         if self._checkpoints.keep_best:  # before older ones are removed

@@ -1,4 +1,4 @@
-"""What a step minimises, for language models and for gymnasium policies: from micro-batches to losses with gradients.
+"""The objective of a step, for language models and for gymnasium policies: from micro-batches to losses with gradients.
 
 An objective prepares the batch of a step as *work*: units that an epoch visits in random order (micro-batches, or
 environment steps), cut into the minibatches of its updates.
@@ -30,7 +30,7 @@ from penstock.train.sharding import ShardedPolicy, idle_pass
 log = logging.getLogger(__name__)
 
 Part = Literal["policy", "optimizer", "reference"]
-"""What of a learner can be on a device or on the host by itself. A teacher goes with the reference."""
+"""The parts of a learner that move between device and host separately. A teacher moves with the reference."""
 PARTS: tuple[Part, ...] = get_args(Part)
 HOST = torch.device("cpu")
 
@@ -47,7 +47,7 @@ class PriorLogprobs(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """What an update is averaged over."""
+    """The counts that an update is averaged over."""
 
     tokens: float = 0.0
     """Trained tokens, or environment steps."""
@@ -58,31 +58,31 @@ class Work(Protocol):
     """The batch of a step on the device."""
 
     units: int
-    """What an epoch goes over; 0 if there is nothing to train on."""
+    """The number of units in an epoch; 0 if there is nothing to train on."""
     totals: Totals
-    """Of the whole batch."""
+    """Totals of the whole batch."""
 
     def totals_of(self, chosen: np.ndarray) -> Totals:
-        """Of one update."""
+        """Totals of one update."""
         ...
 
     def shrink(self) -> None:
-        """The device's memory was not enough for the last forward or backward pass: make them need less."""
+        """Reduces the memory of passes, after the last one ran out of device memory."""
         ...
 
     def losses(self, chosen: np.ndarray, totals: Totals) -> Iterator[tuple[Tensor, Metrics]]:
-        """The shares of one update's loss, one for each forward pass; to be propagated back before the next."""
+        """The shares of one update's loss, one for each forward pass. Call `backward` on each before the next."""
         ...
 
 
 class Objective(Protocol):
-    """Gives a policy its losses."""
+    """Computes the losses of a policy."""
 
     policy: Any
     reference: LanguagePolicy | None
     teacher: LanguagePolicy | None
     packing: Packing
-    """How its micro-batches are laid out."""
+    """The layout of its micro-batches."""
 
     def scored_by(self, several_updates: bool) -> tuple[Part, ...]: ...
 
@@ -92,7 +92,7 @@ class Objective(Protocol):
 
 
 class TokenObjective:
-    """A language model trained by `loss`, with what all losses share: entropy bonus, divergence, average."""
+    """A language model trained by `loss`, with the terms that all losses share: entropy bonus, divergence, average."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class TokenObjective:
         if not isinstance(policy, LanguagePolicy):
             raise ConfigError(f"a {type(policy).__name__} cannot be trained with a loss over tokens")
         if settings.kl_coefficient and reference is None:
-            raise ConfigError("kl_coefficient is set, but the learner was given no reference policy")
+            raise ConfigError("kl_coefficient is set, but there is no reference policy")
         if loss == "distill" and teacher is None:
             raise ConfigError("loss 'distill' needs a teacher: set train.teacher to the directory of a model")
         if teacher is not None and teacher.tokenizer.vocabulary() != policy.tokenizer.vocabulary():
-            raise ConfigError(_other_vocabulary(policy.tokenizer.vocabulary(), teacher.tokenizer.vocabulary()))
+            raise ConfigError(_vocabulary_mismatch(policy.tokenizer.vocabulary(), teacher.tokenizer.vocabulary()))
         self.policy = policy
         self.reference = reference
         self.teacher = teacher
@@ -132,13 +132,13 @@ class TokenObjective:
         self.packing: Packing = packing
         models = [one.module for one in (policy, reference, teacher) if one is not None]
         if packing != "padded" and not all(attend_in_forests(module) for module in models):
-            log.info("this model cannot read several sequences in a row: it is trained with padding")
+            log.info("this model cannot process several sequences per row: it is trained with padding")
             self.packing = "padded"
         for module in models:
             fuse(module)
         self._may_recompute = may_recompute
         self.limit_tokens: int | None = None
-        """What was found to fit into the device's memory."""
+        """Tokens of a pass that are expected to fit into device memory."""
 
     def scored_by(self, several_updates: bool) -> tuple[Part, ...]:
         policy: tuple[Part, ...] = ("policy",) if several_updates else ()
@@ -156,8 +156,8 @@ class TokenObjective:
         return TokenWork(self, batches, scores, device)
 
     def recompute(self, tokens: int) -> bool:
-        """Passes of `tokens` tokens do not fit into the device's memory: recompute activations from now on. False if
-        they are recomputed already, or must not be."""
+        """Recomputes activations from now on: passes of `tokens` tokens do not fit into device memory. False if they
+        are recomputed already, or must not be."""
         if not self._may_recompute or self.policy.recomputes:
             return False
         log.warning(
@@ -170,17 +170,17 @@ class TokenObjective:
         return True
 
     def fit(self, tokens: int) -> None:
-        """Passes of `tokens` tokens do not fit into the device's memory: halve them from now on."""
+        """Halves passes from now on: `tokens` tokens do not fit into device memory."""
         self.limit_tokens = max(1, tokens // 2)
         log.warning(
-            "out of device memory with %d tokens in a micro-batch: going on with at most %d. Set "
+            "out of device memory with %d tokens in a micro-batch: continuing with at most %d. Set "
             "train.tokens_per_micro_batch to this to save the attempts",
             tokens,
             self.limit_tokens,
         )
 
     def _logprobs(self, batch: TokenMicroBatch, policy: LanguagePolicy | None) -> Tensor | None:
-        """On the host."""
+        """In host memory."""
         if policy is None:
             return None
         if not _trains(batch):
@@ -244,11 +244,11 @@ class TokenWork:
         self._objective = objective
         self._device = device
         self._tokens = sys.maxsize
-        """Of the forward pass that is being computed."""
+        """Tokens of the forward pass that is being computed."""
         pairs = zip(batches, scores, strict=True)
         sharded = isinstance(objective.policy, ShardedPolicy)
         self._scored = [[one] if _trains(one[0]) else [] for one in pairs if sharded or _trains(one[0])]
-        """Of each unit, the parts that are computed one after the other; none if there is nothing to train on."""
+        """For each unit, the parts that are computed in sequence; empty if there is nothing to train on."""
         self._divide()
         self.units = len(self._scored)
         self.totals = self.totals_of(np.arange(self.units))
@@ -278,7 +278,7 @@ class TokenWork:
             )
 
     def _divide(self) -> bool:
-        """Cut what is larger than the limit; False if something of the size that failed cannot be cut."""
+        """Splits parts that exceed the limit; False if a part of the size that failed cannot be split."""
         limit = self._objective.limit_tokens
         if limit is None:
             return True
@@ -287,7 +287,7 @@ class TokenWork:
 
 
 def _pieces(batch: TokenMicroBatch, score: PriorLogprobs, limit: int) -> list[tuple[TokenMicroBatch, PriorLogprobs]]:
-    """The micro-batch in parts of at most `limit` tokens, as far as it can be cut."""
+    """The micro-batch in parts of at most `limit` tokens, as far as it can be split."""
     parts = halved(batch) if batch.token_ids_RT.size > limit else []
     if len(parts) < 2:
         return [(batch, score)]
@@ -295,8 +295,8 @@ def _pieces(batch: TokenMicroBatch, score: PriorLogprobs, limit: int) -> list[tu
     for part, chosen in parts:
         if len(chosen):
             priors = score.reference_M, score.old_M, score.teacher_M
-            known = (None if one is None else one[chosen] for one in priors)
-            found += _pieces(part, PriorLogprobs(*known), limit)
+            selected = (None if one is None else one[chosen] for one in priors)
+            found += _pieces(part, PriorLogprobs(*selected), limit)
     return found
 
 
@@ -305,7 +305,7 @@ def _trains(batch: TokenMicroBatch | None) -> bool:
     return batch is not None and bool(batch.loss_mask_RT.any())
 
 
-def _other_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int]) -> str:
+def _vocabulary_mismatch(student: Mapping[str, int], teacher: Mapping[str, int]) -> str:
     differing = sorted(student.items() ^ teacher.items())
     return (
         f"the teacher's vocabulary of {len(teacher)} tokens is not the student's of {len(student)}: {len(differing)} "

@@ -1,11 +1,11 @@
 """The optimiser of a policy: its class, its parameter groups, its learning rate, and float32 masters.
 
 A policy in bfloat16 is trained through float32 copies of its parameters: gradients are summed in float32, the optimiser
-changes the copies, and after each update the policy is given what they round to. A step of 1e-6 is far below what
-bfloat16 resolves; without masters it is lost.
+updates the copies, and after each update the policy receives their rounded values. A step of 1e-6 is far below the
+resolution of bfloat16; without masters it is lost.
 
 With `offload` the masters and the optimiser's state stay in host memory, and the update is computed there, one
-parameter at a time: the device has the policy and one gradient.
+parameter at a time: the device holds the policy and its gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class Optimizer:
-    """Changes the trained parameters of a module, by name."""
+    """Updates the trained parameters of a module, by name."""
 
     def __init__(self, module: nn.Module, settings: OptimizerSection) -> None:
         self._settings = settings
@@ -45,7 +45,7 @@ class Optimizer:
         self._inner = _build(self._trained, settings)
 
     def clip(self) -> float:
-        """Shortens the gradient; its norm before."""
+        """Clips the gradient; returns its norm before."""
         found = (self._sums.get(name, parameter.grad) for name, parameter in self._working.items())
         gradients = [gradient for gradient in found if gradient is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -60,17 +60,17 @@ class Optimizer:
             group["lr"] = rate
         if self._offload:
             for name in [*self._sums]:
-                self._hand_over(name)
-                self._inner.step()  # of this parameter: no other has a gradient
+                self._move_gradient(name)
+                self._inner.step()  # updates this parameter: no other has a gradient
                 self._round([name])
         else:
             for name in [*self._sums]:
-                self._hand_over(name)
+                self._move_gradient(name)
             self._inner.step()
             self._round([*self._masters])
         self.zero_grad()
 
-    def _hand_over(self, name: str) -> None:
+    def _move_gradient(self, name: str) -> None:
         master = self._masters[name]
         master.grad = self._sums.pop(name).to(master.device)
 
@@ -80,7 +80,7 @@ class Optimizer:
             parameter.grad = None
 
     def to(self, device: torch.device) -> None:
-        """The optimiser's own memory, unless it stays on the host; the policy's is moved with the policy."""
+        """Moves the optimiser's tensors, unless they stay on the host. The policy is moved separately."""
         if self._offload:
             return
         for master in self._masters.values():
@@ -100,7 +100,7 @@ class Optimizer:
         return tensors
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was taken. Masters that it lacks are made from the policy, which is restored already."""
+        """Resumes from a `state`. Missing masters are made from the policy, which must be restored before."""
         unknown = sorted(entry for entry in tensors if entry.partition("/")[2] not in self._trained)
         if unknown:
             raise ConfigError(f"this optimiser state belongs to another model: unknown entries {unknown[:3]}")
@@ -126,8 +126,8 @@ class Optimizer:
 
 
 def _add_to(sums: dict[str, Tensor], name: str, source: Tensor) -> None:
-    """Called for every gradient as soon as it is complete. Bound to the sums alone: a hook of a parameter that led back
-    to the parameters would keep them for ever."""
+    """Called for every gradient as soon as it is complete. Holds the sums alone: a hook of a parameter that references
+    the parameters would keep them in memory."""
     assert source.grad is not None
     if name in sums:
         sums[name] += source.grad
@@ -145,7 +145,7 @@ def _build(trained: Mapping[str, Tensor], settings: OptimizerSection) -> torch.o
         "weight_decay": settings.weight_decay,
     }
     taken = inspect.signature(chosen).parameters
-    # Some classes mean something else by the same word: Adafactor's `eps` are two.
+    # Some classes use the same name differently: Adafactor's `eps` is a pair.
     fits = {key: value for key, value in offered.items() if key in taken and _same_kind(value, taken[key].default)}
     options = fits | settings.options
     if chosen in FUSED and not {"foreach", "fused"} & options.keys():
@@ -167,7 +167,7 @@ def _same_kind(value: object, default: object) -> bool:
 
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:
-    """The rate of a step, of `steps` in all. A function of the step alone: to resume needs no state."""
+    """The rate of a step out of `steps`. A function of the step alone, so resuming needs no state."""
     fraction = min(1.0, (step + 1) / (settings.warmup_steps + 1))
     progress = min(1.0, step / (settings.decay_steps or steps))
     if settings.schedule == "linear":

@@ -49,12 +49,12 @@ class Publishing:
         self._idle = asyncio.Event()
         self._idle.set()
         self.last_s = 0.0
-        """What it took to write the last version."""
+        """Seconds that writing the last version took."""
         self.skipped = 0
         """Versions that were replaced by a newer one before they could be written."""
 
     def offer(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Takes a snapshot over; a waiting one is forgotten."""
+        """Queues a snapshot; replaces one that is still waiting."""
         if self._waiting is not None:
             self.skipped += 1
         self._ranks.snapshot(version, self._writing)
@@ -73,12 +73,12 @@ class Publishing:
                 self._idle.set()
 
     async def publish(self, version: Version, tensors: Mapping[str, Tensor], *, durable: bool = False) -> Manifest:
-        """Publishing a version again writes its files afresh, which heals damaged ones."""
+        """Publishing a version again rewrites its files, which repairs damaged ones."""
         self._ranks.snapshot(version, self._writing)
         return await self._publish(version, tensors, durable=durable)
 
     async def _publish(self, version: Version, tensors: Mapping[str, Tensor], *, durable: bool = False) -> Manifest:
-        """Of sharded weights the other ranks write their parts, from the snapshots they have."""
+        """With sharded weights, the other ranks write their parts from their own snapshots."""
         self._writing = version
         write = partial(self._publisher.publish, durable=durable, others=partial(self._ranks.write_parts, version))
         began = monotonic()
@@ -93,7 +93,7 @@ class Publishing:
         return manifest
 
     async def make_durable(self, version: Version) -> None:
-        """Keeps the weights of a checkpoint on disk, for engines that must be started again from something certain."""
+        """Keeps the weights of a checkpoint on disk, so that engines can be restarted from them."""
         await self.flush()
         try:
             await self._offload.run(self._publisher.make_durable, version)
@@ -101,5 +101,5 @@ class Publishing:
             log.info("%s", error)
 
     async def flush(self) -> None:
-        """Waits until nothing waits to be published."""
+        """Waits until all queued versions are published."""
         await self._idle.wait()

@@ -1,7 +1,7 @@
-"""What rank 0 of a trainer tells the other ranks, and what they answer: one stream of frames for each.
+"""Orders of a trainer's rank 0 to the other ranks, and their answers: one stream of frames per rank.
 
 Rank 0 sends in the order in which it does things itself. Every rank trains in one thread that takes its work in that
-order, so their collectives meet.
+order, so their collectives match.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 class TrainerSeat(msgspec.Struct):
-    """What a rank reads on its standard input first."""
+    """Settings of a rank, which it reads from standard input at its start."""
 
     rank: int
     ranks: int
@@ -31,7 +31,7 @@ class TrainerSeat(msgspec.Struct):
     channel_fd: int
     cell_fd: int
     checkpoint: str
-    """The verified checkpoint to go on from; empty for none."""
+    """The verified checkpoint to resume from; empty for none."""
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
@@ -90,7 +90,7 @@ class MoveIn(msgspec.Struct, tag=True, frozen=True):
 
 
 class MoveOut(msgspec.Struct, tag=True, frozen=True):
-    """Take everything to the host."""
+    """Move everything to the host."""
 
 
 class MovedOut(msgspec.Struct, tag=True, frozen=True):
@@ -120,7 +120,7 @@ class NumberedAnswer(msgspec.Struct, array_like=True):
 
 
 class Frames:
-    """One end of the stream between rank 0 and another rank: a pair of sockets without a name, which they inherit."""
+    """One end of the stream between rank 0 and another rank: an unnamed socket pair, which they inherit."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -136,7 +136,7 @@ class Frames:
         self._writer.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
 
     async def receive(self, kind: type[msgspec.Struct]) -> msgspec.Struct:
-        """PeerLost at the end of the stream."""
+        """Raises PeerLost at the end of the stream."""
         try:
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
             if length > MAX_FRAME_BYTES:

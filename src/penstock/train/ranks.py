@@ -1,6 +1,6 @@
-"""A trainer of several ranks, seen from rank 0, which is the trainer process itself. See `runtime.ranks`.
+"""The other ranks of a trainer, controlled by rank 0, which is the trainer process. See `runtime.ranks`.
 
-With one rank everything here is empty: what is done together is done alone.
+With one rank there are no others, and rank 0 does all work.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COLLECTIVE_S = 1800.0
-"""Longest wait of a rank for the slowest one. A dead rank is noticed at once, and a wedged one by the controller."""
+"""Longest wait of a rank for the slowest one. A dead rank is detected at once, and a hung one by the controller."""
 LEAVE_S = 3.0
 
 
 class TrainerRanks:
-    """The other ranks of this trainer: gives them their orders, and ends with them."""
+    """Starts the other ranks of this trainer, sends them orders, and ends with them."""
 
     def __init__(self, process: RunMember, training: Offload, count: int = 1) -> None:
-        """`training` is the one thread in which this rank trains, saves and moves."""
+        """`training` is the one thread in which this rank trains, saves and moves its learner."""
         self.count = count
         self._children = RankChildren(process, "trainer_rank", count)
         self._training = training
@@ -62,12 +62,12 @@ class TrainerRanks:
 
     @property
     def store(self) -> Path:
-        """Through which the ranks find each other."""
+        """The rendezvous file of the ranks."""
         return self._children.store
 
     @asynccontextmanager
     async def started(self, checkpoint: str) -> AsyncIterator[None]:
-        """The other ranks, for as long as the body runs; they load `checkpoint`. One that ends early ends the body."""
+        """Runs the other ranks during the body; they load `checkpoint`. A rank that ends early ends the body."""
         if self.count == 1:
             yield
             return
@@ -76,7 +76,7 @@ class TrainerRanks:
             async with Tasks() as tasks:
                 tasks.spawn("watch the ranks", self._children.first_of(self._loop.create_future()))
                 for frames, answers in zip(self._frames, self._answers, strict=True):
-                    tasks.spawn("hear a rank", self._hear(frames, answers))
+                    tasks.spawn("receive answers of a rank", self._receive(frames, answers))
                 yield
                 tasks.cancel()
             await self._leave()
@@ -100,29 +100,29 @@ class TrainerRanks:
         for end in ends.values():
             end.close()
 
-    async def _hear(self, frames: Frames, answers: dict[int, asyncio.Future[Answer]]) -> None:
-        with suppress(PeerLost):  # who watches the ranks knows why
+    async def _receive(self, frames: Frames, answers: dict[int, asyncio.Future[Answer]]) -> None:
+        with suppress(PeerLost):  # the task that watches the ranks reports why
             while True:
-                said = cast("NumberedAnswer", await frames.receive(NumberedAnswer))
-                waiting = answers.pop(said.number, None)
+                received = cast("NumberedAnswer", await frames.receive(NumberedAnswer))
+                waiting = answers.pop(received.number, None)
                 if waiting is not None and not waiting.done():
-                    waiting.set_result(said.answer)
+                    waiting.set_result(received.answer)
 
     async def _leave(self) -> None:
-        self.tell(End())
-        with suppress(TimeoutError):  # the late ones are killed
+        self.send_all(End())
+        with suppress(TimeoutError):  # late ranks are killed
             async with asyncio.timeout(LEAVE_S):
                 await self._children.wait()
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
     def joined(self) -> None:
-        """This rank is in the group: a broken collective can be explained from now on."""
+        """This rank has joined the group: failed collectives can be attributed from now on."""
         if self.count > 1:
             self._notes = FailureNotes(file_store(self._children.store, self.count), rank=0, ranks=self.count)
 
-    def tell(self, order: Order) -> list[asyncio.Future[Answer]]:
-        """Sends an order to every other rank; their answers."""
+    def send_all(self, order: Order) -> list[asyncio.Future[Answer]]:
+        """Sends an order to every other rank. Returns their future answers."""
         return [self._send(index, order) for index in range(len(self._frames))]
 
     def _send(self, index: int, order: Order) -> asyncio.Future[Answer]:
@@ -132,13 +132,13 @@ class TrainerRanks:
         return answer
 
     async def together(self, order: Order, work: Callable[..., T], *arguments: Any) -> tuple[T, list[Answer]]:
-        """Every other rank does what the order says while this one does `work`, in the thread that trains."""
-        answers = self.tell(order)
+        """Every other rank executes the order while this one does `work`, in the training thread."""
+        answers = self.send_all(order)
         own = await self._training.run(self._explained(work), *arguments)
         return own, [await answer for answer in answers]
 
     def _explained(self, work: Callable[..., T]) -> Callable[..., T]:
-        """A collective that broke says nothing of the rank that broke it. The name stays: a simulation goes by it."""
+        """Attributes a failed collective to the rank that caused it. Keeps the name of `work`, for the simulation."""
 
         @wraps(work)
         def explained(*arguments: Any) -> T:
@@ -152,21 +152,21 @@ class TrainerRanks:
 
         return explained
 
-    # -- beside the training thread ---------------------------------------------------------------------------------
+    # -- outside the training thread --------------------------------------------------------------------------------
 
     def prepare(self, batch: Batch, rings: tuple[RingAddress, ...]) -> tuple[Batch, list[asyncio.Future[Answer]]]:
-        """Sends every other rank its share of a batch; this rank's share, and what the others will say of theirs."""
+        """Sends every other rank its share of a batch. Returns this rank's share and the others' future answers."""
         own, *shares = shares_of(batch, self.count)
         return own, [self._send(index, Prepare(share, rings)) for index, share in enumerate(shares)]
 
     def snapshot(self, version: Version, writing: Version | None) -> None:
-        """Every rank keeps its weights as they are after what was ordered before, beside those that are written."""
-        self.tell(Snapshot(version, writing))
+        """Every other rank copies its weights after all earlier orders, and keeps the copy that is being written."""
+        self.send_all(Snapshot(version, writing))
 
     def write_parts(self, version: Version, directory: Path) -> None:
-        """Has the other ranks write their parts of a version and waits for that. Not for the loop's own thread."""
+        """Makes the other ranks write their parts of a version and waits for them. Not to be called on the loop."""
         asyncio.run_coroutine_threadsafe(self._write_parts(version, directory), self._loop).result()
 
     async def _write_parts(self, version: Version, directory: Path) -> None:
-        for answer in self.tell(WriteParts(version, str(directory))):
+        for answer in self.send_all(WriteParts(version, str(directory))):
             await answer

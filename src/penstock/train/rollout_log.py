@@ -1,10 +1,10 @@
-"""A few rollouts of some steps, written out for people to read: one JSON object per line.
+"""A few rollouts of some steps, written for people to read: one JSON object per line.
 
     {"step": 40, "prompt": 655, "sample": 5243, "version": 39, "reward": 0.75, "advantage": 0.41, "length": 4,
      "pieces": [{"by": "context", "text": "hcab>"}, {"by": "policy", "text": "hcaa"}]}
 
-Writing happens in a thread of its own. It can never hold up or stop training: what does not fit into the short queue
-is dropped and counted, and a disk that refuses ends the log with one warning.
+A separate thread writes. It never delays or stops training: rollouts that do not fit into the short queue are dropped
+and counted, and a disk error ends the log with one warning.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class RolloutLog:
             f"<RolloutLog {self._path}: {self.written} written, {self.dropped} dropped, {self._queue.qsize()} queued>"
         )
 
-    def wants(self, step: int) -> bool:
-        """Whether `offer` would write anything of this step: ask first, and gather nothing if it would not."""
+    def writes(self, step: int) -> bool:
+        """Whether `offer` would write this step: check first, to gather no rollouts without need."""
         return self._samples_per_step > 0 and step % self._every_steps == 0 and self._thread.is_alive()
 
     def offer(self, step: int, rollouts: Sequence[TrainedRollout]) -> None:
-        """Copy the few that are wanted and return at once; the arrays may be reused afterwards."""
-        if not self.wants(step):
+        """Copies the few that will be written and returns at once; the arrays may be reused afterwards."""
+        if not self.writes(step):
             return
         kept = [
             TrainedRollout(r.prompt, r.sample, r.version, r.reward, r.advantage, _readable(r.arrays))
@@ -89,7 +89,7 @@ class RolloutLog:
             self.dropped += len(kept)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued; False if that was not done in time."""
+        """Writes the queued rollouts; False on a timeout."""
         if self._samples_per_step <= 0:
             return True
         try:
@@ -111,7 +111,7 @@ class RolloutLog:
                         self.written += 1
                     file.flush()
         except OSError as error:
-            logger.warning("no more rollouts will be written to %s: %s; training goes on", self._path, error)
+            logger.warning("no more rollouts will be written to %s: %s; training continues", self._path, error)
 
     def _line(self, step: int, rollout: TrainedRollout) -> dict[str, Any]:
         line: dict[str, Any] = {
@@ -149,6 +149,6 @@ class RolloutLog:
 
 
 def _readable(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Copies of the small arrays that a line is made of; observations and routing stay behind."""
+    """Copies of the small arrays that a line consists of, without observations and routing."""
     names = ("token_ids", "loss_mask", "actions", "rewards", "terminated", TRUNCATED)
     return {name: arrays[name].copy() for name in arrays if name in names or name.startswith(REWARD_PART)}

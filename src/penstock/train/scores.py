@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of the trained tokens of a micro-batch, without logits of all tokens in memory.
 
-The language-model head is applied to a chunk of tokens at a time, forward and backward: what is kept for the gradient
-are hidden states and one number per token, and the logits of a chunk are made again. The head runs inside the model's
-own forward call, so that whatever is attached to that call (sharded parameters, adapters) works as ever.
+The language-model head is applied to a chunk of tokens at a time, forward and backward. Only hidden states and a few
+numbers per token are kept for the gradient; the logits of a chunk are recomputed. The head runs inside the model's own
+forward call, so that everything attached to that call (sharded parameters, adapters) works as usual.
 
 Shape suffixes: R rows, T tokens in a row, M trained tokens, H hidden, V vocabulary.
 """
@@ -21,7 +21,7 @@ from penstock.batch.pack import TokenMicroBatch
 from penstock.train.attention import Forest
 
 CHUNK_BYTES = 256 << 20
-"""Of float32 logits at a time; the backward pass has up to three such arrays."""
+"""Size of a chunk of float32 logits; the backward pass has up to three such arrays."""
 
 _CHANGES_LOGITS = (
     "final_logit_softcapping",
@@ -40,7 +40,7 @@ class TokenTensors:
         self.token_ids_RT = torch.from_numpy(batch.token_ids_RT.astype(np.int64)).to(device)
         rows, columns = np.nonzero(batch.loss_mask_RT)
         sequence_M = batch.sequences_RT[rows, columns].astype(np.int64)
-        # Columns that predict nothing trained are never projected.
+        # Columns that predict no trained token are never projected.
         kept, kept_M = np.unique(_predictors(columns, batch.segments_K3), return_inverse=True)
         self.kept_columns = torch.from_numpy(kept).to(device)
         self.row_M = torch.from_numpy(rows).to(device)
@@ -54,7 +54,7 @@ class TokenTensors:
         self.tokens = len(rows)
         self.samples = float((batch.trained_tokens_N / np.maximum(batch.sample_tokens_N, 1)).sum())
         """A sample whose branches are in several micro-batches counts in each with its share of tokens."""
-        # Padding stands after each row's tokens, so the causal mask alone keeps it out.
+        # Padding follows each row's tokens, so the causal mask alone excludes it.
         self.options: dict[str, Any] = {}
         if batch.segments_K3 is not None:
             self.options["layout"] = Forest(batch.segments_K3, device)
@@ -96,7 +96,7 @@ def _predictors(columns: np.ndarray, segments_K3: np.ndarray | None) -> np.ndarr
 
 
 def output_head(module: nn.Module) -> nn.Linear | None:
-    """The language-model head, if logits are nothing but its output."""
+    """The language-model head; None if logits are not exactly its output."""
     model: Any = module
     changed = any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in _CHANGES_LOGITS)
     head = model.get_output_embeddings()
@@ -149,11 +149,11 @@ class _ChunkedScores(torch.autograd.Function):
         by_logprob_M, by_entropy_M = gradients
         by_logprob_M = torch.zeros_like(lse_M) if by_logprob_M is None else by_logprob_M / ctx.temperature
         by_entropy_M = None if by_entropy_M is None else by_entropy_M / ctx.temperature
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        hidden_gradient = torch.empty_like(hidden_MH) if wants_hidden else None
-        # Summed over chunks, so in float32 whatever the weights are in.
-        weight_gradient = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
-        bias_gradient = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        hidden_gradient = torch.empty_like(hidden_MH) if needs_hidden else None
+        # Summed over chunks, so in float32 for all dtypes of weights.
+        weight_gradient = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
+        bias_gradient = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
         for part in _chunks(len(hidden_MH), len(weight_VH)):
             log_p_CV = _logits(hidden_MH[part], weight_VH, bias_V, ctx.temperature).sub_(lse_M[part, None])
             if by_entropy_M is None:
@@ -184,7 +184,7 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, tempera
     """float32 [C, V]."""
     hidden_CH = hidden_CH.to(weight_VH.dtype)
     if weight_VH.is_cuda and weight_VH.dtype is not torch.float32:
-        logits = torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)  # summed in float32: keep what was summed
+        logits = torch.mm(hidden_CH, weight_VH.T, out_dtype=torch.float32)  # keep the float32 sums
     else:
         logits = (hidden_CH @ weight_VH.T).float()
     if bias_V is not None:

@@ -1,9 +1,9 @@
-"""A language model sharded over the ranks of a trainer with FSDP2, each block by itself.
+"""A language model sharded over the ranks of a trainer with FSDP2, block by block.
 
 Every rank keeps 1/N of every parameter, in float32 if it is trained. A block's parameters are gathered for its forward
-and its backward pass and dropped again; gradients are summed, not averaged, because the loss is divided by the totals
-of all ranks. A model in bfloat16 is gathered, computed and published in bfloat16; its float32 shards are the master
-weights. Of a model with an adapter, the frozen base is in shards of its own dtype.
+and its backward pass and freed again. Gradients are summed, not averaged, because the loss is divided by the totals of
+all ranks. A model in bfloat16 is gathered, computed and published in bfloat16; its float32 shards are the master
+weights. With an adapter, the shards of the frozen base keep its dtype.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from penstock.weights.io.parts import own_rows
 
 
 class ShardedPolicy(LanguagePolicy):
-    """A language policy of which this process holds a part. `named_tensors` are distributed tensors."""
+    """A language policy of which this rank holds a shard. `named_tensors` are distributed tensors."""
 
     def __init__(self, policy: LanguagePolicy, dtype: torch.dtype) -> None:
         super().__init__(policy.module, policy.tokenizer)
         self._whole = policy
-        """Of which only the tensors have changed."""
+        """The policy before sharding; only its tensors were replaced."""
         self.dtype = dtype
-        """In which the model computes and is published."""
-        self._looked_at = True
+        """The dtype of computation and of published weights."""
+        self._initialised = True
 
     def base(self) -> ShardedPolicy:
         """The model without its adapter, as `AdaptedPolicy.base`."""
         assert isinstance(self._whole, AdaptedPolicy)
         base = ShardedPolicy(self._whole.base(), self.dtype)
-        base._looked_at = False
+        base._initialised = False
         return base
 
     def evaluating(self) -> AbstractContextManager[None]:
-        if not self._looked_at:
-            # FSDP2 finds out in its first pass what is trained, and an adapter that is switched off is not.
+        if not self._initialised:
+            # FSDP2 records in its first pass which parameters are trained: the adapter must be enabled in it.
             with torch.no_grad():
                 idle_pass(self.module)
-            self._looked_at = True
+            self._initialised = True
         return self._whole.evaluating()
 
     def prepare_training(self) -> None:
@@ -60,7 +60,7 @@ class ShardedPolicy(LanguagePolicy):
         self._whole.save_config(directory)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The weights as they are published. In the dtype of the shards they are live, else copies."""
+        """The weights in their published dtype: live tensors if the shards have that dtype, else copies."""
         return self._published(copy=False)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ class ShardedPolicy(LanguagePolicy):
         }
 
     def named_shards(self) -> dict[str, Tensor]:
-        """The live tensors, of which this process holds some rows."""
+        """The live tensors, of which this rank holds some rows."""
         return module_tensors(self.module)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -83,7 +83,7 @@ class ShardedPolicy(LanguagePolicy):
 
 
 def join_world(store: GroupStore, *, rank: int, ranks: int, device: torch.device, timeout_s: float) -> World:
-    """Joins the ranks; every rank calls it once. On GPUs, NCCL carries what lies there; gloo the rest."""
+    """Joins the process group; every rank calls it once. NCCL transfers GPU tensors, gloo host tensors."""
     if device.type == "cuda":
         torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
         join_group(store, rank=rank, ranks=ranks, timeout_s=timeout_s, backend="cpu:gloo,cuda:nccl")
@@ -95,10 +95,10 @@ def join_world(store: GroupStore, *, rank: int, ranks: int, device: torch.device
 
 
 def shard(policy: LanguagePolicy, world: World, device: torch.device, *, masters: bool = True) -> ShardedPolicy:
-    """The same policy in parts. The model stays in host memory; `device` is where it will compute.
+    """Shards a policy over the ranks. The model stays in host memory; `device` is where it will compute.
 
-    Without `masters` the shards have the model's own dtype: for one that is not trained. The given policy must not be
-    used any more.
+    Without `masters` the shards keep the model's dtype, for a model that is not trained. The given policy must not be
+    used afterwards.
     """
     module = policy.module
     dtype = next(module.parameters()).dtype
@@ -124,14 +124,14 @@ def load_rows(tensors: Iterable[tuple[str, Tensor]], rows: Callable[[str, int, i
 
 
 def idle_pass(module: nn.Module) -> Tensor:
-    """A pass over nothing, for a rank without data: it takes part in what the others gather, and adds no gradient."""
+    """A pass over a dummy row, for a rank without data: it joins the collectives of the others and adds no gradient."""
     device = next(module.parameters()).device
     nothing = torch.zeros((1, 2), dtype=torch.int64, device=device)
     return module(input_ids=nothing, use_cache=False, logits_to_keep=1).logits.float().sum() * 0.0
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: those it names itself as not to be split, or else its longest list of modules."""
+    """The repeated blocks of a model: its `_no_split_modules`, or else its longest list of modules."""
     named = set(getattr(module, "_no_split_modules", None) or ())
     blocks = [one for one in module.modules() if type(one).__name__ in named]
     if not blocks:
@@ -144,14 +144,14 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionP
     for part in [*blocks_of(module), module]:
         fully_shard(part, mesh=mesh, mp_policy=precision)
         assert isinstance(part, FSDPModule)
-        part.set_gradient_divide_factor(1.0)  # holds for the part alone, not for parts of it
+        part.set_gradient_divide_factor(1.0)  # applies to this module only, not to its submodules
         part.set_force_sum_reduction_for_comms(True)
 
 
 def _without_memory(module: nn.Module, *, masters: bool) -> None:
-    """Parameters become empty ones, tied ones stay tied: sharding must touch no device before it is granted.
+    """Replaces parameters by meta tensors; tied ones stay tied. Sharding must use no device before it is granted.
 
-    Their memory is freed as soon as no caller holds it. As `masters` those that are trained are in float32.
+    The old memory is freed as soon as no caller holds it. With `masters`, trained parameters become float32.
     """
     empty: dict[int, nn.Parameter] = {}
     for owner in module.modules():

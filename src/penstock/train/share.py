@@ -14,7 +14,7 @@ def shares_of(batch: Batch, ranks: int) -> list[Batch]:
 
 
 def split(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices for each part: the heaviest first, each to the part that is lightest so far. At most 4/3 of the best."""
+    """Indices for each part: the heaviest first, each to the lightest part so far. At most 4/3 of the optimum."""
     chosen: list[list[int]] = [[] for _ in range(parts)]
     loads = [0] * parts
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
@@ -25,5 +25,5 @@ def split(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def _tokens(group: BatchGroup) -> int:
-    """The size of the payloads stands for prompt and completion alike; `lengths` count what was generated only."""
+    """The size of the payloads includes prompt and completion; `lengths` count generated tokens only."""
     return sum(ref.size_bytes for ref in group.payloads)

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class Learner:
     """Owns the optimiser. Every step is a function of weights, optimiser state, step number and data alone.
 
-    A step has two phases that need not share the device: `score` asks the reference, and the policy as it is before the
-    first update; `step` trains the policy.
+    A step has two phases that need not share the device: `score` computes the log-probabilities of the reference, the
+    teacher and the policy before its first update; `step` trains the policy.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Learner:
         progressed: Callable[[str], None] = lambda doing: None,
         world: World = ALONE,
     ) -> None:
-        """`steps` is the length of the run, which schedules follow; `seed` that of the order in which data is visited.
+        """`steps` is the length of the run, for schedules; `seed` determines the order in which data is visited.
 
-        `progressed` is told of every micro-batch: a long step is no standstill. The ranks of a `world` score and step
-        together, each over its own micro-batches.
+        `progressed` is called for every micro-batch, so that a long step counts as progress. The ranks of a `world`
+        score and step together, each over its own micro-batches.
         """
         self.world = world
         self.objective = objective
@@ -54,14 +54,14 @@ class Learner:
         self._settings = settings
         self._optimizer = Optimizer(self.policy.module, settings)
         self._skipped = 0
-        """Updates in a row that were not finite."""
+        """Consecutive updates that were not finite."""
 
     def __repr__(self) -> str:
         return f"<Learner {type(self.policy).__name__} after {self.steps} steps>"
 
     @property
     def scored_by(self) -> tuple[Part, ...]:
-        """What `score` needs on the device; empty when a step compares with nothing but the samples."""
+        """The parts that `score` needs on the device; empty if a step needs only the samples' log-probabilities."""
         return self.objective.scored_by(self._several_updates)
 
     @property
@@ -69,7 +69,7 @@ class Learner:
         return self._settings.epochs * self._settings.minibatches > 1
 
     def score(self, micro_batches: Sequence[Any]) -> list[PriorLogprobs]:
-        """What a step over this batch compares with, one for each micro-batch. Changes nothing."""
+        """The log-probabilities that a step over this batch needs, one entry per micro-batch. Changes nothing."""
         scores: list[PriorLogprobs] = []
         for score in self.objective.score(self._levelled(micro_batches), self._several_updates):
             scores.append(score)
@@ -77,10 +77,10 @@ class Learner:
         return scores
 
     def step(self, micro_batches: Sequence[Any], scores: Sequence[PriorLogprobs] | None = None) -> dict[str, float]:
-        """Train on one batch and return its metrics. Without `scores` it is scored first.
+        """Trains on one batch and returns its metrics. Without `scores` it is scored first.
 
-        An empty batch changes nothing but the step number. RunFailed if too many updates in a row are not finite; the
-        weights are then as the last good update left them.
+        An empty batch changes nothing but the step number. Raises RunFailed if too many consecutive updates are not
+        finite; the weights are then those of the last finite update.
         """
         if scores is None:
             scores = self.score(micro_batches)
@@ -94,33 +94,33 @@ class Learner:
         return metrics | {"learning_rate": rate}
 
     def _levelled(self, micro_batches: Sequence[Any]) -> Sequence[Any]:
-        """As many micro-batches as the rank with the most has: every pass of a sharded model takes all ranks."""
+        """Padded with None to the largest count of any rank: every pass of a sharded model involves all ranks."""
         return [*micro_batches, *[None] * (self.world.largest(len(micro_batches)) - len(micro_batches))]
 
     def _over_ranks(self, totals: Totals) -> Totals:
         return Totals(*self.world.total(totals.tokens, totals.samples))
 
     def learning_rate(self, step: int) -> float:
-        """Of that step."""
+        """The learning rate of a step."""
         return learning_rate(self._settings, step, self._run_steps)
 
     def onload(self, device: torch.device, parts: Iterable[Part] = PARTS) -> None:
-        """Take these parts to a device; they may be on it already. The others stay where they are."""
+        """Moves these parts to a device; they may be on it already. The others are not moved."""
         for part in parts:
             self._move(part, device)
 
     def offload(self) -> None:
-        """Take everything to the host and give the device's memory back, gradients and caches included."""
+        """Moves everything to the host and frees the device memory, gradients and caches included."""
         self._optimizer.zero_grad()
         self.onload(HOST)
         free_device_caches()
 
     def state(self) -> dict[str, Tensor]:
-        """Live optimiser tensors and the step number, by name: all that `load_state` needs to go on exactly."""
+        """Live optimiser tensors and the step number, by name: all that `load_state` needs to resume exactly."""
         return {"steps": torch.tensor(self.steps)} | self._optimizer.state()
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was taken. The policy's tensors are restored before."""
+        """Resumes from a `state`. The policy's tensors are restored before."""
         if "steps" not in tensors:
             raise ConfigError("this optimiser state belongs to another model: it has no entry 'steps'")
         self._optimizer.load_state({entry: tensor for entry, tensor in tensors.items() if entry != "steps"})
@@ -128,7 +128,7 @@ class Learner:
 
     def _move(self, part: Part, device: torch.device) -> None:
         if part == "policy":
-            self.policy.module.to(device)  # the parameters stay the same objects: the optimiser knows them by identity
+            self.policy.module.to(device)  # parameters stay the same objects: they are the optimiser's keys
         elif part == "reference":
             for scorer in (self.objective.reference, self.objective.teacher):
                 if scorer is not None:
@@ -168,7 +168,7 @@ class Learner:
         return means | skipped | {"tokens": whole.tokens, "sequences": whole.samples, "updates": float(len(norms))}
 
     def _gradient(self, work: Work, chosen: np.ndarray, totals: Totals) -> tuple[float, dict[str, float]]:
-        """Sums the gradient of one update; its loss and metrics. Out of device memory it tries smaller passes."""
+        """Sums the gradient of one update; returns loss and metrics. Out of device memory, passes get smaller."""
         while True:
             try:
                 return self._propagate(work, chosen, totals)
@@ -178,7 +178,7 @@ class Learner:
                         f"rank {self.world.rank} is out of device memory: {error}. Lower "
                         "train.tokens_per_micro_batch, or set train.activation_checkpointing = true"
                     ) from error
-            self._optimizer.zero_grad()  # what was summed so far may be part of a pass
+            self._optimizer.zero_grad()  # the sum so far may contain part of a pass
             free_device_caches()
             work.shrink()
 
@@ -196,13 +196,13 @@ class Learner:
         return self.world.total(float(torch.stack(losses).sum()))[0], found
 
     def _order(self, size: int, epoch: int) -> np.ndarray:
-        """A fresh permutation, the same again after a resume; a single update needs none."""
+        """A random permutation, the same after a resume; the given order for a single update."""
         if not self._several_updates:
             return np.arange(size)
         return np.random.default_rng((self._seed, self.steps, epoch)).permutation(size)
 
     def _update(self, loss: float, rate: float) -> float | None:
-        """Clip, check and apply the gradient; the norm before clipping, or None if it was skipped."""
+        """Clips, checks and applies the gradient. Returns the norm before clipping, or None if it was skipped."""
         norm = self._optimizer.clip()
         if math.isfinite(norm) and math.isfinite(loss):
             self._optimizer.update(rate)
@@ -213,7 +213,7 @@ class Learner:
         found = f"training step {self.steps} gave loss {loss:g}, gradient norm {norm:g}: the update was not applied"
         if self._skipped > self._settings.skip_updates:
             raise RunFailed(
-                f"{found}, like {self._skipped - 1} before it. Lower the learning rate or look for extreme rewards, "
+                f"{found}, like {self._skipped - 1} before it. Lower the learning rate or check for extreme rewards, "
                 "then resume from the last checkpoint"
             )
         log.warning("%s (%d of %d that may be skipped)", found, self._skipped, self._settings.skip_updates)

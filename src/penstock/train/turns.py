@@ -1,9 +1,9 @@
-"""Devices for a trainer: kept from the start if no other pipeline wants them, else held for one piece of work.
+"""Devices of a trainer: kept from the start if no other pipeline uses them, else held for one piece of work.
 
-A trainer comes up as initialisation, asks the reference as scoring, and steps as training. From one class to the next
-it moves out, gives the devices back and asks for them again in one call: a request of a higher class goes first,
-and no other comes in between. Between two turns the learner lives in host memory. Devices are given back only when
-their memory is proved free.
+A trainer requests devices for initialisation, for scoring and for training. From one priority to the next it moves out,
+releases the devices and requests them again in one call: a request of higher priority goes first, and no other can
+come in between. Between two turns the learner is in host memory. Devices are released only after their memory is
+verified to be free.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from penstock.train.ranks import TrainerRanks
 from penstock.train.step import Learner
 from penstock.wire.messages import AskDevices, CancelDevices, DevicesGranted, NotYet, ReleaseDevices
 
-ASK_FOR_S = 10.0
-PATIENCE_S = 600.0
-"""Initialisation and training go before generation, so a turn that does not come for this long will not come."""
-SCORE_WITHIN_S = 60.0
-"""Others that train without a pause would keep scoring out for ever: after this long it is asked for as training."""
+LONG_POLL_S = 10.0
+GRANT_TIMEOUT_S = 600.0
+"""Initialisation and training have priority over generation, so a grant that takes longer will not come."""
+SCORING_TIMEOUT_S = 60.0
+"""Others that train without a pause would block scoring indefinitely: after this it is requested as training."""
 
 
 class Resident(Protocol):
-    """What occupies the devices during a turn."""
+    """Occupies the devices during a turn."""
 
     async def move_in(self, work: Priority) -> None:
-        """Takes to the devices what this work needs there."""
+        """Moves the parts that this work needs to the devices."""
         ...
 
     async def move_out(self) -> int:
-        """Returns the bytes of device memory that are still allocated."""
+        """Moves everything to the host. Returns the bytes of device memory that are still allocated."""
         ...
 
 
@@ -49,7 +49,7 @@ class LearnerOnTurns:
     """A learner that moves between the host and its device in the thread that trains it."""
 
     def __init__(self, learner: Learner, device: torch.device, ranks: TrainerRanks, *, shared: bool) -> None:
-        """On a device of its own it has everything there at once."""
+        """On a device that is not `shared`, all parts are there at once."""
         self._learner = learner
         self._device = device
         self._ranks = ranks
@@ -73,7 +73,7 @@ class Grant:
 
 
 class Turns:
-    """Takes and gives back the training devices of one pipeline."""
+    """Acquires and releases the training devices of one pipeline."""
 
     def __init__(self, process: RunMember, client: ControlClient, placement: Placement, resident: Resident) -> None:
         self._process = process
@@ -84,31 +84,31 @@ class Turns:
         self._numbers = itertools.count()
         self._grant: Grant | None = None
         self.waited_s = 0.0
-        """Spent on getting the devices and moving on to them, since the start."""
+        """Time spent on acquiring the devices and moving to them, since the start."""
 
     async def take(self, work: Priority) -> bool:
-        """Waits for the devices and moves in what this work needs; False when the process was asked to stop meanwhile.
+        """Waits for the devices and moves in what this work needs; False if a stop is requested meanwhile.
 
-        Devices that are held for other work are given back in the same call.
+        Devices that are held for other work are released in the same call.
         """
         began = monotonic()
-        wanted = work if self._shared or work is Priority.INITIALISATION else Priority.TRAINING
+        requested = work if self._shared or work is Priority.INITIALISATION else Priority.TRAINING
         if self._grant is not None:
             if self._shared:
                 await self._move_out()
-            elif self._grant.priority is wanted:
+            elif self._grant.priority is requested:
                 return True
-        if self._grant is None or self._grant.priority is not wanted:
-            self._grant = await self._granted(wanted, self._grant)
+        if self._grant is None or self._grant.priority is not requested:
+            self._grant = await self._acquire(requested, self._grant)
             if self._grant is None:
                 return False
-        self._process.progress.moved(f"moving on to devices {list(self._among)} for {work.name.lower()}")
+        self._process.progress.moved(f"moving to devices {list(self._among)} for {work.name.lower()}")
         await self._resident.move_in(work)
         self.waited_s += monotonic() - began
         return True
 
-    async def give_back(self) -> None:
-        """Moves out and lets others have the devices until the next turn, if there are others."""
+    async def release(self) -> None:
+        """Moves out and releases the devices until the next turn, if they are shared."""
         if self._grant is None or not self._shared:
             return
         await self._move_out()
@@ -121,22 +121,22 @@ class Turns:
         self._process.progress.moved(f"moving off devices {list(self._among)}")
         left_bytes = await self._resident.move_out()
         if left_bytes > RESIDUE_BYTES:
-            # The next process would run out of memory and be blamed: rather end this process, which frees all of it.
+            # The next process would run out of memory. Ending this process frees all of it.
             raise PeerLost(
                 f"{self._process.name} still has {left_bytes >> 20} MiB of device memory after moving off devices "
-                f"{list(self._among)}; expected at most {RESIDUE_BYTES >> 20} MiB: it must be started again"
+                f"{list(self._among)}; expected at most {RESIDUE_BYTES >> 20} MiB: it must be restarted"
             )
 
-    async def _granted(self, priority: Priority, held: Grant | None) -> Grant | None:
-        """What was granted in exchange for what is held; None when the process was asked to stop."""
+    async def _acquire(self, priority: Priority, held: Grant | None) -> Grant | None:
+        """A grant in exchange for the one that is held; None if a stop is requested."""
         if priority is Priority.SCORING:
             try:
-                return await self._asked(priority, SCORE_WITHIN_S, held)
-            except (Transient, Stale):  # in vain; a controller that was started again only knows that it is over
+                return await self._request(priority, SCORING_TIMEOUT_S, held)
+            except (Transient, Stale):  # timed out; a restarted controller answers Stale instead
                 priority, held = Priority.TRAINING, None
-        return await self._asked(priority, PATIENCE_S, held)
+        return await self._request(priority, GRANT_TIMEOUT_S, held)
 
-    async def _asked(self, priority: Priority, timeout_s: float, held: Grant | None) -> Grant | None:
+    async def _request(self, priority: Priority, timeout_s: float, held: Grant | None) -> Grant | None:
         number, began = next(self._numbers), monotonic()
         ask = AskDevices(
             pipeline=self._client.pipeline,
@@ -147,7 +147,7 @@ class Turns:
             count=len(self._among),
             timeout_s=timeout_s,
             release=None if held is None else held.request,
-            wait_s=ASK_FOR_S,
+            wait_s=LONG_POLL_S,
         )
         cancel = CancelDevices(pipeline=self._client.pipeline, member=self._client.member, request=number)
         try:
@@ -158,12 +158,12 @@ class Turns:
                     case NotYet():
                         waited_for = f"devices {list(self._among)} for {priority.name.lower()}"
                         self._process.progress.moved(f"waiting for {waited_for}")
-                        if monotonic() - began > PATIENCE_S:
-                            raise RunFailed(f"{self._process.name}: no turn came on {waited_for}")
+                        if monotonic() - began > GRANT_TIMEOUT_S:
+                            raise RunFailed(f"{self._process.name}: timed out waiting for {waited_for}")
                     case reply:
                         raise RemoteProtocolError(f"the controller answered a request for devices with {reply!r}")
             await self._client.call(cancel)
         except PeerLost:
-            if not self._process.stop.requested:  # otherwise the call was cut short by the shutdown
+            if not self._process.stop.requested:  # otherwise the shutdown ended the call
                 raise
         return None

@@ -1,4 +1,4 @@
-"""Where a trainer's versions can be had: always in the run directory, and by what the workers are configured for."""
+"""Publishes a trainer's versions: always in the run directory, and by the weight transports that are configured."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CLOSE_S = 2.0
 
 
 class Server(Protocol):
-    """Gives versions to those who do not read the files."""
+    """Serves versions to workers that do not read the files."""
 
     def offer(self, manifest: Manifest) -> None: ...
 
 
 class WeightPublisher:
-    """Publishes versions; each can be had everywhere before `publish` returns. Used by one thread at a time."""
+    """Publishes versions; each is available by all transports before `publish` returns. For one thread at a time."""
 
     def __init__(self, publisher: Publisher, servers: list[Server], device: DeviceExport | None) -> None:
         self._publisher = publisher
@@ -64,7 +64,7 @@ class WeightPublisher:
 def weight_publisher(
     process: RunMember, lineage: str, weights: WeightsSection, payload: PayloadSection, *, workers: int, on_device: bool
 ) -> Iterator[WeightPublisher]:
-    """Serves what is published for as long as the body runs."""
+    """Serves published versions while the body runs."""
     host = payload.host
     places: dict[str, object] = {}
     servers: list[Server] = []

@@ -1,4 +1,4 @@
-"""The ranks that train one model together, as each of them sees it. Small numbers are exchanged here, on the host."""
+"""The process group of a trainer's ranks. Its collectives exchange small numbers in host memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class World:
         return tuple(summed.tolist())
 
     def largest(self, value: int) -> int:
-        """Of all ranks."""
+        """The maximum over all ranks."""
         if self.group is None:
             return value
         found = torch.tensor([value])
@@ -42,7 +42,7 @@ class World:
     def merged(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics of all ranks: sums are added; of those whose name ends in `_max` the largest is kept.
 
-        A rank without data has no metrics, so names are exchanged too. Nothing that came over a wire is unpickled.
+        A rank without data has no metrics, so names are exchanged too. No received data is unpickled.
         """
         if self.group is None:
             return dict(sums)

@@ -1,14 +1,14 @@
-"""How a model's tensors are cut into files, laid out in them, and hashed.
+"""How a model's tensors are divided into files, laid out in them, and hashed.
 
-The rules, which writer and readers share:
+Rules for writer and readers:
 
-- tensors stand in the order of their names, in the artifact and in every digest;
+- tensors are sorted by name, in the artifact and in every digest;
 - a bucket is a run of consecutive tensors of at most `bucket_bytes`; a larger tensor has a bucket of its own;
-- a file is a safetensors file whose header is a pure function of the bucket's tensors, so that a reader compares the
-  header it expects instead of trusting the one it finds;
+- a file is a safetensors file whose header is a pure function of the bucket's tensors, so a reader compares it with the
+  expected header instead of trusting it;
 - the digest of a tensor covers its name, dtype, shape and bytes (xxh3-128); the digest of any list of tensors (a
   bucket, a whole version) covers the digests of its tensors. The digest of a version therefore does not depend on
-  how it was cut, and tensors can be hashed in any order and in parallel.
+  its buckets, and tensors can be hashed in any order and in parallel.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ DTYPES: dict[str, tuple[str, int]] = {
 """Each dtype that may be published: its safetensors name and the bytes of one element."""
 
 _ALIGN_BYTES = 64
-"""The data of every file starts on such a boundary, so that mapped tensors are aligned."""
+"""The data of every file starts at a multiple of this, so that mapped tensors are aligned."""
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Where one tensor lies in its file."""
+    """The position of one tensor in its file."""
 
     tensor: TensorSpec
     start: int
@@ -54,7 +54,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The exact bytes before the data of a file, and where each tensor follows."""
+    """The exact header of a file, and the position of each tensor after it."""
 
     header: bytes
     spans: tuple[Span, ...]
@@ -66,13 +66,13 @@ def size_of(tensor: TensorSpec) -> int:
     if tensor.dtype not in DTYPES:
         raise LocalProtocolError(
             f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which cannot be published; "
-            f"known are {', '.join(DTYPES)}"
+            f"supported are {', '.join(DTYPES)}"
         )
     return math.prod(tensor.shape) * DTYPES[tensor.dtype][1]
 
 
 def plan(tensors: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> list[tuple[TensorSpec, ...]]:
-    """Cuts the tensors, in the order of their names, into buckets."""
+    """Divides the tensors, sorted by name, into buckets."""
     if bucket_bytes <= 0:
         raise LocalProtocolError(f"bucket_bytes must be positive, found {bucket_bytes}")
     buckets: list[tuple[TensorSpec, ...]] = []
@@ -91,9 +91,9 @@ def plan(tensors: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
 
 def layout(tensors: Sequence[TensorSpec], *, marked: bool = False) -> Layout:
-    """Where the tensors of one bucket lie in its file. The same from version to version, so it is remembered.
+    """The file layout of one bucket. It is the same for every version, so it is cached.
 
-    `marked`: the header says that these are torch's tensors, as transformers expects of a model's file.
+    `marked`: the header states torch's format (`pt`), which transformers requires in a model's file.
     """
     return _layout(tuple(tensors), marked)
 
@@ -123,7 +123,7 @@ def _layout(tensors: tuple[TensorSpec, ...], marked: bool) -> Layout:
 
 
 class TensorHash:
-    """The digest of one tensor, fed its bytes in any number of pieces."""
+    """The digest of one tensor, computed from its bytes in any number of pieces."""
 
     def __init__(self, tensor: TensorSpec) -> None:
         head = msgspec.msgpack.encode((tensor.name, tensor.dtype, tensor.shape))
@@ -137,7 +137,7 @@ class TensorHash:
 
 
 def compose(tensor_digests: Iterable[bytes]) -> str:
-    """The digest of a list of tensors, from their digests in the order of their names."""
+    """The digest of a list of tensors, from their digests, sorted by tensor name."""
     whole = xxhash.xxh3_128()
     for digest in tensor_digests:
         whole.update(digest)

@@ -1,4 +1,4 @@
-"""The controller's view of all replicas of a pipeline: feeds the weight transaction and keeps what follows from it."""
+"""The controller's view of a pipeline's replicas: passes events to the weight transaction and applies its effects."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Topic = Literal["leases", "weights", "checkpoint"]
 
 
 class Coordination:
-    """Which replicas may lease, and which must go.
+    """Which replicas may lease, and which must be replaced.
 
-    Rebuilt from reports after a restart, so it needs no journal: replicas that cannot load the newest version say so
-    again, and the trainer is asked again for what is still wanted of it. `wake` lets held calls look again: "weights"
-    when another version is offered, "checkpoint" when one is wanted. `say` gets a line for people.
+    Rebuilt from reports after a restart, so it needs no journal: replicas that cannot load the newest version report
+    that again, and open requests to the trainer are repeated. `wake` makes held calls check again: "leases" when
+    admission opens, "weights" when another version is offered, "checkpoint" when one is requested. `log` receives a
+    line for users.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Coordination:
         settings: WeightsSection,
         published: Callable[[], PublishedVersions],
         wake: Callable[[Topic], None],
-        say: Callable[[Level, str], None],
+        log: Callable[[Level, str], None],
     ) -> None:
         self.transaction = WeightTransaction(settings, published)
         self.fenced: dict[MemberId, str] = {}
@@ -38,15 +39,15 @@ class Coordination:
         self.evicted: dict[MemberId, str] = {}
         """Replicas that must be replaced; emptied by the owner."""
         self.dismissed: dict[MemberId, str] = {}
-        """Trainers that are no longer members and must be gone, so that another can start; emptied by the owner."""
+        """Trainers that are not members any more and must end before another can start; emptied by the owner."""
         self.admission_stopped: str = ""
         self.failure: str = ""
         self._wake = wake
-        self._say = say
+        self._log = log
         self._trainer: MemberId | None = None
 
     def offer(self, member: MemberId, held: Held, now: float) -> Manifest | None:
-        """What to answer a replica that waits for weights; None while it holds the newest, or is to get none."""
+        """The version for a replica that waits for weights; None while it holds the newest, or must not get one."""
         newest = self.transaction.newest
         if newest is None or newest.held == held:
             return None
@@ -54,13 +55,13 @@ class Coordination:
         return offered.manifest if offered is not None else None
 
     def holds_back(self, member: MemberId) -> Literal["throttled", "version_too_old"] | None:
-        """Why a replica is leased nothing: no version can be loaded at all, or this one may not serve."""
+        """Why a replica gets no lease: no version can be loaded at all, or this replica may not serve."""
         if self.admission_stopped:
             return "throttled"
         return "version_too_old" if member in self.fenced else None
 
     def is_steady(self, member: MemberId, version: Version) -> bool:
-        """Whether a replica serves `version`, as far as is known, and no update of it is under way."""
+        """False if an update of the replica is under way, or if it is recorded as serving another version."""
         replica = self.transaction.replicas.get(member)
         if replica is None or replica.offered:
             return replica is None
@@ -69,7 +70,7 @@ class Coordination:
     def reconcile(
         self, live: frozenset[MemberId], trainer: MemberId | None, lost: Mapping[MemberId, str], now: float
     ) -> None:
-        """Who is a member now, and why others are not. A trainer that deregistered is not among the lost."""
+        """Updates the membership. `lost` gives the reason per lost member; a trainer that deregistered is not in it."""
         self.tell(events.MembershipReconciled(live), now)
         if trainer is not None:
             if self.transaction.trainer_lost:
@@ -81,7 +82,7 @@ class Coordination:
             self.tell(events.TrainerLeft(), now)
 
     def tell(self, event: events.TransactionEvent, now: float) -> events.OfferVersion | None:
-        """Feeds one event, and gives the offer it made to the asker, if it did."""
+        """Handles one event and applies its effects; returns the offer, if it made one."""
         offered: events.OfferVersion | None = None
         newest = self.transaction.newest
         for effect in self.transaction.handle(event, now):
@@ -93,27 +94,27 @@ class Coordination:
                 case events.FenceReplica(member=member, reason=reason):
                     self.fenced[member] = reason
                     if member in self.transaction.replicas:
-                        self._say("warning", f"{member} may not generate: {reason}")
+                        self._log("warning", f"{member} may not generate: {reason}")
                 case events.EvictReplica(member=member, reason=reason):
                     self.evicted[member] = reason
                 case events.StopAdmission(reason=reason):
                     self.admission_stopped = reason
-                    self._say("warning", f"no new prompts are issued: {reason}")
+                    self._log("warning", f"no new prompts are issued: {reason}")
                 case events.OpenAdmission():
                     self.admission_stopped = ""
-                    self._say("info", "a replica serves again, prompts are issued")
+                    self._log("info", "a replica serves again, prompts are issued")
                     self._wake("leases")
-                case events.NameReplica(member=member, reason=reason):
-                    self._say("warning", f"{member} {reason}")
+                case events.WarnAboutReplica(member=member, reason=reason):
+                    self._log("warning", f"{member} {reason}")
                 case events.FailRun(sentence=sentence):
                     self.failure = sentence
                 case events.CheckpointTrainer(reason=reason):
-                    self._say("warning", f"the trainer is asked for a checkpoint: {reason}")
+                    self._log("warning", f"the trainer must save a checkpoint: {reason}")
                     self._wake("checkpoint")
                 case events.RestartFleet(manifest=manifest, reason=reason):  # an eviction of each replica follows
-                    self._say("warning", f"all replicas are restarted, from version {manifest.version}: {reason}")
+                    self._log("warning", f"all replicas are restarted, from version {manifest.version}: {reason}")
                 case events.RestartTrainer(reason=reason, member=member):
-                    self._say("warning", f"the trainer is restarted from its checkpoint: {reason}")
+                    self._log("warning", f"the trainer is restarted from its checkpoint: {reason}")
                     self.dismissed[member] = reason
         if self.transaction.newest is not newest:
             self._wake("weights")

@@ -1,4 +1,4 @@
-"""What the transaction is told, in the past tense, and what it tells its surroundings to do, in the imperative."""
+"""The events of the weight transaction, in the past tense, and its effects, in the imperative."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.wire.messages import ReportReplica
 
 
 class VersionPublished(msgspec.Struct, frozen=True):
-    """A complete version can be loaded; publishing it again changes nothing."""
+    """A complete version can be loaded. Published again, it is offered again to replicas that found it damaged."""
 
     manifest: Manifest
     durable: bool = False
@@ -29,11 +29,11 @@ class TrainerLost(msgspec.Struct, frozen=True):
 
 
 class TrainerLeft(msgspec.Struct, frozen=True):
-    """There is no trainer, and none is expected back: it left by itself."""
+    """The trainer deregistered; no successor is expected."""
 
 
 class TrainerReturned(msgspec.Struct, frozen=True):
-    """There is a trainer again."""
+    """A trainer is registered again."""
 
 
 class MembershipReconciled(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class WeightsAsked(msgspec.Struct, frozen=True):
 
 
 class ReplicaReported(msgspec.Struct, frozen=True):
-    """What a replica found in its own memory, or the error that ended an update."""
+    """The version that a replica found in its own memory, or the error that ended an update."""
 
     member: MemberId
     state: ReplicaState
@@ -77,10 +77,10 @@ def reported(report: ReportReplica) -> ReplicaReported:
 
 
 class Ticked(msgspec.Struct, frozen=True):
-    """Time passed: deadlines are looked at."""
+    """Time passed: deadlines are checked."""
 
     excused: frozenset[MemberId] = frozenset()
-    """Replicas that are meant to serve older weights: they evaluate them, or sleep."""
+    """Replicas that may serve older weights: they evaluate them, or sleep."""
 
 
 TransactionEvent: TypeAlias = (
@@ -97,14 +97,14 @@ TransactionEvent: TypeAlias = (
 
 
 class OfferVersion(msgspec.Struct, frozen=True):
-    """Answer the replica's question for weights."""
+    """Answer the replica's request for weights."""
 
     member: MemberId
     manifest: Manifest
 
 
 class AdmitReplica(msgspec.Struct, frozen=True):
-    """It may lease prompts and deliver samples made with these weights."""
+    """Let it lease prompts and deliver samples generated with these weights."""
 
     member: MemberId
     version: Version
@@ -119,14 +119,14 @@ class FenceReplica(msgspec.Struct, frozen=True):
 
 
 class EvictReplica(msgspec.Struct, frozen=True):
-    """Kill the process and start another; its leases return."""
+    """Kill the process and start another; its leases are released."""
 
     member: MemberId
     reason: str
 
 
 class RestartTrainer(msgspec.Struct, frozen=True):
-    """Start the trainer again from its checkpoint, with a new lineage; the replicas go on."""
+    """Start the trainer again from its checkpoint, with a new lineage; the replicas continue."""
 
     reason: str
     member: MemberId = MemberId("")
@@ -139,31 +139,31 @@ class StopAdmission(msgspec.Struct, frozen=True):
 
 
 class OpenAdmission(msgspec.Struct, frozen=True):
-    """A replica serves again."""
+    """Issue prompts: a replica serves again."""
 
 
 class CheckpointTrainer(msgspec.Struct, frozen=True):
-    """Have the trainer save its state now, and publish it afresh; wanted until a durable version is published."""
+    """Have the trainer save its state and publish it again; requested until a durable version is published."""
 
     reason: str
 
 
 class RestartFleet(msgspec.Struct, frozen=True):
-    """Every replica is about to be evicted; the new ones load this durable version."""
+    """An eviction of every replica follows; the new ones load this version, the durable one if there is one."""
 
     manifest: Manifest
     reason: str
 
 
-class NameReplica(msgspec.Struct, frozen=True):
-    """Tell people about this replica; nothing is done about it yet."""
+class WarnAboutReplica(msgspec.Struct, frozen=True):
+    """Log a warning about this replica; no action is taken yet."""
 
     member: MemberId
     reason: str
 
 
 class FailRun(msgspec.Struct, frozen=True):
-    """The run cannot go on; the sentence is for the user."""
+    """Fail the run; the sentence is for the user."""
 
     sentence: str
 
@@ -178,6 +178,6 @@ TransactionEffect: TypeAlias = (
     | OpenAdmission
     | CheckpointTrainer
     | RestartFleet
-    | NameReplica
+    | WarnAboutReplica
     | FailRun
 )

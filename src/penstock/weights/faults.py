@@ -1,8 +1,8 @@
-"""What the controller does about each fault of a weight update: the table, and nothing else.
+"""The table of actions for each fault of a weight update.
 
-A row says what follows for a replica in a given state, how often, and what then. `CHOOSE` stands where safety leaves
-a choice; the policy makes it. Actions for a PAUSED or LOADED replica are carried out by the replica itself, which
-also acts so when it hears nothing from the controller.
+A row gives the actions for a replica in a given state, the number of tries, and the actions after that. `CHOOSE` marks
+a choice that safety leaves open; the policy decides it. The replica itself carries out KEEP_SERVING, RESUME_OLD and
+COMMIT, also without contact to the controller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Fault(StrEnum):
     UPDATE_OVERDUE = "update overdue"
     """One replica was offered a version and did not report by the deadline."""
     VERSION_DAMAGED = "version damaged"
-    """The published bytes are not what the manifest states, as one replica found; a new process would find the same."""
+    """One replica found that the published bytes differ from the manifest; a new process would find the same."""
     ALL_FAILED = "all replicas failed"
 
 
@@ -86,7 +86,7 @@ _ROWS = {(row.fault, row.state): row for row in TABLE}
 
 
 def decide(fault: Fault, state: ReplicaState, policy: Policy, times: int = 1) -> tuple[Action, ...]:
-    """What to do when the fault struck a replica in this state for the `times`-th time in a row."""
+    """The actions when the fault occurs for the `times`-th time in a row at a replica in this state."""
     row = _ROWS[fault, state]
     actions = row.first if times <= row.tries else row.then
     return tuple(CHOICES[policy] if action is Action.CHOOSE else action for action in actions)

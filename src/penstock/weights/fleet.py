@@ -1,4 +1,4 @@
-"""What the controller's side keeps: one record per replica, and the counts."""
+"""The controller's record of each replica, and the counters."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from penstock.weights.replica import ReplicaState
 
 
 class ReplicaRecord(msgspec.Struct):
-    """What the controller knows of one replica."""
+    """The controller's record of one replica."""
 
     state: ReplicaState = ReplicaState.STALE
     version: Version = Version(-1)
     digest: str = ""
     admitted: bool = False
-    asked: bool = False
-    """Has asked for weights: one that never did may be asleep by order of the pool, and owes nothing."""
+    requested: bool = False
+    """Has requested weights. One that never did may be asleep by order of the pool: no deadline applies to it."""
     waiting: bool = False
-    """Asks for weights right now and has no answer yet."""
+    """Its request for weights has no answer yet."""
     offered: str = ""
     """Digest of the open offer."""
     since: float = 0.0
     """When the offer was made, or else when the state was entered."""
     behind_since: float | None = None
-    """Since when it has lacked the newest version with no update under way."""
-    named: bool = False
-    """Whether that was said."""
+    """Since when it lacks the newest version with no update under way."""
+    warned: bool = False
+    """Whether a warning was logged about that."""
     failures: int = 0
     overdue: int = 0
     damaged: Held | None = None
-    """The version it found damaged: not offered to it again until it is published afresh, or a newer one is."""
+    """The version it found damaged: not offered to it until it is republished, or a newer one is published."""
     damages: int = 0
     """Publications it found damaged, since it last loaded one."""
     evicting: bool = False
@@ -48,19 +48,19 @@ class ReplicaRecord(msgspec.Struct):
         return Held(self.version, self.digest) if self.digest else NOTHING_HELD
 
     @property
-    def lies_idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Awake, but neither serving nor loading."""
-        return self.asked and not self.admitted and not self.offered
+        return self.requested and not self.admitted and not self.offered
 
     def note(self, error: str) -> None:
-        """The first error is the cause; what follows stands beside it."""
+        """Keeps the first error, which is the cause, and the last 8 later ones."""
         if not self.first_error:
             self.first_error = error
         else:
             self.later_errors = [*self.later_errors[-7:], error]
 
     def check(self, member: MemberId) -> None:
-        """Raises if the record contradicts itself."""
+        """Raises if the record is inconsistent."""
         if self.admitted and not (self.state is ReplicaState.SERVING and self.digest):
             raise LocalProtocolError(f"{member} is admitted but {self}")
         if self.offered and self.waiting:
@@ -86,7 +86,7 @@ class TransactionStatistics(msgspec.Struct):
 def metrics_of(
     replicas: Collection[ReplicaRecord], behind: Sequence[int], statistics: TransactionStatistics
 ) -> dict[str, float]:
-    """Figures by metric name. `behind` is how many versions each replica lacks: the whole backlog there is."""
+    """Values by metric name. `behind` is the number of versions that each replica lacks: the whole backlog."""
     states = Counter(replica.state for replica in replicas)
     return {
         "weights_published_total": statistics.published,

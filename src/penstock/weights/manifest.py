@@ -1,4 +1,4 @@
-"""A manifest is believed only after it was checked: it came over a wire or from a file."""
+"""Checks of manifests: they come from the network or from a file, and are not trusted before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bucket_file(index: int) -> str:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises `RemoteProtocolError` unless the manifest is consistent in itself and names no path outside its run."""
+    """Raises `RemoteProtocolError` unless the manifest is consistent and names no path outside the run directory."""
 
     def refuse(why: str) -> RemoteProtocolError:
         return RemoteProtocolError(
@@ -41,7 +41,7 @@ def check_manifest(manifest: Manifest) -> None:
         raise refuse(f"its digest {manifest.digest!r} is not 32 hexadecimal digits")
     path = PurePosixPath(manifest.directory)
     if not manifest.directory or path.is_absolute() or ".." in path.parts or "\0" in manifest.directory:
-        raise refuse(f"its directory {manifest.directory!r} does not lie inside the run directory")
+        raise refuse(f"its directory {manifest.directory!r} is not inside the run directory")
     names: list[str] = []
     files: set[str] = set()
     for bucket in manifest.buckets:
@@ -58,9 +58,9 @@ def check_manifest(manifest: Manifest) -> None:
         except LocalProtocolError as error:
             raise refuse(str(error)) from error
         if expected != bucket.size_bytes:
-            raise refuse(f"{bucket.file} should have {expected} bytes by its tensors, but states {bucket.size_bytes}")
+            raise refuse(f"{bucket.file} should have {expected} bytes for its tensors, but states {bucket.size_bytes}")
     if any(left >= right for left, right in pairwise(names)):
-        raise refuse("its tensors are not in the order of their names, or a name stands twice")
+        raise refuse("its tensors are not in the order of their names, or a name occurs twice")
 
 
 def tensors_of(manifest: Manifest) -> tuple[TensorSpec, ...]:

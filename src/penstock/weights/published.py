@@ -1,4 +1,4 @@
-"""The one table of published digests: samples are verified against it, and so is what replicas report to serve."""
+"""The one table of published digests. Samples and the reports of replicas are verified against it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.records.ids import Version
 from penstock.records.weights import Manifest
 
 HISTORY = 64
-"""Versions that are remembered."""
+"""Versions that are kept."""
 
 
 class PublishedVersions(msgspec.Struct):
     valid: dict[Version, str] = msgspec.field(default_factory=dict)
-    """Of the present trainer: samples are trained if they were made with these."""
+    """Published by the current trainer: samples generated with these are trained."""
     withdrawn: dict[Version, list[str]] = msgspec.field(default_factory=dict)
-    """Of trainers that are gone. A replica that serves one holds a whole version, but an old one."""
+    """Published by replaced trainers. A replica that serves one holds a complete version, but an old one."""
 
     def add(self, manifest: Manifest) -> None:
         version = manifest.version
@@ -32,7 +32,7 @@ class PublishedVersions(msgspec.Struct):
         return self.valid.get(version) == digest or digest in self.withdrawn.get(version, ())
 
     def withdraw_after(self, step: int) -> None:
-        """The trainer began again from a step: what was published after it is of a trainer that is gone."""
+        """The trainer restarted from a step: withdraws the versions that its predecessor published after it."""
         for version in [version for version in self.valid if version > step]:
             self._withdraw(version)
 
@@ -41,4 +41,4 @@ class PublishedVersions(msgspec.Struct):
 
     def check(self) -> None:
         if len(self.valid) > HISTORY:
-            raise LocalProtocolError(f"{len(self.valid)} versions are remembered, {HISTORY} allowed")
+            raise LocalProtocolError(f"{len(self.valid)} versions are kept, at most {HISTORY} are allowed")

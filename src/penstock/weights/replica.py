@@ -1,8 +1,8 @@
-"""One engine's weights, as a state machine: what may serve, and what must never.
+"""The state machine of one engine's weights: when it may serve, and when it must not.
 
 The invariant: *a replica serves only one complete version whose digest was recomputed from its own memory.* One that
-received any byte in place is TORN until a complete version has been verified in it; before that byte, going on with
-the old version is safe. A staged update never leaves SERVING: the new version is complete and verified before the
+received any byte in place is TORN until a complete version has been verified in it; before that byte it can safely
+continue with the old version. A staged update never leaves SERVING: the new version is complete and verified before the
 swap, and the swap is a single step.
 """
 
@@ -18,9 +18,9 @@ from penstock.records.ids import Version
 from penstock.records.weights import NOTHING_HELD, Held
 
 RESUME_TRIES = 3
-"""Resuming is idempotent and cheap; an engine that refuses it this often is broken."""
+"""Resuming is idempotent and cheap; an engine that fails it this often is broken."""
 MAX_INTERRUPTIONS = 3
-"""Transfers in a row that may break off before that counts as a failure."""
+"""Interrupted transfers in a row before the next one counts as a failure."""
 
 
 class ReplicaState(StrEnum):
@@ -29,7 +29,7 @@ class ReplicaState(StrEnum):
     PAUSED = "paused"
     """Not generating; its version is still complete."""
     TORN = "torn"
-    """Holds a mixture, or bytes that are not what was published. Must not generate."""
+    """Holds a mixture of versions, or bytes that differ from those published. Must not generate."""
     LOADED = "loaded"
     """Holds one complete, verified version; not generating yet."""
     STALE = "stale"
@@ -41,7 +41,7 @@ class Paused(msgspec.Struct, frozen=True):
 
 
 class WriteBegan(msgspec.Struct, frozen=True):
-    """The next thing that happens is a byte of another version written in place."""
+    """A byte of another version is about to be written in place."""
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class Swapped(msgspec.Struct, frozen=True):
 
 
 class Relabelled(msgspec.Struct, frozen=True):
-    """A version was published whose bytes are those that are served, and are served as that version from now on."""
+    """The served bytes are also those of a newly published version, and are served as that version."""
 
     version: Version
 
@@ -76,14 +76,14 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class UpdateFailed(msgspec.Struct, frozen=True):
-    """The update in progress ended with an error at the named step. Changes no state: says what must follow."""
+    """The update in progress ended with an error at the named step. Does not change the state."""
 
     step: str
     error: str
     transient: bool = False
-    """The same may succeed the next time."""
+    """A retry may succeed."""
     damaged: Held | None = None
-    """The version whose bytes are not what its manifest states: no fault of this replica."""
+    """The version whose bytes differ from its manifest: not a fault of this replica."""
 
 
 ReplicaEvent: TypeAlias = Paused | WriteBegan | Verified | Swapped | Relabelled | Mismatched | Resumed | UpdateFailed
@@ -94,7 +94,7 @@ class ResumeEngine(msgspec.Struct, frozen=True):
 
 
 class ReportReplicaState(msgspec.Struct, frozen=True):
-    """Tell the controller what is served now."""
+    """Report the state and the version to the controller."""
 
     state: ReplicaState
     version: Version
@@ -104,7 +104,7 @@ class ReportReplicaState(msgspec.Struct, frozen=True):
 
 
 class AbandonReplica(msgspec.Struct, frozen=True):
-    """End this process so that a fresh one takes its place."""
+    """End this process so that a new one replaces it."""
 
     reason: str
 
@@ -137,15 +137,15 @@ TRANSITIONS: dict[tuple[ReplicaState, type[msgspec.Struct]], ReplicaState] = {
     (_S.STALE, Mismatched): _S.TORN,
     (_S.STALE, Verified): _S.LOADED,
 }
-"""Every transition there is. `UpdateFailed` is allowed everywhere and never changes the state."""
+"""All transitions. `UpdateFailed` is allowed in every state and never changes it."""
 
 
 MAX_FAILURES = 3
-"""Failed updates in a row after which a replica that cannot serve is given up."""
+"""Failed updates in a row after which a replica that cannot serve is abandoned."""
 
 
 class Replica:
-    """The machine of one replica. `handle` follows the table; what is not in it raises `InvalidTransition`."""
+    """The machine of one replica. `handle` follows the table; any other event raises `InvalidTransition`."""
 
     def __init__(self) -> None:
         self.state = ReplicaState.STALE
@@ -167,7 +167,7 @@ class Replica:
 
     @property
     def held(self) -> Held:
-        """The complete version it holds, if any: what a published one is compared with."""
+        """The complete version it holds, if any; published ones are compared with it."""
         complete = (ReplicaState.SERVING, ReplicaState.PAUSED, ReplicaState.LOADED)
         return Held(self.version, self.digest) if self.state in complete else NOTHING_HELD
 
@@ -194,13 +194,13 @@ class Replica:
                 self.resume_failures = 0
         if target in (ReplicaState.TORN, ReplicaState.STALE):
             self.digest = ""
-        # These pass within one update, which ends with another event.
+        # These occur within an update, which ends with another event.
         quiet = isinstance(event, Paused | WriteBegan | Verified | Mismatched)
         return [] if quiet else [self._report()]
 
     def _failed(self, event: UpdateFailed) -> list[ReplicaEffect]:
         if event.transient and event.step == "fetch" and self.interruptions < MAX_INTERRUPTIONS:
-            # Most likely its source is being replaced: that will be heard of sooner than this can be mended.
+            # Most likely its source is being replaced: the new one is published before a report could help.
             self.interruptions += 1
             return []
         self._note(f"{event.step}: {event.error}")
@@ -219,7 +219,7 @@ class Replica:
         return effects
 
     def _note(self, error: str) -> None:
-        """Keeps the first error of a row of failures; what follows stands beside it."""
+        """Keeps the first error of consecutive failures, and the last 8 later ones."""
         if not self.first_error:
             self.first_error = error
         else:
@@ -231,9 +231,9 @@ class Replica:
 
     def check(self) -> None:
         if self.may_serve and not self.digest:
-            raise InvalidTransition(f"a serving replica must know its digest: {self!r}")
+            raise InvalidTransition(f"a serving replica must have a digest: {self!r}")
         if self.state in (ReplicaState.TORN, ReplicaState.STALE) and self.digest:
-            raise InvalidTransition(f"a replica without a complete version must not claim a digest: {self!r}")
+            raise InvalidTransition(f"a replica without a complete version must not have a digest: {self!r}")
         if self.resume_failures > RESUME_TRIES:
             raise InvalidTransition(f"a replica was resumed more often than allowed: {self!r}")
 

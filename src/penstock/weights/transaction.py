@@ -1,16 +1,16 @@
-"""All replicas of one pipeline, seen from the controller: who serves what, who is late, and what is done about faults.
+"""The replicas of one pipeline, as the controller tracks them: versions, deadlines, and the actions on faults.
 
 Promises, checked by `check`:
 
 - only the newest version is ever offered, and each replica has at most one offer open: there is no queue;
 - a replica is admitted (may lease, may deliver) only while it reports SERVING a version with the digest published
   for it;
-- there is no barrier: each replica moves by itself, and one that fails costs only itself;
+- there is no barrier: replicas update independently, and a failure affects only its replica;
 - every open offer and every fenced replica has a deadline;
-- `min_healthy`: a replica that still serves is not evicted while too few others do.
+- a replica that serves is not evicted while fewer than `min_healthy` others do, unless the whole fleet is restarted.
 
-The machine is told of the members before it is asked for weights (`MembershipReconciled`), so it never addresses
-a dead one. It may be rebuilt from nothing: replicas report again, and the newest manifest is published again.
+The machine receives the members (`MembershipReconciled`) before requests for weights, so it never addresses a dead
+one. It can be rebuilt from an empty state: replicas report again, and the newest manifest is published again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from penstock.weights.events import (
     FailRun,
     FenceReplica,
     MembershipReconciled,
-    NameReplica,
     OfferVersion,
     OpenAdmission,
     ReplicaReported,
@@ -43,6 +42,7 @@ from penstock.weights.events import (
     TransactionEvent,
     VersionMadeDurable,
     VersionPublished,
+    WarnAboutReplica,
     WeightsAsked,
 )
 from penstock.weights.faults import Action, Fault, decide
@@ -52,14 +52,14 @@ from penstock.weights.replica import ReplicaState
 from penstock.weights.settings import WeightsSection
 
 OWN_DAMAGE = 3
-"""Publications in a row that one replica may find damaged although others serve them, before the fault is its own."""
+"""Publications in a row that one replica may find damaged although others serve them, before it is at fault."""
 
 
 class WeightTransaction:
-    """Decides; the controller acts. Feed every event with its time, carry out every effect in order."""
+    """Decides; the controller acts. Pass every event with its time, carry out every effect in order."""
 
     def __init__(self, settings: WeightsSection, published: Callable[[], PublishedVersions]) -> None:
-        """`published` is the pipeline's table of digests, to which every version is added before it is told here."""
+        """`published` returns the pipeline's table of digests; it has every version before its `VersionPublished`."""
         self.settings = settings
         self._published_versions = published
         self.newest: Manifest | None = None
@@ -72,20 +72,20 @@ class WeightTransaction:
         self.fleet_restarts = 0
         self.admission_stopped = False
         self.checkpoint_wanted = ""
-        """Why the trainer should save its state and publish it afresh; empty once it has."""
+        """Why the trainer should save its state and publish it again; empty once it has."""
         self.failed = ""
         self._retired: set[str] = set()
         """Lineages of trainers that were replaced."""
         self._restarted = 0
-        """Replicas that were restarted together: the first to return do not speak for all of them."""
-        self._stand_in = ""
-        """Digest of the durable version that a restarted fleet begins with: loading it proves nothing about others."""
+        """Replicas that were restarted together: failures of the first to return do not count as failures of all."""
+        self._substitute = ""
+        """Digest of the durable version that a restarted fleet loads first: that does not show that newer ones load."""
         self._source_lost = False
-        """Versions may have gone with the trainer that served them: failures say nothing until there is a new one."""
+        """The trainer that served the versions is gone: load failures do not count until a version is published."""
         self._unhealthy_s = 0.0
-        self._looked_at: float | None = None
+        self._health_checked_at: float | None = None
 
-    # What others ask
+    # Queries
 
     def expects(self, version: Version, digest: str) -> bool:
         """Whether these are weights that were published."""
@@ -96,7 +96,7 @@ class WeightTransaction:
         return sum(replica.admitted for replica in self.replicas.values())
 
     def behind(self) -> dict[MemberId, int]:
-        """Versions between the one each replica serves and the newest: the whole backlog there is."""
+        """Versions between the one each replica serves and the newest: the whole backlog."""
         if self.newest is None:
             return {}
         newest = self.newest.version
@@ -109,7 +109,7 @@ class WeightTransaction:
             "weights_trainer_lost": int(self.trainer_lost),
         }
 
-    # What happens
+    # Events
 
     def handle(self, event: TransactionEvent, now: float) -> list[TransactionEffect]:
         match event:
@@ -134,7 +134,7 @@ class WeightTransaction:
             case ReplicaReported():
                 effects = self._reported(event, now)
             case Ticked(excused):
-                effects = [*self._name_behind(excused, now), *self._ticked(now)]
+                effects = [*self._warn_behind(excused, now), *self._ticked(now)]
         if self.failed and not isinstance(event, Ticked):
             return [effect for effect in effects if not isinstance(effect, OfferVersion)]
         return effects
@@ -162,19 +162,19 @@ class WeightTransaction:
 
     def _asked(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
         replica = self.replicas.setdefault(event.member, ReplicaRecord(since=now))
-        replica.asked = replica.waiting = True
-        # Asking again ends an offer: either it was taken, and a report has said so, or the answer was lost.
+        replica.requested = replica.waiting = True
+        # A new request ends an offer: either it was taken and reported, or the answer was lost.
         replica.offered = ""
-        return [*self._believe(event, now), *self._offer(event.member, now, event.held)]
+        return [*self._record_held(event, now), *self._offer(event.member, now, event.held)]
 
-    def _believe(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
-        """A question says what is held, as a report would: it may be the first this controller hears of it."""
+    def _record_held(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
+        """Records the version that a request states, as a report does: after a restart it may be the first record."""
         replica, held = self.replicas[event.member], event.held
         serving = replica.state is ReplicaState.SERVING
         if replica.evicting or (serving and held == replica.held) or (not serving and not held.digest):
             return []
         if held.digest and not self.expects(held.version, held.digest):
-            return []  # from before this controller's memory; it is about to be offered the newest
+            return []  # not in the table of digests; the newest version is offered next
         replica.state = ReplicaState.SERVING if held.digest else ReplicaState.STALE
         replica.digest, replica.since = held.digest, now
         replica.version = held.version if held.digest else replica.version
@@ -187,7 +187,7 @@ class WeightTransaction:
         if self.newest is None or not usable or not replica.waiting or held == self.newest.held:
             return []
         if replica.damaged == self.newest.held:
-            return []  # it waits until this version is published afresh, or a newer one is
+            return []  # it waits until this version is republished, or a newer one is published
         replica.waiting, replica.offered, replica.since = False, self.newest.digest, now
         self.statistics.offers += 1
         return [OfferVersion(member, self.newest)]
@@ -216,7 +216,7 @@ class WeightTransaction:
             replica.pause_s = event.pause_s
             replica.failures, replica.overdue, replica.first_error, replica.later_errors = 0, 0, "", []
             replica.damages = 0
-            if event.digest != self._stand_in:
+            if event.digest != self._substitute:
                 self.fleet_failures = self.fleet_restarts = self._restarted = 0
             if self.admission_stopped:
                 self.admission_stopped = False
@@ -244,34 +244,34 @@ class WeightTransaction:
             return self._damaged(event, event.damaged, now)
         replica.failures += 1
         fault, times = Fault.LOAD_FAILED, replica.failures
-        awake = [r.failures for r in self.replicas.values() if r.asked] or [replica.failures]
-        everyone = min(awake)
-        if everyone > self.fleet_failures and len(awake) >= self._restarted:
-            # Everyone failed since the last success: probably nothing to do with any one of them.
-            self.fleet_failures = everyone
-            fault, times = Fault.ALL_FAILED, everyone
+        awake = [r.failures for r in self.replicas.values() if r.requested] or [replica.failures]
+        by_all = min(awake)
+        if by_all > self.fleet_failures and len(awake) >= self._restarted:
+            # All failed since the last success: the cause is probably not in any one of them.
+            self.fleet_failures = by_all
+            fault, times = Fault.ALL_FAILED, by_all
         return self._act(member, decide(fault, replica.state, self.settings.on_fault, times), now)
 
     def _is_own_damage(self, replica: ReplicaRecord, damaged: Held) -> bool:
-        """Whether a replica that finds damage again and again is itself at fault: others serve what it cannot load."""
+        """Whether the replica itself is at fault: it found damage repeatedly, and another one serves that version."""
         others = (one for one in self.replicas.values() if one is not replica)
         return replica.damages >= OWN_DAMAGE and any(one.held == damaged for one in others)
 
     def _damaged(self, event: ReplicaReported, damaged: Held, now: float) -> list[TransactionEffect]:
-        """The trainer writes the version afresh. The replica keeps what it has, or stays fenced, until then."""
+        """The trainer writes the version again. Until then the replica keeps its version, or stays fenced."""
         replica = self.replicas[event.member]
         if self.newest is None or damaged != self.newest.held or replica.damaged == damaged:
-            return []  # there is a newer one, or it is known
+            return []  # there is a newer one, or the damage is recorded
         replica.damaged = damaged
         replica.damages += 1
         self.statistics.damaged += 1
         return self._act(event.member, decide(Fault.VERSION_DAMAGED, replica.state, self.settings.on_fault), now)
 
     def _restart_fleet(self, cause: str, now: float) -> list[TransactionEffect]:
-        """Starts all replicas again, from the durable version if there is one; the second time the run fails.
+        """Restarts all replicas, from the durable version if there is one; after `max_fleet_restarts` fails the run.
 
         The durable version stays the newest until the trainer publishes again: its emergency checkpoint writes
-        every file afresh, which heals a damaged artifact.
+        every file again, which repairs a damaged artifact.
         """
         manifest = self.durable or self.newest
         if manifest is None:
@@ -285,9 +285,9 @@ class WeightTransaction:
         self.fleet_restarts += 1
         self.statistics.fleet_restarts += 1
         self.fleet_failures = 0
-        self._restarted = sum(replica.asked for replica in self.replicas.values())
-        stands_in = self.newest is not None and manifest.digest != self.newest.digest
-        self._stand_in = manifest.digest if stands_in else ""
+        self._restarted = sum(replica.requested for replica in self.replicas.values())
+        substituted = self.newest is not None and manifest.digest != self.newest.digest
+        self._substitute = manifest.digest if substituted else ""
         self.newest = manifest
         effects: list[TransactionEffect] = [RestartFleet(manifest, sentence)]
         for member in list(self.replicas):
@@ -304,7 +304,7 @@ class WeightTransaction:
         return effects
 
     def _trainer_lost(self, event: TrainerLost) -> list[TransactionEffect]:
-        """Versions are complete artifacts, so no replica is touched: those fenced refit from the newest one."""
+        """Published versions are complete, so no replica is affected: fenced ones load the newest version."""
         if self.trainer_lost:
             return []
         self.trainer_lost = self._source_lost = True
@@ -316,7 +316,7 @@ class WeightTransaction:
             if replica.evicting:
                 if now - replica.since > self.settings.unloaded_timeout_s:
                     replica.since = now
-                    effects.append(EvictReplica(member, f"is still there: {replica.first_error}"))
+                    effects.append(EvictReplica(member, f"has not ended since its eviction: {replica.first_error}"))
                 continue
             if replica.offered and now - replica.since > self.settings.deadline_s:
                 replica.overdue += 1
@@ -324,37 +324,37 @@ class WeightTransaction:
                 replica.note(f"did not report within {self.settings.deadline_s:.0f} s of an offer")
                 row = decide(Fault.UPDATE_OVERDUE, replica.state, self.settings.on_fault, replica.overdue)
                 effects.extend(self._act(member, row, now))
-            elif self.newest and replica.lies_idle and now - replica.since > self.settings.unloaded_timeout_s:
+            elif self.newest and replica.is_idle and now - replica.since > self.settings.unloaded_timeout_s:
                 why = f"held no complete version for {self.settings.unloaded_timeout_s:.0f} s"
                 replica.note(why)
                 effects.extend(self._evict(member, why, now))
         return effects + self._watch_health(now)
 
-    def _name_behind(self, excused: frozenset[MemberId], now: float) -> list[TransactionEffect]:
-        """A replica that serves, lacks the newest version and does nothing about it is named once, within seconds."""
+    def _warn_behind(self, excused: frozenset[MemberId], now: float) -> list[TransactionEffect]:
+        """Warns once, after `behind_s`, about a replica that serves an older version with no update under way."""
         effects: list[TransactionEffect] = []
         for member, replica in self.replicas.items():
             idle = replica.admitted and not replica.offered and member not in excused
             if self.newest is None or not idle or replica.held == self.newest.held:
-                replica.behind_since, replica.named = None, False
+                replica.behind_since, replica.warned = None, False
             elif replica.behind_since is None:
                 replica.behind_since = now
-            elif now - replica.behind_since > self.settings.behind_s and not replica.named:
-                replica.named = True
-                what = "asks for weights and is offered none" if replica.waiting else "does not ask for weights"
+            elif now - replica.behind_since > self.settings.behind_s and not replica.warned:
+                replica.warned = True
+                what = "requests weights and is offered none" if replica.waiting else "does not request weights"
                 lacks = f"serves version {replica.version}, the newest is {self.newest.version}"
-                effects.append(NameReplica(member, f"{lacks}, and no update is under way: it {what}"))
+                effects.append(WarnAboutReplica(member, f"{lacks}, and no update is under way: it {what}"))
         return effects
 
     def _watch_health(self, now: float) -> list[TransactionEffect]:
-        """Too few serving replicas for too long end the run; before the first version none can serve, and while all
-        of them sleep none should: that time does not count."""
-        passed_s = now - self._looked_at if self._looked_at is not None else 0.0
-        self._looked_at = now
+        """Fails the run if too few replicas serve for too long. Time before the first version, and time while all
+        replicas sleep, does not count."""
+        passed_s = now - self._health_checked_at if self._health_checked_at is not None else 0.0
+        self._health_checked_at = now
         if self.newest is None or self.healthy >= self.settings.min_healthy:
             self._unhealthy_s = 0.0
             return []
-        if not self.replicas or any(replica.asked for replica in self.replicas.values()):
+        if not self.replicas or any(replica.requested for replica in self.replicas.values()):
             self._unhealthy_s += passed_s
         if self._unhealthy_s <= self.settings.unhealthy_timeout_s or self.failed:
             return []
@@ -364,10 +364,10 @@ class WeightTransaction:
             f"{self.settings.unhealthy_timeout_s:.0f} s" + (f" ({errors[0]})" if errors else "")
         )
 
-    # What is done
+    # Actions
 
     def _act(self, member: MemberId, actions: tuple[Action, ...], now: float) -> list[TransactionEffect]:
-        """Turns the table's actions into effects; what a replica does by itself needs none."""
+        """Turns the table's actions into effects; actions of the replica itself need none."""
         replica = self.replicas[member]
         effects: list[TransactionEffect] = []
         for action in actions:
@@ -386,7 +386,7 @@ class WeightTransaction:
                     effects.append(CheckpointTrainer(replica.first_error))
                 case Action.RESTART_FLEET:
                     effects.extend(self._restart_fleet(replica.first_error, now))
-                case _:  # FENCE was done with the report; the others are the replica's own
+                case _:  # FENCE was done with the report; the replica carries out the others
                     pass
         return effects
 
@@ -397,7 +397,7 @@ class WeightTransaction:
         if replica.evicting:
             return []
         if replica.admitted and not whole_fleet and self.healthy <= self.settings.min_healthy:
-            replica.failures = replica.overdue = 0  # still serves, and is needed: it gets another round
+            replica.failures = replica.overdue = 0  # it serves and is needed: it gets another attempt
             return self._offer(member, now, NOTHING_HELD)
         replica.evicting, replica.offered, replica.waiting, replica.since = True, "", False, now
         self.statistics.evictions += 1

@@ -1,4 +1,4 @@
-"""Bytes to messages and back: msgpack, with lengths checked before anything is decoded."""
+"""Encodes and decodes messages as msgpack; lengths are checked before decoding."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from penstock.records.section import Section
 M = TypeVar("M")
 
 DAMAGED = (msgspec.DecodeError, UnicodeDecodeError)
-"""What decoding raises for bytes that are not what they were: the second where a text is no UTF-8."""
+"""Errors that decoding raises for damaged bytes; the second for text that is not UTF-8."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Control messages carry scalars and references; anything larger is a mistake or an attack."""
 
 
 def encode_section(value: Any) -> Any:
-    """The `enc_hook` of encoders of structs that carry settings."""
+    """The `enc_hook` of encoders for structs that contain settings."""
     if isinstance(value, Section):
         return value.model_dump()
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 
 def decode_section(kind: type, value: Any) -> Any:
-    """The `dec_hook` of decoders of structs that carry settings."""
+    """The `dec_hook` of decoders for structs that contain settings."""
     if issubclass(kind, Section):
         return kind.model_validate(value)
     raise NotImplementedError(f"{kind.__name__} cannot be decoded")

@@ -1,10 +1,10 @@
 """Every call to the controller and every reply, as tagged unions.
 
-There is no second vocabulary: the control machine takes these requests as its events, the journal keeps them, and the
-first effect of a request is its reply.
+The same structs are the events of the control state machine and the entries of the journal. The first effect of a
+request is its reply.
 
-Each request may be repeated after a lost reply without harm: a lease by its `request` number, a delivery by the
-samples' states, a batch and its acknowledgement by the step. Waiting is bounded by `wait_s` on every call that waits.
+Each request is idempotent and may be repeated after a lost reply: a lease is identified by its `request` number, a
+delivery by the states of its samples, a batch and its acknowledgement by the step. `wait_s` bounds all waiting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Verdict = Literal["granted", "throttled", "exhausted", "version_too_old"]
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What all requests share: which pipeline, and which incarnation of which process is calling."""
+    """Fields of all requests: the pipeline, and the process incarnation that calls."""
 
     pipeline: PipelineName
     member: MemberId
@@ -41,76 +41,76 @@ class Register(Call, tag="register", frozen=True):
     host_id: str = ""
     ring: RingAddress | None = None
     prompt_count: int | None = None
-    """Rollout workers: how many distinct prompts the environment has, None when it never runs out."""
+    """Rollout workers: number of distinct prompts of the environment; None: endless."""
     step: StepIndex | None = None
-    """Trainers: the step they will train next. Lower than the ledger's: training is rolled back to it."""
+    """Trainers: the step they train next. If it is lower than the ledger's, training is rolled back to it."""
     lineage: str = ""
     more_rings: tuple[RingAddress, ...] = ()
-    """A worker of several ranks: the rings its other ranks write to."""
+    """A worker of several ranks: the rings of its other ranks."""
 
 
 class Unregister(Call, tag="unregister", frozen=True):
-    """Last call of a process that leaves, or its supervisor's word that it `died`; leases return."""
+    """Last call of a process, or its supervisor's report that it `died`. Its leases are issued again."""
 
     reason: str = ""
     died: bool = False
     failed: bool = False
-    """It leaves because of an error: what it was to do is not done."""
+    """The process leaves because of an error: its work is not complete."""
 
 
 LOADING = "loading"
-"""How `doing` begins for a worker whose engine cannot serve yet."""
+"""Prefix of `doing` for a worker whose engine cannot serve yet."""
 REWARD = "reward"
-"""And for one with a reward function that runs for long."""
+"""Prefix of `doing` for a worker whose reward function runs for long."""
 
 
 class Heartbeat(Call, tag="heartbeat", frozen=True):
-    """Sent by the sidecar. `progressed_ago_s` is read from the parent: a wedged parent cannot look alive."""
+    """Sent by the sidecar. `progressed_ago_s` is read from the parent, so a hung parent is detected."""
 
     progressed_ago_s: float
     doing: str = ""
 
 
 class AskLease(Call, tag="ask_lease", frozen=True):
-    """Asks for up to `samples` samples to generate."""
+    """Requests leases for up to `samples` samples."""
 
     request: int
-    """Counted up by the worker with every grant that reached it; what a number was granted it is granted again."""
+    """The worker increments it after every grant that it received. A repeated number returns the same grant."""
     samples: int
     version: Version
-    """What the engine serves now."""
+    """The version that the engine serves."""
     wait_s: float = 0.0
     call: int = 0
     """Samples that the worker generates in one call; 0: any number at any time."""
     workers: int = 0
-    """Set by the controller: how many workers are awake in the pool, to divide leases among; 0 without a pool."""
+    """Set by the controller: number of awake workers in the pool, which share the leases; 0 without a pool."""
     steady: bool = True
-    """Set by the controller: the weights of this worker are not being changed right now."""
+    """Set by the controller: the weights of this worker are not being changed."""
 
 
 class Deliver(Call, tag="deliver", frozen=True):
-    """Reports finished and failed samples, and gives back leases that were not used."""
+    """Reports finished and failed samples, and returns unused leases."""
 
     rollouts: tuple[Rollout, ...] = ()
     failures: tuple[FailedRollout, ...] = ()
     returned: tuple[SampleId, ...] = ()
     scores: tuple[Score, ...] = ()
-    """Finished samples of an evaluation; failed and unused ones are among the others."""
+    """Finished samples of an evaluation; its failed and unused samples are in `failures` and `returned`."""
 
 
 class AskBatch(Call, tag="ask_batch", frozen=True):
-    """Asks for the batch of `step`; asking again for the same step gets the same batch."""
+    """Requests the batch of `step`. The same step always returns the same batch."""
 
     step: StepIndex
     wait_s: float = 0.0
 
 
 class AckStep(Call, tag="ack_step", frozen=True):
-    """The step was trained, on everything it was given except the samples of `missing_prompts`' groups."""
+    """The step was trained on its batch, except the groups of `missing_prompts`."""
 
     step: StepIndex
     missing_prompts: tuple[PromptIndex, ...] = ()
-    """Prompts whose payloads could not be fetched: not trained, to be issued again."""
+    """Prompts whose payloads could not be fetched. They were not trained and are issued again."""
     missing_reason: str = ""
     metrics: dict[str, float] = {}
 
@@ -120,14 +120,14 @@ class AckCheckpoint(Call, tag="ack_checkpoint", frozen=True):
 
     step: StepIndex
     last_resort: StepIndex | None = None
-    """Where the trainer would start from if all newer checkpoints turned out damaged; None: it has no older one."""
+    """The step from which the trainer would start if all newer checkpoints were damaged; None: it has no older one."""
 
 
 class FlushJournal(Call, tag="flush_journal", frozen=True):
-    """Answered once everything that was acknowledged so far would survive a loss of power.
+    """Returns once everything acknowledged so far would survive a power failure.
 
-    A trainer asks for it before it writes a checkpoint: after a power failure the journal must know every step that is
-    in a checkpoint.
+    A trainer sends it before it writes a checkpoint: after a power failure the journal must contain every step that
+    is in a checkpoint.
     """
 
 
@@ -136,24 +136,24 @@ class PublishWeights(Call, tag="publish_weights", frozen=True):
 
     manifest: Manifest
     durable: bool = False
-    """It was written afresh and flushed to the disk, together with a checkpoint."""
+    """It was written again and flushed to disk, together with a checkpoint."""
 
 
 class AskCheckpoint(Call, tag="ask_checkpoint", frozen=True):
-    """A trainer waits to be asked for a checkpoint out of turn. Asked again until it has published one, durably."""
+    """A trainer waits for a request to save an extra checkpoint, repeated until it has published durable weights."""
 
     wait_s: float = 0.0
 
 
 class AskWeights(Call, tag="ask_weights", frozen=True):
-    """Waits for another version than the one held. Only the newest is ever offered; its bytes may be those held."""
+    """Waits for a version other than `held`. Only the newest is offered; its bytes may equal those held."""
 
     held: Held = NOTHING_HELD
     wait_s: float = 0.0
 
 
 class ReportReplica(Call, tag="report_replica", frozen=True):
-    """What an engine serves now: recomputed digest, not a promise."""
+    """The weights that an engine serves; the digest is recomputed, not assumed."""
 
     state: Literal["serving", "paused", "torn", "loaded", "stale"]
     version: Version
@@ -162,7 +162,7 @@ class ReportReplica(Call, tag="report_replica", frozen=True):
     skipped_versions: int = 0
     error: str = ""
     damaged: Held | None = None
-    """The version whose published bytes are not what its manifest states."""
+    """The version whose published bytes do not match its manifest."""
 
 
 class ReportMetrics(Call, tag="report_metrics", frozen=True):
@@ -172,40 +172,40 @@ class ReportMetrics(Call, tag="report_metrics", frozen=True):
 
 
 class AskDevices(Call, tag="ask_devices", frozen=True):
-    """Asks for `count` devices among `among`, and gives back the grant `release` in the same breath."""
+    """Requests `count` devices among `among`, and releases the grant `release` in the same call."""
 
     request: int
-    """Counted up by the caller; asking again with the same number is waiting on."""
+    """Incremented by the caller. A call with the same number continues to wait."""
     priority: Priority
     among: tuple[DeviceId, ...]
     count: int
     timeout_s: float
-    """The request itself ends when it has not been granted for this long."""
+    """The request ends if it is not granted within this time."""
     release: int | None = None
     wait_s: float = 0.0
 
 
 class CancelDevices(Call, tag="cancel_devices", frozen=True):
-    """The request is no longer wanted. Too late if it was granted: then release it."""
+    """Cancels a request. Without effect once it is granted: then release it."""
 
     request: int
 
 
 class ReleaseDevices(Call, tag="release_devices", frozen=True):
-    """The devices of this grant are free: memory released, and verified."""
+    """The devices of this grant are free: their memory is released, and this was verified."""
 
     request: int
 
 
 class AskOrders(Call, tag="ask_orders", frozen=True):
-    """A generation worker asks what it must do now; waits for an order other than `seen`."""
+    """A generation worker polls its orders; waits for an order other than `seen`."""
 
     seen: OrderNumber = OrderNumber(0)
     wait_s: float = 0.0
 
 
 class ReportOrder(Call, tag="report_order", frozen=True):
-    """How an order ended. After a failure `released` says whether the worker verifiably holds no device."""
+    """Result of an order. After a failure, `released` is True if the worker verifiably holds no device."""
 
     order: OrderNumber
     done: bool
@@ -214,11 +214,11 @@ class ReportOrder(Call, tag="report_order", frozen=True):
 
 
 PoolRequest = AskDevices | CancelDevices | ReleaseDevices | AskOrders | ReportOrder
-"""Calls that the shared device pool answers, not the pipeline's own control."""
+"""Calls that the shared device pool answers, not the pipeline."""
 
 
 class Stop(Call, tag="stop", frozen=True):
-    """Ask the whole run to end. `failed`: it fails, with `reason` as its sentence."""
+    """Stops the whole run. `failed`: the run fails with the message `reason`."""
 
     reason: str
     failed: bool = False
@@ -245,18 +245,18 @@ Request = (
 
 
 class Ok(msgspec.Struct, tag="ok", frozen=True):
-    """Done, nothing to add."""
+    """Success, without data."""
 
 
 class Registered(msgspec.Struct, tag="registered", frozen=True):
     phase: Phase
     version: Version
     step: StepIndex
-    """Trainers: the next step the ledger expects."""
+    """Trainers: the next step that the ledger expects."""
 
 
 class HeartbeatSeen(msgspec.Struct, tag="heartbeat_seen", frozen=True):
-    """Reply to a heartbeat. A member that is not known (any more) must stop or register again."""
+    """Reply to a heartbeat. A member that is not (or no longer) registered must stop or register again."""
 
     known: bool
     phase: Phase
@@ -265,18 +265,18 @@ class HeartbeatSeen(msgspec.Struct, tag="heartbeat_seen", frozen=True):
 class Leased(msgspec.Struct, tag="leased", frozen=True):
     leases: tuple[PromptLease, ...]
     verdict: Verdict
-    """`exhausted` is final: the worker stops asking."""
+    """`exhausted` is final: the worker requests no more leases."""
     phase: Phase
     prefetch: bool | None = None
-    """Live setting: None leaves the worker's own configuration in force."""
+    """Live setting; None: the worker uses its own configuration."""
     discard: tuple[PayloadRef, ...] = ()
-    """Payloads of the caller's ring without a reader: their samples were dropped. May come twice."""
+    """Payloads of the caller's ring without a reader: their samples were dropped. May be repeated."""
     oldest: Version | None = None
-    """No sample made with a lower version will ever be read: whatever is left of those can be freed."""
+    """No sample of a lower version will be read again: its payload can be freed."""
 
 
 class Delivered(msgspec.Struct, tag="delivered", frozen=True):
-    """What became of each sample; everything not named was accepted."""
+    """The refused samples; all others were accepted."""
 
     refused: tuple[SampleId, ...] = ()
     reason: str = ""
@@ -285,18 +285,18 @@ class Delivered(msgspec.Struct, tag="delivered", frozen=True):
 class BatchReady(msgspec.Struct, tag="batch_ready", frozen=True):
     batch: Batch
     rings: tuple[RingAddress, ...]
-    """Where the payloads of this batch can be read."""
+    """The rings that contain the payloads of this batch."""
 
 
 class NotYet(msgspec.Struct, tag="not_yet", frozen=True):
-    """The wait ended without a result; `waiting_for` says for what, for the log and the diagnosis."""
+    """The wait ended without a result; `waiting_for` names what is missing, for the log and the diagnosis."""
 
     waiting_for: str
     phase: Phase
 
 
 class Complete(msgspec.Struct, tag="complete", frozen=True):
-    """Training is complete: no further batch will come."""
+    """Training is complete: there are no further batches."""
 
     steps: StepIndex
 
@@ -306,7 +306,7 @@ class Weights(msgspec.Struct, tag="weights", frozen=True):
 
 
 class CheckpointWanted(msgspec.Struct, tag="checkpoint_wanted", frozen=True):
-    """Save the state now and publish the weights afresh: what was published cannot be loaded."""
+    """Save the state now and publish the weights again: the published weights cannot be loaded."""
 
     reason: str
 
@@ -316,7 +316,7 @@ class DevicesGranted(msgspec.Struct, tag="devices_granted", frozen=True):
 
 
 class Orders(msgspec.Struct, tag="orders", frozen=True):
-    """What the worker must do now; empty: it is where it should be."""
+    """The pending orders of the worker; empty: there is nothing to do."""
 
     orders: tuple[Order, ...]
 
@@ -325,7 +325,7 @@ PoolReply = DevicesGranted | Orders
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The call changed nothing. `kind` is the name of the error class the caller should raise."""
+    """The call changed nothing. `kind` names the error class that the caller raises."""
 
     kind: Literal["Stale", "Transient", "PeerLost", "LocalProtocolError", "RunFailed"]
     message: str

@@ -65,7 +65,7 @@ def test_a_function_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     module.number = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "plugged_in", module)
     assert advantage.compute(advantage.resolve("plugged_in:twice"), [1.5], [1]).tolist() == [3.0]
-    with pytest.raises(ConfigError, match="expected something to call"):
+    with pytest.raises(ConfigError, match="expected a callable"):
         advantage.resolve("plugged_in:number")
     with pytest.raises(ConfigError, match="absent"):
         advantage.resolve("plugged_in:absent")

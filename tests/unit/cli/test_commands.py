@@ -39,7 +39,7 @@ def test_a_complete_run_is_not_started_again(run: RunDir, capsys: pytest.Capture
     run.write_ending("complete")
     assert run_command(None, [], resume=run.root, dry_run=False) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "is complete: there is nothing to go on with" in said
+    assert "is complete: there is nothing to resume" in said
     assert "--set pipeline.letters.steps=" in said
     assert run.read_ending() is not None
 
@@ -51,7 +51,7 @@ def test_a_directory_that_is_neither_run_nor_model(tmp_path: Path):
 
 def test_a_simulation_takes_no_configuration():
     result = CliRunner().invoke(app, ["simulate", "run.toml"])
-    assert "--capacity predicts what run.toml would reach" in str(result.exception)
+    assert "--capacity predicts the throughput of run.toml" in str(result.exception)
 
 
 def test_a_run_that_fails_says_where_its_logs_are(
@@ -66,7 +66,7 @@ def test_a_run_that_fails_says_where_its_logs_are(
         run_command(None, [], resume=run.root, dry_run=False)
     first, *hints = caught.value.message.splitlines()
     assert first == "letters.trainer: the loss is not finite"
-    assert hints == [f"logs: {run.root}/logs", f"once fixed, go on with: penstock run --resume {run.root}"]
+    assert hints == [f"logs: {run.root}/logs", f"once fixed, resume with: penstock run --resume {run.root}"]
 
 
 def test_a_run_that_did_not_come_to_run_says_only_why(run: RunDir):
@@ -80,7 +80,7 @@ def test_the_doctor_of_a_run_that_is_over(run: RunDir, how: str, capsys: pytest.
     run.write_ending(how, "the loss is not finite" if how == "failed" else "")  # type: ignore[arg-type]
     assert doctor_command(run.root) == 1
     said = capsys.readouterr().err
-    assert f"the run is over, no process is left to ask: {how}." in said
+    assert f"the run has ended, no process can answer: {how}." in said
     assert ("--resume" in said) == (how != "complete")
     assert ("the loss is not finite" in said) == (how == "failed")
 
@@ -106,5 +106,5 @@ def test_capacity_needs_a_configuration():
 @pytest.mark.parametrize("text", ["{", '{"host": "here"}', '{"host": "here", "port": "?", "pid": 1}'])
 def test_the_doctor_of_a_run_whose_endpoint_is_damaged(run: RunDir, text: str):
     run.endpoint_path.write_text(text)
-    with pytest.raises(ConfigError, match="does not say how to reach its controller"):
+    with pytest.raises(ConfigError, match="cannot read the address of the controller"):
         doctor_command(run.root)

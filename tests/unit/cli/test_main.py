@@ -110,7 +110,7 @@ def test_bench_lists_what_there_is():
 def test_simulate_runs_a_storm():
     result = penstock("simulate", "--steps", "10", "--faults", "1", "--seed", "3")
     assert result.returncode == 0, result.stderr
-    assert "promises" in result.stdout
+    assert "invariants" in result.stdout
 
 
 @pytest.mark.slow

@@ -208,6 +208,6 @@ def test_more_workers_than_the_bound_can_fill_are_said_to_be(tmp_path: Path):
     assert said() == said("rollout.workers=6") == ""
     sentence = said("rollout.workers=4", "rollout.batch_samples=128")
     assert "4 workers could generate 512 samples at once" in sentence
-    assert "max_staleness = 2 lets 384 be under way" in sentence
+    assert "max_staleness = 2 allows 384 in flight" in sentence
     assert sentence.endswith("max_staleness = 4")
     assert said("rollout.workers=4", "rollout.batch_samples=128", "train.max_staleness=4") == ""

@@ -72,7 +72,7 @@ def test_an_unknown_override_is_named(tmp_path: Path):
 
 
 def test_an_override_of_a_pipeline_that_is_not_there(tmp_path: Path):
-    assert "there is letters, pole" in mistake(tmp_path, GOOD, "pipeline.chess.steps=3")
+    assert "expected letters, pole" in mistake(tmp_path, GOOD, "pipeline.chess.steps=3")
 
 
 def test_a_wrong_type_says_what_was_found(tmp_path: Path):
@@ -107,8 +107,8 @@ RANKS = {"ranks": 2, "group_size": 8, "batch_samples": 16}
     [
         (RANKS | {"batch_samples": 15}, {}, "holds no group of 8 for each of 2 ranks; make it at least 16"),
         (RANKS | {"concurrency": 2}, {}, "rollout.concurrency must be 1"),
-        (RANKS, {"weights": {"transport": "broadcast"}}, "cannot be broadcast to"),
-        (RANKS, {"engine": {"kind": "vllm"}}, "cannot have an engine of kind 'vllm': use 'torch'"),
+        (RANKS, {"weights": {"transport": "broadcast"}}, "does not support rollout.ranks above 1: use another"),
+        (RANKS, {"engine": {"kind": "vllm"}}, "does not support rollout.ranks above 1: use 'torch'"),
     ],
 )
 def test_ranks_that_cannot_work(rollout: dict[str, Any], more: dict[str, Any], said: str):
@@ -149,7 +149,7 @@ def test_what_is_not_toml(tmp_path: Path, text: str):
 def test_a_kind_that_is_not_there(tmp_path: Path):
     assert ".kind: there is no kind 'tinny'; did you mean 'tiny'?" in mistake(tmp_path, GOOD.replace("tiny", "tinny"))
     missing = mistake(tmp_path, GOOD.replace('kind = "tiny"', ""))
-    assert "run.toml:9: pipeline.letters.model.kind is missing; known: hub, mlp, path, tiny" in missing
+    assert "run.toml:9: pipeline.letters.model.kind is missing; expected one of: hub, mlp, path, tiny" in missing
     assert "known: http, torch, vllm" in mistake(tmp_path, GOOD, "pipeline.letters.engine.kind=xyz")
 
 

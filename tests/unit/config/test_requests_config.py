@@ -54,7 +54,7 @@ def test_what_was_filled_in_survives_a_round_trip() -> None:
 @pytest.mark.parametrize(
     ("engine", "rollout", "message"),
     [
-        ({"batching": "continuous"}, {}, "engine.batching' is gone"),
+        ({"batching": "continuous"}, {}, "engine.batching' was removed"),
         ({"rows": 0}, {}, "engine.rows"),
         ({"rowz": 3}, {}, "did you mean 'rows'"),
         ({}, {"group_size": 0}, "rollout.group_size"),

@@ -16,7 +16,7 @@ from penstock.config.devices import (
 )
 from penstock.config.load import validate
 from penstock.config.run import Config
-from penstock.launch.gpus import seen_by
+from penstock.launch.gpus import gpu_environment
 from penstock.launch.processes import processes_of
 
 
@@ -79,7 +79,7 @@ def test_gpus_that_are_named_for_others_come_last() -> None:
 def test_each_process_sees_its_own() -> None:
     run = config({"train": {"ranks": 2}, "rollout": {"workers": 2}}, {"rollout": {"device": "cuda:1"}})
     gpus = ("7", "6", "5", "4")
-    seen = {spec.name: seen_by(spec, run, gpus).get("CUDA_VISIBLE_DEVICES") for spec in processes_of(run)}
+    seen = {spec.name: gpu_environment(spec, run, gpus).get("CUDA_VISIBLE_DEVICES") for spec in processes_of(run)}
     assert seen == {
         "controller": None,
         "p0.trainer": "7,5",
@@ -88,6 +88,6 @@ def test_each_process_sees_its_own() -> None:
         "p1.trainer": "7",
         "p1.rollout.0": None,  # the second of all
     }
-    assert not any(seen_by(spec, run, ("0",)) for spec in processes_of(run)), "there is nothing to choose"
+    assert not any(gpu_environment(spec, run, ("0",)) for spec in processes_of(run)), "there is nothing to choose"
     pooled = config({}, pool=4)
-    assert all("CUDA_VISIBLE_DEVICES" not in seen_by(spec, pooled, gpus) for spec in processes_of(pooled))
+    assert all("CUDA_VISIBLE_DEVICES" not in gpu_environment(spec, pooled, gpus) for spec in processes_of(pooled))

@@ -211,7 +211,7 @@ def test_a_point_that_takes_too_long_is_skipped_with_the_reason(ready):
     evaluate(driver, driver.lease(1))
     sent = driver.tick(SETTINGS.timeout_s + 1)
     [note] = [effect for effect in sent if isinstance(effect, effects.NoteEvaluation)]
-    assert note.result.skipped == "only 1 of 3 samples of version 0 came in within 100 s"
+    assert note.result.skipped == "only 1 of 3 samples of version 0 were scored within 100 s"
     assert driver.control.status(driver.now)["eval_skipped"] == 1
 
 
@@ -268,7 +268,7 @@ def test_the_end_does_not_wait_for_ever(ready):
     driver.checkpoint(1)
     driver.tick(SETTINGS.timeout_s + 1)
     assert driver.control.phase == "complete"
-    assert "no worker came to serve version 1" in driver.control.evaluation.state.results[-1].skipped
+    assert "no worker served version 1" in driver.control.evaluation.state.results[-1].skipped
 
 
 def test_a_stop_says_what_was_not_evaluated(ready):

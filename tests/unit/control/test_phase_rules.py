@@ -88,8 +88,8 @@ def test_in_the_same_life_nothing_leads_back_from_complete(drive):
     refused = d.send(messages.Register(P, "t2", "trainer", step=1))
     assert refused == messages.Refused(
         "RunFailed",
-        "training is complete after 2 steps and its workers have left, but the trainer starts again at step 1, so its "
-        "last checkpoint is damaged or gone; resume the run to train the missing steps again",
+        "training is complete after 2 steps and its workers have left, but the trainer restarts at step 1, so its "
+        "last checkpoint is damaged or missing; resume the run to train the missing steps again",
     )
 
 
@@ -103,7 +103,7 @@ def test_a_resumed_pipeline_whose_last_checkpoint_is_lost_trains_the_missing_ste
     assert d.control.phase == "draining", "the last step may be lost: no trainer has found its checkpoint"
     d.join("w2", trainer=None)
     assert d.ask(2, "w2").verdict == "throttled"
-    waits = "No trainer is registered yet: the supervisor should start one. Training is over after 2 steps; the last"
+    waits = "No trainer is registered yet: the supervisor should start one. Training ended after 2 steps; the last"
     assert d.control.diagnose(d.now) == f"{waits} checkpoint is not confirmed."
     d.join(trainer="t2", step=1)
     assert d.control.phase == "running"
@@ -209,7 +209,7 @@ def test_the_first_worker_tells_how_long_an_epoch_is(drive):
     d = drive(steps=None, epochs=2, groups_per_step=3, max_staleness=9)
     d.send(messages.Register(P, "w", "rollout", prompt_count=3))
     d.send(messages.Register(P, "x", "rollout", prompt_count=7))
-    assert "x counts 14 prompts in the run, which began with 6" in d.lines[-2]
+    assert "x reports 14 prompts for the run, which began with 6" in d.lines[-2]
     d.join(trainer="t")
     d.fill(6)
     assert d.ask(2).verdict == "throttled"

@@ -299,7 +299,7 @@ def test_a_broken_book_is_noticed(drive):
     d.join("w")
     d.lease(2)
     d.books.counts["leased"] += 1
-    with pytest.raises(InvalidTransition, match="3 samples are booked as leased, 2 found"):
+    with pytest.raises(InvalidTransition, match="3 samples are counted as leased, 2 found"):
         d.control.check()
     assert d.control.status(0.0)["conservation_error"] == -1
     d.books.counts["leased"] -= 1

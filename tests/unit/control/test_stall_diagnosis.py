@@ -48,7 +48,7 @@ def test_a_worker_that_keeps_its_samples_is_named(drive):
 
 def test_a_worker_whose_ring_is_full_is_not_said_to_generate(drive, tmp_path, monkeypatch):
     """From the full ring through what the worker reports to the sentence, which names who does not fetch."""
-    monkeypatch.setattr(worker_client, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(worker_client, "REPORT_EVERY_S", 0.01)
     monkeypatch.setattr(worker_client, "WRITE_S", 0.1)
     ring = Ring.create("run-1", capacity_bytes=64 * 1024, slots=1, directory=str(tmp_path))
     reported: list[str] = []
@@ -101,9 +101,9 @@ def test_after_the_second_bound_the_run_fails_with_the_diagnosis(drive):
     d.join("w")
     d.lease(4)
     (failed,) = [effect for effect in beating(d, 60, "w", "t") if isinstance(effect, effects.FailRun)]
-    assert failed.sentence.startswith("p: nothing moved for 51 s: The trainer t has waited 51 s for")
+    assert failed.sentence.startswith("p: no progress for 51 s: The trainer t has waited 51 s for")
     assert d.control.phase == "stopped"
-    assert d.control.diagnose(d.now).startswith("stopped: p: nothing moved")
+    assert d.control.diagnose(d.now).startswith("stopped: p: no progress")
 
 
 @pytest.mark.parametrize("stuck", ["w", "t"])
@@ -130,8 +130,8 @@ def test_a_process_that_hangs_is_replaced_once_before_the_run_is_given_up(drive,
     assert (d.control.state.wedged_at is None) == (not again)
     seen = beating(d, 610, f"{stuck}2", "w" if stuck == "t" else "t", stuck=f"{stuck}2")
     failed = [effect.sentence for effect in seen if isinstance(effect, effects.FailRun)]
-    since = "no sample or step came in for 610 s, since a process was replaced for the same"
-    assert failed == ([f"p: {stuck}2 made no progress for 601 s, and {since}"] if again else [])
+    since = "no sample or step arrived for 610 s, since another process was evicted for the same reason"
+    assert failed == ([f"p: {stuck}2: no progress for 601 s, and {since}"] if again else [])
 
 
 def test_workers_that_hang_one_after_the_other_are_all_replaced(drive):
@@ -166,10 +166,10 @@ def test_nothing_is_a_stall_before_the_first_workers_had_time_to_register(drive)
         (lambda d: d.join("w"), "No weights are published: the trainer should publish"),
         (
             lambda d: (d.join("w"), d.publish(0)),
-            "1 workers are registered and could lease 8 samples, but none asks: w (",
+            "1 workers are registered and could lease 8 samples, but none does: w (",
         ),
         (lambda d: d.join("w", trainer=None), "No trainer is registered yet"),
-        (lambda d: (d.join("w"), d.fill()), "The batch of step 0 is ready: the trainer t should ask ("),
+        (lambda d: (d.join("w"), d.fill()), "The batch of step 0 is ready: the trainer t should fetch it ("),
         (lambda d: (d.join("w"), d.send(messages.Unregister(P, "t"))), "No trainer has been registered for 0 s"),
         (lambda d: d.send(messages.Stop(P, MemberId(""), "enough")), "stopped: enough."),
     ],
@@ -210,7 +210,7 @@ def test_a_worker_whose_server_is_loading_is_not_said_to_be_idle(drive):
     (line,) = lines(beating(d, 65, "w", "v", "t", doing=f"{messages.LOADING} the vLLM server for 65 s"))
     assert "Worker w cannot lease before its engine serves (" in line
     assert "in 'loading the vLLM server for 65 s'" in line
-    assert "none asks" not in line
+    assert "none does" not in line
 
 
 def test_a_long_load_is_reported_and_fails_no_run(drive):
@@ -231,7 +231,7 @@ def test_the_run_may_end_when_no_trainer_comes_back(drive):
     assert not [effect for effect in beating(d, 40, "w", "t") if isinstance(effect, effects.FailRun)]
     d.send(messages.Unregister(P, "t", "exit code 1", died=True))
     (failed,) = [effect for effect in beating(d, 40, "w") if isinstance(effect, effects.FailRun)]
-    assert "no trainer came back within 30 s" in failed.sentence
+    assert "no trainer registered within 30 s" in failed.sentence
 
 
 def test_a_trainer_that_comes_back_in_time_is_forgiven(drive):

@@ -180,7 +180,7 @@ def test_a_trainer_ahead_of_the_journal_cannot_be_placed(drive, step):
     d.join("w")
     answer = d.send(messages.Register(P, "t2", "trainer", step=step))
     assert answer.kind == "RunFailed"
-    assert "the journal knows only 0 trained steps" in answer.message
+    assert "the journal has only 0 trained steps" in answer.message
 
 
 def test_a_trainer_behind_a_confirmed_checkpoint_cannot_be_placed(drive):

@@ -38,7 +38,7 @@ def test_a_live_run_in_trouble_wants_attention(gauge: str, value: float, word: s
 def test_a_stall_is_told_with_its_diagnosis():
     stalled = {"p": WELL["p"] | {"stalled_s": 99.0}}
     verdict = judge(found(alive=True, silent_s=1.0, gauges=stalled, stalls={"p": "The trainer t waits for 2 groups."}))
-    assert verdict.sentence == "p has not moved for 99 s: The trainer t waits for 2 groups."
+    assert verdict.sentence == "p has made no progress for 99 s: The trainer t waits for 2 groups."
 
 
 def test_a_live_run_that_writes_nothing_wants_attention():
@@ -63,7 +63,7 @@ def test_files_that_are_just_being_written_are_of_a_run_elsewhere():
     ("how", "tone", "sentence"),
     [
         ("complete", "well", "Complete: p step 4 of 10."),
-        ("interrupted", "attention", "Interrupted after p step 4 of 10. Go on with: penstock run --resume runs/x"),
+        ("interrupted", "attention", "Interrupted after p step 4 of 10. Resume with: penstock run --resume runs/x"),
         ("failed", "bad", "so it was"),
     ],
 )

@@ -52,7 +52,7 @@ def test_the_overview_says_where_the_run_stands(long_run: Folds):
     assert pipeline["eta_s"] == pytest.approx(100_000)
     assert pipeline["figures"]["samples_per_s"] == pytest.approx(8.0)
     assert pipeline["samples_per_s"]["y"][5] == pytest.approx(8.0, rel=0.01)
-    assert pipeline["waits"] == "The trainer is the slower side: workers are held back 100% of the time."
+    assert pipeline["waits"] == "The trainer is the slower side: workers are throttled 100% of the time."
     smooth, steps = pipeline["reward"]["smooth"], pipeline["reward"]["steps"]
     assert len(smooth["x"]) == len(steps["x"]) <= views.MOST_POINTS
 

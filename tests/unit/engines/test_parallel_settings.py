@@ -51,7 +51,7 @@ def test_every_copy_of_the_model_is_kept_full(tmp_path: Path) -> None:
     ("kind", "overrides", "said"),
     [
         ("torch", ["pipeline.p.rollout.ranks=2"], "cannot both be above 1"),
-        ("torch", ["pipeline.p.lora.rank=4"], "loads adapters: .* not divided"),
+        ("torch", ["pipeline.p.lora.rank=4"], "an engine with adapters: .* without tensor_parallel"),
         ("torch", ["pool.devices=4"], "cannot share a pool"),
         ("vllm", ["pool.devices=4"], "needs 2 devices of the pool, but rollout.devices_per_worker is 1"),
     ],

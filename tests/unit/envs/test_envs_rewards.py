@@ -106,7 +106,7 @@ def test_anything_can_be_named_by_its_import_path() -> None:
         ("zzz", "known: agent, arithmetic, copy"),
         ("no.such.module:Thing", "there is no module 'no'"),
         ("penstock.envs.tasks:Coppy", "has no 'Coppy'; did you mean 'Copy'"),
-        ("penstock.envs.tasks:MARK", "is a str, expected something to call"),
+        ("penstock.envs.tasks:MARK", "is a str, expected a callable"),
     ],
 )
 def test_unknown_environments_get_the_nearest_name(name: str, message: str) -> None:

@@ -138,7 +138,7 @@ def test_failed_and_given_back(run: Run) -> None:
     error = "Traceback (most recent call last):\n  File ...\nValueError: too hard"
     run.happen(messages.Deliver(A, W, failures=(FailedRollout(failing, "generate", error),), returned=(unused,)))
     assert f"sample {failing} failed in generate at w1: ValueError: too hard" in run.told("sample", failing)
-    assert f"sample {unused} was given back unused by w1" in run.told("sample", unused)
+    assert f"sample {unused} was returned unused by w1" in run.told("sample", unused)
 
 
 def test_rolled_back_and_trained_again(run: Run) -> None:
@@ -171,7 +171,7 @@ def test_filtered_when_its_group_was_complete(run: Run) -> None:
     samples = run.lease(W)
     run.deliver(W, samples[:1])
     run.deliver(W, samples[1:])
-    why = "dropped: the filter took its group: zero signal: all are 0.5"
+    why = "dropped: the filter rejected its group: zero signal: all are 0.5"
     assert run.told("prompt", 0)[-1] == f"samples {samples[0]}, {samples[1]} {why}"
     assert run.told("sample", samples[1])[-1] == f"sample {samples[1]} {why}"
 

@@ -48,5 +48,5 @@ def test_leaving_is_finishing_only_when_the_pipeline_is_over():
     for seen in (status("draining"), {}):
         left = judge_leaving(seen, "letters", Ended(0))
         assert left.exit_code != 0
-        assert "its pipeline is not over" in left.lost
+        assert "its pipeline has not ended" in left.lost
         assert judge_leaving(seen, "letters", Ended(-9)) == Ended(-9), "that speaks for itself"

@@ -9,7 +9,7 @@ import pytest
 from penstock.config.load import validate
 from penstock.config.run import Config
 from penstock.errors import ConfigError
-from penstock.launch.placing import Needs, Node, check_pool, groups_of, homes_of, listens_outside, shortage
+from penstock.launch.placing import Needs, Node, check_pool, groups_of, listens_outside, shortage, usable_nodes
 
 HEAD = Node("a", "10.0.0.1", cpus=8, gpus=0)
 GPUS = Node("b", "10.0.0.2", cpus=8, gpus=4, sees_directory=False)
@@ -61,7 +61,7 @@ def test_the_ranks_of_a_trainer_are_one_place():
 
 
 def test_a_gpu_by_number_is_refused_since_ray_chooses():
-    with pytest.raises(ConfigError, match=r"pipeline\.letters\.train\.device = 'cuda:1'.*say 'cuda' or 'auto'"):
+    with pytest.raises(ConfigError, match=r"pipeline\.letters\.train\.device = 'cuda:1'.*use 'cuda' or 'auto'"):
         needs(config(train={"device": "cuda:1"}))
 
 
@@ -74,14 +74,14 @@ def test_a_pool_of_gpus_is_refused_and_a_pool_of_cpu_slots_is_not():
 
 def test_a_process_that_needs_the_run_directory_stays_where_it_is_seen():
     by_network, by_files = config(), config(pipeline={"weights": {"transport": "files"}})
-    homes = {group.name: homes_of(group, [HEAD, GPUS]) for group in groups_of(by_network, with_gpus=False)}
+    homes = {group.name: usable_nodes(group, [HEAD, GPUS]) for group in groups_of(by_network, with_gpus=False)}
     assert homes == {"controller": [HEAD], "letters.trainer": [HEAD], "letters.rollout": [HEAD, GPUS]}
-    assert all(homes_of(group, [HEAD, GPUS]) == [HEAD] for group in groups_of(by_files, with_gpus=False))
+    assert all(usable_nodes(group, [HEAD, GPUS]) == [HEAD] for group in groups_of(by_files, with_gpus=False))
 
 
 def test_nodes_in_trouble_hold_nothing():
     sick = Node("c", "10.0.0.3", cpus=8, gpus=0, trouble="it has Penstock 0.0.1")
-    assert all(homes_of(group, [sick]) == [] for group in groups_of(config(), with_gpus=False))
+    assert all(usable_nodes(group, [sick]) == [] for group in groups_of(config(), with_gpus=False))
 
 
 def test_the_network_is_listened_to_only_when_nodes_are_several_machines():
@@ -101,7 +101,7 @@ def test_the_network_is_listened_to_only_when_nodes_are_several_machines():
 def test_a_shortage_names_what_was_asked_what_there_is_and_what_to_do(nodes: list[Node], advice: str):
     trainer = groups_of(config(train={"threads": 4}), with_gpus=False)[1]
     sentence = shortage([trainer], nodes, {"CPU": 0.5}, waited_s=30)
-    assert "no place within 30 s for 1 x letters.trainer of 4 CPUs where the run directory is seen" in sentence
+    assert "no place within 30 s for 1 x letters.trainer of 4 CPUs with access to the run directory" in sentence
     assert f"{nodes[0].address} with {nodes[0].cpus:g} CPU" in sentence
-    assert "free of all that: 0.5 CPUs" in sentence
+    assert "free: 0.5 CPUs" in sentence
     assert advice in sentence

@@ -41,17 +41,17 @@ STATUS = {
 def test_a_pace_foretells_the_end():
     pace = Pace()
     assert pace.eta_s(10) is None
-    pace.saw(0.0, 0, 0)
-    pace.saw(2.0, 4, 512)
+    pace.observe(0.0, 0, 0)
+    pace.observe(2.0, 4, 512)
     assert pace.samples_per_s == 256
     assert pace.eta_s(10) == 3.0
 
 
 def test_a_pace_forgets_what_is_long_past():
     pace = Pace(window_s=10)
-    pace.saw(0.0, 0, 0)
+    pace.observe(0.0, 0, 0)
     for second in range(100, 120):
-        pace.saw(float(second), second - 100, 0)
+        pace.observe(float(second), second - 100, 0)
     assert pace.eta_s(29) == 10.0
 
 
@@ -280,15 +280,15 @@ def test_figures_keep_their_digits():
 def test_the_start_is_no_part_of_the_pace():
     pace = Pace()
     for second in range(20):
-        pace.saw(float(second), 0, 0)
-    pace.saw(20.0, 1, 128)
+        pace.observe(float(second), 0, 0)
+    pace.observe(20.0, 1, 128)
     assert pace.samples_per_s == 128
 
 
 def test_steps_longer_than_the_window_have_a_pace_too():
     pace = Pace(window_s=30)
     for second in range(0, 601, 1):
-        pace.saw(float(second), second // 100, second // 100 * 64)
+        pace.observe(float(second), second // 100, second // 100 * 64)
     assert pace.eta_s(12) == pytest.approx(600, rel=0.4)
     assert pace.samples_per_s == pytest.approx(0.64, rel=0.4)
 

@@ -13,7 +13,7 @@ from penstock.payload.retry import (
     CallSucceeded,
     Effect,
     Failure,
-    GiveUp,
+    ReportMissing,
     RetryPolicy,
     TimePassed,
 )
@@ -57,7 +57,7 @@ def test_a_failed_call_is_repeated_at_once_and_then_in_the_next_round() -> None:
     assert retry.wake_at(5.0) == 7.0
     assert begun(retry.handle(TimePassed(), 7.0)) == [(A, 17)]
     assert begun(retry.handle(CallFailed(A, RESET), 8.0)) == [(A, 18)]
-    assert retry.handle(CallFailed(A, RESET), 9.0) == [GiveUp(A, Failure("reset", "by peer (after 6 calls)"))]
+    assert retry.handle(CallFailed(A, RESET), 9.0) == [ReportMissing(A, Failure("reset", "by peer (after 6 calls)"))]
     assert retry.done
 
 
@@ -65,7 +65,7 @@ def test_a_stale_payload_is_never_asked_for_again() -> None:
     retry = BatchRetry([A, B], POLICY, 0.0)
     retry.handle(TimePassed(), 0.0)
     stale = Failure("stale", "generation 1 is gone")
-    assert retry.handle(CallFailed(A, stale), 1.0) == [GiveUp(A, stale)]
+    assert retry.handle(CallFailed(A, stale), 1.0) == [ReportMissing(A, stale)]
     retry.handle(CallSucceeded(B), 1.0)
     assert retry.done
     assert retry.missing == {A: stale}
@@ -80,7 +80,10 @@ def test_no_call_is_given_more_time_than_the_slot_has() -> None:
     assert begun(retry.handle(TimePassed(), 21.0)) == [(A, 25)]
     effects = retry.handle(CallFailed(A, timed_out), 25.0)
     assert effects == [
-        GiveUp(A, Failure("timed_out", "the payload had 25 s; last failure: timed_out, no answer (after 3 calls)"))
+        ReportMissing(
+            A,
+            Failure("timed_out", "payload deadline of 25 s passed; last failure: timed_out, no answer (after 3 calls)"),
+        )
     ]
 
 
@@ -89,8 +92,8 @@ def test_no_slot_is_given_more_time_than_the_batch_has() -> None:
     retry.handle(TimePassed(), 0.0)
     assert begun(retry.handle(CallSucceeded(A), 35.0)) == [(B, 40)]
     effects = retry.handle(CallFailed(B, RESET), 40.0)
-    assert {effect.ref for effect in effects if isinstance(effect, GiveUp)} == {B, C}
-    assert retry.missing[C] == Failure("timed_out", "the batch had 40 s")
+    assert {effect.ref for effect in effects if isinstance(effect, ReportMissing)} == {B, C}
+    assert retry.missing[C] == Failure("timed_out", "batch deadline of 40 s passed")
     assert retry.done
 
 
@@ -98,7 +101,7 @@ def test_cancelling_gives_up_what_is_queued_and_waits_for_what_is_not() -> None:
     retry = BatchRetry([A, B, C], POLICY, 0.0)
     retry.handle(TimePassed(), 0.0)
     effects = retry.handle(BatchCancelled("stop"), 1.0)
-    assert effects == [GiveUp(C, Failure("cancelled", "stop"))]
+    assert effects == [ReportMissing(C, Failure("cancelled", "stop"))]
     assert not retry.done
     retry.handle(CallFailed(A, Failure("cancelled", "stop")), 1.0)
     retry.handle(CallFailed(B, RESET), 1.0)

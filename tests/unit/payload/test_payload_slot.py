@@ -107,5 +107,5 @@ def test_discard_frees_what_is_not_being_read() -> None:
 def test_counters_end_with_an_error_and_never_wrap() -> None:
     with pytest.raises(InvalidTransition, match="create a new ring"):
         slot.begin(pack(SlotState.FREE, MAX_GENERATION))
-    with pytest.raises(Stale, match="given up"):
+    with pytest.raises(Stale, match="no more attempts allowed"):
         slot.take(pack(SlotState.READY, 7, MAX_ATTEMPTS), 7, reader=0)

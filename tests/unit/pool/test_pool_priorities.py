@@ -91,7 +91,7 @@ def test_a_plan_that_takes_a_promise_back_without_need_or_leaves_it_in_the_way_i
 def test_a_pipeline_that_is_closed_is_told_so(town):
     town.open("a")
     town.tell(ev.PipelineClosed(PipelineName("a")))
-    with pytest.raises(Stale, match="'a' is closed: it is given no devices any more"):
+    with pytest.raises(Stale, match="'a' is closed: it gets no more devices"):
         town.ask("a", 1, (0,), priority=Priority.INITIALISATION)
 
 
@@ -178,7 +178,7 @@ def test_the_same_request_again_is_the_same_request(town):
     assert town.ask("a", 1, (0,)) == (0,)
     assert town.pool.revision == before
     town.release("a", 1)
-    with pytest.raises(Stale, match="is over"):
+    with pytest.raises(Stale, match="has ended"):
         town.ask("a", 1, (0,))
 
 

@@ -115,7 +115,7 @@ def test_an_environment_that_cannot_hold_out_is_refused(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("evaluation", "more", "sentence"),
     [
-        ({"samples": 2}, {}, "alike at temperature 0"),
+        ({"samples": 2}, {}, "equal at temperature 0"),
         ({}, {"rollout": {"ranks": 2}}, "workers of one rank"),
         ({"env": {"name": "gymnasium", "options": {"id": "CartPole-v1"}}}, {}, "of another kind"),
         ({"temperature": 0.7}, {"env": {"name": "gymnasium"}, "model": {"kind": "mlp"}}, "is 0 or 1, found 0.7"),

@@ -26,10 +26,10 @@ def test_prefetch_follows_the_file_and_a_mistake_in_it_changes_nothing(tmp_path:
     with caplog.at_level(logging.INFO):
         for text, expected in (("true", True), ("false", False), ("flase", False), ("true", True), ("false", False)):
             path.write_text(CONFIG.format(prefetch=text) + "# edited\n" * len(text))
-            live.look()
-            live.look()
+            live.poll()
+            live.poll()
             assert said == {"p": expected}
         path.unlink()
-        live.look()
+        live.poll()
     assert said == {"p": False}
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO", "INFO"]

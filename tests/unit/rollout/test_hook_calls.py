@@ -25,7 +25,7 @@ def test_a_batch_that_was_given_back_before_its_turn_ends_without_a_hook():
         works={},
         post=lambda *events: posted.extend(events),
         count=lambda name, value: None,
-        tell=lambda told: None,
+        record=lambda event: None,
         progressed=lambda doing: None,
     )
     calls.generate(7, [flow.Ticket(1), flow.Ticket(2)])

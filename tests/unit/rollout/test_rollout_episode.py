@@ -59,14 +59,14 @@ def test_an_interrupted_completion_goes_on_from_its_kept_prefix_in_another_proce
     episode.generated(np.array([3]), np.array([-0.1]), spans((0, 0)), 0, "zero")
     assert episode.turn_tokens == 1
     again = Episode.from_bytes(episode.to_bytes())
-    assert again.wants_completion
+    assert again.awaits_completion
     assert again.context() == [1, 2, 3]
     again.generated(np.array([4, 5]), np.array([-0.2, -0.3]), spans((0, 1)), 1, "one")
     assert again.turn_ids() == [3, 4, 5]
     again.finish_turn("cde")
     assert again.arrays()["token_ids"].tolist() == [1, 2, 3, 4, 5]
     assert again.arrays()["versions"].tolist() == [[2, 0], [3, 1]]
-    assert not again.wants_completion
+    assert not again.awaits_completion
 
 
 def test_turn_ids_leave_earlier_turns_out() -> None:
@@ -126,7 +126,7 @@ def test_a_conversation_is_taken_back_to_where_a_completion_began() -> None:
     assert episode.context() == [5, 6, 7, 8, 9, 10, 20, 21]
     assert episode.context_tokens() == 8
     assert episode.context_tokens(back_to=0) == 3
-    assert episode.wants_completion
+    assert episode.awaits_completion
     episode.generated(np.array([22]), np.array([-0.1]), spans((0, 5)), 5, "five")
     episode.finish_turn("d")
     arrays = Episode.from_bytes(episode.to_bytes()).arrays()

@@ -91,7 +91,7 @@ def test_stop_gives_the_line_back_and_finishes_what_is_in_the_engine() -> None:
     machine.handle(flow.PrepareEnded(0), 0.2)
     machine.handle(flow.PrepareEnded(1), 0.3)
     machine.handle(flow.LeaseAnswered((), "throttled"), 0.4)
-    effects = machine.handle(flow.StopAsked("enough"), 0.5)
+    effects = machine.handle(flow.StopRequested("enough"), 0.5)
     assert flow.ReturnLeases((2,), (SampleId(20), SampleId(21))) in effects
     machine.handle(flow.LeaseAnswered((), "throttled"), 0.6)
     machine.handle(flow.ReturnEnded(), 0.7)
@@ -115,7 +115,7 @@ def test_bytes_held_stop_preparation_and_asking_until_they_are_freed() -> None:
 
 def test_an_answer_that_was_not_asked_for_is_a_bug() -> None:
     machine = Prefetch(Bounds(), prefetch=True)
-    with pytest.raises(InvalidTransition, match="not asked for"):
+    with pytest.raises(InvalidTransition, match="was not sent"):
         machine.handle(granted(0), 0.0)
 
 
@@ -155,25 +155,25 @@ def next_calls(machine: Prefetch, ended: int) -> int:
 
 def test_concurrency_follows_the_room_that_the_engine_has() -> None:
     machine = filled(8)
-    machine.handle(flow.EngineLooked(decoding=8, waiting=8), 0.5)
+    machine.handle(flow.EnginePolled(decoding=8, waiting=8), 0.5)
     assert machine.concurrency == 8, "as many wait as are decoded: a free place is taken at once"
-    machine.handle(flow.EngineLooked(decoding=4, waiting=12), 0.6)
+    machine.handle(flow.EnginePolled(decoding=4, waiting=12), 0.6)
     assert machine.concurrency == 4, "long contexts: the engine has room for half as many"
     assert [next_calls(machine, batch) for batch in range(5)] == [0, 0, 0, 0, 1]
-    machine.handle(flow.EngineLooked(decoding=8, waiting=0), 2.0)
+    machine.handle(flow.EnginePolled(decoding=8, waiting=0), 2.0)
     assert machine.concurrency == 5
     for _ in range(9):
-        machine.handle(flow.EngineLooked(decoding=8, waiting=0), 2.0)
+        machine.handle(flow.EnginePolled(decoding=8, waiting=0), 2.0)
     assert machine.concurrency == 8, "never above the bound"
 
 
 def test_completions_that_the_engine_threw_out_lower_concurrency() -> None:
     machine = filled(8)
-    machine.handle(flow.EngineLooked(decoding=14, waiting=2, preempted=3), 0.5)
+    machine.handle(flow.EnginePolled(decoding=14, waiting=2, preempted=3), 0.5)
     assert machine.concurrency == 6
 
 
 def test_an_engine_that_stands_still_for_new_weights_changes_nothing() -> None:
     machine = filled(4)
-    machine.handle(flow.EngineLooked(decoding=0, waiting=8), 0.5)
+    machine.handle(flow.EnginePolled(decoding=0, waiting=8), 0.5)
     assert machine.concurrency == 4

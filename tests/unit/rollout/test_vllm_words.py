@@ -125,11 +125,11 @@ def test_an_interpreter_without_vllm_is_a_mistake_in_the_configuration(tmp_path:
     for said, complaint in [
         ('{"vllm": false, "penstock": null}', "vLLM cannot be imported"),
         ('{"vllm": true, "penstock": "0.0.0"}', "has Penstock 0.0.0"),
-        ("nonsense", "cannot be asked"),
+        ("nonsense", "cannot be probed"),
     ]:
         python.write_text(f"#!/bin/sh\necho '{said}'\n")
         python.chmod(stat.S_IRWXU)
         with pytest.raises(ConfigError, match=complaint):
             check_interpreter(str(python))
-    with pytest.raises(ConfigError, match="cannot be asked"):
+    with pytest.raises(ConfigError, match="cannot be probed"):
         check_interpreter(str(tmp_path / "absent"))

@@ -94,7 +94,7 @@ def test_a_killed_process_does_nothing_more_not_even_its_cleanup() -> None:
 def test_a_stopped_process_goes_on_when_it_is_continued() -> None:
     def stop(process: Process) -> None:
         process.stop()
-        asyncio.get_running_loop().call_later(2.0, process.go_on)
+        asyncio.get_running_loop().call_later(2.0, process.resume)
 
     with virtual_loop(a_second) as loop:
         assert _life(loop, stop) == [1.0, 2.0, 4.5, 5.5, 6.5]

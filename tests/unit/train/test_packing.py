@@ -175,7 +175,7 @@ def test_activations_are_recomputed_before_passes_are_made_smaller(
     monkeypatch.setattr(TokenObjective, "share", cramped)
     assert_equal(trained(samples, "prefix", may_recompute=allowed), wanted)
     assert ("recomputing activations from now on" in caplog.text) is allowed
-    assert ("going on with at most" in caplog.text) is not allowed
+    assert ("continuing with at most" in caplog.text) is not allowed
     assert (computed == [wanted["tokens"]] * 2) is allowed
 
 

@@ -82,7 +82,7 @@ def test_episodes_are_written_without_their_observations(tmp_path: Path) -> None
 def test_only_some_steps_and_some_samples_are_written(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = RolloutLog(path, every_steps=2, samples_per_step=2)
-    assert [log.wants(step) for step in range(3)] == [True, False, True]
+    assert [log.writes(step) for step in range(3)] == [True, False, True]
     for step in range(3):
         log.offer(step, [spoken(sample) for sample in range(5)])
     assert log.close(10.0)
@@ -130,6 +130,6 @@ def test_a_disk_that_refuses_ends_the_log_and_nothing_else(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         log = RolloutLog(tmp_path / "file" / "log.jsonl")
         log.close(10.0)
-    assert "training goes on" in caplog.text
-    assert not log.wants(0)
+    assert "training continues" in caplog.text
+    assert not log.writes(0)
     log.offer(0, [spoken(0)])

@@ -17,7 +17,6 @@ from penstock.weights.events import (
     FailRun,
     FenceReplica,
     MembershipReconciled,
-    NameReplica,
     OfferVersion,
     OpenAdmission,
     ReplicaReported,
@@ -30,6 +29,7 @@ from penstock.weights.events import (
     TransactionEvent,
     VersionMadeDurable,
     VersionPublished,
+    WarnAboutReplica,
     WeightsAsked,
 )
 from penstock.weights.faults import TABLE, Action, Fault, decide
@@ -502,13 +502,13 @@ def test_a_replica_that_falls_behind_with_nothing_under_way_is_named_once_within
     fleet.ask(A, version(0).held)
     fleet(VersionPublished(version(1)))
     fleet.serve(A, version(1))
-    assert [of(fleet.later(1.0), NameReplica) for _ in range(6)] == [[]] * 6
-    [named] = of(fleet.later(1.0), NameReplica)
-    reason = "serves version 0, the newest is 1, and no update is under way: it does not ask for weights"
-    assert named == NameReplica(B, reason)
-    assert of(fleet.later(60.0), NameReplica) == []
+    assert [of(fleet.later(1.0), WarnAboutReplica) for _ in range(6)] == [[]] * 6
+    [named] = of(fleet.later(1.0), WarnAboutReplica)
+    reason = "serves version 0, the newest is 1, and no update is under way: it does not request weights"
+    assert named == WarnAboutReplica(B, reason)
+    assert of(fleet.later(60.0), WarnAboutReplica) == []
     fleet.ask(B, version(0).held)
-    assert of(fleet.later(10.0), NameReplica) == [], "it loads"
+    assert of(fleet.later(10.0), WarnAboutReplica) == [], "it loads"
 
 
 def test_a_replica_that_evaluates_older_weights_is_not_named(fleet: Fleet) -> None:

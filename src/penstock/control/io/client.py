@@ -1,11 +1,11 @@
-"""Calling the controller.
+"""Client of the controller.
 
-Every call may be repeated without harm, so a lost connection is simply tried again, for a bounded time, at whatever
-address the endpoint file names then: a restarted controller may listen on another port. Connections are kept open and
-each carries one call at a time.
+Every call is idempotent, so after a lost connection the client retries for a bounded time. Each retry reads the address
+from the endpoint file again: a restarted controller may listen on another port. Connections are kept open; each carries
+one call at a time.
 
-The client speaks HTTP/1.1 on its own, with the same parser as the server: a general client costs several times more
-per call than the controller needs to answer it.
+The client implements HTTP/1.1 with the same parser as the server: a general HTTP client needs several times more CPU
+time per call than the controller needs to answer it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MSGPACK = b"application/msgpack"
 
 
 class _Unreachable(Exception):
-    """This attempt failed; another may succeed."""
+    """This attempt failed; a retry may succeed."""
 
 
 class ControlClient:
-    """The calls of one process. Used from one loop; any number of calls may be under way at once."""
+    """The calls of one process. Used from one event loop; any number of calls may run concurrently."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class ControlClient:
     ) -> None:
         """`endpoint` is the controller's endpoint file, or a fixed (host, port).
 
-        A call fails with `PeerLost` when the controller could not be reached for `give_up_s`. An attempt that is
-        neither answered within `attempt_timeout_s` (beyond what it asked to be held) counts as a lost connection.
+        A call fails with `PeerLost` if the controller cannot be reached for `give_up_s`. An attempt without a reply
+        within the `wait_s` of its request plus `attempt_timeout_s` counts as a lost connection.
         """
         self.pipeline = pipeline
         self.member = member
@@ -62,10 +62,10 @@ class ControlClient:
         self._requests: Codec[Request] = Codec(Request)
         self._replies: Codec[Reply] = Codec(Reply)
         self._address: tuple[str, int] | None = None
-        self._moved = True
-        """The address is to be looked up again before the next connection."""
+        self._address_is_stale = True
+        """The address must be read again before the next connection."""
         self._call_head = b""
-        """Of every call, up to its length."""
+        """Head of every call, up to the value of Content-Length."""
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
         self._hurried = asyncio.Event()
@@ -73,9 +73,9 @@ class ControlClient:
         self.reconnects = 0
 
     async def call(self, request: Request, timeout_s: float | None = None) -> Reply:
-        """Sends the request until it is answered, and raises the error that a refusal names.
+        """Sends the request until it is answered; raises the error that a `Refused` names.
 
-        `timeout_s` bounds the whole call; by default what the request asks to be held plus `give_up_s`.
+        `timeout_s` bounds the whole call; the default is the `wait_s` of the request plus `give_up_s`.
         """
         body = self._requests.encode(request)
         loop = asyncio.get_running_loop()
@@ -91,7 +91,7 @@ class ControlClient:
                 status, kind, answer = await self._attempt(body, attempt_s)
                 return self._decoded(status, kind, answer)
             except _Unreachable as failure:
-                # An attempt that took longer than it could was not the controller's fault: this process stood still,
+                # An attempt that took longer than its timeout was not the controller's fault: this process was stopped,
                 # perhaps with the whole machine.
                 deadline += max(0.0, loop.time() - began - attempt_s)
                 pause_s = backoff.next_s()
@@ -105,29 +105,29 @@ class ControlClient:
                 if backoff.attempts == 1:
                     logger.info("controller at %s: %s; trying again", self._where(), failure)
                 self.reconnects += 1
-                self._moved = True
+                self._address_is_stale = True
                 await self._pause(pause_s)
 
     async def page(self, name: str, timeout_s: float) -> Any:
-        """A page that the controller has for people, asked for once; `PeerLost` when it cannot be had."""
+        """Fetches a JSON page of the controller, in one attempt; raises `PeerLost` if that fails."""
         try:
             status, _, answer = await self._exchange(lambda: self._head(f"GET /v1/{name}") + b"\r\n", timeout_s)
             if status != 200:
                 raise _Unreachable(f"status {status}")
         except _Unreachable as failure:
-            self._moved = True
-            raise PeerLost(f"no page {name!r} from the controller at {self._where()}: {failure}") from failure
+            self._address_is_stale = True
+            raise PeerLost(f"cannot fetch page {name!r} from the controller at {self._where()}: {failure}") from failure
         return json.loads(answer)
 
     def hurry(self, timeout_s: float) -> None:
-        """Shutdown began: from now on nothing is retried, and no call waits longer than `timeout_s`."""
+        """Shutdown began: calls are not retried any more, and none waits longer than `timeout_s`."""
         self._hurry_timeout_s = timeout_s
         self._hurried.set()
         for connection in list(self._open):
             connection.expire_in(timeout_s)
 
     async def close(self) -> None:
-        """Closes all connections; calls under way fail with `PeerLost`."""
+        """Closes all connections; pending calls fail with `PeerLost`."""
         self.hurry(0.0)
         for connection in list(self._open):
             connection.close("the client was closed")
@@ -152,21 +152,21 @@ class ControlClient:
         return await self._exchange(lambda: self._posted(body), timeout_s)
 
     async def _exchange(self, written: Callable[[], bytes], timeout_s: float) -> tuple[int, bytes, bytes]:
-        """`written` is called once it is known where the controller is."""
+        """`written` is called once the address of the controller has been read."""
         connection = self._idle.pop() if self._idle else await self._connect(timeout_s)
         try:
             answer = await connection.exchange(written(), timeout_s)
         except BaseException:
-            connection.close("the call was given up")
+            connection.close("the call was cancelled or failed")
             raise
         if connection.reusable:
             self._idle.append(connection)
         return answer
 
     async def _connect(self, timeout_s: float) -> _Connection:
-        if self._address is None or self._moved:
+        if self._address is None or self._address_is_stale:
             self._address = self._locate()
-            self._moved = False
+            self._address_is_stale = False
             self._call_head = b""
         host, port = self._address
         loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ class ControlClient:
             found: dict[str, Any] = json.loads(self._endpoint.read_text(encoding="utf-8"))
             return str(found["host"]), int(found["port"])
         except FileNotFoundError:
-            raise _Unreachable(f"no controller has announced itself in {self._endpoint}") from None
+            raise _Unreachable(f"no controller has written its address to {self._endpoint}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Unreachable(f"{self._endpoint} cannot be read: {error}") from error
 
@@ -205,7 +205,7 @@ class ControlClient:
             return reply
         sentence = answer.decode(errors="replace")[:500]
         if status == 401:
-            # Another run's controller may have taken over the port of ours: look where ours is now.
+            # The controller of another run may have taken the port: read the address again.
             raise _Unreachable(f"the token was refused ({sentence}); this may be the controller of another run")
         if 400 <= status < 500:
             raise LocalProtocolError(f"the controller rejected the call with status {status}: {sentence}")
@@ -245,7 +245,7 @@ class _Connection(asyncio.Protocol):
             self._answer = None
 
     def expire_in(self, timeout_s: float) -> None:
-        """Shortens the exchange under way, if there is one."""
+        """Shortens the timeout of the current exchange, if there is one."""
         if self._timer is not None and self._answer is not None:
             loop = asyncio.get_running_loop()
             if self._timer.when() > loop.time() + timeout_s:

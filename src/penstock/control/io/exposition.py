@@ -1,4 +1,4 @@
-"""The controller's status as Prometheus gauges, made anew at every scrape: no stale series stay behind."""
+"""The status of the controller as Prometheus gauges, built at every scrape so that no stale series remain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StatusCollector(Collector):
         self._status = status
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # known only once there is a status
+        return ()  # the names depend on the status
 
     def collect(self) -> Iterable[Metric]:
         status = self._status()

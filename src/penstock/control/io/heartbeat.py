@@ -1,9 +1,8 @@
-"""The heartbeat: a small process beside each worker and trainer that says how its parent is doing. It imports little.
+"""The heartbeat sidecar: a small process beside each worker and trainer that reports its liveness. It imports little.
 
-It runs apart from its parent, so a parent that is busy in native code for a minute is still heard; and it reports when
-the parent last made progress, read from the parent's own memory, so a parent that hangs cannot look alive. It ends
-with its parent however that ends: the kernel kills it (`PR_SET_PDEATHSIG`), its standard input closes, and before each
-beat it looks whether it has been orphaned. Whichever is noticed first.
+It is a separate process, so heartbeats continue while the parent is busy in native code. It reports when the parent
+last made progress, read from shared memory, so a parent that hangs is detected. It always ends with its parent: the
+kernel kills it (`PR_SET_PDEATHSIG`), its standard input closes, or it detects before a heartbeat that it was orphaned.
 
     parent                              sidecar                              controller
     cell.moved("generate")    ---->     cell.read()   every `every_s`  ----> Heartbeat(progressed_ago_s, doing)
@@ -30,19 +29,19 @@ MAX_ANSWER_BYTES = 64 * 1024
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the parent tells its sidecar, on standard input: a token has no place on a command line."""
+    """Settings of the sidecar, sent on standard input: a token must not appear on a command line."""
 
     endpoint: str
     token: str
     heartbeat: dict[str, Any]
-    """The call of that name, without what is read from the cell."""
+    """The `Heartbeat` call without the fields that are read from the cell."""
     parent_pid: int
     cell_fd: int
     every_s: float
 
 
-def beat(settings: Settings, cell: ProgressCell, line: Line) -> bool:
-    """Sends one heartbeat; False when no answer came."""
+def beat(settings: Settings, cell: ProgressCell, line: HeartbeatConnection) -> bool:
+    """Sends one heartbeat; False if it was not accepted."""
     progress = cell.read()
     heartbeat = settings.heartbeat | {
         "progressed_ago_s": progress.ago_s if progress is not None else 0.0,
@@ -54,12 +53,12 @@ def beat(settings: Settings, cell: ProgressCell, line: Line) -> bool:
         status = line.post((str(where["host"]), int(where["port"])), msgspec.msgpack.encode(heartbeat))
     except (OSError, ValueError, KeyError, TypeError):
         line.close()
-        return False  # the controller is away or being restarted: the next beat tries again
+        return False  # the controller is down or restarting: the next heartbeat retries
     return status == 200
 
 
-class Line:
-    """One connection to the controller, kept open: on a port full of unknown connections a heartbeat needs no place."""
+class HeartbeatConnection:
+    """One persistent connection to the controller: heartbeats continue when a port is full of unauthenticated ones."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -78,7 +77,7 @@ class Line:
             self.close()
             if not kept or time.monotonic() > deadline:
                 raise
-            return self._exchange(address, body, deadline)  # the connection had ended since the last beat
+            return self._exchange(address, body, deadline)  # the connection was closed since the last heartbeat
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -101,7 +100,7 @@ class Line:
             connection.settimeout(max(1e-3, deadline - time.monotonic()))
             part = connection.recv(65536)
             if not part and not answer:
-                raise ConnectionResetError("closed without an answer")
+                raise ConnectionResetError("closed without a response")
             if not part:
                 break
             answer += part
@@ -112,7 +111,7 @@ class Line:
 
 
 def _missing(answer: bytes) -> int:
-    """Bytes of an HTTP answer that have not come yet; -1 when that cannot be said."""
+    """Bytes of an HTTP response that have not arrived yet; -1 if that is unknown."""
     head, end, body = answer.partition(b"\r\n\r\n")
     if not end:
         return -1
@@ -124,11 +123,11 @@ def _missing(answer: bytes) -> int:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; ours ends with the parent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     die_with_parent(settings.parent_pid)
     cell = ProgressCell(settings.cell_fd)
-    line = Line(settings.token)
+    line = HeartbeatConnection(settings.token)
     while os.getppid() == settings.parent_pid:
         beat(settings, cell, line)
         closed, _, _ = select.select([sys.stdin.buffer], [], [], settings.every_s)

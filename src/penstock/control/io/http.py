@@ -1,13 +1,13 @@
-"""The controller's one port.
+"""The HTTP port of the controller.
 
     POST /v1/call       a msgpack `Request`, answered by a msgpack `Reply`
-    GET  /v1/status     JSON: phases, counts, members, figures
-    GET  /v1/diagnosis  JSON: per pipeline, who waits for what since when
+    GET  /v1/status     JSON: phases, counts, members, metrics
+    GET  /v1/diagnosis  JSON: per pipeline, which process waits for what, since when
     GET  /metrics       for Prometheus
-    GET  /healthz       "ok" while the process answers; the only path that needs no token
+    GET  /healthz       "ok" while the process responds; the only path that needs no token
 
-A refusal by the protocol (malformed, unknown, too large, no token) is a 4xx with one line of text and changes nothing;
-a refusal by the machines is a 4xx with a `Refused` in its body.
+A request that violates the protocol (malformed, unknown, too large, no token) gets a 4xx with one line of text and
+changes nothing. A request that the controller refuses gets an error status with a `Refused` in the body.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Rejected(Exception):
 
 
 class ControlApp:
-    """The ASGI application: checks the token, bounds the body, decodes, asks the controller."""
+    """The ASGI application: checks the token, bounds the body, decodes it and calls the controller."""
 
     def __init__(self, controller: ControlService, token: str, *, max_body_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._controller = controller
@@ -84,14 +84,14 @@ class ControlApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RemoteProtocolError(f"the control port speaks HTTP only, not {scope['type']}")
+            raise RemoteProtocolError(f"the control port supports HTTP only, not {scope['type']}")
         close = False
         try:
             status, kind, body = await self._answer(scope, receive)
         except Rejected as rejected:
             self._rejected.labels(str(rejected.status)).inc()
             status, kind, body = rejected.status, TEXT, rejected.sentence.encode()
-            close = True  # what may be left of its body is not worth reading
+            close = True  # the rest of its body is not read
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         if close:
             headers.append((b"connection", b"close"))
@@ -105,17 +105,17 @@ class ControlApp:
         declared_bytes = self._admit(scope)
         if path == "/v1/call":
             if scope["method"] != "POST":
-                raise Rejected(405, f"{scope['method']} {path}: calls are POSTed")
+                raise Rejected(405, f"{scope['method']} {path}: use POST")
             return await self._call(await self._body(receive, declared_bytes))
         page = self._pages.get(path)
         if page is None:
-            raise Rejected(404, f"there is nothing at {path}")
+            raise Rejected(404, f"no such path: {path}")
         if scope["method"] != "GET":
-            raise Rejected(405, f"{scope['method']} {path}: this page is only read")
+            raise Rejected(405, f"{scope['method']} {path}: use GET")
         return 200, *page()
 
     def _admit(self, scope: Scope) -> int:
-        """Checks the token, and what the headers say about the body, before any of it is read."""
+        """Checks the token and the declared length of the body before reading it; returns that length."""
         declared_bytes = 0
         for name, value in scope["headers"]:
             if name == b"content-length":
@@ -155,17 +155,17 @@ class ControlApp:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # signals belong to the process, not to its port
+        yield  # the process handles signals, not the server
 
 
 class ControlServer:
-    """Serves the app on one port. `bind` first: it fails at once, and says which port it really is."""
+    """Serves the app on one port. Call `bind` first: it fails at once if the port is taken, and returns the port."""
 
     def __init__(
         self, app: ControlApp, *, host: str = LOOPBACK, port: int = 0, max_unauthenticated: int | None = None
     ) -> None:
-        """`max_unauthenticated` connections may be open on which the token was not given yet; None: by the open files
-        allowed."""
+        """`max_unauthenticated` limits the connections that have not sent the token yet; None: from the limit of open
+        files."""
         self.host = host
         self.port = port
         self.guard = PortGuard(app.has_credential, max_unauthenticated=max_unauthenticated)
@@ -189,13 +189,13 @@ class ControlServer:
         self._ended = asyncio.Event()
 
     def bind(self) -> int:
-        """Takes the port; returns its number, which the kernel chose if 0 was asked for."""
+        """Binds the port and returns its number; for port 0 the kernel chooses one."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self.host, self.port))
-            listener.listen(512)  # already now: peers that come early wait instead of being turned away
+            listener.listen(512)  # before `serve`, so that early peers wait instead of being refused
         except (OSError, OverflowError) as error:
             listener.close()
             raise ConfigError(
@@ -218,7 +218,7 @@ class ControlServer:
             self._ended.set()
 
     async def stop(self, timeout_s: float) -> None:
-        """Lets calls in flight end and closes the port; raises `RunFailed` when connections outlast the time."""
+        """Waits for calls in flight and closes the port; raises `RunFailed` if connections outlast `timeout_s`."""
         self._server.should_exit = True
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""Calling the controller without a network: the counterpart of HTTP in a simulation, behind the same client."""
+"""Client of the controller without a network: replaces HTTP in a simulation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Answer = tuple[int, bytes, bytes]
 
 
 class Link(Protocol):
-    """One process's way to the controller."""
+    """The link of one process to the controller."""
 
     def send(self, body: bytes, answered: Callable[[Answer], None], failed: Callable[[str], None]) -> None:
-        """Carries a request. At most one of the two is called, some time later; neither when a message was lost."""
+        """Sends a request. Later calls `answered` or `failed` at most once; neither if a message was lost."""
         ...
 
 
 class MemoryClient(ControlClient):
-    """Encodes, retries, hurries and gives up as the client over HTTP does."""
+    """Encodes, retries and times out like the HTTP client."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class MemoryClient(ControlClient):
 
 
 class _Exchange:
-    """One call under way."""
+    """One pending call."""
 
     def __init__(self, timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What the controller writes to `metrics.jsonl`: a line per step, per evaluation, and every few seconds the gauges."""
+"""Lines that the controller writes to `metrics.jsonl`: per step, per evaluation, and gauges every few seconds."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ STAGES = {
     "score_s": "postprocess_s",
     "deliver_s": "deliver_s",
 }
-"""Of a worker, by metric: the field of `StageTimes`."""
+"""Stages of a worker: metric name to field of `StageTimes`."""
 TRAINER_STAGES = ("wait_s", "fetch_s", "turn_s", "step_s", "publish_s")
-"""Of a step, as the trainer reports them."""
+"""Stages of a step, as reported by the trainer."""
 
 
 class MetricLines:
-    """Each step has one line, however often it is acknowledged."""
+    """Writes one line per step, even if the step is acknowledged several times."""
 
     def __init__(self, lines: JsonLines, clock: Clock) -> None:
         self._lines = lines
         self._clock = clock
         self._written: dict[PipelineName, int] = {}
         self._dropped: dict[PipelineName, tuple[int, int]] = {}
-        """Samples and their lengths, as the ledger had counted them at the last line."""
+        """`dropped_finished` and `dropped_length` of the ledger at the last line."""
         self._refused: dict[PipelineName, list[int]] = {}
-        """Lengths of samples that came too late since the last line."""
-        self._spent: dict[PipelineName, _Spent] = {}
+        """Lengths of samples that were refused since the last line."""
+        self._stage_sums: dict[PipelineName, _StageSums] = {}
         self.stages: dict[PipelineName, dict[str, float]] = {}
-        """Seconds of each stage, as in the newest line of a step."""
+        """Seconds of each stage in the newest line of a step."""
 
     def complete(self, pipelines: Mapping[PipelineName, PipelineControl], on_file: Iterable[bytes]) -> None:
         """Writes the lines of recent steps and evaluations that are not in the file."""
@@ -65,15 +65,15 @@ class MetricLines:
         self._write_summary(machine, summary, request.metrics)
 
     def note_delivery(self, request: Deliver, refused: Collection[SampleId] = ()) -> None:
-        """The stages of these samples are part of the next step's line, and so are the lengths of those `refused`."""
-        self._spent.setdefault(request.pipeline, _Spent()).add(request)
+        """Adds the stage times of these samples, and the lengths of those `refused`, to the next step's line."""
+        self._stage_sums.setdefault(request.pipeline, _StageSums()).add(request)
         late = [rollout.length for rollout in request.rollouts if rollout.sample in refused]
         self._refused.setdefault(request.pipeline, []).extend(late)
 
     def _stages_since(self, name: PipelineName, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Means over the samples delivered since the line before; if there were none, as in that line."""
-        spent = self._spent.pop(name, None)
-        workers = self.stages.get(name, dict.fromkeys(STAGES, 0.0)) if spent is None else spent.means()
+        """Means over the samples delivered since the previous line; without samples, the values of that line."""
+        sums = self._stage_sums.pop(name, None)
+        workers = self.stages.get(name, dict.fromkeys(STAGES, 0.0)) if sums is None else sums.means()
         stages = {metric: workers[metric] for metric in STAGES}
         self.stages[name] = stages | {metric: metrics[metric] for metric in TRAINER_STAGES if metric in metrics}
         return stages
@@ -97,9 +97,9 @@ class MetricLines:
         )
 
     def _dropped_since(self, machine: PipelineControl) -> dict[str, float]:
-        """The finished samples that were too old to be trained, since the line before: those that arrived too late, and
-        those that waited too long for the rest of their group. Where they are longer than the trained ones, dropping
-        what is outdated shortens what is learned."""
+        """Counts finished samples since the previous line that were too old to be trained: they arrived too late, or
+        waited too long for the rest of their group. If they are longer than the trained samples, dropping outdated
+        groups biases training towards short samples."""
         name, table = machine.settings.name, machine.state.ledger
         count, length = self._dropped.get(name, (0, 0))
         self._dropped[name] = (table.dropped_finished, table.dropped_length)
@@ -124,7 +124,7 @@ class MetricLines:
         self._lines.write(line | figures)
 
 
-class _Spent:
+class _StageSums:
     """Sums of the stage times of samples."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class _Spent:
 
 
 async def write_gauges(status: Callable[[], Mapping[str, Any]], lines: JsonLines) -> None:
-    """One line every few seconds until cancelled, and a last one then: how things stood at the end."""
+    """Writes one line every few seconds until cancelled, and a last one then with the final status."""
     try:
         while True:
             lines.write(gauges_of(status()))
@@ -152,7 +152,7 @@ async def write_gauges(status: Callable[[], Mapping[str, Any]], lines: JsonLines
 
 
 def gauges_of(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of each pipeline and each process; they stand apart from the lines of steps, which are by step."""
+    """The gauges of each pipeline and each process, separate from the lines of steps."""
     controller = {f"loop_lag_{name}": value for name, value in status["lag"].items()}
     return {
         "kind": "gauges",
@@ -165,12 +165,12 @@ def gauges_of(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """To the microsecond: more digits would only be bytes."""
+    """Rounds to microseconds, to save bytes."""
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def entries_in(lines: Iterable[bytes]) -> set[tuple[str, str, int]]:
-    """The steps and evaluations that have a line, by pipeline and kind; a torn last line counts as none."""
+    """The steps and evaluations that have a line, by pipeline and kind; a torn last line is ignored."""
     found: set[tuple[str, str, int]] = set()
     for line in lines:
         if b'"kind":"step"' not in line and b'"kind":"evaluation"' not in line:

@@ -1,11 +1,11 @@
-"""The controller's service: a request goes in, a reply comes out. No HTTP here, see `http.py`.
+"""The control service: takes a request, returns a reply. For HTTP see `http.py`.
 
-The service owns the one machine that decides. It feeds it one event at a time on one loop, journals what changed,
-carries out what the machine asks for, and holds calls that have to wait.
+The service owns the `Controller`. It passes one event at a time to it on one event loop, journals changes, executes
+effects, and holds calls that must wait.
 
-Order of things for one event: the machine decides, the journal takes what changed, waiting calls are woken, the commit
-is awaited, and only then does the reply leave and are instructions carried out. So whatever a peer was told survives
-the death of this process, and whatever did not survive was never told to anyone.
+Order for one event: the controller decides, changes are appended to the journal, waiting calls are woken, the service
+waits for the commit, and only then sends the reply and executes instructions. So every event that a peer has a reply
+to survives the death of this process.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from penstock.wire.messages import Delivered, Leased, NotYet, Ok, Orders, Refuse
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_REST = 500
-"""Times the duration of a snapshot must pass before the next."""
-JOURNAL_PATIENCE_S = 30.0
-"""A disk that accepts nothing for this long has failed."""
+SNAPSHOT_PAUSE_FACTOR = 500
+"""Minimum time between snapshots, in multiples of the duration of the last one."""
+JOURNAL_TIMEOUT_S = 30.0
+"""If no write completes for this long, the disk has failed."""
 
 HELD: dict[type, tuple[str, ...]] = {
     messages.AskLease: ("leases", "phase"),
@@ -50,13 +50,13 @@ HELD: dict[type, tuple[str, ...]] = {
     messages.AskDevices: ("devices",),
     messages.AskOrders: ("orders",),
 }
-"""Requests that wait for a better reply, and what is announced when there may be one."""
+"""Requests that wait for a better reply, and the topics that are announced when there may be one."""
 
 _encode = msgspec.msgpack.Encoder(enc_hook=encode_section).encode
 
 
 class EventLog(Protocol):
-    """What the service needs of the journal's writer."""
+    """Interface of the journal writer."""
 
     path: Path
     last_seq: int
@@ -82,19 +82,19 @@ class ControlService:
         snapshot_every: int = 20_000,
         tick_s: float = 0.25,
     ) -> None:
-        """`lines` takes a line per step and evaluation; `lag` says how late the loop is."""
+        """`lines` writes a line per step and evaluation; `lag` returns the lag of the event loop."""
         self.controller = controller
         self.journal = journal
         self.metrics: dict[tuple[PipelineName, MemberId], dict[str, float]] = {}
-        """The latest figures of every process that reports any."""
+        """The latest metrics of every process that reports any."""
         self.failure: str = ""
-        """The sentence with which the run failed, once it has."""
+        """The reason why the run failed; empty if it has not."""
         self.failed = asyncio.Event()
         self.waiting = HeldCalls()
         self.prefetch: Mapping[PipelineName, bool] = {}
-        """What workers are told with every lease; nothing of a pipeline: they do what they were started with."""
+        """Live setting, sent to workers with every lease. Without an entry, workers use their own configuration."""
         self.evicted: dict[MemberId, str] = {}
-        """Members that must be gone: the supervisor ends them."""
+        """Evicted members: the supervisor ends their processes."""
         self._clock = clock
         self._lines = lines
         self._lag = lag
@@ -106,35 +106,35 @@ class ControlService:
         self._discards = Discards()
         self._instructions: asyncio.Queue[tuple[int, PipelineName, Effect]] = asyncio.Queue()
 
-    # -- life -----------------------------------------------------------------------------------------------------
+    # -- start and stop -------------------------------------------------------------------------------------------
 
     def start(self, *, new_session: bool = False, lines_on_file: Iterable[bytes] = ()) -> int:
-        """Replays the journal and takes up the work; returns how many events lie behind (0: a new run).
+        """Replays the journal and starts; returns the number of past events (0: a new run).
 
-        In a new session of the run none of the former processes is left; after a mere restart all of them are. Lines of
-        steps and evaluations that the journal has and `lines_on_file` lacks are written again: a killed controller
-        takes those along that its writer had not got to.
+        In a new session of the run no former process is left; after a restart of the controller alone they still run.
+        Lines of steps and evaluations that are in the journal but not in `lines_on_file` are written again: a killed
+        controller loses lines that were not written yet.
         """
         replayed = self._recover()
         new_life = not replayed or new_session
-        self._carry(self.controller.start(self._now(), resumed=bool(replayed) and new_session, new_life=new_life))
+        self._apply(self.controller.start(self._now(), resumed=bool(replayed) and new_session, new_life=new_life))
         if self._lines is not None:
             on_file = lines_on_file if replayed else ()
             self._lines.complete(self.controller.pipelines, on_file)
         return replayed
 
     def _recover(self) -> int:
-        """Brings the machine to the last committed state. Instructions of the past are not carried out again."""
-        story, controller = replay(self.journal.path), self.controller
-        unknown = [name for name in story.states if not controller.knows(name)]
-        for name, state in story.states.items():
+        """Restores the last committed state. Past instructions are not executed again."""
+        recovered, controller = replay(self.journal.path), self.controller
+        unknown = [name for name in recovered.states if not controller.knows(name)]
+        for name, state in recovered.states.items():
             if controller.knows(name):
                 try:
                     controller.restore(name, state)
                 except Exception as error:
-                    raise self._unreadable(f"the snapshot of {name} after event {story.seq}", error) from error
+                    raise self._unreadable(f"the snapshot of {name} after event {recovered.seq}", error) from error
         count = 0
-        for entry in story.entries:
+        for entry in recovered.entries:
             self._latest = max(self._latest, entry.at)
             if not controller.knows(entry.pipeline):
                 unknown.append(entry.pipeline)
@@ -146,11 +146,11 @@ class ControlService:
             count += 1
         if unknown:
             raise RunFailed(
-                f"journal {self.journal.path} knows the pipelines {sorted(set(unknown))}, which this run does not "
-                "have: resume with the configuration in the run directory"
+                f"journal {self.journal.path} has the pipelines {sorted(set(unknown))}, which this configuration "
+                "lacks: resume with the configuration in the run directory"
             )
-        self._snapshot_seq = story.seq
-        return story.seq + count
+        self._snapshot_seq = recovered.seq
+        return recovered.seq + count
 
     def _unreadable(self, what: str, error: Exception) -> RunFailed:
         return RunFailed(
@@ -159,17 +159,17 @@ class ControlService:
         )
 
     async def run(self) -> None:
-        """Ticks and carries out instructions until cancelled."""
+        """Runs the ticks and executes instructions until cancelled."""
         async with Tasks() as tasks:
-            tasks.spawn("tick", self._keep_ticking())
-            tasks.spawn("instructions", self._carry_out())
+            tasks.spawn("tick", self._tick_forever())
+            tasks.spawn("instructions", self._execute_instructions())
 
     def close(self) -> None:
-        """Lets go of every held call; they are answered as they stand."""
+        """Ends all held calls; each gets its current reply."""
         self.waiting.close()
 
     async def settle(self) -> None:
-        """Returns once everything that happened so far is committed."""
+        """Waits until all events so far are committed."""
         await self.journal.committed(self.journal.last_seq)
 
     def check(self) -> None:
@@ -178,11 +178,11 @@ class ControlService:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     async def call(self, request: Request) -> Reply:
-        """Answers one call. Never raises for what a caller can get wrong: it is `Refused`, and nothing changed."""
+        """Answers one call. An invalid call does not raise: it returns `Refused` and changes nothing."""
         known = self.controller.pipelines
         if request.pipeline not in known:
             names = ", ".join(known)
-            return Refused("LocalProtocolError", f"there is no pipeline {request.pipeline!r}; there are: {names}")
+            return Refused("LocalProtocolError", f"there is no pipeline {request.pipeline!r}; expected one of: {names}")
         try:
             return await self._answer(request)
         except RunFailed as error:
@@ -190,7 +190,7 @@ class ControlService:
             return Refused("RunFailed", error.message)
 
     async def _answer(self, request: Request) -> Reply:
-        """Whatever a reply promises is committed before it is returned; a heartbeat's promises nothing."""
+        """Returns a reply after its event is committed; the reply to a heartbeat does not wait for the commit."""
         name = request.pipeline
         if isinstance(request, messages.ReportMetrics):
             self.metrics[name, request.member] = request.values
@@ -217,7 +217,7 @@ class ControlService:
         return reply
 
     async def _hold(self, request: Any, kind: str, topics: tuple[str, ...]) -> Reply:
-        """Decides again whenever there may be a better reply, until the time is up."""
+        """Decides again whenever there may be a better reply, until the deadline."""
         name, waiting = request.pipeline, self.waiting
         reply = self._decide(request)
         if not _may_improve(reply):
@@ -231,10 +231,10 @@ class ControlService:
     def _decide(self, request: Request) -> Any:
         if isinstance(request, messages.AskLease):
             request = msgspec.structs.replace(request, steady=True)
-        return self._carry(self.controller.handle(request, self._now()))
+        return self._apply(self.controller.handle(request, self._now()))
 
     def _complete(self, request: messages.AskLease, reply: Leased) -> Leased:
-        """Adds what goes with every reply to an ask: payloads to be freed, and the live setting of prefetch."""
+        """Adds payloads to be freed, the oldest trainable version, and the setting of prefetch to a lease reply."""
         machine = self.controller.pipelines[request.pipeline]
         member = machine.members.get(request.member)
         discard = self._discards.answer(member.rings if member is not None else (), request.request)
@@ -243,8 +243,8 @@ class ControlService:
 
     # -- effects --------------------------------------------------------------------------------------------------
 
-    def _carry(self, decided: Decided) -> Any:
-        """Journals and wakes at once, leaves the rest for after the commit; returns the reply, if it was a request."""
+    def _apply(self, decided: Decided) -> Any:
+        """Journals and wakes calls at once, queues instructions until the commit; returns the reply to a request."""
         now, journal = self._latest, self.journal
         for name, effect in decided:
             kind = type(effect)
@@ -252,37 +252,37 @@ class ControlService:
                 journal.append(name, now, _encode(effect.event), noteworthy(effect.decided))  # type: ignore[union-attr]
             elif kind is effects.Announce:
                 self.waiting.wake(name, effect.topic, effect.member)  # type: ignore[union-attr]
-            elif kind in _LATER:
+            elif kind in _AFTER_COMMIT:
                 self._instructions.put_nowait((journal.last_seq, name, effect))
         return decided[0][1] if decided else None
 
     def tick(self) -> None:
-        """To be called a few times a second: silence, deadlines, demand."""
-        self._carry(self.controller.handle(TimePassed(), self._now()))
-        if self.journal.uncommitted_for_s > JOURNAL_PATIENCE_S:
+        """Must be called a few times per second: checks liveness, deadlines and demand."""
+        self._apply(self.controller.handle(TimePassed(), self._now()))
+        if self.journal.uncommitted_for_s > JOURNAL_TIMEOUT_S:
             failure = RunFailed(
-                f"journal {self.journal.path}: nothing could be written for {JOURNAL_PATIENCE_S:.0f} s; the disk hangs"
+                f"journal {self.journal.path}: no write completed for {JOURNAL_TIMEOUT_S:.0f} s; the disk hangs"
             )
             self.journal.fail(failure)
             self._fail(failure.message)
         self._maybe_snapshot()
 
-    async def _keep_ticking(self) -> None:
+    async def _tick_forever(self) -> None:
         while True:
             self.tick()
             await asyncio.sleep(self._tick_s)
 
     def _maybe_snapshot(self) -> None:
-        """Taking one stops the loop for about half a microsecond per sample in flight: never for more than 0.2 %."""
+        """A snapshot blocks the event loop, about 0.5 µs per sample in flight: at most 0.2 % of the time."""
         now = self._clock.now()
         if self.journal.last_seq - self._snapshot_seq < self._snapshot_every or now < self._snapshot_not_before:
             return
         self._snapshot_seq = self.journal.last_seq
         self.journal.snapshot(self.controller.snapshot())
-        self._snapshot_not_before = now + SNAPSHOT_REST * (self._clock.now() - now)
+        self._snapshot_not_before = now + SNAPSHOT_PAUSE_FACTOR * (self._clock.now() - now)
 
-    async def _carry_out(self) -> None:
-        """Consumes instructions in order; each waits until the event behind it is committed."""
+    async def _execute_instructions(self) -> None:
+        """Executes instructions in order, each after its event is committed."""
         while True:
             seq, name, effect = await self._instructions.get()
             try:
@@ -290,9 +290,9 @@ class ControlService:
             except RunFailed as error:
                 self._fail(error.message)
                 return
-            self._obey(name, effect)
+            self._execute(name, effect)
 
-    def _obey(self, name: PipelineName, effect: Effect) -> None:
+    def _execute(self, name: PipelineName, effect: Effect) -> None:
         match effect:
             case effects.Log(level=level, line=line):
                 logger.log(_LEVELS[level], "%s", line)
@@ -306,10 +306,10 @@ class ControlService:
             case effects.NoteEvaluation(result=result) if self._lines is not None:
                 self._lines.write_evaluation(name, result)
 
-    # -- what one may ask -----------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """For the live view and `/v1/status`: plain values only."""
+        """Status for the live view and `/v1/status`, in plain values."""
         now, controller = self._now(), self.controller
         status: dict[str, Any] = {
             "at": now,
@@ -328,11 +328,11 @@ class ControlService:
         return status
 
     def diagnosis(self) -> dict[PipelineName, str]:
-        """Per pipeline: who waits for what, since when, and who should have moved."""
+        """Per pipeline: which process waits for what, since when, and which one should act."""
         return self.controller.diagnose(self._now())
 
     def _now(self) -> float:
-        """Never behind what is on record, even if the machine's clock was set back between two controllers."""
+        """The time, never before the last journalled event, even if the clock was set back before a restart."""
         self._latest = max(self._latest, self._clock.now())
         return self._latest
 
@@ -348,12 +348,14 @@ class ControlService:
 
 
 def _may_improve(reply: Reply) -> bool:
-    """Whether waiting may bring more: a final answer, and one about weights that are too old, is given at once."""
+    """Whether a later reply may be better. Final replies, and `version_too_old`, are sent at once."""
     if isinstance(reply, NotYet):
         return reply.phase != "stopped"
     return (isinstance(reply, Leased) and reply.verdict == "throttled") or reply == Orders(())
 
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-_LATER = frozenset({effects.EvictMember, effects.ReleasePayloads, effects.NoteEvaluation, effects.Log, effects.FailRun})
-"""Instructions that are carried out once the event behind them is committed."""
+_AFTER_COMMIT = frozenset(
+    {effects.EvictMember, effects.ReleasePayloads, effects.NoteEvaluation, effects.Log, effects.FailRun}
+)
+"""Instructions that are executed after their event is committed."""

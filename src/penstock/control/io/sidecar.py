@@ -1,4 +1,4 @@
-"""The heartbeat as its parent sees it: started, started again when it was killed, stopped."""
+"""Starts the heartbeat process of a parent, restarts it if it was killed, and stops it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RESTART_S = 0.5
 
 
 class Sidecar:
-    """The parent's side. Start it from a thread that lives as long as the process, best the main one."""
+    """Handle of the heartbeat process. Start it from a thread that lives as long as the process, best the main one."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
         self._stopping = False
         self._process = self._launch()
-        self._watch = threading.Thread(target=self._keep, name="heartbeat-watch", daemon=True)
+        self._watch = threading.Thread(target=self._restart_forever, name="heartbeat-watch", daemon=True)
         self._watch.start()
 
     @classmethod
@@ -47,7 +47,7 @@ class Sidecar:
         *,
         every_s: float,
     ) -> Sidecar:
-        """Starts beating for `member` at the controller that the endpoint file names."""
+        """Starts heartbeats for `member` to the controller in the endpoint file."""
         call = msgspec.to_builtins(Heartbeat(pipeline, member, progressed_ago_s=0.0))
         return cls(Settings(str(endpoint), token, call, os.getpid(), cell.fileno(), every_s))
 
@@ -59,13 +59,13 @@ class Sidecar:
             pass_fds=(self._settings.cell_fd,),
         )
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended at once, which is noticed below
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; the watch thread restarts it
             process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-            process.stdin.flush()  # and left open: its end is how the sidecar hears of ours
+            process.stdin.flush()  # left open: the sidecar ends when it closes
         return process
 
-    def _keep(self) -> None:
-        """A sidecar that was killed alone is started again: without it this process would pass for dead."""
+    def _restart_forever(self) -> None:
+        """Restarts a sidecar that was killed: without heartbeats this process would be evicted."""
         while True:
             process = self._process
             process.wait()
@@ -73,14 +73,14 @@ class Sidecar:
             with self._lock:
                 if self._stopping:
                     return
-                logger.warning("the heartbeat %s; it is started again", how_ended(process.returncode))
+                logger.warning("the heartbeat process %s; restarting it", how_ended(process.returncode))
                 if process.stdin is not None:
                     with contextlib.suppress(OSError):
                         process.stdin.close()
                 try:
                     self._process = self._launch()
-                except OSError as error:  # the machine has no process to give: tried again
-                    logger.warning("the heartbeat cannot be started: %s", error)
+                except OSError as error:  # for example, too many processes: retried
+                    logger.warning("the heartbeat process cannot be started: %s", error)
 
     @property
     def pid(self) -> int:
@@ -91,7 +91,7 @@ class Sidecar:
         return self._process.poll() is None
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the sidecar; returns when it is gone, after `timeout_s` at most."""
+        """Ends the sidecar and waits for its end; kills it after `timeout_s`."""
         with self._lock:
             self._stopping = True
         assert self._process.stdin is not None
@@ -100,7 +100,7 @@ class Sidecar:
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            logger.warning("the heartbeat did not end within %g s and was killed", timeout_s)
+            logger.warning("the heartbeat process did not end within %g s and was killed", timeout_s)
             self._process.kill()
             self._process.wait()
 

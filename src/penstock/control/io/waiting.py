@@ -1,4 +1,4 @@
-"""Long polls: calls that are held until something they wait for is announced."""
+"""Long polls: calls that wait until one of their topics is announced."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from penstock.records.ids import MemberId, PipelineName
 
 MAX_WAIT_S = 30.0
-"""However long a call asks to be held."""
+"""Upper bound for the `wait_s` of a call."""
 
 
 class HeldCalls:
-    """By pipeline and topic. A call that finds nothing waits here, and asks again when it is woken."""
+    """Held calls by pipeline and topic. A call without a result waits here, and is decided again when it is woken."""
 
     def __init__(self) -> None:
         self._waiters: dict[tuple[PipelineName, str], dict[asyncio.Future[None], MemberId]] = {}
@@ -31,9 +31,9 @@ class HeldCalls:
             self._held[name, kind] -= 1
 
     async def hold(self, name: PipelineName, topics: tuple[str, ...], member: MemberId, until: float) -> bool:
-        """Waits for one of the topics; False once the time is up or they are closed.
+        """Waits for one of the topics, at most until `until`. False if that time had passed already, or after `close`.
 
-        Nothing announced since the caller last looked is missed, as long as it has not awaited anything since.
+        No announcement since the last decision of the caller is missed, if it has not awaited anything since.
         """
         loop = asyncio.get_running_loop()
         left_s = until - loop.time()
@@ -58,7 +58,7 @@ class HeldCalls:
                 _resolve(waiter)
 
     def close(self) -> None:
-        """Ends every wait, now and from now on."""
+        """Ends all waits; later ones end at once."""
         self._closed = True
         for name, topic in list(self._waiters):
             self.wake(name, topic)
@@ -72,7 +72,7 @@ class HeldCalls:
 
 
 def deadline(wait_s: float) -> float:
-    """When a call that asked to be held for `wait_s` is let go, in the loop's time."""
+    """The time of the event loop at which a call with this `wait_s` is answered."""
     return asyncio.get_running_loop().time() + min(max(0.0, wait_s), MAX_WAIT_S)
 
 

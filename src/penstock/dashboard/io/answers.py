@@ -1,4 +1,4 @@
-"""The questions a page may ask about a run, by name. Every parameter is checked; none ever becomes part of a path."""
+"""The queries of the page about a run, by name. Every parameter is checked; none becomes part of a path."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def samples(reader: RunReader, query: Query) -> dict[str, Any]:
 
 
 def _place(source: str, order: Mapping[str, int]) -> tuple[int, bool, str]:
-    """Pipelines as they are configured, and what was trained before what was evaluated."""
+    """Sort key: pipelines in configured order, training samples before evaluation samples."""
     pipeline, _, kind = source.partition("/")
     return order.get(pipeline, len(order)), kind != "samples", source
 
 
 def _preview(reader: RunReader, source: str, row: Row) -> str:
-    """The beginning of what the policy wrote."""
+    """The beginning of the policy's text."""
     if row.size > PREVIEWED_BYTES:
         return ""
     written = [piece for piece in _pieces(reader.read_sample(source, row)) if piece.get("by") == "policy"]
@@ -105,7 +105,7 @@ def sample(reader: RunReader, query: Query) -> dict[str, Any]:
     source, number = query.get("source", ""), _whole(query, "sample")
     row = reader.source(source).find(-1 if number is None else number)
     if row is None:
-        raise ConfigError(f"sample {number} was not written out: only some samples of some steps are")
+        raise ConfigError(f"sample {number} was not saved: only some samples of some steps are")
     record = reader.read_sample(source, row)
     left = MOST_TEXT
     for piece in _pieces(record):
@@ -116,10 +116,10 @@ def sample(reader: RunReader, query: Query) -> dict[str, Any]:
 
 
 def story(reader: RunReader, query: Query) -> dict[str, Any]:
-    """As `penstock story` tells it. Reads the whole journal: takes seconds on that of a long run."""
+    """The output of `penstock story`. Reads the whole journal, which takes seconds for a long run."""
     kind, number = query.get("kind", ""), _whole(query, "number")
     if kind not in get_args(Kind) or number is None:
-        raise ConfigError("ask for a sample, a prompt, a step or a version, by its number")
+        raise ConfigError("expected the kind sample, prompt, step or version, and a number")
     name = PipelineName(reader.pipeline(query.get("pipeline", "")).name)
     return {"lines": tell(reader.run.journal_path, name, kind, number)}  # type: ignore[arg-type]
 
@@ -143,11 +143,11 @@ ANSWERS: dict[str, Answer] = {
     "log": log,
 }
 UNLOCKED = frozenset({"story", "log", "sample"})
-"""They read files and not the folds: no other request waits for them."""
+"""Views that read files and not the folds: they do not hold the lock."""
 
 
 def answer(reader: RunReader, view: str, query: Query) -> dict[str, Any]:
-    """What the page draws, with the state of the run and how much of it has been read."""
+    """The data of a view, the state of the run and the share of it that has been read."""
     if view not in ANSWERS:
         raise ConfigError(f"there is no view {view!r}")
     if view in UNLOCKED:

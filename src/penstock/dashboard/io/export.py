@@ -1,4 +1,4 @@
-"""One run in one HTML file: everything the page would ask for, asked beforehand."""
+"""Exports one run to one HTML file that contains the answers to all requests of the page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock.runtime.rundir import write_atomically
 
 READ_S = 600.0
 SAMPLES = 50
-"""The newest of each source go with it."""
+"""Exported samples of each source, the newest."""
 TAIL_CHARACTERS = 16_000
 
 
 def export(shelf: Shelf, name: str, target: Path, plotly: Path) -> int:
-    """Writes the file and returns its size in bytes. A run that still goes on is exported as it stands."""
+    """Writes the file and returns its size in bytes. A live run is exported in its present state."""
     if not target.parent.is_dir():
         raise ConfigError(f"cannot write {target}: there is no folder {target.parent}")
     reader = shelf.reader(name)

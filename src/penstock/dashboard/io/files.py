@@ -9,11 +9,11 @@ from penstock.dashboard.page import SCRIPTS, STYLE
 
 
 def own_files() -> dict[str, str]:
-    """By name, `index.html` among them."""
+    """The files of the page by name, including `index.html`."""
     folder = resources.files("penstock.dashboard") / "static"
     return {name: (folder / name).read_text(encoding="utf-8") for name in ("index.html", STYLE, *SCRIPTS)}
 
 
 def plotly_script() -> Path:
-    """The script that comes with the package plotly, which is not imported for it."""
+    """The script in the package plotly, found without importing it."""
     return Path(str(metadata.distribution("plotly").locate_file("plotly/package_data/plotly.min.js")))

@@ -1,4 +1,4 @@
-"""Follows the files of one run directory into the folds, a bounded piece at a time, reading nothing twice."""
+"""Reads the files of one run directory into the folds, in bounded chunks and each byte once."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ EVENTS_AT_ONCE = 2000
 LOG_BYTES_AT_FIRST = 1 << 20
 TAIL_BYTES = 64 << 10
 LONG_BYTES = 1 << 20
-"""Metrics longer than this are not read in an instant: their last lines are looked at first."""
+"""Larger metrics take long to read: their last lines are read first."""
 MOST_SAMPLE_BYTES = 4 << 20
 
 _decode: Callable[[bytes], dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
 class RunReader:
-    """One run, as far as its files have been read. Safe to be asked from several threads."""
+    """One run, as far as its files have been read. Safe for use from several threads."""
 
     def __init__(self, root: Path) -> None:
         self.run = RunDir.open(root)
@@ -53,7 +53,7 @@ class RunReader:
         self.stall_after_s = math.inf
         self.seq = 0
         self.journal_trouble = ""
-        """Why the journal cannot be read, in a sentence."""
+        """The reason why the journal cannot be read."""
         self.unread_events = 0
         self.samples: dict[str, SampleIndex] = {}
         self._sample_files: dict[str, Following] = {}
@@ -66,21 +66,21 @@ class RunReader:
         self._config_at = 0.0
         self._refreshed_at = 0.0
         self._caught_up = False
-        """At the last look nothing was left but, at most, a line without an end."""
+        """The last refresh read all complete lines and events."""
 
     def __repr__(self) -> str:
         return f"<RunReader {self.run.root.name}: event {self.seq}, {self.folds.metrics}>"
 
-    # -- reading on -----------------------------------------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------------------------
 
     def refresh_if_due(self, every_s: float, budget_s: float) -> None:
-        """Reads on unless everything was read a moment ago: several pages that look at one run read its files once."""
+        """Refreshes unless all was read less than `every_s` ago: several pages of one run read its files once."""
         with self.lock:
             if time.monotonic() - self._refreshed_at >= every_s or not self._caught_up:
                 self.refresh(budget_s)
 
     def refresh(self, budget_s: float) -> bool:
-        """Reads on for about this long; True when everything that is there has been read."""
+        """Reads for about `budget_s`; returns True when all that is on disk has been read."""
         with self.lock:
             self._refreshed_at = time.monotonic()
             until = self._refreshed_at + budget_s
@@ -95,7 +95,7 @@ class RunReader:
                     return self._caught_up
 
     def share_read(self) -> float:
-        """How much of what is there has been read, from 0 to 1: by bytes of metrics and by events."""
+        """Share of the files that has been read, from 0 to 1: by bytes of metrics and by events."""
         with self.lock:
             if self._caught_up:
                 return 1.0
@@ -107,7 +107,7 @@ class RunReader:
 
     @property
     def revision(self) -> str:
-        """Changes when there is something new to draw."""
+        """A string that changes when there is new data to draw."""
         logs = sum(log.offset for log in self._logs.values())
         return f"{self._metrics.offset}.{self.seq}.{logs}.{sum(len(index.rows) for index in self.samples.values())}"
 
@@ -136,7 +136,7 @@ class RunReader:
         return count > 0
 
     def _take(self, entry: Entry) -> None:
-        """An event of another version of Penstock may lack what is looked for: it is counted and passed over."""
+        """An event of another version of Penstock may lack expected fields: it is counted and skipped."""
         self.seq = entry.seq
         try:
             event = _decode(entry.body)
@@ -169,9 +169,9 @@ class RunReader:
         return read
 
     def _discover(self) -> None:
-        """New logs and new files of samples. A log is followed from its last megabyte on."""
+        """Finds new logs and sample files. A log is read from its last megabyte on."""
         for path in self.run.root.glob("logs/*.log"):
-            if path.stem not in self._logs and not path.is_symlink():  # which may lead anywhere
+            if path.stem not in self._logs and not path.is_symlink():  # a link may point to any file
                 self._logs[path.stem] = Following(path, max(0, _size(path) - LOG_BYTES_AT_FIRST))
         for path in self.run.root.glob("rollouts/*/*.jsonl"):
             name = f"{path.parent.name}/{path.stem}"
@@ -180,7 +180,7 @@ class RunReader:
                 self.samples[name] = SampleIndex()
 
     def _read_config(self) -> None:
-        """A resumed run may have another one. What cannot be read leaves the names in the journal to go by."""
+        """A resumed run may have a changed one. If it cannot be read, the pipelines are those of the journal."""
         try:
             changed_at = self.run.config_path.stat().st_mtime
             if changed_at == self._config_at:
@@ -206,13 +206,13 @@ class RunReader:
         raise ConfigError(f"this run has no pipeline {name!r}; it has {', '.join(one.name for one in self.pipelines)}")
 
     def failure_reports(self) -> dict[str, str]:
-        words = {}
+        reports = {}
         for path in sorted(self.run.root.glob("failures/*.json")):
             try:
-                words[path.stem] = str(json.loads(path.read_text(encoding="utf-8"))["message"])
+                reports[path.stem] = str(json.loads(path.read_text(encoding="utf-8"))["message"])
             except (OSError, ValueError, KeyError, TypeError):
-                words[path.stem] = "its failure report cannot be read"
-        return words
+                reports[path.stem] = "its failure report cannot be read"
+        return reports
 
     def verdict(self) -> Verdict:
         latest = self.folds.latest
@@ -236,7 +236,7 @@ class RunReader:
         return sorted(self._logs)
 
     def log_tail(self, process: str) -> str:
-        """The end of one process's log, from a line's beginning."""
+        """The last lines of one process's log."""
         if process not in self._logs:
             raise ConfigError(f"there is no log of {process!r}; there are {', '.join(self.logs())}")
         return tail_of(self.run.log_path(process), TAIL_BYTES).decode("utf-8", "replace")
@@ -247,7 +247,7 @@ class RunReader:
         return self.samples[name]
 
     def read_sample(self, name: str, row: Row) -> dict[str, Any]:
-        """The whole line of one sample, from its place in the file."""
+        """The whole line of one sample, read at its offset in the file."""
         pipeline, _, stem = name.partition("/")
         if row.size > MOST_SAMPLE_BYTES:
             raise ConfigError(f"sample {row.sample} is {row.size} bytes long, too long to be shown")
@@ -257,9 +257,9 @@ class RunReader:
 
 
 def is_alive(run: RunDir) -> bool:
-    """Whether a supervisor on this machine holds the run.
+    """Whether a supervisor on this machine holds the lock of the run.
 
-    Looked up in the kernel's list: trying the lock, even for an instant, could turn away a supervisor that starts.
+    Reads the kernel's list of locks: taking the lock, even briefly, could make a starting supervisor fail.
     """
     try:
         inode = run.lock_path.stat().st_ino
@@ -271,13 +271,13 @@ def is_alive(run: RunDir) -> bool:
 
 
 def silent_s(run: RunDir) -> float | None:
-    """How long ago a line was written; None when none was. (Reading a journal touches its files.)"""
+    """Seconds since the last line was written; None if there is none. (Reading a journal touches its files.)"""
     times = [path.stat().st_mtime for path in (run.metrics_path, *run.root.glob("logs/*.log")) if path.exists()]
     return max(0.0, time.time() - max(times)) if times else None
 
 
 def ending_of(run: RunDir) -> dict[str, Any] | None:
-    """How the supervisor said the run ended, if that can be read."""
+    """The ending that the supervisor wrote, or None if it cannot be read."""
     try:
         ending = run.read_ending()
     except (OSError, ValueError):
@@ -295,7 +295,7 @@ def _facts(section: dict[str, Any]) -> PipelineFacts:
 
 
 def tail_of(path: Path, most_bytes: int) -> bytes:
-    """The end of a file, from the beginning of a line on."""
+    """The last whole lines of a file, at most `most_bytes`."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - most_bytes))

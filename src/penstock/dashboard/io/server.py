@@ -1,4 +1,4 @@
-"""The dashboard's port: a page, its few files, and queries about runs, for clients with the token."""
+"""HTTP server of the dashboard: the page, its files, and queries about runs, for clients with the token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.runtime.http_guard import PortGuard
 from penstock.runtime.offload import Offload
 
 READ_BUDGET_S = 0.5
-"""How long one question may read on in the files: then it is answered with what is known."""
+"""How long one request may read files; the answer then contains the data read so far."""
 REFRESH_EVERY_S = 0.5
 MOST_COMPARED = 8
 STORIES_AT_ONCE = 2
@@ -45,7 +45,7 @@ HEADERS = {
 
 
 class Dashboard:
-    """Answers requests from a shelf of runs. All reading happens in threads."""
+    """Serves the runs of a shelf. All reading happens in threads."""
 
     def __init__(self, shelf: Shelf, *, plotly: Path) -> None:
         self._shelf = shelf
@@ -124,7 +124,7 @@ class Dashboard:
 
 
 class Guarded:
-    """Lets through what begins with the token: the address is the key, and relative links keep it."""
+    """Admits paths that begin with the token: the address is the credential, and relative links keep it."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -137,18 +137,18 @@ class Guarded:
         response: ASGIApp = self._app
         if not secrets.compare_digest(first.encode("utf-8", "replace"), self._token):
             response = PlainTextResponse(
-                "open the address that `penstock dashboard` printed: it has the key in it\n", 403
+                "open the address that `penstock dashboard` printed: it contains the access token\n", 403
             )
         elif not slash:
             response = Response(status_code=307, headers={"location": f"/{self._token.decode()}/"})
         elif scope["method"] not in ("GET", "HEAD"):
-            response = PlainTextResponse("this page can only be read\n", 405)
+            response = PlainTextResponse("this page is read-only\n", 405)
 
         async def send_guarded(message: Any) -> None:
             if message["type"] == "http.response.start":
-                there = {name for name, _ in message["headers"]}
+                present = {name for name, _ in message["headers"]}
                 more = [
-                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in there
+                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in present
                 ]
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
@@ -157,7 +157,7 @@ class Guarded:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes the port; raises `ConfigError` when it is taken."""
+    """Binds the port; raises `ConfigError` if that fails."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""The runs there are: one directory, or all in a folder. Runs are looked up by name, never opened by a given path."""
+"""The available runs: one directory, or all in a folder. Clients select runs by name, never by path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAIL_BYTES = 32 << 10
 
 
 class Shelf:
-    """Hands out readers, and keeps the few that were asked for last: memory is bounded however many runs there are."""
+    """Creates readers and caches the most recently used: memory does not grow with the number of runs."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -52,7 +52,7 @@ class Shelf:
             return reader
 
     def listing(self) -> list[dict[str, Any]]:
-        """Every run in a few words, from its small files and the end of its metrics."""
+        """A summary of every run, from its small files and the end of its metrics."""
         return [self._summary(name) for name in self.names()]
 
     def _directory(self, name: str) -> Path:
@@ -80,13 +80,13 @@ class Shelf:
 
 
 def latest_steps(metrics: Path) -> dict[str, dict[str, Any]]:
-    """Where each pipeline stands, by the last lines."""
+    """Step and reward of each pipeline, from the last lines."""
     try:
         lines = tail_of(metrics, TAIL_BYTES).splitlines()
     except OSError:
         return {}
     fold = MetricsFold()
     fold.take(lines)
-    told = {name: {"step": one.get("step"), "reward": one.get("reward_mean")} for name, one in fold.gauges.items()}
+    gauges = {name: {"step": one.get("step"), "reward": one.get("reward_mean")} for name, one in fold.gauges.items()}
     trained = {name: {"step": one["step"] + 1, "reward": one.get("reward")} for name, one in fold.steps.items()}
-    return told | trained
+    return gauges | trained

@@ -1,5 +1,5 @@
 "use strict";
-/* Which run and view is shown, and asking again. The address after # says what is shown: #/run/view/pipeline. */
+/* Selects the run and the view, and refreshes them. The address after # names both: #/run/view/pipeline. */
 
 const EXPORTED = document.getElementById("exported") && JSON.parse(document.getElementById("exported").textContent);
 const PACE_MS = { running: 1500, other: 8000, behind: 50, failed: 4000 };
@@ -11,14 +11,14 @@ const page = {
   pipeline: undefined,
   pipelines: [],
   time: Charts.elapsed(0, 1),
-  /** Asks about the present run. */
+  /** Queries the present run. */
   ask: (view, query) => ask(page.run, view, query),
   refresh: () => tick(true),
-  /** Leads to the story of what was clicked at. */
-  wanted: undefined,
-  tell(pipeline, kind, number) {
+  /** Opens the story of the clicked point. */
+  pendingStory: undefined,
+  openStory(pipeline, kind, number) {
     if (EXPORTED) return;
-    page.wanted = { pipeline, kind, number };
+    page.pendingStory = { pipeline, kind, number };
     go(page.run, "samples");
   },
 };
@@ -86,7 +86,7 @@ function drawState(data) {
   document.title = `${data.state.word} · ${page.run} · Penstock`;
 }
 
-/** One refresh. A newer one (the user clicked) makes the answers of this one void. */
+/** One refresh. Its answers are discarded if a newer one has started (the user clicked). */
 async function tick(anew = false) {
   clearTimeout(timer);
   const mine = ++round;
@@ -101,7 +101,7 @@ async function tick(anew = false) {
     answeredAt = Date.now();
   } catch (error) {
     if (mine !== round) return;
-    const sentence = error instanceof TypeError && !EXPORTED ? "The dashboard does not answer any more: was it stopped?" : error.message;
+    const sentence = error instanceof TypeError && !EXPORTED ? "The dashboard does not answer: was it stopped?" : error.message;
     drawTabs();
     const opening = document.querySelector('[data-key="opening"]');
     if (opening) opening.replaceChildren(Dom.empty(sentence));

@@ -1,5 +1,5 @@
 "use strict";
-/* Every chart of the page: few kinds, one look. An empty chart says why it is empty. */
+/* Every chart of the page, in one style. An empty chart shows the reason. */
 
 const Charts = {
 
@@ -11,7 +11,7 @@ const Charts = {
     return ["blue", "orange", "green", "purple", "red", "sky", "grey"].map(Charts.colour);
   },
 
-  /** Calls `act` with the x and the y of a point that is clicked at. */
+  /** Calls `act` with the x and the y of a clicked point. */
   clicked(node, act) {
     node.onPointClicked = act;
     if (!node.dataset.drawn || node.dataset.clickable) return;
@@ -27,7 +27,7 @@ const Charts = {
     return { title: `${words} (${unit})`, of: (xs) => xs.map((x) => (x - began) / size) };
   },
 
-  /** A titled place for a chart inside `parent`. */
+  /** A titled container for a chart inside `parent`. */
   place(parent, key, title) {
     return Dom.keep(parent, key, () => Dom.el("div", {}, Dom.el("h3", {}, title), Dom.el("div", { class: "chart" }))).lastChild;
   },
@@ -47,7 +47,7 @@ const Charts = {
     Plotly.react(node, filled, Charts.layout(x, y, height, filled, layout), { displayModeBar: false });
   },
 
-  /** A chart is as wide as its place, also when neighbours come later. */
+  /** A chart is as wide as its container, also after siblings are added. */
   widths: new ResizeObserver((entries) => {
     for (const { target } of entries) if (target.dataset.drawn && target.isConnected) Plotly.Plots.resize(target);
   }),
@@ -86,12 +86,12 @@ const Charts = {
     return palette[index % palette.length];
   },
 
-  /** The line of the n-th curve: when the colours have all been used, they come again with another dash. */
+  /** The line of the n-th curve: after all colours are used, they repeat with another dash. */
   pen(index) {
     return { color: Charts.nth(index), width: 1.8, dash: ["solid", "dash", "dot", "dashdot"][Math.floor(index / Charts.palette().length) % 4] };
   },
 
-  /** Curves over time, each with a pen of its own. */
+  /** Curves over time, each with its own pen. */
   overTime(node, curves, time, options) {
     const traces = Object.entries(curves).filter(([, curve]) => curve.x.length).map(([name, curve], index) =>
       Charts.line({ x: time.of(curve.x), y: curve.y }, name, Charts.nth(index), { ...options.trace, line: { ...Charts.pen(index), ...options.trace?.line } }));

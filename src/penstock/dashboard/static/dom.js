@@ -1,5 +1,5 @@
 "use strict";
-/* Making elements and words. Data only ever becomes text, never markup: there is no innerHTML on this page. */
+/* Elements and formatted text. Data is inserted as text only, never as markup: this page does not use innerHTML. */
 
 const Dom = {
   /** el("td", {class: "number"}, "4") */
@@ -13,7 +13,7 @@ const Dom = {
     return node;
   },
 
-  /** The child of `parent` called `key`, made by `make` when it is not there yet: what stays keeps its zoom and scroll. */
+  /** The child of `parent` with this `key`, created by `make` if missing. An existing child keeps its zoom and scroll. */
   keep(parent, key, make) {
     let node = parent.querySelector(`:scope > [data-key="${CSS.escape(key)}"]`);
     if (!node) {
@@ -37,7 +37,7 @@ const Dom = {
     return Dom.keep(parent, key, () => Dom.el("div", { class: `grid ${kind}` }));
   },
 
-  /** A place that is folded away at first, where there is little room. */
+  /** A container, collapsed at first if `isFolded`. */
   folded(parent, key, title, isFolded) {
     if (!isFolded) return Dom.keep(parent, key, () => Dom.el("div"));
     return Dom.keep(parent, key, () => Dom.el("details", { class: "more" }, Dom.el("summary", { class: "faint" }, title)));
@@ -61,9 +61,9 @@ const Dom = {
   },
 
   options(select, values, chosen, label = (value) => value) {
-    const wanted = JSON.stringify([values, chosen]);
-    if (select.dataset.options === wanted) return select;
-    select.dataset.options = wanted;
+    const state = JSON.stringify([values, chosen]);
+    if (select.dataset.options === state) return select;
+    select.dataset.options = state;
     select.replaceChildren(...values.map((value) => Dom.el("option", { value, selected: value === chosen ? "" : null }, label(value))));
     return select;
   },

@@ -1,5 +1,5 @@
 "use strict";
-/* All runs of the folder; of those that are ticked: one metric's curves, and the settings on which they differ. */
+/* All runs of the folder; for the ticked ones, the curves of one metric and the settings that differ. */
 
 const Runs = {
   ticked: undefined,
@@ -20,7 +20,7 @@ const Runs = {
         onchange: (event) => { if (event.target.checked) Runs.ticked.add(run.id); else Runs.ticked.delete(run.id); page.refresh(); } }) },
       { title: "run", of: (run) => Dom.el("a", { href: `#/${encodeURIComponent(run.id)}/overview`, style: "color: inherit" }, run.id) },
       { title: "state", of: (run) => run.trouble ?? (run.alive ? "running" : run.ended ?? "ended") },
-      { title: "made", kind: "moment", of: (run) => Words.day(run.made_at) },
+      { title: "created", kind: "moment", of: (run) => Words.day(run.made_at) },
       { title: "steps", of: (run) => Object.entries(run.steps ?? {}).map(([name, last]) => `${name} ${last.step}`).join(", ") },
       { title: "reward", of: (run) => Object.entries(run.steps ?? {}).map(([name, last]) => `${name} ${Words.number(last.reward)}`).join(", ") },
     ], runs));
@@ -70,7 +70,7 @@ const Runs = {
     }
   },
 
-  /** When each of these steps was, in minutes since the first. */
+  /** Time of each of these steps, in minutes since the first. */
   minutes(steps, at) {
     let place = 0;
     return steps.map((step) => {

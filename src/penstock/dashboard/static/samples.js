@@ -1,10 +1,10 @@
 "use strict";
-/* The sample browser: a table to choose from, the text beside it, and the story of whatever one asks about. */
+/* The sample browser: a table of samples, the text of one, and the story of a sample, prompt, step or version. */
 
 const Samples = {
   draw(main, data, page) {
     const split = Dom.keep(main, "split", () => Dom.el("div", { class: "split" }));
-    const list = Dom.card(split, "list", "Samples written out", data.count ? `${Words.number(data.count)} of them, the newest first` : "");
+    const list = Dom.card(split, "list", "Saved samples", data.count ? `${Words.number(data.count)} of them, the newest first` : "");
     const side = Dom.keep(split, "side", () => Dom.el("div", { style: "display: grid; gap: 16px" }));
     Samples.filters(list, data, page);
     const body = Dom.keep(list, "rows", () => Dom.el("div"));
@@ -15,15 +15,15 @@ const Samples = {
     ];
     if (data.rows.some((row) => row.preview)) columns.push({ title: "text", kind: "preview mono", of: (row) => row.preview ?? "" });
     const rows = data.rows.map((row) => ({ ...row, selected: row.sample === page.sample, click: () => Samples.show(side, data.source, row.sample, page) }));
-    const why = data.sources.length ? "No sample fits these conditions." : "No sample has been written out yet: see samples.save_every_steps in the configuration.";
+    const why = data.sources.length ? "No sample fits these conditions." : "No sample has been saved yet: see samples.save_every_steps in the configuration.";
     body.replaceChildren(rows.length ? Dom.table(columns, rows) : Dom.empty(why));
     Samples.pages(list, data, page);
     Samples.storyBox(side, page);
     if (page.sample === undefined && rows.length) Samples.show(side, data.source, data.rows[0].sample, page);
-    if (page.wanted) {
-      const { pipeline, kind, number } = page.wanted;
-      page.wanted = undefined;
-      Samples.tell(side, pipeline, kind, number, page);
+    if (page.pendingStory) {
+      const { pipeline, kind, number } = page.pendingStory;
+      page.pendingStory = undefined;
+      Samples.showStory(side, pipeline, kind, number, page);
     }
   },
 
@@ -52,7 +52,7 @@ const Samples = {
   show(side, source, sample, page) {
     page.sample = sample;
     page.ask("sample", { source, sample: String(sample) }).then((answer) => {
-      if (page.sample !== sample) return;  // another one was clicked at meanwhile
+      if (page.sample !== sample) return;  // another one was clicked meanwhile
       const record = answer.sample;
       const card = Dom.card(side, "text", `Sample ${record.sample}`, `step ${record.step}, reward ${Words.number(record.reward)}, advantage ${Words.number(record.advantage)}`);
       if (side.firstChild !== card) side.prepend(card);
@@ -61,14 +61,14 @@ const Samples = {
       const asks = { sample: record.sample, prompt: record.prompt, step: record.step, version: record.version };
       const row = Dom.keep(card, "asks", () => Dom.el("div", { class: "row", style: "margin: 10px 0 0" }));
       row.replaceChildren(...Object.entries(asks).map(([kind, number]) =>
-        Dom.el("button", { onclick: () => Samples.tell(side, source.slice(0, source.indexOf("/")), kind, number, page) }, `story of ${kind} ${number}`)));
+        Dom.el("button", { onclick: () => Samples.showStory(side, source.slice(0, source.indexOf("/")), kind, number, page) }, `story of ${kind} ${number}`)));
       if (answer.shortened) row.append(Dom.el("span", { class: "faint small" }, "the text was shortened"));
       row.hidden = page.exported;
       for (const line of document.querySelectorAll("tr[aria-selected]")) line.setAttribute("aria-selected", String(line.children[1]?.textContent === String(sample)));
     });
   },
 
-  /** What the policy wrote is marked; what it was given is faint. */
+  /** Text of the policy is highlighted; its context is faint. */
   pieces(record) {
     if (!Array.isArray(record.pieces)) {
       const { step, prompt, sample, version, reward, advantage, ...rest } = record;
@@ -79,22 +79,22 @@ const Samples = {
 
   storyBox(side, page) {
     if (page.exported) return;
-    const card = Dom.card(side, "story", "The story of …", "from the journal, as `penstock story` tells it");
+    const card = Dom.card(side, "story", "Story of …", "from the journal, as printed by `penstock story`");
     const row = Dom.keep(card, "row", () => {
       const pipeline = Dom.el("select", { "aria-label": "Pipeline" });
       const kind = Dom.options(Dom.el("select", { "aria-label": "Kind" }), ["sample", "prompt", "step", "version"], "sample");
       const number = Dom.el("input", { type: "number", min: 0, placeholder: "number", "aria-label": "Number" });
-      const go = () => { if (number.value !== "") Samples.tell(side, pipeline.value, kind.value, Number(number.value), page); };
+      const go = () => { if (number.value !== "") Samples.showStory(side, pipeline.value, kind.value, Number(number.value), page); };
       number.addEventListener("keydown", (event) => { if (event.key === "Enter") go(); });
-      return Dom.el("div", { class: "row" }, pipeline, kind, number, Dom.el("button", { onclick: go }, "tell"));
+      return Dom.el("div", { class: "row" }, pipeline, kind, number, Dom.el("button", { onclick: go }, "show"));
     });
     const [pipeline] = row.children;
     Dom.options(pipeline, page.pipelines, pipeline.value || page.pipelines[0]);
     pipeline.hidden = page.pipelines.length < 2;
   },
 
-  tell(side, pipeline, kind, number, page) {
-    const card = Dom.card(side, "story", `The story of ${kind} ${number}`, "from the journal, as `penstock story` tells it");
+  showStory(side, pipeline, kind, number, page) {
+    const card = Dom.card(side, "story", `Story of ${kind} ${number}`, "from the journal, as printed by `penstock story`");
     const body = Dom.keep(card, "lines", () => Dom.el("div"));
     body.replaceChildren(Dom.empty("Reading the journal …"));
     page.ask("story", { pipeline, kind, number: String(number) }).then(

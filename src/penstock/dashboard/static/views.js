@@ -1,5 +1,5 @@
 "use strict";
-/* One object per view: what to ask for, and how to draw the answer into `main`. Called again for every refresh. */
+/* One object per view: its query, and `draw`, which draws the answer into `main` at every refresh. */
 
 const NO_GAUGES = "No gauges yet: the controller writes them every two seconds (early versions did not).";
 
@@ -12,7 +12,7 @@ const Views = {
         Dom.card(main, "journal", "The journal cannot be read", data.journal_trouble);
       }
       if (data.unread_events) {
-        Dom.card(main, "unread", "Another version of Penstock?", `${Words.number(data.unread_events)} events of the journal are not understood here; what they said is missing below.`);
+        Dom.card(main, "unread", "Another version of Penstock?", `${Words.number(data.unread_events)} events of the journal cannot be decoded; their data is missing below.`);
       }
       const cards = Dom.grid(main, "pipelines", data.pipelines.length > 1 ? "pair" : "one");
       for (const pipeline of data.pipelines) {
@@ -21,7 +21,7 @@ const Views = {
         drawProgress(card, pipeline, data.state.word);
         const reward = Charts.place(card, "reward", "Reward");
         Charts.reward(reward, pipeline.reward);
-        Charts.clicked(reward, (step) => page.tell(pipeline.name, "step", Math.round(step)));
+        Charts.clicked(reward, (step) => page.openStory(pipeline.name, "step", Math.round(step)));
         const small = Dom.grid(Dom.folded(card, "more", "More charts", data.pipelines.length > 1 && window.innerWidth <= 760), "small", "small");
         const overTime = (key, title, curve, y) =>
           Charts.overTime(Charts.place(small, key, title), { [title]: curve }, time, { y, height: 150, empty: NO_GAUGES });
@@ -34,7 +34,7 @@ const Views = {
         overTime("workers", "Workers alive", pipeline.workers_alive, "workers");
         drawOtherMetric(small.parentNode, pipeline, page);
       }
-      if (!data.pipelines.length) main.replaceChildren(Dom.empty("The configuration of this run names no pipeline that can be read."));
+      if (!data.pipelines.length) main.replaceChildren(Dom.empty("No pipeline can be read from the configuration of this run."));
     },
   },
 
@@ -63,9 +63,9 @@ const Views = {
 
       const grid = Dom.grid(main, "charts");
       Charts.stacked(Charts.place(Dom.card(grid, "states", "Where samples are"), "chart", ""), data.states, time, { y: "samples", empty: NO_GAUGES });
-      Charts.overTime(Charts.place(Dom.card(grid, "throttled", "Workers held back",
-        data.throttle_engagements ? `${Words.number(data.throttle_engagements)} times so far, so that no sample gets too old` : ""), "chart", ""),
-        { "held back": data.throttled }, time, { y: "share of the time", empty: NO_GAUGES, trace: { fill: "tozeroy", line: { shape: "hv" } }, layout: { yaxis: { range: [0, 1.05] } } });
+      Charts.overTime(Charts.place(Dom.card(grid, "throttled", "Workers throttled",
+        data.throttle_engagements ? `${Words.number(data.throttle_engagements)} times so far, to bound the staleness of samples` : ""), "chart", ""),
+        { throttled: data.throttled }, time, { y: "share of the time", empty: NO_GAUGES, trace: { fill: "tozeroy", line: { shape: "hv" } }, layout: { yaxis: { range: [0, 1.05] } } });
       Charts.overTime(Charts.place(Dom.card(grid, "rates", "How samples end"), "chart", ""),
         { trained: data.trained_per_s, ...prefixed("dropped: ", data.dropped_per_s) }, time, { y: "samples/s", empty: NO_GAUGES });
       drawEnded(Dom.card(grid, "ended", "How samples ended so far"), data.ended);
@@ -88,7 +88,7 @@ const Views = {
       const colours = data.staleness.x.map((age) => Charts.colour(bound !== null && age > bound ? "red" : "blue"));
       Charts.draw(Charts.place(Dom.card(grid, "histogram", "How stale samples were", bound === null ? "" : `the bound is ${bound}`), "chart", ""),
         [{ x: data.staleness.x, y: data.staleness.y, type: "bar", name: "samples", marker: { color: colours }, hovertemplate: "%{y:,} samples" }],
-        { x: "versions between generation and training", y: "samples", empty: "No batch has been given to the trainer yet.", layout: { xaxis: { dtick: 1 } } });
+        { x: "versions between generation and training", y: "samples", empty: "The trainer has received no batch yet.", layout: { xaxis: { dtick: 1 } } });
       Charts.bySteps(Charts.place(Dom.card(grid, "curve", "Staleness by step"), "chart", ""),
         { mean: data.staleness_mean, greatest: { x: data.staleness_max.x, y: data.staleness_max.high } }, { y: "versions" });
       const versions = { x: data.versions.map((one) => one.at), y: data.versions.map((one) => one.version) };
@@ -96,13 +96,13 @@ const Views = {
       const kept = data.versions[0]?.version > 0 ? `; the newest ${data.versions.length}` : "";
       const published = Charts.place(Dom.card(grid, "published", "Versions published", last ? `v${last.version}, ${Words.bytes(last.size_bytes)}${kept}` : ""), "chart", "");
       Charts.overTime(published, { version: versions }, page.time, { y: "version", empty: "No weights have been published yet.", trace: { line: { shape: "hv" } } });
-      Charts.clicked(published, (_, version) => page.tell(page.pipeline, "version", version));
+      Charts.clicked(published, (_, version) => page.openStory(page.pipeline, "version", version));
       Charts.overTime(Charts.place(Dom.card(grid, "pauses", "Pause of each engine at its last update"), "chart", ""),
         short(data.pauses), page.time, { y: "seconds", empty: NO_GAUGES });
       Charts.overTime(Charts.place(Dom.card(grid, "updates", "From the offer of a version to serving it"), "chart", ""),
         short(data.updates), page.time, { y: "seconds", empty: NO_GAUGES });
-      const names = { weights_published_total: "published", weights_updates_total: "updates of engines", weights_skipped_versions_total: "versions skipped (the newest wins)",
-        weights_update_failures_total: "updates that failed", weights_mismatches_total: "digests that did not match", weights_evictions_total: "replicas given up", weights_fleet_restarts_total: "restarts of the whole fleet" };
+      const names = { weights_published_total: "published", weights_updates_total: "updates of engines", weights_skipped_versions_total: "versions skipped for a newer one",
+        weights_update_failures_total: "updates that failed", weights_mismatches_total: "digests that did not match", weights_evictions_total: "replicas evicted", weights_fleet_restarts_total: "restarts of the whole fleet" };
       const rows = Object.entries(names).filter(([key]) => key in data.totals).map(([key, words]) => ({ words, count: data.totals[key] }));
       rows.unshift({ words: "from the step's end to its weights being published", count: Words.seconds(data.publish_s) },
         { words: "from publishing to a worker's first lease with them", count: Words.seconds(data.reach_s) });
@@ -116,7 +116,7 @@ const Views = {
     title: "Loops",
     ask: () => ["loops", {}],
     draw(main, data, page) {
-      const card = Dom.card(main, "table", "Lag of each event loop", "over its last minute; the worst is since its start; wait p99: what an event at a random moment would have waited");
+      const card = Dom.card(main, "table", "Lag of each event loop", "over its last minute; worst: since its start; wait p99: the wait of an event at a random moment");
       const columns = [{ title: "process", of: (row) => row.name }, ...["p50_s", "p90_s", "p99_s", "max_s", "wait_p99_s", "worst_s"].map((name) => ({
         title: { wait_p99_s: "wait p99", worst_s: "worst" }[name] ?? name.replace("_s", ""), number: true, of: (row) => Words.seconds(row[name]) }))];
       Dom.keep(card, "rows", () => Dom.el("div")).replaceChildren(data.processes.length ? Dom.table(columns, data.processes) : Dom.empty(NO_GAUGES));
@@ -126,7 +126,7 @@ const Views = {
         { y: "milliseconds late", height: 280, empty: NO_GAUGES, layout: { yaxis: { type: "log", rangemode: "normal", dtick: "D2", tickformat: "~g" } } });
       const blocked = Dom.card(main, "blocked", "What blocked an event loop", "the innermost calls first");
       Dom.keep(blocked, "lines", () => Dom.el("div")).replaceChildren(
-        notes(data.blocked, "No loop was blocked for longer than lag.stall_s: nothing to name."));
+        notes(data.blocked, "No loop was blocked for longer than lag.stall_s."));
     },
   },
 
@@ -134,11 +134,11 @@ const Views = {
     title: "Pool",
     ask: () => ["pool", {}],
     draw(main, data, page) {
-      const card = Dom.card(main, "lanes", "Devices over time", "the last moves; colour is the pipeline, pattern what it did");
-      const empty = data.undecided ? "This journal was written before the pool's decisions were kept in it." : "No device has been granted yet.";
+      const card = Dom.card(main, "lanes", "Devices over time", "the last moves; colour: pipeline, pattern: activity");
+      const empty = data.undecided ? "This journal does not contain the decisions of the pool." : "No device has been granted yet.";
       drawLanes(card, data, page, empty);
       const grid = Dom.grid(main, "more");
-      const shares = Dom.card(grid, "shares", "How devices were used", "share of the time since the pool opened");
+      const shares = Dom.card(grid, "shares", "How devices were used", "share of the time since the pool started");
       const doings = ["training", "scoring", "generating", "waking", "leaving", "initialising", "fenced"];
       const total = Math.max(1e-9, data.now - (data.began_at ?? data.now));
       const palette = Charts.palette();
@@ -167,11 +167,11 @@ const Views = {
       const card = Dom.card(main, "settings", "Configuration", "with every default; runs are compared under Runs");
       const search = Dom.keep(card, "row", () => Dom.el("div", { class: "row" },
         Dom.el("input", { type: "search", placeholder: "part of a key or value", "aria-label": "Search", oninput: () => page.refresh() }))).firstChild;
-      const wanted = search.value.toLowerCase();
-      const rows = data.rows.filter((row) => `${row.key} = ${row.value}`.toLowerCase().includes(wanted));
+      const query = search.value.toLowerCase();
+      const rows = data.rows.filter((row) => `${row.key} = ${row.value}`.toLowerCase().includes(query));
       Dom.keep(card, "table", () => Dom.el("div")).replaceChildren(rows.length ? Dom.table(
         [{ title: "key", kind: "mono", of: (row) => row.key }, { title: "value", kind: "mono", of: (row) => row.value }], rows)
-        : Dom.empty(data.rows.length ? "No key or value has this in it." : "The configuration of this run cannot be read."));
+        : Dom.empty(data.rows.length ? "No key or value contains this text." : "The configuration of this run cannot be read."));
     },
   },
 
@@ -184,11 +184,11 @@ const Views = {
         Dom.el("section", { class: "card words" }, Dom.el("h3", {}, `${process}'s failure report`), Dom.el("p", { class: "mono", style: "white-space: pre-wrap; overflow-wrap: anywhere" }, text))));
       words.hidden = !words.children.length;
       const grid = Dom.grid(main, "lists");
-      const remarks = Dom.card(grid, "remarks", "Messages of the controller", "stalls, evictions, members that came and went");
+      const remarks = Dom.card(grid, "remarks", "Messages of the controller", "stalls, evictions, members that joined or left");
       Dom.keep(remarks, "lines", () => Dom.el("div")).replaceChildren(notes(data.remarks, "The controller has sent no message yet.", (one) => ["stall", "failure"].includes(one.kind)));
-      const warnings = Dom.card(grid, "warnings", "Warnings of all processes", "restarts among them");
+      const warnings = Dom.card(grid, "warnings", "Warnings of all processes", "including restarts");
       Dom.keep(warnings, "lines", () => Dom.el("div")).replaceChildren(notes(
-        data.warnings.map((one) => ({ ...one, text: `${one.process}: ${one.text}` })), "No process has warned of anything.", (one) => one.level !== "WARNING" || one.kind === "restart"));
+        data.warnings.map((one) => ({ ...one, text: `${one.process}: ${one.text}` })), "No process has logged a warning.", (one) => one.level !== "WARNING" || one.kind === "restart"));
       drawLog(main, data.logs, page);
     },
   },
@@ -200,7 +200,7 @@ function prefixed(prefix, curves) {
   return Object.fromEntries(Object.entries(curves).map(([name, curve]) => [prefix + name, curve]));
 }
 
-/** Processes by their short names: the pipeline before the slash says nothing new. */
+/** Processes by their short names, without the pipeline before the slash. */
 function short(curves) {
   return Object.fromEntries(Object.entries(curves).map(([name, curve]) => [name.slice(name.indexOf("/") + 1), curve]));
 }
@@ -212,19 +212,19 @@ function notes(lines, empty, isGrave = () => false) {
 }
 
 function drawProgress(card, pipeline, word) {
-  const goesOn = word === "running" && pipeline.phase !== "complete";
+  const isLive = word === "running" && pipeline.phase !== "complete";
   const figures = pipeline.figures;
   const staleness = `${Words.number(figures.staleness, 2)}${figures.max_staleness === null ? "" : ` of ${figures.max_staleness}`}`;
   const shown = {
     step: `${Words.number(pipeline.step)}${pipeline.steps ? ` / ${Words.number(pipeline.steps)}` : ""}`,
-    ...(goesOn ? { "time left": Words.duration(pipeline.eta_s) } : {}),
+    ...(isLive ? { "time left": Words.duration(pipeline.eta_s) } : {}),
     reward: Words.number(figures.reward),
     "samples/s": Words.number(figures.samples_per_s),
     "per step": Words.seconds(figures.step_s),
     "in flight": Words.number(figures.in_flight),
     staleness,
     weights: figures.version === null ? "–" : `v${figures.version}`,
-    ...(goesOn ? { workers: `${Words.number(figures.workers_alive)}${figures.workers === null ? "" : ` / ${figures.workers}`}` } : {}),
+    ...(isLive ? { workers: `${Words.number(figures.workers_alive)}${figures.workers === null ? "" : ` / ${figures.workers}`}` } : {}),
   };
   const body = Dom.keep(card, "progress", () => Dom.el("div"));
   const share = pipeline.steps ? Math.min(1, pipeline.step / pipeline.steps) : 0;
@@ -261,7 +261,7 @@ function drawEnded(card, ended) {
 function drawLanes(card, data, page, empty) {
   const choice = Dom.keep(card, "window", () => Dom.el("div", { class: "row" }, Dom.el("span", { class: "faint" }, "show the last"),
     Dom.el("select", { "aria-label": "Window", onchange: () => page.refresh() }))).lastChild;
-  Dom.options(choice, ["30", "120", "600", "all"], choice.value || "120", (value) => ({ 30: "30 seconds", 120: "2 minutes", 600: "10 minutes", all: "everything remembered" })[value]);
+  Dom.options(choice, ["30", "120", "600", "all"], choice.value || "120", (value) => ({ 30: "30 seconds", 120: "2 minutes", 600: "10 minutes", all: "all recorded" })[value]);
   const from = choice.value === "all" ? -Infinity : data.now - Number(choice.value);
   const patterns = { training: "", generating: "/", waking: ".", leaving: ".", initialising: "-", scoring: "+", fenced: "x" };
   const palette = Charts.palette();
@@ -289,7 +289,7 @@ function drawLanes(card, data, page, empty) {
 }
 
 function drawLog(main, processes, page) {
-  const card = Dom.card(main, "log", "Log", "its end; warnings also above");
+  const card = Dom.card(main, "log", "Log", "the last lines; warnings are also above");
   const select = Dom.keep(card, "row", () => Dom.el("div", { class: "row" }, Dom.el("select", { "aria-label": "Process", onchange: () => page.refresh() }))).firstChild;
   const text = Dom.keep(card, "text", () => Dom.el("pre", { class: "log" }));
   if (!processes.length) { text.textContent = "No process has written a log yet."; return; }

@@ -1,4 +1,4 @@
-"""Builds the engine in front of the user's server."""
+"""Builds the engine of a server that the user runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 
 def build(section: HttpEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> HttpEngine:
     if not isinstance(policy, LanguagePolicy):
-        raise ConfigError(f"pipeline {site.process.pipeline_name!r}: a server of completions has language models only")
+        raise ConfigError(f"pipeline {site.process.pipeline_name!r}: engine.kind = 'http' serves language models only")
     key = os.environ.get(section.api_key_env, "") if section.api_key_env else ""
     if section.api_key_env and not key:
         raise ConfigError(f"engine.api_key_env: the environment variable {section.api_key_env!r} is not set")

@@ -1,8 +1,8 @@
 """Completions from an OpenAI-compatible server that belongs to the user, by `POST /v1/completions`.
 
-Prompts are sent as token ids. A server that gives token ids back (`return_token_ids`, as vLLM does) is taken at its
-word; of any other the text is tokenised again. It holds no version of a run and no digest, and its log-probabilities
-are absent (nan): its samples can be scored, never trained.
+Prompts are sent as token ids. If the server returns token ids (`return_token_ids`, as vLLM does), these are used;
+otherwise its text is tokenised. Completions have no version of a run and no digest, and their log-probabilities are
+nan: the samples can be scored, never trained.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock.engines.tokenizer import Tokenizer
 from penstock.errors import ConfigError, PeerLost, RunFailed
 
 BUSY = (429, 503)
-AGAIN_S = 0.2
-AGAIN_MOST_S = 10.0
+RETRY_FIRST_S = 0.2
+RETRY_MAX_S = 10.0
 ENDINGS: dict[str, Ending] = {"stop": "stop", "length": "length"}
 
 
@@ -40,7 +40,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def request_of(model: str, context: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-    """The body of a request. What the OpenAI interface does not have is sent only where it matters."""
+    """The body of a request. Fields that OpenAI does not define are sent only if they are set."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(context),
@@ -48,18 +48,18 @@ def request_of(model: str, context: Sequence[int], sampling: Sampling) -> dict[s
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "return_token_ids": True,
     }
-    more = {"stop_token_ids": list(sampling.stop_ids), "top_k": sampling.top_k, "min_p": sampling.min_p}
-    body |= {key: value for key, value in more.items() if value}
+    optional = {"stop_token_ids": list(sampling.stop_ids), "top_k": sampling.top_k, "min_p": sampling.min_p}
+    body |= {key: value for key, value in optional.items() if value}
     return body | ({"top_p": sampling.top_p} if sampling.top_p != 1.0 else {})
 
 
 def completion_of(body: bytes, tokenizer: Tokenizer, sampling: Sampling) -> Completion:
-    """What the server answered, cut after the first stop token: not every server knows `stop_token_ids`."""
+    """The server's response, cut after the first stop token: not every server supports `stop_token_ids`."""
     try:
         choice = _decode(body).choices[0]
         ending = ENDINGS[choice.finish_reason]
     except (msgspec.DecodeError, IndexError, KeyError) as error:
-        raise RunFailed(f"the server's answer is no OpenAI completion ({error!r}): {body[:300]!r}") from error
+        raise RunFailed(f"the server's response is not an OpenAI completion ({error!r}): {body[:300]!r}") from error
     ids = tokenizer.encode(choice.text) if choice.token_ids is None else choice.token_ids
     for position, token in enumerate(ids, 1):
         if token in sampling.stop_ids:
@@ -102,7 +102,7 @@ class HttpEngine:
             timeout=None,  # every call is bounded by `request_s`
             limits=httpx.Limits(max_connections=section.max_requests),
         )
-        self._room = asyncio.Semaphore(section.max_requests)
+        self._slots = asyncio.Semaphore(section.max_requests)
         self._interrupted = False
         self._interruptions = 0
         self._in_flight: set[asyncio.Timeout] = set()
@@ -111,11 +111,11 @@ class HttpEngine:
         return f"HttpEngine({self._section.serves}, {len(self._in_flight)} in flight)"
 
     async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
-        """See `RequestEngine.complete`; an interrupted request gives nothing, since answers come whole."""
+        """See `RequestEngine.complete`; an interrupted request returns no tokens, since responses are not streamed."""
         if not context:
-            raise ConfigError("cannot generate from an empty prompt: it has no token to go on from")
+            raise ConfigError("cannot generate from an empty prompt: at least one token is needed")
         where, interruptions = self._section.serves, self._interruptions
-        async with self._room:
+        async with self._slots:
             if self._interrupted or interruptions != self._interruptions:
                 return _completion([], "interrupted")
             try:
@@ -132,7 +132,7 @@ class HttpEngine:
         return completion_of(answer.content, self._tokenizer, sampling)
 
     async def _bounded(self, body: dict[str, Any]) -> httpx.Response:
-        """TimeoutError after `request_s`, or when it is interrupted."""
+        """Raises TimeoutError after `request_s`, or when it is interrupted."""
         async with asyncio.timeout(self._section.request_s) as bound:
             self._in_flight.add(bound)
             try:
@@ -141,14 +141,14 @@ class HttpEngine:
                 self._in_flight.discard(bound)
 
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
-        pause_s = AGAIN_S
+        pause_s = RETRY_FIRST_S
         while (answer := await self._client.post("/v1/completions", json=body)).status_code in BUSY:
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, AGAIN_MOST_S)
+            pause_s = min(2 * pause_s, RETRY_MAX_S)
         return answer
 
     def forget(self, cache_key: object) -> None:
-        """The server keeps and drops prefixes by itself."""
+        """A no-op: the server manages its prefix cache."""
 
     def interrupt(self) -> None:
         self._interrupted = True

@@ -11,7 +11,7 @@ from penstock.records.section import Positive, Seconds
 
 
 class HttpEngineSection(EngineSection):
-    """An OpenAI-compatible server that runs already. Its weights never change: for evaluation only."""
+    """An OpenAI-compatible server that the user runs. Its weights never change: for evaluation only."""
 
     REQUESTS_KEY: ClassVar[str] = "max_requests"
     kind: Literal["http"] = "http"
@@ -21,13 +21,13 @@ class HttpEngineSection(EngineSection):
     model_name: str
     """The model's name on the server."""
     api_key_env: str = ""
-    """The environment variable that holds the key, if the server wants one."""
+    """The environment variable that holds the key, if the server needs one."""
     max_requests: Positive = 64
     """Requests in flight at once; the others wait."""
     max_length: Positive | None = None
     """Tokens of the longest context; longer prompts are left out. By default the server refuses them."""
     request_s: Seconds = 600.0
-    """How long one completion may take, with further attempts at a server that is busy."""
+    """Deadline of one completion, including retries while the server is busy."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,4 +1,4 @@
-"""Builds the engine in the worker's own process, and its shards in the processes of other ranks."""
+"""Builds the engine in the worker's process, and its shards in the processes of other ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _engine(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPol
 
 
 def follow(section: Any, policy: LanguagePolicy | ActorCriticPolicy, seat: EngineSeat, device: str, index: int) -> None:
-    """The life of another rank of the engine that `build` makes. `index` is the worker's, of those of its pipeline."""
+    """Runs another rank of the engine from `build`, until it ends. `index` is the worker's index in its pipeline."""
     assert isinstance(section, TorchEngineSection)
     chosen = _device(device, index, seat.rank, seat.ranks)
     with connected(seat) as commands:
@@ -53,7 +53,7 @@ def follow(section: Any, policy: LanguagePolicy | ActorCriticPolicy, seat: Engin
 
 
 def _device(name: str, index: int, rank: int, ranks: int) -> torch.device:
-    """Each rank has a GPU of its own, those of a worker side by side."""
+    """Each rank has its own GPU; the ranks of a worker have consecutive ones."""
     device = device_of(name)
     if device.type != "cuda":
         return device

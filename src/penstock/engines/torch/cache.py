@@ -1,7 +1,7 @@
-"""Keys and values of the rows that are decoded together, in one tensor that is allocated once.
+"""The KV cache of the rows that are decoded together, in one tensor.
 
-Every row begins at column 0, whatever its length; a mask hides the columns it has not reached. So a row joins by being
-written into a free place and leaves by being forgotten: nothing else moves, and no step copies the cache.
+Every row begins at column 0; a mask hides the columns that it has not reached. A row joins in a free place and leaves
+by freeing it: no other row moves, and no step copies the cache.
 
 Shape suffixes: B rows of this forward, Q tokens read by it, C columns, H heads, D width of a head.
 """
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 
 COLUMNS_AT_ONCE = 64
-"""Rows are widened in steps of this, so that slowly growing lengths do not move the cache each time."""
+"""Rows are widened in multiples of this, so that slowly growing lengths do not reallocate the cache each time."""
 
 
 class RowCache:
-    """At most `rows` rows, and rows times columns at most `tokens`. ConfigError for a model it cannot serve.
+    """At most `rows` rows, and rows times columns at most `tokens`. Raises ConfigError for an unsupported model.
 
-    It promises the model only what the model's attention layers ask for: `update`. Masks and positions are given to the
-    model by the caller.
+    It implements only the cache method that the model's attention layers call: `update`. The caller passes masks and
+    positions to the model.
     """
 
     is_compileable = False
@@ -32,7 +32,7 @@ class RowCache:
         self._rows = rows
         self._tokens = tokens
         self._model = model
-        self._kind = _kind_of(model)
+        self._layout = _layout_of(model)
         self._held: Tensor | None = None
         """[layers, keys and values, rows, C, H, D]"""
         self._write: tuple[Tensor, Tensor] | None = None
@@ -41,18 +41,18 @@ class RowCache:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns there is room for now."""
+        """Allocated rows and columns."""
         return (0, 0) if self._held is None else (self._held.shape[2], self._held.shape[3])
 
     def make_room(self, rows: int, columns: int, used_rows: int) -> bool:
-        """Room for that many rows and columns; the first `used_rows` keep what they hold. True if it moved."""
+        """Allocates this number of rows and columns; the first `used_rows` keep their content. True if it moved."""
         if rows <= self.shape[0] and columns <= self.shape[1]:
             return False
         columns = min(-(-columns // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE, self._tokens // rows)
         rows = max(rows, min(self._rows, self._tokens // columns))
         old, self._held = self._held, None
         if old is None or not used_rows:
-            del old  # before the new one is there: at no time two of them
+            del old  # before the allocation: never two caches in memory
             self._held = self._empty(rows, columns)
             return True
         held = self._empty(rows, columns)
@@ -62,29 +62,29 @@ class RowCache:
         return True
 
     def drop(self) -> None:
-        """Frees the memory; what the rows held is lost."""
+        """Frees the memory; the content of the rows is lost."""
         self._held = None
         self._write = None
 
     def save(self, row: int, columns: int) -> Tensor:
         """A copy of the first columns of a row."""
-        return self._room()[:, :, row, :columns].clone()
+        return self._tensor()[:, :, row, :columns].clone()
 
     def load(self, row: int, saved: Tensor) -> None:
-        """What `save` gave, in any row."""
-        self._room()[:, :, row, : saved.shape[2]] = saved
+        """Writes the result of `save` into any row."""
+        self._tensor()[:, :, row, : saved.shape[2]] = saved
 
     def copy(self, source: int, targets: list[int], columns: int) -> None:
-        """The first columns of one row, also in others."""
-        held = self._room()
+        """Copies the first columns of one row into others."""
+        held = self._tensor()
         for target in targets:
             held[:, :, target, :columns] = held[:, :, source, :columns]
 
-    def aim(self, rows: Tensor | int, positions_BQ: Tensor, columns: int) -> None:
-        """The next forward reads these rows (a number: the first ones) up to `columns`, and writes at these positions.
+    def set_target(self, rows: Tensor | int, positions_BQ: Tensor, columns: int) -> None:
+        """Sets the rows that the next forward reads (a number: the first ones) up to `columns`, and where it writes.
 
-        Negative positions are padding: they land in the last column there is, which no row sees before it has written
-        it itself.
+        Negative positions are padding: they are written to the last column, which no row attends to before it has
+        written it.
         """
         last = self.shape[1] - 1
         index_B = torch.arange(rows, device=positions_BQ.device) if isinstance(rows, int) else rows
@@ -93,9 +93,9 @@ class RowCache:
         self._columns = columns
 
     def update(self, keys_BHQD: Tensor, values_BHQD: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by the model in every layer: takes in the new tokens, gives back all of the rows'."""
+        """Called by the model in every layer: stores the new keys and values, returns all of the rows."""
         assert self._write is not None
-        keys, values = self._room()[layer]
+        keys, values = self._tensor()[layer]
         keys[self._write] = keys_BHQD.transpose(1, 2)
         values[self._write] = values_BHQD.transpose(1, 2)
         return (
@@ -104,22 +104,22 @@ class RowCache:
         )
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """Asked by models that were given no positions; ours are."""
+        """Used only by models without explicit positions; here they are always passed."""
         return 0
 
-    def _room(self) -> Tensor:
+    def _tensor(self) -> Tensor:
         assert self._held is not None
         return self._held
 
     def _empty(self, rows: int, columns: int) -> Tensor:
-        layers, heads, width, dtype = self._kind
+        layers, heads, width, dtype = self._layout
         device = next(self._model.parameters()).device
-        # Zeros: a masked column is multiplied by nothing, and nothing times garbage may not be a number.
+        # Zeros: a masked column has weight 0, and 0 times uninitialised memory may be nan.
         return torch.zeros((layers, 2, rows, columns, heads, width), dtype=dtype, device=device)
 
 
 def window_of(model: nn.Module) -> tuple[int | None, tuple[str, ...]]:
-    """How far the layers that look back only so far do, and the kinds of layers there are."""
+    """The sliding window, if any, and the kinds of attention layers."""
     config: Any = model.config
     window = getattr(config, "sliding_window", None)
     kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
@@ -128,8 +128,8 @@ def window_of(model: nn.Module) -> tuple[int | None, tuple[str, ...]]:
     return window, kinds
 
 
-def _kind_of(model: nn.Module) -> tuple[int, int, int, torch.dtype]:
-    """Layers, heads, width and type of the model's keys and values, as a forward of one token makes them."""
+def _layout_of(model: nn.Module) -> tuple[int, int, int, torch.dtype]:
+    """Layers, heads, width and type of the model's keys and values, from a forward of one token."""
     from transformers import DynamicCache
 
     cache: Any = DynamicCache()

@@ -1,9 +1,9 @@
-"""One decode step for all rows: the model, the draw and the next input, without a word to the host in between.
+"""One decode step for all rows: the model, the draw and the next input, without synchronisation with the host.
 
-What a row feeds next lies on the device: its last token, its position, how it is sampled. A step reads them and leaves
-the next ones in their place. On a GPU a step is captured once as a CUDA graph for each number of rows and columns, and
-from then on it is launched as a whole: its memory, the weights' and the cache's never move. Rows join and leave by
-changes to that state between two steps.
+The input of a row is on the device: its last token, its position, its sampling parameters. A step reads them and
+overwrites them with the next ones. On a GPU a step is captured once as a CUDA graph for each number of rows and
+columns, and then replayed: the graph's memory, the weights and the cache keep their addresses. Rows join and leave
+through changes to that state between two steps.
 
 Shape suffixes: S places, B rows of this step, C columns, V vocabulary.
 """
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from penstock.engines.requests import Sampling
 from penstock.engines.torch.cache import RowCache, window_of
-from penstock.engines.torch.sampling import Kind, Ways, draw
+from penstock.engines.torch.sampling import Kind, SamplingParams, draw
 
-COLUMNS_TOGETHER = 16
-"""The cache is read in widths of this, which attention kernels like."""
+COLUMNS_MULTIPLE = 16
+"""The cache is read in multiples of this number of columns, for which attention kernels are faster."""
 
 
-Draw = Callable[[Tensor, Ways, Kind, torch.Generator], tuple[Tensor, Tensor]]
+Draw = Callable[[Tensor, SamplingParams, Kind, torch.Generator], tuple[Tensor, Tensor]]
 
 
 class Output:
-    """What one launch drew, on its way to the host: tokens and log-probabilities in one small copy."""
+    """The draws of one launch: tokens and log-probabilities, in one small asynchronous copy to the host."""
 
     def __init__(self, packed_2B: Tensor) -> None:
         self._host = packed_2B
@@ -52,63 +52,63 @@ def _packed(tokens_B: Tensor, logprobs_B: Tensor) -> Tensor:
 
 
 class Decoding:
-    """The state of all places, and the steps. Everything runs in the engine's thread, inside a step of its weights."""
+    """The state of all places, and the steps. Runs in the engine's thread, inside a step of `Serving`."""
 
     def __init__(self, model: Any, cache: RowCache, *, graphs: bool, draw: Draw = draw) -> None:
-        """`graphs` captures steps on a GPU; without, they are launched kernel by kernel."""
+        """`graphs`: capture steps on a GPU, instead of launching them kernel by kernel."""
         self._model = model
         self._cache = cache
         self._draw = draw
-        self._graphs_wanted = graphs
+        self._use_graphs = graphs
         self._mask_dtype = next(model.parameters()).dtype
         self._window, self._layer_kinds = window_of(model)
         self._graphs: dict[tuple[int, int, Kind], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
         self._ids_S = self._positions_S = torch.empty(0, dtype=torch.long)
-        self._ways: Ways | None = None
+        self._params: SamplingParams | None = None
 
     @property
     def captured(self) -> int:
         return len(self._graphs)
 
     def allocate(self) -> None:
-        """For the cache as it is now; nothing of before is kept but what lies in the first places."""
-        self._forget_graphs()
+        """Allocates the state for the present cache; the first places keep their content. Drops all graphs."""
+        self._drop_graphs()
         places, device = self._cache.shape[0], next(self._model.parameters()).device
-        ids_S, positions_S, ways = self._ids_S, self._positions_S, self._ways
+        ids_S, positions_S, params = self._ids_S, self._positions_S, self._params
         self._ids_S = torch.zeros(places, dtype=torch.long, device=device)
         self._positions_S = torch.full((places,), self._cache.shape[1] - 1, dtype=torch.long, device=device)
-        self._ways = Ways(places, device)
-        if ways is not None and ids_S.device == device:
+        self._params = SamplingParams(places, device)
+        if params is not None and ids_S.device == device:
             kept = min(places, len(ids_S))
             self._ids_S[:kept] = ids_S[:kept]
             self._positions_S[:kept] = positions_S[:kept].clamp(max=self._cache.shape[1] - 1)
-            self._ways.keep(ways, kept)
+            self._params.keep(params, kept)
 
     def drop(self) -> None:
         """Frees the device memory."""
-        self._forget_graphs()
+        self._drop_graphs()
         self._ids_S = self._positions_S = torch.empty(0, dtype=torch.long)
-        self._ways = None
+        self._params = None
 
     def park(self, place: int) -> None:
-        """Whatever a step draws there is meaningless and harms nothing, until the row is entered."""
+        """Moves the place to the last column: steps draw unused tokens there, until `enter`."""
         self._positions_S[place] = self._cache.shape[1] - 1
 
     def park_all(self) -> None:
         self._positions_S.fill_(self._cache.shape[1] - 1)
 
     def move(self, source: int, target: int) -> None:
-        assert self._ways is not None
+        assert self._params is not None
         self._ids_S[target] = self._ids_S[source]
         self._positions_S[target] = self._positions_S[source]
-        self._ways.move(source, target)
+        self._params.move(source, target)
 
     def read(self, places: Sequence[int], ids_BQ: Any, positions_BQ: Any, columns: int) -> Tensor:
-        """Reads tokens of these places into the cache; the logits after the last of each. Left-padded with -1."""
+        """Prefills these places; returns the logits after the last token of each. Positions are left-padded with -1."""
         device = self._positions_S.device
         positions = torch.from_numpy(positions_BQ).to(device)
-        self._cache.aim(torch.tensor(places).to(device), positions, self._width(columns))
+        self._cache.set_target(torch.tensor(places).to(device), positions, self._width(columns))
         return self._forward(torch.from_numpy(ids_BQ).to(device), positions.clamp(min=0), self._width(columns))
 
     def enter(
@@ -120,27 +120,27 @@ class Decoding:
         logits_BV: Tensor,
         generator: torch.Generator,
     ) -> Output:
-        """Draws the first token of rows that have read their context, and has them decode from the next step on."""
-        assert self._ways is not None
+        """Draws the first token of prefilled rows, which decode from the next step on."""
+        assert self._params is not None
         index_B = torch.tensor(places).to(logits_BV.device)
-        self._ways.put(index_B, samplings)
-        tokens_B, logprobs_B = self._draw(logits_BV, self._ways.at(index_B), kind, generator)
+        self._params.put(index_B, samplings)
+        tokens_B, logprobs_B = self._draw(logits_BV, self._params.at(index_B), kind, generator)
         self._ids_S[index_B] = tokens_B
         self._positions_S[index_B] = torch.tensor(positions).to(logits_BV.device)
         return Output(_packed(tokens_B, logprobs_B))
 
     def step(self, rows: int, columns: int, kind: Kind, generator: torch.Generator) -> Output:
-        """One token for each of the first `rows` places, which all are shorter than `columns`."""
+        """One token for each of the first `rows` places; rows that decode are shorter than `columns`."""
         columns = self._width(columns)
-        if not (self._ids_S.is_cuda and self._graphs_wanted):
+        if not (self._ids_S.is_cuda and self._use_graphs):
             return Output(self._step(rows, columns, kind, generator))
         key = (rows, columns, kind)
-        known = self._graphs.get(key)
-        if known is None:
-            output = Output(self._step(rows, columns, kind, generator))  # the first time, which also warms up
+        captured = self._graphs.get(key)
+        if captured is None:
+            output = Output(self._step(rows, columns, kind, generator))  # also the warm-up before the capture
             self._graphs[key] = self._capture(rows, columns, kind, generator)
             return output
-        graph, packed_2B = known
+        graph, packed_2B = captured
         graph.replay()
         return Output(packed_2B)
 
@@ -151,25 +151,25 @@ class Decoding:
         graph.register_generator_state(generator)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # Other threads may allocate meanwhile: weights are staged at any time.
+        # Other threads may allocate during the capture: weights are staged at any time.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             packed_2B = self._step(rows, columns, kind, generator)
         return graph, packed_2B
 
     def _step(self, rows: int, columns: int, kind: Kind, generator: torch.Generator) -> Tensor:
-        assert self._ways is not None
+        assert self._params is not None
         ids_B, positions_B = self._ids_S[:rows], self._positions_S[:rows]
-        self._cache.aim(rows, positions_B[:, None], columns)
+        self._cache.set_target(rows, positions_B[:, None], columns)
         logits_BV = self._forward(ids_B[:, None], positions_B[:, None], columns)
-        tokens_B, logprobs_B = self._draw(logits_BV, self._ways.first(rows), kind, generator)
+        tokens_B, logprobs_B = self._draw(logits_BV, self._params.first(rows), kind, generator)
         ids_B.copy_(tokens_B)
-        # A place without a row goes on too: it stays within the cache.
+        # A place without a row advances too: clamp it to the cache.
         positions_B.add_(1).clamp_(max=self._cache.shape[1] - 1)
         return _packed(tokens_B, logprobs_B)
 
     def _forward(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> Tensor:
         columns_C = torch.arange(columns, device=ids_BQ.device)
-        # Padding sees column 0, since a softmax over nothing is not a number.
+        # Padding attends to column 0, since a softmax over no columns is nan.
         seen = columns_C <= positions_BQ[:, None, :, None]
         masks = {"full_attention": self._mask(seen)} if "full_attention" in self._layer_kinds else {}
         if "sliding_attention" in self._layer_kinds and self._window is not None:
@@ -189,12 +189,12 @@ class Decoding:
         return mask_B1QC.masked_fill_(~seen_B1QC, torch.finfo(self._mask_dtype).min)
 
     def _width(self, columns: int) -> int:
-        """Few different widths on a GPU, since each is captured."""
-        together = COLUMNS_TOGETHER
+        """Rounded up: few widths on a GPU, since each is captured."""
+        multiple = COLUMNS_MULTIPLE
         if self._ids_S.is_cuda:
-            together = max(128, 1 << max(0, (columns - 1).bit_length() - 2))  # 128, 256, 384, 512, 768, 1024, 1536, ...
-        return min(-(-columns // together) * together, self._cache.shape[1])
+            multiple = max(128, 1 << max(0, (columns - 1).bit_length() - 2))  # 128, 256, 384, 512, 768, 1024, 1536, ...
+        return min(-(-columns // multiple) * multiple, self._cache.shape[1])
 
-    def _forget_graphs(self) -> None:
+    def _drop_graphs(self) -> None:
         self._graphs.clear()
         self._pool = None

@@ -1,7 +1,7 @@
 """Fewer kernels for a decode step than the model's own code launches, with the same result.
 
-Query heads that share keys are asked together; with a mask the library would copy keys and values for every query head,
-at every step. Norms are fused, as in training.
+Query heads that share keys attend in one call; with a mask, transformers would copy keys and values for every query
+head at every step. Norms are fused, as in training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAME = "penstock_decode"
 
 
 def use_fewer_kernels(model: nn.Module) -> None:
-    """Makes a model use these where they fit it; the rest of it is left as it is."""
+    """Replaces the parts of a model that these kernels support; the rest is unchanged."""
     fuse_norms(model)
     _group_attention(model)
 

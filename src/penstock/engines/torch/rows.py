@@ -1,9 +1,9 @@
 """Decodes many requests together, one token each per step; each may join before any step and leave after any.
 
-A row holds all its tokens and how many of them are in the cache. A step *decodes*: each row whose context is read feeds
-its last token. Then it *reads*: the other rows (new ones, all of them after the cache was dropped) bring their tokens
-in, those with the same context together, and draw their first. On a GPU a step is launched before the one before it
-was looked at: what a row drew in it, if it had ended, is dropped.
+A row holds all its tokens and the number of them that are cached. A step first *decodes*: each prefilled row feeds its
+last token. Then it *reads* (prefills): the other rows, new ones or all of them after the cache was dropped, feed their
+tokens, once for rows with the same context, and draw their first token. On a GPU a step is launched before the results
+of the step before it are read: a token that an ended row drew in it is discarded.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from penstock.engines.torch.decoding import Decoding, Output
 from penstock.engines.torch.sampling import Kind, kind_of
 
 READ_TOKENS = 8192
-"""Read by one forward at most, padding included, so that a long context does not hold up the rows that decode."""
+"""Most tokens that one forward prefills, padding included, so that a long context does not delay the decoding rows."""
 READ_COSTS_STEPS = {"cuda": 3}
-"""What a prefill costs in decode steps, however short: it waits until it is worth that. On a CPU it is one step."""
+"""Cost of a short prefill in decode steps: it is delayed until the waiting rows have missed as many. On a CPU: 1."""
 
 
 class Owner(Protocol):
-    """The engine, as far as its rows need it."""
+    """The part of the engine that its rows use."""
 
     @property
     def device(self) -> torch.device: ...
@@ -47,26 +47,26 @@ class Owner(Protocol):
 
 
 class Row(msgspec.Struct, eq=False):
-    """One request on its way."""
+    """One request in flight."""
 
     request: int
     tokens: list[int]
-    """Context and what was generated after it."""
+    """Context and generated tokens."""
     context_tokens: int
     sampling: Sampling
     key: Hashable | None = None
-    """The conversation, if its cache is worth keeping."""
+    """The conversation, if its cache is to be kept."""
     place: int = -1
-    """Where it sits in the cache."""
+    """Its index in the cache."""
     cached: int = 0
     """Tokens in the cache, from the first on."""
     entered: bool = False
-    """Whether its context is read and its last token lies on the device: it decodes."""
+    """Whether its context is prefilled and its last token is on the device: it decodes."""
     launched: int = 0
-    """Tokens that are being drawn: on the device, not yet looked at."""
+    """Tokens in launches whose output is not yet read."""
     logprobs: list[float] = []
     spans: list[tuple[int, int, str]] = []
-    """From which generated token on, which version and digest."""
+    """The first generated token of each span, with the version and digest of its weights."""
     ending: Ending | None = None
 
     @property
@@ -74,8 +74,8 @@ class Row(msgspec.Struct, eq=False):
         return len(self.tokens) + self.launched - self.cached
 
     @property
-    def wants_more(self) -> bool:
-        """Whether another token is to be drawn, as far as is known."""
+    def needs_more(self) -> bool:
+        """Whether another token is to be drawn, according to the outputs read so far."""
         return self.ending is None and len(self.logprobs) + self.launched < self.sampling.max_new_tokens
 
     def drew(self, token: int, logprob: float, version: int, digest: str) -> None:
@@ -90,7 +90,7 @@ class Row(msgspec.Struct, eq=False):
 
 
 class SavedCache(msgspec.Struct, eq=False):
-    """What a conversation's next turn need not read again."""
+    """The cache of a conversation for its next turn."""
 
     tokens: list[int]
     columns: Tensor
@@ -98,18 +98,18 @@ class SavedCache(msgspec.Struct, eq=False):
 
 
 class _Launch(msgspec.Struct, eq=False):
-    """Draws that are under way."""
+    """Draws whose output is not yet read."""
 
     rows: list[Row]
     places: list[int] | None
-    """Where each row sat; None: in this order."""
+    """The place of each row at the launch; None: in this order."""
     output: Output
     version: int
     digest: str
 
 
 class Rows:
-    """The rows of one engine. Everything that touches the cache happens inside a step of `engine.serving`."""
+    """The rows of one engine. All accesses to the cache are inside a step of `engine.serving`."""
 
     def __init__(self, engine: Owner, cache: RowCache, decoding: Decoding, *, reread: bool) -> None:
         self._engine = engine
@@ -125,26 +125,26 @@ class Rows:
         self._kind = Kind(drawn=True, greedy=False, cut=False)
         self.rows: list[Row] = []
         self.read_tokens = 0
-        """Read into the cache so far, beside those that were drawn."""
+        """Prefilled tokens since the start."""
 
     def make_room(self, rows: int, longest_tokens: int) -> None:
-        """For a number of rows, none of which will become longer than this."""
+        """Allocates the cache for a number of rows, none of which becomes longer than this."""
         if self._cache.make_room(max(rows, self._used), longest_tokens, used_rows=self._used):
             self._decoding.allocate()
 
     def seat(self, row: Row, saved: SavedCache | None) -> None:
-        """A place for a new row, with what is left of its conversation's cache."""
+        """Assigns a place to a new row, and loads the common prefix of its conversation's cache."""
         row.place = heapq.heappop(self._free) if self._free else self._used
         self._used = max(self._used, row.place + 1)
         self._decoding.park(row.place)
         if saved is not None and not (self._reread and saved.version != self._engine.version):
-            row.cached = _common(saved.tokens, row.tokens[:-1])
+            row.cached = _common_prefix(saved.tokens, row.tokens[:-1])
             self._cache.load(row.place, saved.columns[:, :, : row.cached])
         self.rows.append(row)
         self._kind = kind_of([row.sampling for row in self.rows])
 
     def save(self, row: Row) -> SavedCache:
-        """A copy of a row's cache, to be given to the conversation's next turn."""
+        """A copy of a row's cache, for the conversation's next turn."""
         tokens = row.tokens[: row.cached]
         return SavedCache(tokens, self._cache.save(row.place, len(tokens)), self._engine.version)
 
@@ -156,8 +156,8 @@ class Rows:
         if not self.rows:
             self._launches.clear()
             self._free, self._used = [], 0
-        elif self._worth_moving(self._used, len(self.rows)):
-            self._close_up()
+        elif self._worth_compacting(self._used, len(self.rows)):
+            self._compact()
 
     def clear(self) -> None:
         """All rows leave."""
@@ -166,14 +166,14 @@ class Rows:
         self._free, self._used = [], 0
 
     def drop_cache(self) -> None:
-        """Frees the device memory; rows keep their tokens and, once there is room again, read them again."""
+        """Frees the device memory; rows keep their tokens, and prefill them again after `make_room`."""
         self._cache.drop()
         self._decoding.drop()
         for row in self.rows:
             row.cached, row.entered = 0, False
 
     def step(self, version: int, digest: str) -> list[Row]:
-        """One token for every row that has read its context; returns the rows that ended."""
+        """Draws one token for every prefilled row; returns the rows that ended."""
         if self._reread and version != self._version:
             self._decoding.park_all()
             for row in self.rows:
@@ -181,15 +181,15 @@ class Rows:
         self._version = version
         ended: list[Row] = []
         if any(row.launched and not row.entered for row in self.rows):
-            ended += self._look(0)  # what they drew last must be known before it can be read again
+            ended += self._read_outputs(0)  # their last tokens must be on the host before they can be prefilled
         before = len(self._launches)
-        decoding = [row for row in self.rows if row.entered and row.wants_more]
+        decoding = [row for row in self.rows if row.entered and row.needs_more]
         if decoding:
             self._decode(decoding, version, digest)
-        # Afterwards: what has read its context decodes from the next step on.
+        # After the decode: rows prefilled here decode from the next step on.
         self._read(bool(decoding), version, digest)
         ahead = len(self._launches) - before if self._engine.device.type == "cuda" else 0
-        return ended + self._look(ahead)
+        return ended + self._read_outputs(ahead)
 
     def _decode(self, decoding: list[Row], version: int, digest: str) -> None:
         batch = self._batch(self._used)
@@ -200,8 +200,8 @@ class Rows:
             row.launched += 1
         self._launches.append(_Launch(decoding, [row.place for row in decoding], output, version, digest))
 
-    def _look(self, left: int) -> list[Row]:
-        """Takes in what was drawn, but for the newest launches; the rows that ended with it."""
+    def _read_outputs(self, left: int) -> list[Row]:
+        """Reads the outputs of all but the `left` newest launches; returns the rows that ended."""
         ended: list[Row] = []
         while len(self._launches) > left:
             launch = self._launches.popleft()
@@ -217,8 +217,8 @@ class Rows:
         return ended
 
     def _read(self, decoding: bool, version: int, digest: str) -> None:
-        """Reads contexts, some of them if they are many, and draws the first token of each that is read."""
-        unread = [row for row in self.rows if not row.entered and row.wants_more]
+        """Prefills contexts, up to `READ_TOKENS`, and draws the first token of each complete one."""
+        unread = [row for row in self.rows if not row.entered and row.needs_more]
         if not unread:
             return
         self._unread_steps += len(unread)
@@ -231,13 +231,13 @@ class Rows:
             shared.setdefault((row.cached, tuple(row.tokens)), []).append(row)
         chosen: list[list[Row]] = []
         counts: list[int] = []
-        for alike in shared.values():
-            count = min(alike[0].unread, READ_TOKENS)
+        for group in shared.values():
+            count = min(group[0].unread, READ_TOKENS)
             if chosen and (len(chosen) + 1) * max(count, *counts) > READ_TOKENS:
                 break
-            chosen.append(alike)
+            chosen.append(group)
             counts.append(count)
-        logits_BV = self._forward([alike[0] for alike in chosen], counts)
+        logits_BV = self._forward([group[0] for group in chosen], counts)
         self.read_tokens += sum(counts)
         drawing: list[Row] = []
         sources: list[int] = []
@@ -249,7 +249,7 @@ class Rows:
                 drawing += [first, *others]
                 sources += [source] * (1 + len(others))
         if not drawing:
-            return  # a long context is being read in parts
+            return  # a long context is prefilled in parts
         if len(sources) != len(logits_BV):
             logits_BV = logits_BV[torch.tensor(sources).to(logits_BV.device)]
         output = self._decoding.enter(
@@ -266,7 +266,7 @@ class Rows:
         self._launches.append(_Launch(drawing, None, output, version, digest))
 
     def _forward(self, rows: list[Row], counts: Sequence[int]) -> Tensor:
-        """The next `counts` tokens of these rows through the model; the logits after the last of each."""
+        """Prefills the next `counts` tokens of these rows; returns the logits after the last of each."""
         width = max(counts)
         ids_BQ = np.zeros((len(rows), width), dtype=np.int64)
         positions_BQ = np.full((len(rows), width), -1, dtype=np.int64)
@@ -277,18 +277,18 @@ class Rows:
         return self._decoding.read([row.place for row in rows], ids_BQ, positions_BQ, max(row.cached for row in rows))
 
     def _batch(self, rows: int) -> int:
-        """How many places a step decodes: few different numbers on a GPU, since each is captured."""
+        """Places that a step decodes: few different numbers on a GPU, since each is captured."""
         if self._engine.device.type != "cuda":
             return rows
         return min(1 << (rows - 1).bit_length(), self._cache.shape[0])
 
-    def _worth_moving(self, used: int, rows: int) -> bool:
+    def _worth_compacting(self, used: int, rows: int) -> bool:
         if self._engine.device.type == "cuda":
             return self._batch(rows) < self._batch(used)
         return 4 * (used - rows) >= used
 
-    def _close_up(self) -> None:
-        """The last rows move into free places, so that a step decodes fewer."""
+    def _compact(self) -> None:
+        """Moves the last rows into free places, so that a step decodes fewer places."""
         for row in sorted(self.rows, key=lambda row: -row.place):
             if self._free[0] > row.place:
                 break
@@ -300,14 +300,14 @@ class Rows:
         self._free = []
 
     def completion(self, row: Row) -> Completion:
-        """A row as it is given out, also one that has not ended."""
+        """The completion of a row, also of one that has not ended."""
         token_ids = np.array(row.tokens[row.context_tokens :], dtype=np.int32)
         logprobs = np.array(row.logprobs, dtype=np.float32)
         return self._engine.completion(token_ids, logprobs, row.spans, row.ending or "interrupted")
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix."""
     for count, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return count

@@ -1,10 +1,10 @@
-"""Which requests an engine decodes together, and whose cache it keeps between two turns. Does nothing itself.
+"""Decides which requests are decoded together, and which conversations keep their cache between turns. Does no I/O.
 
-Requests take seats in the order they came, and none overtakes: the first in line sits down as soon as a row and the
-tokens are there. A seated request ends within its own length, so none waits for ever.
+Requests are seated in order of arrival: the first one waits for a free row and enough tokens, and none overtakes it.
+A seated request ends within its maximum length, so no request waits indefinitely.
 
 Bounds, after every event: at most `rows` seats; seats times the longest of them at most `cache_tokens`, since all rows
-are as wide as the widest; conversations between turns hold at most `kept_tokens`, the longest untouched go first.
+are as wide as the widest; conversations between turns hold at most `kept_tokens`, the least recent are evicted first.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ Key = Hashable
 
 
 class RequestArrived(msgspec.Struct, frozen=True):
-    """A completion was asked for."""
+    """A completion was requested."""
 
     request: Request
     tokens: int
-    """The longest it can become: its context and all new tokens."""
+    """Its maximum length: the context and all new tokens."""
 
 
 class RequestLeft(msgspec.Struct, frozen=True):
-    """It ended, or no caller waits for it any more; it may have been anywhere."""
+    """A waiting or seated request ended or was cancelled."""
 
     request: Request
 
 
 class AllLeft(msgspec.Struct, frozen=True):
-    """The engine was interrupted or failed: no request waits or is seated any more."""
+    """The engine was interrupted or failed: all requests left."""
 
 
 class ConversationPaused(msgspec.Struct, frozen=True):
-    """A turn ended and another may follow: its cache is worth keeping."""
+    """A turn ended and another may follow, which can reuse the cache."""
 
     key: Key
     tokens: int
 
 
 class ConversationLeft(msgspec.Struct, frozen=True):
-    """Its cache went back into a row, or is of no use any more."""
+    """Its cache was loaded into a row, or is not needed any more."""
 
     key: Key
 
 
 class CachesDropped(msgspec.Struct, frozen=True):
-    """All that was kept is gone."""
+    """All kept caches were dropped."""
 
 
 Event = RequestArrived | RequestLeft | AllLeft | ConversationPaused | ConversationLeft | CachesDropped
@@ -64,7 +64,7 @@ Event = RequestArrived | RequestLeft | AllLeft | ConversationPaused | Conversati
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """Give it a row, and decode it from the next step on."""
+    """Assign a row, and decode it from the next step on."""
 
     request: Request
 
@@ -76,7 +76,7 @@ class Keep(msgspec.Struct, frozen=True):
 
 
 class Evict(msgspec.Struct, frozen=True):
-    """Drop this conversation's cache: its context is read again if it goes on."""
+    """Drop this conversation's cache: a later turn prefills its context again."""
 
     key: Key
 
@@ -90,7 +90,7 @@ class _Waiting(msgspec.Struct, frozen=True):
 
 
 class Seating:
-    """The machine. One instance per engine; single-threaded."""
+    """The state machine. One instance per engine; single-threaded."""
 
     def __init__(self, rows: int, cache_tokens: int, kept_tokens: int) -> None:
         if rows < 1 or cache_tokens < 1 or kept_tokens < 0:
@@ -115,7 +115,7 @@ class Seating:
 
     @property
     def longest_tokens(self) -> int:
-        """How wide the rows must be."""
+        """Columns that the rows need."""
         return max(self._seated.values(), default=0)
 
     @property
@@ -123,11 +123,11 @@ class Seating:
         return not self._waiting and not self._seated
 
     def fits(self, tokens: int) -> bool:
-        """Whether a request of that many tokens can ever be placed."""
+        """Whether a request of this length can ever be seated."""
         return tokens <= self.cache_tokens
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do now."""
+        """Returns the effects to carry out, in order."""
         effects: list[Effect] = []
         match event:
             case RequestArrived(request, tokens):
@@ -179,17 +179,17 @@ class Seating:
     def check(self) -> None:
         """Raises if an invariant is broken."""
         if len(self._seated) > self.rows or len(self._seated) * self.longest_tokens > self.cache_tokens:
-            raise LocalProtocolError(f"more is seated than there is room for: {self!r}")
+            raise LocalProtocolError(f"the seated requests exceed the cache: {self!r}")
         if sum(self._kept.values()) > self.kept_tokens:
-            raise LocalProtocolError(f"more is kept than allowed: {self!r}")
+            raise LocalProtocolError(f"the kept caches exceed kept_tokens: {self!r}")
         if self._waiting.keys() & self._seated.keys():
-            raise LocalProtocolError(f"a request both sits and waits: {self!r}")
+            raise LocalProtocolError(f"a request is both seated and waiting: {self!r}")
         if self._waiting and not self._seated:
-            raise LocalProtocolError(f"requests wait for an empty engine: {self!r}")
+            raise LocalProtocolError(f"requests wait although no row is in use: {self!r}")
 
     def __repr__(self) -> str:
         oldest = next(iter(self._waiting.items()), None)
-        waits = f", first in line: {oldest[0]} since {oldest[1].since:.3f}" if oldest else ""
+        waits = f", longest waiting: {oldest[0]} since {oldest[1].since:.3f}" if oldest else ""
         return (
             f"Seating(seated={self.seated}/{self.rows}, longest={self.longest_tokens}, waiting={self.waiting}, "
             f"kept={len(self._kept)} conversations with {sum(self._kept.values())} tokens{waits})"

@@ -9,24 +9,24 @@ from penstock.records.section import NonNegative, Positive
 
 
 class TorchEngineSection(EngineSection):
-    """Samples from the model with torch, in the worker's own process."""
+    """Samples from the model with torch, in the worker's process."""
 
     REQUESTS_KEY: ClassVar[str] = "rows"
     kind: Literal["torch"] = "torch"
     """Chooses this table."""
     rows: Positive = 64
-    """Completions decoded together; the others wait in the order they came."""
+    """Completions decoded together; the others wait in order of arrival."""
     cache_tokens: Positive = 131072
-    """Bound on rows times the longest of them, in tokens with their keys and values on the device."""
+    """Bound on rows times the longest row, in tokens of the KV cache on the device."""
     kept_tokens: NonNegative = 65536
-    """Bound on tokens kept of conversations that wait for their environment; beyond it they are read again."""
+    """Bound on KV cache tokens kept while conversations wait for their environment; others are prefilled again."""
     reread: bool = False
-    """Read contexts again after the weights changed, instead of going on from older keys and values."""
+    """Prefill contexts again after a weight update, instead of reusing older keys and values."""
     graphs: bool = True
-    """On a GPU: capture decode steps as CUDA graphs. Without, the engine needs less memory and decodes slower."""
+    """On a GPU: capture decode steps as CUDA graphs. If false, the engine uses less memory and decodes slower."""
 
     tensor_parallel: Positive = 1
-    """Processes over which the model is divided, by the plan that transformers has for it; on GPUs each has its own."""
+    """Processes over which the model is sharded, by the plan of transformers for it; each uses one GPU, if any."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,11 +1,11 @@
-"""One model over several ranks: rank 0 is the engine, and the others do to their shards what it tells them.
+"""One model sharded over several ranks: rank 0 is the engine, and the other ranks execute its commands.
 
-Requests, seating, draws and versions are rank 0's alone. Whatever it does to its cache or asks of its model it tells
-the other ranks first, through a socket to each; then all ranks do it, and the model's own collectives (`tp_plan` of
-transformers) meet inside. Tokens are drawn by rank 0 and given to the others: ranks cannot drift apart.
+Only rank 0 has requests, seating, draws and versions. Before it changes its cache or runs its model, it sends the
+same command to the other ranks, through a socket to each; then all ranks execute it, with the collectives of the
+model (`tp_plan` of transformers). Rank 0 draws the tokens and broadcasts them, so that the ranks cannot diverge.
 
 Rank 0 also keeps the whole model in host memory. A version is staged, verified and swapped there, as on one
-rank; before the next step every rank takes its part of it: all change their weights between the same two steps.
+rank; before the next step every rank loads its shard: all change their weights between the same two steps.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from penstock.engines.requests import Sampling
 from penstock.engines.torch.cache import RowCache
 from penstock.engines.torch.decoding import Decoding, Output
 from penstock.engines.torch.kernels import use_fewer_kernels
-from penstock.engines.torch.sampling import Kind, Ways, draw
+from penstock.engines.torch.sampling import Kind, SamplingParams, draw
 from penstock.errors import ConfigError, PeerLost
 from penstock.runtime.ranks import file_store, join_group
 
 LENGTH_BYTES = 4
 COLLECTIVE_S = 600.0
-"""Longest wait inside a forward for the slowest rank. A dead rank is noticed at once."""
+"""Longest wait for the slowest rank inside a forward. A dead rank is detected at once."""
 
 
-# What rank 0 tells the others
+# Commands of rank 0 to the others
 
 
 class MakeRoom(msgspec.Struct, frozen=True, tag="make_room"):
@@ -86,7 +86,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Take your part of every weight; rank 0 sends them one by one."""
+    """Load the shard of every weight; rank 0 broadcasts the weights one by one."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -99,31 +99,31 @@ _decode = msgspec.msgpack.Decoder(Command).decode
 
 
 class ShardGroup:
-    """This process's place among the ranks of one engine."""
+    """This process as one of the ranks of an engine."""
 
     def __init__(self, store: Path, rank: int, ranks: int, sockets: Sequence[socket.socket], device: torch.device):
-        """Returns when every rank is there. `sockets`: rank 0's to each other rank, or another rank's to rank 0."""
+        """Returns when all ranks have joined. `sockets`: rank 0's to each other rank, or another rank's to rank 0."""
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         join_group(file_store(store, ranks), rank=rank, ranks=ranks, timeout_s=COLLECTIVE_S, backend=backend)
         self.rank = rank
         self.device = device
         self.mesh = dist.device_mesh.init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
         self._sockets = sockets
-        self._lost = False
+        self._peer_lost = False
 
-    def tell(self, command: Command) -> None:
-        """Rank 0: the other ranks do this next. PeerLost when one of them is gone."""
+    def send(self, command: Command) -> None:
+        """Rank 0: sends the next command to the other ranks. Raises PeerLost when one of them has ended."""
         body = _encode(command)
         try:
             for one in self._sockets:
                 one.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
         except OSError as error:
-            lost, self._lost = self._lost, True
+            lost, self._peer_lost = self._peer_lost, True
             if not lost:
-                raise PeerLost(f"a rank of the engine is gone: {error}") from error
+                raise PeerLost(f"a rank of the engine has ended: {error}") from error
 
-    def hear(self) -> Command:
-        """Another rank: what to do next. PeerLost when rank 0 is gone."""
+    def receive(self) -> Command:
+        """Another rank: the next command. Raises PeerLost when rank 0 has ended."""
         return _decode(self._received(int.from_bytes(self._received(LENGTH_BYTES), "little")))
 
     def _received(self, size_bytes: int) -> bytes:
@@ -131,43 +131,45 @@ class ShardGroup:
         while size_bytes:
             part = self._sockets[0].recv(size_bytes)
             if not part:
-                raise PeerLost("rank 0 of the engine is gone")
+                raise PeerLost("rank 0 of the engine has ended")
             parts.append(part)
             size_bytes -= len(part)
         return b"".join(parts)
 
-    def share(self, tensor: Tensor) -> None:
-        """Rank 0's values for all."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copies rank 0's values to all ranks."""
         dist.broadcast(tensor, src=0)
 
-    def draw(self, logits_BV: Tensor, ways: Ways, kind: Kind, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rank 0 draws as ever, the others are given its tokens."""
+    def draw(
+        self, logits_BV: Tensor, params: SamplingParams, kind: Kind, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Rank 0 draws, the others receive its tokens."""
         if self.rank == 0:
-            tokens_B, logprobs_B = draw(logits_BV, ways, kind, generator)
+            tokens_B, logprobs_B = draw(logits_BV, params, kind, generator)
             tokens_B = tokens_B.contiguous()
         else:
             tokens_B = torch.empty(len(logits_BV), dtype=torch.long, device=logits_BV.device)
             logprobs_B = torch.zeros(len(logits_BV), device=logits_BV.device)
-        self.share(tokens_B)
+        self.broadcast(tokens_B)
         return tokens_B, logprobs_B
 
     def close(self) -> None:
         if self.rank == 0:
-            self.tell(Leave())
+            self.send(Leave())
         for one in self._sockets:
             one.close()
 
 
 class Shards:
-    """A rank's part of the model. ConfigError for a model that cannot be divided so."""
+    """A rank's shard of the model. Raises ConfigError for a model that cannot be sharded."""
 
     def __init__(self, model: nn.Module, group: ShardGroup) -> None:
-        """`model` is whole; it is taken apart here, but on rank 0, where it stays."""
+        """`model` is whole. It is sharded in place; rank 0 shards a copy."""
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
         self.group = group
         self.held = ""
-        """Digest of the weights that the shards hold."""
+        """Digest of the weights in the shards."""
         self._whole_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         _check_divides(model, group.mesh.size())
         sharded = copy.deepcopy(model) if group.rank == 0 else model
@@ -180,14 +182,14 @@ class Shards:
         return self.group.device
 
     def fetch(self, whole: nn.Module, digest: str) -> None:
-        """Rank 0: all ranks hold what the whole model holds. Between two steps."""
+        """Rank 0, between two steps: all ranks load the weights of the whole model, unless they have this digest."""
         if self.held != digest:
-            self.group.tell(Load())
+            self.group.send(Load())
             self.load(dict(whole.named_parameters(remove_duplicate=False)))
             self.held = digest
 
     def load(self, whole: dict[str, Any] | None = None) -> None:
-        """Takes this rank's part of every parameter; called on all ranks, with the parameters on rank 0."""
+        """Loads this rank's shard of every parameter. Called on all ranks; rank 0 passes the whole parameters."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         parts: dict[str, Any] = dict(self.model.named_parameters(remove_duplicate=False))
@@ -199,7 +201,7 @@ class Shards:
                     full = torch.empty(part.shape, dtype=part.dtype)
                 elif (full := sent.get(id(whole[name]))) is None:
                     full = sent[id(whole[name])] = whole[name].detach().cpu().contiguous()
-                self.group.share(full)
+                self.group.broadcast(full)
                 if isinstance(part, DTensor):
                     mine = distribute_tensor(
                         full.to(self.device), part.device_mesh, part.placements, src_data_rank=None
@@ -209,15 +211,15 @@ class Shards:
                     part.copy_(full)
 
     def follow(self, rows: int, cache_tokens: int, *, graphs: bool) -> None:
-        """Another rank's life: does what rank 0 tells until it says to leave."""
+        """Another rank: executes the commands of rank 0 until `Leave`."""
         cache = RowCache(self.model, rows, cache_tokens)
         decoding = Decoding(self.model, cache, graphs=graphs, draw=self.group.draw)
-        generator = torch.Generator(device=self.device)  # draws nothing here
+        generator = torch.Generator(device=self.device)  # not used: rank 0 draws
         kind = Kind(drawn=True, greedy=False, cut=False)
         logits = torch.empty(0)
         with torch.inference_mode():
             while True:
-                match self.group.hear():
+                match self.group.receive():
                     case MakeRoom(rows, columns, used_rows):
                         cache.make_room(rows, columns, used_rows)
                     case Copy(source, targets, columns):
@@ -248,7 +250,7 @@ class Shards:
 
 
 class LeadingCache(RowCache):
-    """Rank 0's cache: the other ranks' follow it."""
+    """Rank 0's cache: sends every change to the other ranks."""
 
     def __init__(self, shards: Shards, rows: int, tokens: int) -> None:
         super().__init__(shards.model, rows, tokens)
@@ -257,44 +259,44 @@ class LeadingCache(RowCache):
     def make_room(self, rows: int, columns: int, used_rows: int) -> bool:
         if rows <= self.shape[0] and columns <= self.shape[1]:
             return False
-        self._group.tell(MakeRoom(rows, columns, used_rows))
+        self._group.send(MakeRoom(rows, columns, used_rows))
         return super().make_room(rows, columns, used_rows)
 
     def drop(self) -> None:
-        self._group.tell(Drop())
+        self._group.send(Drop())
         super().drop()
 
     def copy(self, source: int, targets: list[int], columns: int) -> None:
         if targets:
-            self._group.tell(Copy(source, targets, columns))
+            self._group.send(Copy(source, targets, columns))
         super().copy(source, targets, columns)
 
 
 class LeadingDecoding(Decoding):
-    """Rank 0's steps: the other ranks make them too."""
+    """Rank 0's steps: sends every step to the other ranks."""
 
     def __init__(self, shards: Shards, cache: RowCache, *, graphs: bool) -> None:
         super().__init__(shards.model, cache, graphs=graphs, draw=shards.group.draw)
         self._group = shards.group
 
     def allocate(self) -> None:
-        self._group.tell(Allocate())
+        self._group.send(Allocate())
         super().allocate()
 
     def park(self, place: int) -> None:
-        self._group.tell(Park(place))
+        self._group.send(Park(place))
         super().park(place)
 
     def park_all(self) -> None:
-        self._group.tell(Park(None))
+        self._group.send(Park(None))
         super().park_all()
 
     def move(self, source: int, target: int) -> None:
-        self._group.tell(Move(source, target))
+        self._group.send(Move(source, target))
         super().move(source, target)
 
     def read(self, places: Sequence[int], ids_BQ: Any, positions_BQ: Any, columns: int) -> Tensor:
-        self._group.tell(Read(list(places), ids_BQ.tolist(), positions_BQ.tolist(), columns))
+        self._group.send(Read(list(places), ids_BQ.tolist(), positions_BQ.tolist(), columns))
         return super().read(places, ids_BQ, positions_BQ, columns)
 
     def enter(
@@ -306,11 +308,11 @@ class LeadingDecoding(Decoding):
         logits_BV: Tensor,
         generator: torch.Generator,
     ) -> Output:
-        self._group.tell(Enter(list(places), list(positions)))
+        self._group.send(Enter(list(places), list(positions)))
         return super().enter(places, positions, samplings, kind, logits_BV, generator)
 
     def step(self, rows: int, columns: int, kind: Kind, generator: torch.Generator) -> Output:
-        self._group.tell(Step(rows, columns))
+        self._group.send(Step(rows, columns))
         return super().step(rows, columns, kind, generator)
 
 
@@ -318,9 +320,9 @@ def _check_divides(model: nn.Module, ranks: int) -> None:
     config: Any = model.config
     name = type(model).__name__
     if hasattr(model, "peft_config"):
-        raise ConfigError("engine.tensor_parallel serves whole models: an adapter is served by an engine of one rank")
+        raise ConfigError("engine.tensor_parallel above 1 does not support adapters; set it to 1, or use vLLM")
     if not getattr(model, "tp_plan", None):
-        raise ConfigError(f"engine.tensor_parallel: transformers has no plan to divide a {name}; serve it with vLLM")
+        raise ConfigError(f"engine.tensor_parallel: transformers has no plan to shard a {name}; serve it with vLLM")
     heads = {key: getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
     for key, count in heads.items():
         if count is not None and count % ranks:

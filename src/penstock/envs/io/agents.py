@@ -1,9 +1,9 @@
-"""Agents as environments: code that talks to an OpenAI-compatible endpoint and returns its reward.
+"""Agents as environments: code that calls an OpenAI-compatible endpoint and returns its reward.
 
     async def agent(base_url, api_key, position, seed): ...      # or a plain function; parameters by name, all optional
     command = ["python", "agent.py"]                             # or a program; its last line of output is the reward
 
-Every call that an agent makes with its key is captured, and becomes its sample.
+All calls that an agent makes with its key are recorded as its sample.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ OUTPUT_CHARACTERS = 1500
 
 
 class AgentResult(msgspec.Struct, frozen=True):
-    """What an episode of an agent came to."""
+    """The result of an agent's episode."""
 
     reward: float
     parts: dict[str, float] = {}
     """Rewards and metrics by name, for the metrics of the run."""
     session: str = ""
-    """If not empty: only calls with this `X-Session-ID` are the sample, the others were other agents'."""
+    """If not empty: the sample has only the calls with this `X-Session-ID`; the others are of other agents."""
 
 
 class Agent:
-    """One episode per position: the agent is run, and what it returns is the reward."""
+    """One episode per position: a run of the agent, which returns the reward."""
 
     def __init__(
         self,
@@ -67,32 +67,32 @@ class Agent:
         raise ConfigError("an agent returns its own reward: env.rewards cannot be used with it")
 
     def play(self, base_url: str, api_key: str, position: int) -> AgentResult:
-        """One episode, to its end. Blocks; raises what the agent raises."""
-        known = {"base_url": base_url, "api_key": api_key, "position": position, "seed": self.seed}
+        """One complete episode. Blocks; the agent's exceptions propagate."""
+        available = {"base_url": base_url, "api_key": api_key, "position": position, "seed": self.seed}
         if self.function is None:
-            return AgentResult(self._run_command(known))
-        told = {name: value for name, value in known.items() if takes(self.function, name)}
+            return AgentResult(self._run_command(available))
+        arguments = {name: value for name, value in available.items() if takes(self.function, name)}
         if inspect.iscoroutinefunction(self.function):
-            playing = _bounded(self.function(**told), self.timeout_s)
+            playing = _bounded(self.function(**arguments), self.timeout_s)
             returned = asyncio.run_coroutine_threadsafe(playing, self._shared_loop()).result()
         else:
-            returned = self.function(**told)
+            returned = self.function(**arguments)
         return AgentResult(_reward(returned))
 
     def _shared_loop(self) -> asyncio.AbstractEventLoop:
-        """All episodes of an `async def` agent share one loop, so that they may share their connections."""
+        """The one loop of all episodes of an `async def` agent, so that they can share connections."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
             return self._loop
 
-    def _run_command(self, known: dict[str, Any]) -> float:
+    def _run_command(self, available: dict[str, Any]) -> float:
         variables = {
-            "OPENAI_BASE_URL": known["base_url"],
-            "OPENAI_API_KEY": known["api_key"],
-            "PENSTOCK_POSITION": str(known["position"]),
-            "PENSTOCK_SEED": str(known["seed"]),
+            "OPENAI_BASE_URL": available["base_url"],
+            "OPENAI_API_KEY": available["api_key"],
+            "PENSTOCK_POSITION": str(available["position"]),
+            "PENSTOCK_SEED": str(available["seed"]),
         }
         # subprocess.run kills the program at its deadline.
         variables = os.environ | variables

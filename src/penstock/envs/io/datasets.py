@@ -1,4 +1,4 @@
-"""Prompts from the rows of a dataset: JSON lines, or what `datasets` reads: tables, directories, names on the hub."""
+"""Prompts from the rows of a dataset: JSON lines, or a table, directory or hub name that `datasets` reads."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.errors import ConfigError, RunFailed
 from penstock.wire.codec import DAMAGED
 
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
-"""Files that `datasets` reads, by suffix. Every other file has JSON lines."""
+"""Files that `datasets` reads, by suffix. All other files are JSON lines."""
 
 
 class Dataset:
-    """A text environment over rows, each epoch in an order of its own. A prompt is a row's position."""
+    """A text environment over rows, shuffled in each epoch. A position of the stream is a row."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Dataset:
 
     @property
     def rows(self) -> int:
-        """Of one pass; the stream goes on after it."""
+        """Rows of one pass; the stream continues after it."""
         return self.cursor.rows
 
     def hold_out(self, count: int) -> Dataset:
-        """The last `count` rows, in their order; this dataset goes on without them."""
+        """The last `count` rows, in their order; removes them from this dataset."""
         cursor, left = self.cursor, self.cursor.rows - count
         if left < 1:
             raise ConfigError(
@@ -80,7 +80,7 @@ class Dataset:
         return self.row(self.first_row + self.cursor.row(position))
 
     def row(self, number: int) -> Prompt:
-        """The prompt of one row; the error for a bad one names the dataset and the row."""
+        """The prompt of one row; the error for an invalid one names the dataset and the row."""
         where = f"{self.path}, row {number + 1}"
         try:
             found = dict(self.table[number])
@@ -108,7 +108,7 @@ class Dataset:
 
 
 class JsonLines:
-    """The objects of a file, one per line; a row is read when it is needed."""
+    """The objects of a file, one per line, read on demand."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -133,7 +133,7 @@ class JsonLines:
 
 
 def _prompt_of(columns: dict[str, Any], system: str, where: str) -> Prompt:
-    """The prompt stands in the column of that name; the others are for rewards."""
+    """The prompt is in the column `prompt`; the other columns are for rewards."""
     shown = columns.pop("prompt", None)
     begins = (Message("system", system),) if system else ()
     if isinstance(shown, str) and shown:
@@ -146,7 +146,7 @@ def _prompt_of(columns: dict[str, Any], system: str, where: str) -> Prompt:
     if not messages:
         raise RunFailed(
             f"{where}: the column 'prompt' must be a text or a list of messages with 'role' and 'content', found "
-            f"{type(shown).__name__}; the row's columns are {', '.join(columns) or 'none'}. If the prompt stands in "
+            f"{type(shown).__name__}; the row's columns are {', '.join(columns) or 'none'}. If the prompt is in "
             "another column, name it: columns = { prompt = '...' }"
         )
     return Prompt(messages=(*begins, *messages), columns=columns)
@@ -159,14 +159,14 @@ def _row_starts(path: str) -> np.ndarray:
     if len(data) and (not len(ends) or ends[-1] != len(data)):
         ends = np.append(ends, len(data))
     starts = np.concatenate([[0], ends])
-    # A blank line would be a row without a prompt; merging it into the line before leaves that row readable.
+    # A blank line would be a row without a prompt: merge it into the line before, which stays readable.
     lengths = np.diff(starts)
     keep = np.concatenate([lengths > 1, [True]])
     return starts[keep]
 
 
 def _table(path: str, split: str, subset: str | None) -> Any:
-    """Something with a length whose items are the rows."""
+    """A sequence of the rows."""
     place = Path(path)
     if place.suffix in TABLES and not place.exists():
         raise ConfigError(f"dataset {path!r} cannot be read: No such file or directory")

@@ -1,7 +1,7 @@
 """gymnasium environments as a stream of episodes: position k is the episode that starts from the k-th seed.
 
 All samples of a position start from the same state, so a group differs only in its actions, and any episode can be
-played again from its position.
+repeated from its position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 
 
 class Spaces(msgspec.Struct, frozen=True):
-    """What a policy for an environment needs to know."""
+    """The shapes of observations and actions, for the policy."""
 
     observation_shape: tuple[int, ...]
     action_kind: Literal["discrete", "gaussian"]
@@ -30,7 +30,7 @@ class Spaces(msgspec.Struct, frozen=True):
 
 
 class GymnasiumEnvironment:
-    """One registered gymnasium environment, any number of episodes side by side."""
+    """One registered gymnasium environment, with any number of concurrent episodes."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class GymnasiumEnvironment:
 
     @property
     def sample_bytes(self) -> int | None:
-        """Of the longest episode as it is delivered; None where no limit ends one."""
+        """Size of the longest episode as delivered; None if episodes have no step limit."""
         if self._step_limit is None or self._step_limit < 0:
             return None
         action = 8 if self.spaces.action_kind == "discrete" else 4 * self.spaces.action_size
@@ -67,25 +67,25 @@ class GymnasiumEnvironment:
         return None
 
     def episode_seed(self, position: int) -> int:
-        """What the episode at a position is reset with."""
+        """The reset seed of the episode at a position."""
         return draw(self.seed, position) & 0x7FFF_FFFF
 
     def start(self, positions: Sequence[int]) -> Episodes:
-        """One running episode per position. Call `close` on the result when done with it."""
+        """Starts one episode per position. Call `close` on the result in the end."""
         with self._lock:
             ready = [self._idle.pop() for _ in range(min(len(self._idle), len(positions)))]
         ready += [self._make() for _ in range(len(positions) - len(ready))]
         return Episodes(self, ready, [self.episode_seed(position) for position in positions])
 
     def close(self) -> None:
-        """Closes every environment not in use."""
+        """Closes all idle environments."""
         with self._lock:
             idle, self._idle = self._idle, []
         for environment in idle:
             environment.close()
 
-    def give_back(self, environments: Sequence[gym.Env[Any, Any]]) -> None:
-        """Keeps environments for the next episodes: making one can cost much more than resetting it."""
+    def release(self, environments: Sequence[gym.Env[Any, Any]]) -> None:
+        """Keeps environments for the next episodes: making one can be much slower than a reset."""
         with self._lock:
             self._idle.extend(environments)
 
@@ -114,7 +114,7 @@ class GymnasiumEnvironment:
 
 
 class Episodes:
-    """Episodes running side by side. Those that ended drop out: `live` says which rows are still played."""
+    """Concurrent episodes. `live` has the rows of those that have not ended."""
 
     def __init__(
         self, owner: GymnasiumEnvironment, environments: list[gym.Env[Any, Any]], seeds: Sequence[int]
@@ -127,14 +127,14 @@ class Episodes:
                 for environment, seed in zip(environments, seeds, strict=True)
             ]
         )
-        """The newest observation of every row; of ended rows, the last one."""
+        """The latest observation of every row; of ended rows, the last one."""
         self.live = np.arange(len(environments))
         self.terminated = np.zeros(len(environments), dtype=bool)
 
     def step(self, actions: np.ndarray) -> np.ndarray:
-        """Plays one action per live row and returns the rewards, in the order of `live` before the call."""
+        """Applies one action per live row and returns the rewards, in the order of `live` before the call."""
         rewards = np.empty(len(self.live), dtype=np.float32)
-        going = np.ones(len(self.live), dtype=bool)
+        running = np.ones(len(self.live), dtype=bool)
         owner = self._owner
         for place, row in enumerate(self.live):
             observation, reward, terminated, truncated, _ = self._environments[row].step(owner.act(actions[place]))
@@ -142,14 +142,14 @@ class Episodes:
             rewards[place] = reward
             if terminated or truncated:
                 self.terminated[row] = terminated
-                going[place] = False
-        if not going.all():
-            self.live = self.live[going]
+                running[place] = False
+        if not running.all():
+            self.live = self.live[running]
         return rewards
 
     def close(self) -> None:
-        """Hands the environments back for the next episodes."""
-        self._owner.give_back(self._environments)
+        """Releases the environments for the next episodes."""
+        self._owner.release(self._environments)
         self._environments = []
 
 

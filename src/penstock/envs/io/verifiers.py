@@ -1,7 +1,7 @@
 """Environments of the package verifiers, as `env.name = "verifiers:ID"`.
 
-verifiers pins its dependencies, so it may live in an interpreter of its own. A process of that interpreter runs the
-episodes (`verifiers_bridge.py`); its agents ask the worker's endpoint for completions, as any agent does.
+verifiers pins its dependencies, so it may be installed in a separate environment. A process of that interpreter runs
+the episodes (`verifiers_bridge.py`); its agents request completions from the worker's endpoint, as all agents do.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from penstock.errors import ConfigError
 from penstock.runtime.process import exit_cause
 
 START_S = 300.0
-"""An environment may take this long to load its tasks."""
+"""Timeout for an environment to load its tasks."""
 ANSWER_S = 5.0
-"""More than an episode's own deadline, until the process is not waited for any more."""
+"""Wait for a result beyond the episode's own deadline."""
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 
 
 class Verifiers:
-    """Each position is a task, or, where several agents are trained, a task and the one of them that is trained on it:
-    the others play along. If that one did not get to speak, the next one that did is. What verifiers rewarded the agent
-    with is the reward."""
+    """Each position is a task, or, if several agents are trained, a task and the agent that is trained on it; the
+    others take part untrained. If that agent made no call, the next one that did is trained. The reward is the agent's
+    reward in verifiers."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Verifiers:
         its agents are trained: all that play with the trained model, if empty."""
         if not python and importlib.util.find_spec("verifiers") is None:
             raise ConfigError(
-                f"environment 'verifiers:{id}' needs the package verifiers. It pins its dependencies, so give it an "
-                "environment of its own (python -m venv verifiers; verifiers/bin/pip install verifiers uv), and name "
+                f"environment 'verifiers:{id}' needs the package verifiers. It pins its dependencies, so install it in "
+                "a separate environment (python -m venv verifiers; verifiers/bin/pip install verifiers uv), and name "
                 "its interpreter in env.options.python"
             )
         self.id = id
@@ -65,14 +65,14 @@ class Verifiers:
         self.timeout_s = timeout_s
         settings = json.dumps({"id": id, "config": config or {}})
         self._bridge = _bridge(python or sys.executable, settings, tuple(str(Path(one).resolve()) for one in path))
-        rows, playing = self._bridge.described()
-        unknown = [agent for agent in agents if agent not in playing]
-        if unknown or not playing:
+        rows, trainable = self._bridge.described()
+        unknown = [agent for agent in agents if agent not in trainable]
+        if unknown or not trainable:
             raise ConfigError(
                 f"environment 'verifiers:{id}' trains no agent {unknown[0] if unknown else ''!r}; it has "
-                f"{', '.join(playing) or 'none that plays with the trained model'}"
+                f"{', '.join(trainable) or 'none that plays with the trained model'}"
             )
-        self.agents = [*agents] or playing
+        self.agents = [*agents] or trainable
         self.cursor = Cursor(rows, seed, shuffle=shuffle) if rows is not None else None
         self.first_row = 0
 
@@ -82,11 +82,11 @@ class Verifiers:
 
     @property
     def rows(self) -> int | None:
-        """Of one pass; None if the tasks never end."""
+        """Positions of one pass; None if the tasks never end."""
         return None if self.cursor is None else self.cursor.rows * len(self.agents)
 
     def hold_out(self, count: int) -> Verifiers:
-        """The last tasks, or the first of those that never end; this environment goes on without them."""
+        """The last tasks, or the first of an endless taskset; removes them from this environment."""
         tasks, held_out, cursor = -(-count // len(self.agents)), copy.copy(self), self.cursor
         if cursor is None:
             held_out.cursor = Cursor(tasks, 0, shuffle=False)
@@ -109,7 +109,7 @@ class Verifiers:
         raise ConfigError("rewards come from verifiers: env.rewards cannot be used with it")
 
     def play(self, base_url: str, api_key: str, position: int) -> AgentResult:
-        """One episode, to its end. Blocks."""
+        """One complete episode. Blocks."""
         task, agent = divmod(position, len(self.agents))
         return self._bridge.play(
             base_url=base_url,
@@ -125,29 +125,29 @@ class Verifiers:
 
 @functools.cache
 def _bridge(python: str, settings: str, path: tuple[str, ...]) -> _Bridge:
-    """Environments for training and for evaluation share one."""
+    """Environments for training and for evaluation share a process."""
     return _Bridge(python, settings, path)
 
 
 class _Bridge:
-    """The process that runs the episodes; another one once it has ended."""
+    """The process that runs the episodes; starts another one if it has ended."""
 
     def __init__(self, python: str, settings: str, path: tuple[str, ...]) -> None:
-        # Packages of this interpreter are not for that one. What that one starts, such as servers of tools, needs them.
+        # Not this interpreter's PYTHONPATH. The process and its children, such as tool servers, need `path`.
         self._variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         self._command = [python, "-P", str(Path(__file__).with_name("verifiers_bridge.py")), settings]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._said: Future[dict[str, Any]] = Future()
+        self._description: Future[dict[str, Any]] = Future()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._number = 0
 
     def described(self) -> tuple[int | None, list[str]]:
-        """How many tasks there are, None if they never end, and the agents that can be trained."""
+        """The number of tasks, None if they never end, and the agents that can be trained."""
         with self._lock:
-            said = self._running()
+            description = self._running()
         try:
-            found = said.result(START_S)
+            found = description.result(START_S)
         except TimeoutError:
             raise ConfigError(f"verifiers did not load the environment within {START_S:.0f} s") from None
         except RuntimeError as error:
@@ -156,23 +156,23 @@ class _Bridge:
             raise ConfigError(f"verifiers cannot load the environment: {found['failure']}")
         return found["rows"], found["agents"]
 
-    def play(self, **asked: Any) -> AgentResult:
-        answered: Future[dict[str, Any]] = Future()
+    def play(self, **request: Any) -> AgentResult:
+        response: Future[dict[str, Any]] = Future()
         with self._lock:
             self._running()
             assert self._process is not None
             assert self._process.stdin is not None
             self._number += 1
             number = self._number
-            self._waiting[number] = answered
+            self._waiting[number] = response
             try:
-                self._process.stdin.write(json.dumps({"number": number, **asked}) + "\n")
+                self._process.stdin.write(json.dumps({"number": number, **request}) + "\n")
                 self._process.stdin.flush()
             except OSError as error:
                 del self._waiting[number]
                 raise RuntimeError(f"the process of verifiers has ended: {error}") from error
         try:
-            found = answered.result(asked["timeout_s"] + ANSWER_S)
+            found = response.result(request["timeout_s"] + ANSWER_S)
         finally:
             self._waiting.pop(number, None)
         if "error" in found:
@@ -180,39 +180,39 @@ class _Bridge:
         return AgentResult(found["reward"], found["parts"], found["session"])
 
     def _running(self) -> Future[dict[str, Any]]:
-        """Starts the process if there is none; gives what it says of itself."""
+        """Starts the process if there is none; returns its first message."""
         if self._process is None or self._process.poll() is not None:
             try:
-                # Its log is the worker's. It ends with its input, so with this process.
+                # It logs to the worker's log. It ends when its input ends, so with this process.
                 self._process = subprocess.Popen(
                     self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._variables
                 )
             except OSError as error:
                 raise ConfigError(f"env.options.python {self._command[0]!r} cannot be started: {error}") from error
-            self._said = Future()
-            listening = threading.Thread(target=self._listen, args=(self._process, self._said), daemon=True)
-            listening.name = "verifiers"
-            listening.start()
+            self._description = Future()
+            reading = threading.Thread(target=self._receive, args=(self._process, self._description), daemon=True)
+            reading.name = "verifiers"
+            reading.start()
             atexit.register(_end, self._process)
-        return self._said
+        return self._description
 
-    def _listen(self, process: subprocess.Popen[str], said: Future[dict[str, Any]]) -> None:
-        """Consumes the answers of one process, until it ends; what was asked of it then fails."""
+    def _receive(self, process: subprocess.Popen[str], description: Future[dict[str, Any]]) -> None:
+        """Consumes the responses of one process, until it ends; then its pending requests fail."""
         assert process.stdout is not None
         for line in process.stdout:
             found = json.loads(line)
             if "number" not in found:
-                said.set_result(found)
-            elif (answered := self._waiting.pop(found["number"], None)) is not None:
-                answered.set_result(found)
+                description.set_result(found)
+            elif (response := self._waiting.pop(found["number"], None)) is not None:
+                response.set_result(found)
         reason = RuntimeError(f"the process of verifiers ended with {exit_cause(process.wait())}; see the worker's log")
-        if not said.done():
-            said.set_exception(reason)
+        if not description.done():
+            description.set_exception(reason)
         with self._lock:
             if self._process is process:
                 waiting, self._waiting = self._waiting, {}
-                for answered in waiting.values():
-                    answered.set_exception(reason)
+                for response in waiting.values():
+                    response.set_exception(reason)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

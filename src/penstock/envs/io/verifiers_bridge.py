@@ -1,7 +1,7 @@
-"""Runs episodes of a verifiers environment, in the interpreter that has verifiers. Imports nothing of Penstock.
+"""Runs episodes of a verifiers environment, in the interpreter that has verifiers. Does not import Penstock.
 
-Started by `penstock.envs.io.verifiers` with one argument, a JSON object of `id` and `config`. Lines of JSON go
-through the standard streams:
+Started by `penstock.envs.io.verifiers` with one argument, a JSON object of `id` and `config`. Messages are lines of
+JSON on the standard streams:
 
     out  {"rows": 12, "agents": ["agent"]}                          once, when the environment is loaded
     in   {"number": 1, "base_url": …, "api_key": …, "row": 3, "agents": ["agent"], "timeout_s": 600}
@@ -25,11 +25,11 @@ from typing import Any
 
 MODEL = "policy"
 KEPT_TASKS = 4096
-"""Tasks of an endless taskset that are kept; an older one is found by reading the taskset from its beginning."""
+"""Tasks of an endless taskset that are kept; for an older one the taskset is read again from its beginning."""
 
 
 class Bridge:
-    """One environment, with the tasks it has read."""
+    """One environment, with the tasks read so far."""
 
     def __init__(self, ident: str, config: dict[str, Any]) -> None:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config  # type: ignore[import-not-found]
@@ -43,18 +43,18 @@ class Bridge:
             self.rows = len(self.tasks)
 
     async def agents(self) -> list[str]:
-        """The agents that play with the trained model, less those that the environment does not train."""
+        """The agents that use the trained model, without those that the environment does not train."""
         from verifiers.v1.agent import Agents  # type: ignore[import-not-found]
         from verifiers.v1.configs.agent import agent_config_fields  # type: ignore[import-not-found]
 
-        stand_in: Any = lambda name, config: SimpleNamespace(trainable=True)  # noqa: E731 - typed as verifiers has it
-        standing: Any = Agents(self.env.config, stand_in)
-        await self.env.setup(standing)
+        placeholder: Any = lambda name, config: SimpleNamespace(trainable=True)  # noqa: E731 - typed as verifiers has it
+        agents: Any = Agents(self.env.config, placeholder)
+        await self.env.setup(agents)
         fields = agent_config_fields(self.env.config).items()
         return [
             name
             for name, config in fields
-            if config.model is None and config.client is None and getattr(standing, name).trainable
+            if config.model is None and config.client is None and getattr(agents, name).trainable
         ]
 
     def task(self, row: int) -> Any:
@@ -72,40 +72,40 @@ class Bridge:
                 break
         return self.tasks[row]
 
-    async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """One episode: its reward for the first of the agents that spoke in it, and which calls were that one's."""
+    async def play(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One episode: the reward of the first of the agents that made a call, and the session of its calls."""
         from verifiers.v1.clients import EvalClientConfig, ModelContext  # type: ignore[import-not-found]
 
-        variable = f"PENSTOCK_EPISODE_{asked['number']}"  # a client reads its key from the environment
-        os.environ[variable] = asked["api_key"]
+        variable = f"PENSTOCK_EPISODE_{request['number']}"  # a client reads its key from the environment
+        os.environ[variable] = request["api_key"]
         try:
-            client = EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
-            [slot] = self.env.slots(self.task(asked["row"]))
-            async with asyncio.timeout(asked["timeout_s"]):
+            client = EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
+            [slot] = self.env.slots(self.task(request["row"]))
+            async with asyncio.timeout(request["timeout_s"]):
                 episode = await self.env.run_slot(slot, ModelContext(model=MODEL, client=client))
         finally:
             del os.environ[variable]
-        spoke = [trace for trace in episode.traces if trace.num_turns and trace.agent.name in asked["agents"]]
-        if not spoke:
+        active = [trace for trace in episode.traces if trace.num_turns and trace.agent.name in request["agents"]]
+        if not active:
             refused = [call.error for trace in episode.traces for call in trace.calls if call.error is not None]
             errors = [*refused, *episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise RuntimeError(_why(errors) or f"none of {', '.join(asked['agents'])} asked for a completion")
-        trace = min(spoke, key=lambda trace: asked["agents"].index(trace.agent.name))
+            raise RuntimeError(_why(errors) or f"none of {', '.join(request['agents'])} requested a completion")
+        trace = min(active, key=lambda trace: request["agents"].index(trace.agent.name))
         rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-        if not rewards and not trace.ok:  # an environment may reward an agent that failed; it knows what that means
+        if not rewards and not trace.ok:  # an environment may reward an agent that failed: keep its reward
             raise RuntimeError(_why([*trace.errors, *episode.errors]) or f"no reward: {trace.stop_condition}")
         measured = {name: value for name, value in trace.metrics.items() if value is not None}
         return {"reward": trace.reward, "parts": measured | rewards, "session": trace.id}
 
 
 def _with_defaults(ident: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Agents run as processes of this machine, and only chat and call tools, where the configuration is silent."""
+    """Adds defaults: agents run as subprocesses on this machine, and only chat and call tools."""
     from verifiers.v1.configs.agent import AgentConfig  # type: ignore[import-not-found]
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type  # type: ignore[import-not-found]
 
     env_id, _, taskset_id = ident.rpartition("+")
     raw: dict[str, Any] = {}
-    for name, value in config.items():  # dots lead into tables
+    for name, value in config.items():  # dots separate nested tables
         *tables, last = name.split(".")
         place = raw
         for table in tables:
@@ -129,25 +129,25 @@ def _why(errors: list[Any]) -> str:
 
 
 async def serve(bridge: Bridge, out: Any) -> None:
-    """Answers requests until the input ends; then ends the episodes that still run."""
+    """Serves requests until the input ends; then cancels the running episodes."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     playing: set[asyncio.Task[None]] = set()
 
-    def tell(**said: Any) -> None:
-        out.write(json.dumps(said) + "\n")
+    def send(**message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
         out.flush()
 
-    async def answer(asked: dict[str, Any]) -> None:
+    async def answer(request: dict[str, Any]) -> None:
         try:
-            tell(number=asked["number"], **await bridge.play(asked))
-        except Exception as error:  # noqa: BLE001 - costs this episode alone
+            send(number=request["number"], **await bridge.play(request))
+        except Exception as error:  # noqa: BLE001 - only this episode fails
             cause = "" if isinstance(error, RuntimeError) else traceback.format_exc()
-            tell(number=asked["number"], error=f"{type(error).__name__}: {error}\n{cause}".strip())
+            send(number=request["number"], error=f"{type(error).__name__}: {error}\n{cause}".strip())
 
     async with bridge.env.serving():
-        tell(rows=bridge.rows, agents=await bridge.agents())
+        send(rows=bridge.rows, agents=await bridge.agents())
         async with asyncio.TaskGroup() as group:
             while line := await reader.readline():
                 task = group.create_task(answer(json.loads(line)))
@@ -159,13 +159,13 @@ async def serve(bridge: Bridge, out: Any) -> None:
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an environment prints is no answer
+    os.dup2(2, 1)  # output of the environment must not mix with responses
     settings = json.loads(sys.argv[1])
     # verifiers starts its programs with uv, which may be installed beside it.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     try:
         bridge = Bridge(settings["id"], settings["config"])
-    except Exception as error:  # told to the one who asked for it
+    except Exception as error:  # reported to the parent process
         out.write(json.dumps({"failure": f"{type(error).__name__}: {error}"}) + "\n")
         out.flush()
         raise SystemExit(1) from error

@@ -1,4 +1,4 @@
-"""Payloads on their way into a ring: each writes itself into its place and is digested as it is written."""
+"""Bodies that are written into a ring, digested while they are written."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 CHUNK_BYTES = 1 << 20
-"""Copied and hashed piece by piece, so that the hash finds the bytes still in the cache."""
+"""Bodies are copied and hashed in pieces of this size: each is hashed while it is in the CPU cache."""
 
 
 class Body(Protocol):
-    """A payload that writes itself into its place."""
+    """A payload that can write itself into memory."""
 
     @property
     def size_bytes(self) -> int: ...
 
     def fill(self, target: memoryview) -> Iterator[int]:
-        """Write into `target`, of that size, front to back, and say now and then how many bytes are in place."""
+        """Writes `size_bytes` into `target`, front to back; yields the number of bytes written so far."""
         ...
 
 
 class Joined:
-    """Buffers one after the other, copied in pieces or each in one."""
+    """The concatenation of buffers, copied in pieces or each at once."""
 
     def __init__(self, buffers: Sequence[Buffer], *, in_pieces: bool) -> None:
         self._views = [view.cast("B") for view in map(memoryview, buffers) if view.nbytes]
@@ -50,10 +50,10 @@ class Joined:
 
 
 def fill_and_digest(target: memoryview, body: Body, digests: bool) -> int:
-    """Let `body` write itself into `target`; the digest of the whole, or 0 when digests are off."""
+    """Fills `target` from `body`; returns the digest of the whole, or 0 when digests are off."""
     at = 0
     if not digests or len(target) <= CHUNK_BYTES:
-        for at in body.fill(target):  # noqa: B007 - how far it came is asked below
+        for at in body.fill(target):  # noqa: B007 - checked below
             pass
         digest = xxhash.xxh3_64_intdigest(target) if digests else 0
     else:

@@ -1,4 +1,4 @@
-"""Fetching a batch: every payload by the nearest way, and an exact reason for each one that could not be had."""
+"""Fetches a batch: every payload over the nearest transport, and an exact reason for each missing one."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Transport = Literal["shm", "tcp", "ucxx"]
 NEAREST_FIRST: tuple[Transport, ...] = ("shm", "ucxx", "tcp")
 
 CLOSE_S = 10.0
-TELL_S = 2.0
-"""At the end, for producers that are perhaps gone already."""
+CONFIRM_S = 2.0
+"""On close, for producers that may be gone already."""
 KEEP_UNUSED_FETCHES = 16
-"""A ring that this many fetches did not mention is detached."""
+"""A ring that is absent from more than this number of fetches in a row is detached."""
 
 
 class Holding(Protocol):
-    """The payloads of one ring in one batch, to be ended exactly once."""
+    """The payloads of one ring in one batch. Exactly one of the methods is called, once."""
 
     def consumed(self) -> int: ...
 
@@ -53,7 +53,7 @@ class Holding(Protocol):
 
 @dataclass
 class _Mapped:
-    """Read in place: the leases keep the payloads where they are."""
+    """Read in place: the leases keep the payloads in the ring."""
 
     reader: RingReader
     leases: list[Lease]
@@ -67,7 +67,7 @@ class _Mapped:
 
 @dataclass
 class _Copied:
-    """Came over a wire, into memory of our own; the originals stay in the ring until the producer is told."""
+    """Received over a wire into local memory; the originals stay in the ring until the producer has freed them."""
 
     buffers: Buffers
     consumption: Consumption
@@ -87,11 +87,11 @@ class _Copied:
 
 
 class FetchReport:
-    """The payloads of one batch, and what is missing and why.
+    """The payloads of one batch, and the missing ones with the reason.
 
-    The views stay good until `consumed` (the batch was trained: its payloads may be overwritten) or `released` (it was
-    not: they can be fetched again). Exactly one of the two must be called. A trainer killed before it finds them all
-    again.
+    The views are valid until `consumed` (the batch was trained: its payloads may be overwritten) or `released` (it was
+    not: they can be fetched again). Exactly one of the two must be called. If the trainer is killed before, all
+    payloads can be fetched again.
     """
 
     def __init__(self) -> None:
@@ -107,15 +107,15 @@ class FetchReport:
         self._holdings.append(holding)
 
     def consumed(self) -> int:
-        """Give everything back; how many payloads had been taken over by another reader in the meantime.
+        """Frees all payloads; returns how many of them another reader had taken over.
 
-        Does not wait: producers elsewhere are told in the background.
+        Does not wait: remote producers are notified in the background.
         """
         holdings, self._holdings = self._holdings, []
         return sum(holding.consumed() for holding in holdings)
 
     def released(self) -> None:
-        """Give everything back without having used it."""
+        """Releases all payloads unused."""
         holdings, self._holdings = self._holdings, []
         for holding in holdings:
             holding.released()
@@ -124,8 +124,8 @@ class FetchReport:
 class BatchFetcher:
     """Fetches batches for one trainer process. Blocking and thread-safe; call it from a worker thread.
 
-    Payloads on the same host are read in place; others come by UCXX where the producer offers it and it is installed
-    here, or else by TCP. `transport` overrides the choice for all rings.
+    Payloads on the same host are read in place. Others are fetched over UCXX if the producer offers it and it is
+    installed here, else over TCP. `transport` overrides the choice for all rings.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class BatchFetcher:
         self._wires = wires or WIRES
         self._threads = threads
         self._consumption = Consumption(threads)
-        self._going_on: set[Cancellation] = set()
+        self._running: set[Cancellation] = set()
         self._closed = False
         self._calls: Offload | None = None
-        """Made with the first connection: payloads on the same host need none."""
+        """Created with the first wire client: payloads on the same host need none."""
 
     def __repr__(self) -> str:
         return f"<BatchFetcher {self._label}, transports {self._transports}>"
@@ -170,7 +170,7 @@ class BatchFetcher:
     def fetch(
         self, refs: Iterable[PayloadRef], rings: Sequence[RingAddress], cancellation: Cancellation | None = None
     ) -> FetchReport:
-        """Get every payload named in `refs` from the rings that `rings` says how to reach, within the policy's time."""
+        """Fetches all payloads of `refs` from the rings at the addresses `rings`, within the policy's deadlines."""
         addresses = {address.ring: address for address in rings}
         by_ring: dict[str, list[PayloadRef]] = {}
         for ref in dict.fromkeys(refs):
@@ -182,16 +182,16 @@ class BatchFetcher:
                 if self._closed:
                     raise LocalProtocolError("this fetcher is closed")
                 self._detach_unused(addresses)
-                for ring, wanted in by_ring.items():
-                    way = self._way(ring, addresses.get(ring))
-                    if isinstance(way, Failure):
-                        report.missing |= dict.fromkeys(wanted, way)
-                    elif way == "shm":
-                        self._take(self._readers[ring], wanted, report)
+                for ring, ring_refs in by_ring.items():
+                    transport = self._transport_of(ring, addresses.get(ring))
+                    if isinstance(transport, Failure):
+                        report.missing |= dict.fromkeys(ring_refs, transport)
+                    elif transport == "shm":
+                        self._take(self._readers[ring], ring_refs, report)
                     else:
-                        copied = _Copied(self._buffers, self._consumption, self._clients[way], addresses[ring])
+                        copied = _Copied(self._buffers, self._consumption, self._clients[transport], addresses[ring])
                         report.hold(copied)
-                        remote |= dict.fromkeys(wanted, copied)
+                        remote |= dict.fromkeys(ring_refs, copied)
             if remote:
                 self._fetch_remote(remote, report, cancellation or Cancellation())
         except BaseException:
@@ -200,20 +200,20 @@ class BatchFetcher:
         return report
 
     def close(self) -> None:
-        """Break off what is going on, tell producers what was used, detach from all rings and close all connections.
+        """Cancels fetches, reports used payloads to producers, detaches from all rings and closes all connections.
 
         Payloads not consumed stay readable by others.
         """
         with self._lock:
             self._closed = True
-            going_on = list(self._going_on)
-        for cancellation in going_on:
+            running = list(self._running)
+        for cancellation in running:
             cancellation.cancel("the fetcher is closing")
         with self._lock:
-            wait_for(self._ended, lambda: not self._going_on, CLOSE_S)
+            wait_for(self._ended, lambda: not self._running, CLOSE_S)
         if self._calls is not None:
             self._calls.close(CLOSE_S)
-        self._consumption.close(TELL_S)
+        self._consumption.close(CONFIRM_S)
         with self._lock:
             for reader in self._readers.values():
                 reader.close()
@@ -235,43 +235,43 @@ class BatchFetcher:
 
     def _fetch_remote(
         self,
-        wanted: dict[PayloadRef, _Copied],
+        copies: dict[PayloadRef, _Copied],
         report: FetchReport,
         cancellation: Cancellation,
     ) -> None:
         if cancellation.reason is not None:
             raise Aborted(cancellation.reason)
         with self._lock:
-            self._going_on.add(cancellation)
+            self._running.add(cancellation)
         try:
-            self._call_all(wanted, report, cancellation)
+            self._call_all(copies, report, cancellation)
         finally:
             with self._lock:
-                self._going_on.discard(cancellation)
+                self._running.discard(cancellation)
                 self._ended.notify_all()
 
     def _call_all(
         self,
-        wanted: dict[PayloadRef, _Copied],
+        copies: dict[PayloadRef, _Copied],
         report: FetchReport,
         cancellation: Cancellation,
     ) -> None:
-        retry = BatchRetry(wanted, self._policy, monotonic())
-        landed: deque[tuple[PayloadRef, Received | Failure | BaseException]] = deque()
-        one_landed = threading.Condition()
+        retry = BatchRetry(copies, self._policy, monotonic())
+        ended: deque[tuple[PayloadRef, Received | Failure | BaseException]] = deque()
+        call_ended = threading.Condition()
         assert self._calls is not None
         tried: dict[PayloadRef, set[int]] = {}
 
         def call(ref: PayloadRef, deadline: float) -> None:
-            ring = wanted[ref]
+            ring = copies[ref]
             ports = tried.setdefault(ref, set())
             try:
                 outcome = ring.client.read(ring.address, ref, deadline, ports, cancellation)
-            except Exception as error:  # noqa: BLE001  raised again by the thread that waits for it
+            except Exception as error:  # noqa: BLE001  raised again by the waiting thread
                 outcome = error
-            with one_landed:
-                landed.append((ref, outcome))
-                one_landed.notify()
+            with call_ended:
+                ended.append((ref, outcome))
+                call_ended.notify()
 
         broken: BaseException | None = None
         effects = retry.handle(TimePassed(), monotonic())
@@ -282,16 +282,16 @@ class BatchFetcher:
             if retry.done:
                 break
             now = monotonic()
-            with one_landed:
-                wait_for(one_landed, lambda: bool(landed), max(0.0, min(retry.wake_at(now) - now, 1.0)))
-                ref, outcome = landed.popleft() if landed else (None, None)
+            with call_ended:
+                wait_for(call_ended, lambda: bool(ended), max(0.0, min(retry.wake_at(now) - now, 1.0)))
+                ref, outcome = ended.popleft() if ended else (None, None)
             if cancellation.reason is not None:
                 retry.handle(BatchCancelled(cancellation.reason), monotonic())
             if ref is None:
                 event = TimePassed()
             elif isinstance(outcome, Received):
                 report.views[ref] = outcome.view
-                wanted[ref].received[ref] = outcome
+                copies[ref].received[ref] = outcome
                 event = CallSucceeded(ref)
             elif isinstance(outcome, Failure):
                 event = CallFailed(ref, outcome)
@@ -305,15 +305,15 @@ class BatchFetcher:
             raise broken
         report.missing.update(retry.missing)
 
-    def _way(self, ring: str, address: RingAddress | None) -> Transport | Failure:
+    def _transport_of(self, ring: str, address: RingAddress | None) -> Transport | Failure:
         if address is None:
-            return Failure("unknown_ring", f"no address is known for ring {ring}")
+            return Failure("unknown_ring", f"no address was passed for ring {ring}")
         if ring not in self._transports:
             try:
                 transport, why = self._choose(address)
             except PeerLost as error:
                 return Failure("unreachable", str(error))
-            log.info("payloads of ring %s come by %s (%s)", ring, transport, why)
+            log.info("payloads of ring %s are fetched over %s (%s)", ring, transport, why)
             self._transports[ring] = transport
         self._unused[ring] = 0
         return self._transports[ring]
@@ -327,14 +327,14 @@ class BatchFetcher:
                 self._prepare(transport, address)
             except (Stale, Transient, ConfigError, RemoteProtocolError) as error:
                 if self._forced != "auto" and isinstance(error, ConfigError):
-                    raise ConfigError(f"transport {transport} was asked for, but {error}") from error
+                    raise ConfigError(f"transport {transport} was requested, but {error}") from error
                 passed_over.append(f"not {transport}: {error}")
                 continue
             return transport, "; ".join(passed_over) or "nearest"
         raise PeerLost(f"ring {address.ring} cannot be reached: {'; '.join(passed_over)}")
 
     def _prepare(self, transport: Transport, address: RingAddress) -> None:
-        """Make `transport` ready for use with `address`, or raise why it cannot be."""
+        """Prepares `transport` for `address`; raises if it cannot be used."""
         if transport == "shm":
             if self._forced == "auto" and address.host_id != self._host_id:
                 raise Stale("it is on another host")

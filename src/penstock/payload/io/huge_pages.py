@@ -1,8 +1,8 @@
-"""Shared memory in huge pages, where the kernel gives them.
+"""Shared memory in huge pages, where the kernel provides them.
 
-Copies into pages of 4 KB take up to twice as long, and a process that touches them for the first time up to sixteen
-times. The kernel uses huge pages for shared memory by itself only where an administrator told it to; since Linux 6.1 a
-process may also ask for them, once the pages are there. Refusals change nothing but the speed.
+Copies into pages of 4 KB take up to twice as long, and the first access of a process up to sixteen times. By default
+the kernel uses huge pages for shared memory only where an administrator enabled them. Since Linux 6.1 a process may
+also request them for existing pages. A refusal affects only the speed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 
 
 def map_shared(fd: int, size_bytes: int) -> np.ndarray:
-    """A file, mapped for as long as anything refers to the array, where huge pages can be mapped as such.
+    """Maps a file for as long as the array is referenced, at an address that allows huge pages.
 
-    That is at a multiple of their size, which the kernel is asked for by first reserving more than is needed.
+    That is a multiple of their size, found by first reserving more than is needed.
     """
     reserved = size_bytes + HUGE_BYTES
     base = _mmap(0, reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -38,13 +38,13 @@ def map_shared(fd: int, size_bytes: int) -> np.ndarray:
         _libc.munmap(base, reserved)
         raise
     memory = (ctypes.c_uint8 * size_bytes).from_address(start)
-    # Not when the interpreter ends: threads may be reading to the last.
+    # Not at interpreter exit: threads may still be reading.
     weakref.finalize(memory, _libc.munmap, base, reserved).atexit = False
     return np.ctypeslib.as_array(memory)
 
 
 def use_huge_pages(memory: np.ndarray, start: int, end: int) -> bool:
-    """Ask for huge pages between two offsets, where pages already are; false when the kernel refused some of them."""
+    """Requests huge pages for the existing pages between two offsets; false when the kernel refused some."""
     first, last = start // HUGE_BYTES * HUGE_BYTES, end // HUGE_BYTES * HUGE_BYTES
     return first == last or _libc.madvise(memory.ctypes.data + first, last - first, _MADV_COLLAPSE) == 0
 

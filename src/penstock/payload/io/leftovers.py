@@ -1,4 +1,4 @@
-"""Ring files that outlived their run: told by their headers, removed when a run ends and before one starts."""
+"""Ring files that outlived their run: identified by their headers, removed when a run ends and before one starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNREADABLE_GRACE_S = 60.0
 
 
 def sweep(run_id: str, directory: str = DIRECTORY) -> list[str]:
-    """Remove every ring of `run_id`, alive or not; their names. For a machine on which no process of it is left."""
+    """Removes every ring of `run_id`, in use or not; returns their names. For hosts without a process of the run."""
     return [
         name
         for name, header in _rings(directory)
@@ -27,9 +27,9 @@ def sweep(run_id: str, directory: str = DIRECTORY) -> list[str]:
 
 
 def sweep_own(run_id: str, guardian_pid: int, directory: str = DIRECTORY) -> list[str]:
-    """Remove the rings of `run_id` that this guardian's processes made, or dead ones; their names.
+    """Removes the rings of `run_id` that this guardian's processes created, and dead ones; returns their names.
 
-    A copy of a run directory has the id of the original, which may be alive: its rings stay.
+    A copied run directory has the id of the original run, which may be alive: its rings stay.
     """
     return [
         name
@@ -42,9 +42,9 @@ def sweep_own(run_id: str, guardian_pid: int, directory: str = DIRECTORY) -> lis
 
 
 def sweep_dead(directory: str = DIRECTORY, *, keep_run: str | None = None) -> list[str]:
-    """Remove the rings of dead runs (writer, readers and guardian gone); returns their names.
+    """Removes the rings of dead runs (writer, readers and guardian gone); returns their names.
 
-    For the start of a run. Rings of `keep_run` stay: a run that is being resumed may still want to read them.
+    For the start of a run. Rings of `keep_run` stay: a resumed run may still read them.
     """
     removed = []
     for name, header in _rings(directory):

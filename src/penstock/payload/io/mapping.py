@@ -1,9 +1,9 @@
-"""A ring's file, mapped: tables, locks and liveness. What the producer and the readers of a ring share.
+"""A mapped ring file: tables, locks and liveness. Shared by the producer and the readers of a ring.
 
 Locks are the kernel's (open-file-description record locks on bytes beyond any real file), so a process that dies at any
-instruction lets go of everything it held. Three families of bytes are locked: the writer's for as long as it lives, one
-per reader process for as long as that lives, and one per slot for the few microseconds of a transition. Whether a
-process is alive is therefore never guessed from a pid.
+instruction releases all of them. Three groups of bytes are locked: one of the writer during its lifetime, one per
+reader process during its lifetime, and one per slot for the few microseconds of a transition. Liveness is therefore
+never guessed from a pid.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def _is_locked(fd: int, byte: int) -> bool:
 
 
 def opened(mapping: Mapping) -> None:
-    """Replaced by a simulation: it closes the mappings of a process that it kills, as the kernel does."""
+    """Replaced in simulations, which close the mappings of a process that they kill, as the kernel does."""
 
 
 class Mapping:
     """One mapping of a ring, and the file description that holds this process's locks on it.
 
-    Takes over `fd`. The locks have a description of their own: the one that is mapped lives as long as the mapping,
-    in a forked child too. `fd` of the object is that of the locks.
+    Takes ownership of `fd`. The locks have a separate file description (`self.fd`): the mapped one stays open as long
+    as the mapping, in a forked child too.
 
     Stores of one word are single aligned 8-byte stores and commit a transition; everything else is written before the
     word that makes it visible.
@@ -88,7 +88,7 @@ class Mapping:
 
     @staticmethod
     def open(name: str, directory: str) -> Mapping:
-        """Map an existing ring; `Stale` when it is gone, `RemoteProtocolError` when the file is not a ring of ours."""
+        """Maps a ring. Raises `Stale` when it is gone, `RemoteProtocolError` when the file is no ring of this user."""
         path = Path(directory) / check_name(name)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -121,19 +121,19 @@ class Mapping:
         EXTENT.pack_into(self.bytes, self.layout.extents + slot * EXTENT.size, offset, size_bytes, digest)
 
     def body(self, offset: int, size_bytes: int) -> memoryview:
-        """The place of a body, for the producer to write to."""
+        """The writable memory of a body, for the producer."""
         start = self.layout.arena + offset
         return self.bytes[start : start + size_bytes]
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
-        """The same for readers."""
+        """The read-only memory of a body, for readers."""
         start = self.layout.arena + offset
         return self._readonly[start : start + size_bytes]
 
     def lock(self, first: int, count: int = 1) -> None:
-        """Exclude every other process and thread from leaving READY or READING in a run of slots.
+        """Prevents every other process and thread from moving a run of slots out of READY or READING.
 
-        To be held for microseconds, and ended with `unlock`.
+        Held for microseconds, released with `unlock`.
         """
         self._transition.acquire()
         try:
@@ -164,7 +164,7 @@ class Mapping:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5e-3)
 
-    # Who is alive
+    # Liveness
 
     def become_writer(self) -> None:
         if not _try_lock(self.fd, _flock(fcntl.F_WRLCK, _WRITER_BYTE)):
@@ -174,7 +174,7 @@ class Mapping:
         return _is_locked(self.fd, _WRITER_BYTE)
 
     def become_reader(self, label: str) -> int:
-        """Claim a reader's record; the claimant inherits, and gives back, what a dead holder of it was reading."""
+        """Claims a reader record; slots that a dead holder of the record was reading become READY."""
         for reader in range(MAX_READERS):
             if not _try_lock(self.fd, _flock(fcntl.F_WRLCK, _READER_BYTES + reader)):
                 continue
@@ -202,12 +202,12 @@ class Mapping:
         struct.pack_into("<Q", self.bytes, at, struct.unpack_from("<Q", self.bytes, at)[0] + 1)
 
     def held_by(self, reader: int | None = None) -> list[int]:
-        """Slots being read: by `reader`, or by anyone."""
+        """Slots being read: by `reader`, or by any."""
         reading = np.flatnonzero((self.word_array & np.uint64(STATE_MASK)) == SlotState.READING).tolist()
         return [slot for slot in reading if reader is None or reader_of(self.load(slot)) == reader]
 
     def reclaim(self, slot: int) -> bool:
-        """Give back `slot` if its reader is dead (as seen from here); true if it was."""
+        """Makes `slot` READY if no other mapping holds its reader's lock; true if it did."""
         self.lock(slot)
         try:
             word = self.load(slot)
@@ -219,14 +219,14 @@ class Mapping:
             self.unlock(slot)
 
     def in_place(self) -> bool:
-        """Whether others can still find this file under its name."""
+        """Whether this file still exists under its name."""
         try:
             return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Let go of all locks. The memory stays mapped for as long as a view of it is alive."""
+        """Releases all locks. The memory stays mapped while a view of it exists."""
         with self._transition:
             if self.closed:
                 return

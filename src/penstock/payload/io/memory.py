@@ -1,7 +1,7 @@
-"""The exchange without sockets: clients and servers of one process, for a simulation of many.
+"""The exchange without sockets: clients and servers in one process, for simulations.
 
-The client, the server's exchange and the ring are the real ones. Only the wire between them is simulated: how long a
-request takes, and whether it arrives, is up to a `Carrier`.
+The client, the server's exchange and the ring are the real ones. Only the wire between them is simulated: a `Carrier`
+decides how long a request takes and whether it arrives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Trouble = Fault | Literal["silent", "confirmation lost"]
 
 
 class Carrier(Protocol):
-    """Carries requests: how long one takes, and what goes wrong with it."""
+    """Decides how long a request takes and how it fails."""
 
     @property
     def latency_s(self) -> float: ...
@@ -30,7 +30,7 @@ class Carrier(Protocol):
 
 
 class MemoryExchange:
-    """All ports there are."""
+    """All simulated ports."""
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
@@ -75,14 +75,14 @@ class MemoryWire:
         _wait(carrier.latency_s, deadline)
         trouble = carrier.trouble(port, "connect")
         if trouble == "silent":
-            _never(deadline)
+            _time_out(deadline)
         server = self._exchange.servers.get(port)
         if server is None or trouble is not None:
             raise Broken("refused", "cannot connect: connection refused")
         return MemoryConnection(carrier, server, port, hello)
 
     def close(self) -> None:
-        """Nothing is left to be closed."""
+        """Nothing to close."""
 
 
 class MemoryConnection:
@@ -94,23 +94,23 @@ class MemoryConnection:
         self._carrier = carrier
         self._server = server
         self._port = port
-        self._said = hello
+        self._unread = hello
         self._answer = b""
         self._body = memoryview(b"")
         self._handler = Handler(server.service, self)
 
     def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes:
         self._body, self._answer = body, b""
-        self._said += request
+        self._unread += request
         carrier, exchange = self._carrier, self._handler.exchange
         _wait(carrier.latency_s, deadline)
         trouble = carrier.trouble(self._port, "ask")
         if trouble == "silent":
-            _never(deadline)
+            _time_out(deadline)
         if self._server.gone or trouble in ("refused", "reset"):
             raise self._broken("reset", "closed by the server")
-        while not self._handler.closed and 0 < exchange.expects_bytes <= len(self._said):
-            piece, self._said = self._said[: exchange.expects_bytes], self._said[exchange.expects_bytes :]
+        while not self._handler.closed and 0 < exchange.expects_bytes <= len(self._unread):
+            piece, self._unread = self._unread[: exchange.expects_bytes], self._unread[exchange.expects_bytes :]
             self._handler.handle(Received(piece))
         _wait(carrier.latency_s, deadline)
         if trouble in ("confirmation lost", "truncated"):
@@ -139,7 +139,7 @@ class MemoryConnection:
             self._handler.handle(ConnectionFailed("closed by the client"))
         return True
 
-    # What the server's side does with its end.
+    # The server side: `Outlet`.
 
     def send_body(self, header: bytes, body: memoryview) -> Event:
         self._answer += header + bytes(body)
@@ -160,10 +160,10 @@ class MemoryConnection:
 def _wait(seconds: float, deadline: float) -> None:
     left_s = deadline - monotonic()
     if seconds >= left_s:
-        _never(deadline)
+        _time_out(deadline)
     sleep(seconds)
 
 
-def _never(deadline: float) -> None:
+def _time_out(deadline: float) -> None:
     sleep(max(0.0, deadline - monotonic()))
     raise Broken("timed_out", "no answer in time")

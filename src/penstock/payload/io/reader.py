@@ -1,4 +1,4 @@
-"""Reading a ring: one lease per read attempt, and exactly one end to each."""
+"""Reads a ring: one lease per read attempt, ended exactly once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Finalisation = Literal["consume", "release"]
 
 
 class Lease:
-    """One read attempt. `view` is good until exactly one of `consumed` and `released` is called.
+    """One read attempt. `view` is valid until exactly one of `consumed` and `released` is called.
 
-    Both return whether this attempt still owned the payload. False means that a later reader took over (or, after a
-    wrong verdict of death, may have): what was seen through `view` must then not be used.
+    Both return whether this attempt still owned the payload. False means that a later reader took over (or may have,
+    after this one was wrongly found dead): data read through `view` must then not be used.
     """
 
     __slots__ = ("_attempt", "reader", "ref", "view")
@@ -36,11 +36,11 @@ class Lease:
         return self.reader.finalise([self], "consume") == 0
 
     def released(self) -> bool:
-        """The payload is still wanted, by a later attempt."""
+        """The payload stays readable for a later attempt."""
         return self.reader.finalise([self], "release") == 0
 
     def end(self, action: Finalisation) -> int:
-        """The word of the attempt; from now on this lease is over."""
+        """Ends the lease; returns the word of its attempt."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             raise LocalProtocolError(f"slot {self.ref.slot} was already finalised by this lease; cannot {action} it")
@@ -48,9 +48,9 @@ class Lease:
 
 
 class RingReader:
-    """A consumer's side: one attachment of one process, usable from all its threads.
+    """The consumer side: one attachment of one process, usable from all its threads.
 
-    Everything comes for several payloads at once, under one lock: a batch costs little more than a payload.
+    Several payloads are handled under one lock: a batch costs little more than one payload.
     """
 
     def __init__(self, mapping: Mapping, reader: int, verify: bool) -> None:
@@ -67,12 +67,12 @@ class RingReader:
     def attach(
         cls, address: RingAddress | str, *, directory: str = DIRECTORY, label: str = "reader", verify: bool = True
     ) -> RingReader:
-        """Map a ring by address or name; `Stale` when it is gone. `label` names this consumer to the producer."""
+        """Maps a ring by address or name; raises `Stale` when it is gone. Errors of the producer name `label`."""
         name = address if isinstance(address, str) else address.ring
         mapping = Mapping.open(name, directory)
         try:
             if isinstance(address, RingAddress) and address.epoch != mapping.header.epoch:
-                raise Stale(f"ring {name} is in epoch {mapping.header.epoch}, the address says {address.epoch}")
+                raise Stale(f"ring {name} is in epoch {mapping.header.epoch}, the address has {address.epoch}")
             return cls(mapping, mapping.become_reader(label), verify)
         except BaseException:
             mapping.close()
@@ -82,9 +82,9 @@ class RingReader:
         return f"<RingReader {self.name} as {self._mapping.reader_name(self._reader)}, {self.leases} leases>"
 
     def take(self, ref: PayloadRef) -> Lease:
-        """Begin to read exactly what `ref` names, superseding an attempt that is still going on.
+        """Begins a read of exactly the payload of `ref`, superseding an unfinished attempt.
 
-        `Stale` when it is gone for good: consumed, discarded, overwritten, or damaged (the digest does not match).
+        Raises `Stale` when it is gone permanently: consumed, discarded, overwritten, or damaged (wrong digest).
         """
         if not self._is_ours(ref):
             raise self._foreign(ref)
@@ -100,7 +100,7 @@ class RingReader:
         return taken
 
     def take_all(self, refs: Sequence[PayloadRef]) -> list[Lease | Stale]:
-        """The same for several payloads: for each its lease, or why it is gone."""
+        """Like `take` for several payloads: for each its lease, or the error."""
         ours = [ref.slot for ref in refs if self._is_ours(ref)]
         if not ours:
             return [self._foreign(ref) for ref in refs]
@@ -112,7 +112,7 @@ class RingReader:
         return [self._verified(one) for one in taken] if self._verify else taken
 
     def finalise(self, leases: Sequence[Lease], action: Finalisation) -> int:
-        """End read attempts; how many of them no longer owned their payload, so that nothing was changed."""
+        """Ends read attempts; returns the number of orphans, whose slots were not changed."""
         if not leases:
             return 0
         mapping = self._mapping
@@ -133,7 +133,7 @@ class RingReader:
         return orphans
 
     def consume(self, refs: Iterable[PayloadRef]) -> int:
-        """Free payloads of which a complete, checked copy was used; how many were still there."""
+        """Frees payloads of which a complete, verified copy was used; returns how many were still there."""
         ours = [ref for ref in refs if self._is_ours(ref)]
         if not ours:
             return 0
@@ -174,7 +174,7 @@ class RingReader:
         return Stale(f"the reference (slot {ref.slot}, epoch {ref.epoch}) is not one of ring {self.name}")
 
     def _take(self, ref: PayloadRef) -> Lease | Stale:
-        """Of a reference of this ring, whose slot is locked."""
+        """For a reference of this ring whose slot is locked."""
         mapping = self._mapping
         try:
             attempt = slots.take(mapping.load(ref.slot), ref.generation, self._reader)
@@ -184,7 +184,7 @@ class RingReader:
         if size_bytes != ref.size_bytes or digest != ref.digest or offset + size_bytes > mapping.header.capacity_bytes:
             return Stale(
                 f"slot {ref.slot} of ring {self.name} holds {size_bytes} bytes with digest {digest:016x}, "
-                f"the reference promises {ref.size_bytes} with {ref.digest:016x}"
+                f"the reference states {ref.size_bytes} with {ref.digest:016x}"
             )
         mapping.store(ref.slot, attempt)
         self.leases += 1
@@ -197,7 +197,7 @@ class RingReader:
         return Stale(f"payload in slot {taken.ref.slot} of ring {self.name} is corrupt: its digest does not match")
 
     def _lock(self, numbers: Sequence[int]) -> tuple[int, int]:
-        """Lock all slots from the lowest to the highest of `numbers`; what to unlock."""
+        """Locks all slots from the lowest to the highest of `numbers`; returns the arguments of `unlock`."""
         first = min(numbers)
         count = max(numbers) - first + 1
         self._mapping.lock(first, count)

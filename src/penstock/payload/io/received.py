@@ -1,4 +1,4 @@
-"""What a client of any transport hands over: a body, the memory it lies in, and how to break a call off."""
+"""Shared by the clients of all wires: received bodies, reused buffers, cancellation of calls."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SMALLEST_BYTES = 4096
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A complete, checked body in memory of our own. Give `memory` back when the view is no longer needed."""
+    """A complete, verified body in local memory. Return `memory` to its `Buffers` when the view is not needed."""
 
     view: memoryview
     memory: np.ndarray
 
 
 class Buffers:
-    """Memory for bodies, used again: fresh pages would cost more than receiving into warm ones.
+    """Reused memory for bodies: fresh pages would cost more than receiving into warm ones.
 
-    Pinned memory, if a trainer wants it, comes in through `allocate`.
+    `allocate` may return pinned memory.
     """
 
     def __init__(self, keep_bytes: int = 1 << 30, allocate: Callable[[int], np.ndarray] | None = None) -> None:
@@ -51,7 +51,7 @@ class Buffers:
 
 
 class Cancellation:
-    """Breaks off every call that was registered with it, at once and for good."""
+    """Ends every registered call at once and refuses further ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class Cancellation:
         self.reason: str | None = None
 
     def __repr__(self) -> str:
-        return f"<Cancellation {self.reason or 'not asked for'}, {len(self._breakers)} going on>"
+        return f"<Cancellation {self.reason or 'not requested'}, {len(self._breakers)} registered>"
 
     def cancel(self, reason: str) -> None:
         with self._lock:
@@ -71,7 +71,7 @@ class Cancellation:
             breaker()
 
     def register(self, breaker: Callable[[], None]) -> int:
-        """Have `breaker` called on cancellation; `Aborted` when that has already happened."""
+        """Calls `breaker` on cancellation; raises `Aborted` when already cancelled."""
         with self._lock:
             if self.reason is not None:
                 raise Aborted(self.reason)

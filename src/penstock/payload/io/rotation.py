@@ -31,16 +31,16 @@ class Rotation:
             return self._ports[host, ports].choose(monotonic(), avoid)
 
     def succeeded(self, host: str, ports: tuple[int, ...], port: int) -> None:
-        self._tell(host, ports, CallSucceeded(port))
+        self._handle(host, ports, CallSucceeded(port))
 
     def failed(self, host: str, ports: tuple[int, ...], port: int, fault: Fault) -> None:
-        self._tell(host, ports, CallFailed(port, fault))
+        self._handle(host, ports, CallFailed(port, fault))
 
-    def _tell(self, host: str, ports: tuple[int, ...], event: CallSucceeded | CallFailed) -> None:
+    def _handle(self, host: str, ports: tuple[int, ...], event: CallSucceeded | CallFailed) -> None:
         with self._lock:
             effects = self._ports[host, ports].handle(event, monotonic())
         for effect in effects:
             if isinstance(effect, HealPort):
-                log.info("payload port %s:%d is well again", host, effect.port)
+                log.info("payload port %s:%d works again", host, effect.port)
             else:
                 log.warning("payload port %s:%d is quarantined: %s", host, effect.port, effect.fault)

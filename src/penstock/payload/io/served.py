@@ -1,4 +1,4 @@
-"""How a worker's payloads can be reached: mapped on the same host, over TCP or UCXX from elsewhere."""
+"""Serves a worker's payloads: mapped on the same host, over TCP or UCXX to other hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSE_S = 2.0
 
 @contextmanager
 def served(ring: Ring, section: PayloadSection, token: str) -> Iterator[RingAddress]:
-    """Serves the ring for as long as the body runs; the address says by which ports it can really be reached."""
+    """Serves the ring while the body runs; the address contains the bound ports."""
     with ExitStack() as servers:
         tcp_ports: tuple[int, ...] = ()
         ucxx_ports: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What the servers of all wires have in common: the ring, who may ask, and the exchange performed on the ring."""
+"""Shared by the servers of all wires: the ring, the token, and the exchange performed on the ring."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class ServerStatistics(NamedTuple):
     connections: int
     accepted: int
     turned_away: int
-    """Closed at the door, or to make room: more connections than allowed."""
+    """Closed on arrival or to make room: more connections than allowed."""
     sent: int
     """Bodies sent completely."""
     broken_off: int
-    """Bodies that were not."""
+    """Bodies not sent completely."""
     consumed: int
-    """Payloads freed at a client's word."""
+    """Payloads freed by consume requests."""
     refused: int
     orphans: int
-    """Bodies of which another reader had taken over before they were sent."""
+    """Bodies whose slot another reader took over before they were sent."""
 
 
 class Service:
@@ -70,7 +70,7 @@ class Service:
 
 
 class Outlet(Protocol):
-    """What a handler asks of its connection. Each answers with what happened, or nothing if that comes later."""
+    """The sending side of a connection. Methods return the resulting event, or None if it follows later."""
 
     def send_body(self, header: bytes, body: memoryview) -> Event | None: ...
 
@@ -100,7 +100,7 @@ class Handler:
         return self.exchange.state is ExchangeState.CLOSED
 
     def handle(self, event: Event | None) -> None:
-        """Feed an event to the exchange, perform what it says, and so on until it waits for the client."""
+        """Passes an event to the exchange and performs its effects, until it waits for the client."""
         while event is not None:
             effects = self.exchange.handle(event, monotonic())
             event = None
@@ -143,6 +143,6 @@ class Handler:
         try:
             owned = lease.released()
         except LocalProtocolError:
-            return  # the server was closed and gave everything back already
+            return  # the server was closed and has released all slots
         if not owned:
             self._service.count("orphans")

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 COMMIT_BYTES = 16 * 1024 * 1024
-"""Memory is committed in such steps, so that a full /dev/shm is a full ring and not a SIGBUS."""
+"""Memory is committed in steps of this size, so that a full /dev/shm causes a full ring and not a SIGBUS."""
 GROW_PAUSE_S = 0.5
-"""Before memory is asked for again after the file system was full."""
+"""Pause before the next attempt to commit memory after the file system was full."""
 HARVEST_WRITES = 64
-"""Every write looks whether the oldest payload was given back, because its memory is warm where fresh one is not; after
-this number of writes it looks at all of them, for what was given back out of turn."""
+"""Every write checks whether the oldest payload was freed, because its memory is warm and fresh memory is not. After
+this number of writes it checks all payloads, for those freed out of order."""
 
 SYSTEM_RANDOM = SystemRandom()
 
@@ -54,7 +54,7 @@ _STATE_MASK = np.uint64(STATE_MASK)
 
 
 class RingStatistics(NamedTuple):
-    """Counts of slots by state and what happened so far."""
+    """Slots by state, and counters since the ring was created."""
 
     free: int
     writing: int
@@ -68,7 +68,7 @@ class RingStatistics(NamedTuple):
     """Writes that found the ring full and had to wait."""
     waited_s: float
     orphans: int
-    """Finalisations by readers that had been superseded: refused, and counted by the readers attached now."""
+    """Finalisations by superseded attempts: refused, and counted in the readers' records."""
 
 
 class Ring:
@@ -81,10 +81,10 @@ class Ring:
         self._lock = threading.Lock()
         self._free = list(range(slots - 1, -1, -1))
         self._extents: dict[int, Extent] = {}
-        """Of all slots that are in use, oldest first."""
+        """Of all slots in use, oldest first."""
         self._committed_bytes = 0
         self._cannot_grow = ""
-        """Why not, since the last attempt."""
+        """The reason, if the last attempt failed."""
         self._grow_again_at = 0.0
         self._writes_since_harvest = 0
         self._written = self._discarded = self._waited = 0
@@ -102,10 +102,10 @@ class Ring:
         guardian_pid: int | None = None,
         random: Random = SYSTEM_RANDOM,
     ) -> Ring:
-        """Make a new, empty ring of which this process is the producer.
+        """Creates an empty ring with this process as its producer.
 
-        `guardian_pid` is the process whose life is the run's (by default the one that started this one): a ring whose
-        writer, readers and guardian are all dead is a leftover. Without `digests` bodies are not hashed at all.
+        `guardian_pid` is the process that lives as long as the run (by default the parent): a ring whose writer,
+        readers and guardian are all dead is a leftover. Without `digests` bodies are not hashed.
         """
         if not 0 < slots <= MAX_SLOTS:
             raise LocalProtocolError(f"a ring has 1 to {MAX_SLOTS} slots, not {slots}")
@@ -117,7 +117,7 @@ class Ring:
             capacity_bytes=-(-capacity_bytes // ALIGNMENT) * ALIGNMENT,
             writer_pid=os.getpid(),
             guardian_pid=guardian,
-            # Process 1 outlives every run: it guards nothing.
+            # Process 1 outlives every run, so it cannot be a guardian.
             guardian_start=int(start_time(guardian) or 0) if guardian > 1 else 0,
             digests=digests,
         )
@@ -126,8 +126,8 @@ class Ring:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise RunFailed(
-                f"cannot make a payload ring in {directory}: {error.strerror}; finished samples wait there for the "
-                "trainer, so this user must be able to make files in it"
+                f"cannot create a payload ring in {directory}: {error.strerror}; finished samples wait there for the "
+                "trainer, so this user must be able to create files in it"
             ) from error
         try:
             os.ftruncate(fd, header.layout.total_bytes)
@@ -158,19 +158,18 @@ class Ring:
     def address(
         self, *, host_id: str, host: str = LOOPBACK, tcp_ports: Sequence[int] = (), ucxx_ports: Sequence[int] = ()
     ) -> RingAddress:
-        """What a reader needs to find this ring: on this host by name, from elsewhere by the ports really bound."""
+        """The address for readers: on this host by name, from other hosts by the bound ports."""
         return RingAddress(self.name, self.epoch, host_id, host, tuple(tcp_ports), tuple(ucxx_ports))
 
     def write(self, buffers: Sequence[Buffer], *, timeout_s: float) -> PayloadRef:
-        """Store the concatenation of `buffers` and return the one reference to it; otherwise like `fill`."""
+        """Stores the concatenation of `buffers` and returns its reference; otherwise like `fill`."""
         return self.fill(Joined(buffers, in_pieces=self._mapping.header.digests), timeout_s=timeout_s)
 
     def fill(self, body: Body, *, timeout_s: float) -> PayloadRef:
-        """Let `body` write itself into a slot and return the one reference to it.
+        """Writes `body` into a slot and returns its reference.
 
-        Waits up to `timeout_s` for room, then raises `Transient` naming the consumer that is slow: this is how
-        backpressure reaches the generation loop. A full file system is a full ring, too. Blocking; call it from a
-        worker thread.
+        Waits up to `timeout_s` for room, then raises `Transient` naming the slow consumer: this is how backpressure
+        reaches the generation loop. A full file system counts as a full ring. Blocking; call it from a worker thread.
         """
         size_bytes = body.size_bytes
         slot, offset, word = self._reserve(size_bytes, timeout_s)
@@ -185,14 +184,14 @@ class Ring:
         return PayloadRef(self.name, self.epoch, slot, generation_of(word), size_bytes, digest)
 
     def discard(self, refs: Iterable[PayloadRef]) -> int:
-        """Free payloads that will not be asked for; how many were still there. One being read is left to its reader."""
+        """Frees payloads that will not be requested; returns their number. One being read is left to its reader."""
         count = 0
         for ref in refs:
             if ref.ring != self.name or ref.epoch != self.epoch or not 0 <= ref.slot < self._mapping.header.slots:
                 continue
             word = self._mapping.load(ref.slot)
             if generation_of(word) != ref.generation or word & STATE_MASK == SlotState.FREE:
-                continue  # gone already, as most are that expire: generations only grow, so this needs no lock
+                continue  # already gone, as most that expire: generations only grow, so this needs no lock
             if word & STATE_MASK == SlotState.READING:
                 self._mapping.reclaim(ref.slot)
             self._mapping.lock(ref.slot)
@@ -208,11 +207,11 @@ class Ring:
         return count
 
     def reclaim(self) -> int:
-        """Make payloads held by dead readers ready again; how many there were."""
+        """Makes payloads held by dead readers READY again; returns their number."""
         return sum(self._mapping.reclaim(slot) for slot in self._mapping.held_by())
 
     def in_place(self) -> bool:
-        """Whether readers can still attach: the file may be deleted by a person, or by a job that cleans up."""
+        """Whether readers can still attach: a user or a cleanup job may have deleted the file."""
         with self._lock:
             return self._mapping.closed or self._mapping.in_place()
 
@@ -235,7 +234,7 @@ class Ring:
             )
 
     def check(self) -> None:
-        """Raise if the allocator and the slots disagree."""
+        """Raises if the allocator and the slots disagree."""
         with self._lock:
             self._harvest()
             self._arena.check()
@@ -244,9 +243,9 @@ class Ring:
                 raise LocalProtocolError(f"ring {self.name} lost track of its slots: {self!r}")
 
     def close(self, unlink: bool = True) -> None:
-        """Stop producing. With `unlink` new readers can no longer find the ring; attached ones keep what they read.
+        """Stops producing. With `unlink` no new reader can attach; attached readers keep their payloads.
 
-        In a forked child of the producer this does nothing: the ring is not the child's.
+        In a forked child of the producer this does nothing: the parent owns the ring.
         """
         if os.getpid() != self._mapping.header.writer_pid:
             return
@@ -256,7 +255,7 @@ class Ring:
             self._mapping.path.unlink(missing_ok=True)
 
     def _reserve(self, size_bytes: int, timeout_s: float) -> tuple[int, int, int]:
-        """A slot that is WRITING, the offset of its body and its word."""
+        """Returns a WRITING slot, the offset of its body and its word."""
         if Arena.rounded(size_bytes) > self._arena.capacity_bytes:
             raise LocalProtocolError(
                 f"a payload of {size_bytes} bytes can never fit into ring {self.name} of {self._arena.capacity_bytes} "
@@ -287,7 +286,7 @@ class Ring:
             if self._writes_since_harvest >= HARVEST_WRITES:
                 self._harvest()
             elif oldest is not None and self._mapping.load(oldest) & STATE_MASK == SlotState.FREE:
-                self._take_back(oldest)
+                self._collect(oldest)
             extent = self._arena.allocate(size_bytes) if self._free else None
             if extent is None:
                 self._harvest()
@@ -302,30 +301,30 @@ class Ring:
                     if not grown:
                         self._arena.free(extent)
                 if not grown:
-                    if not self._extents:  # there is nothing whose release could make room
+                    if not self._extents:  # there is no payload whose release could make room
                         raise Transient(self._cannot_grow)
                     return None
             slot = self._free.pop()
             self._extents[slot] = extent
-            # Stored under the lock: from here on a harvest must not take the slot for one that was given back.
+            # Stored under the lock: a harvest must not mistake the slot for a freed one.
             word = begin(self._mapping.load(slot))
             self._mapping.store(slot, word)
             self._written += 1
             return slot, extent.offset, word
 
     def _harvest(self) -> None:
-        """Take back all slots that readers have freed."""
+        """Collects all slots that readers have freed."""
         self._writes_since_harvest = 0
         load = self._mapping.load
         for slot in [slot for slot in self._extents if load(slot) & STATE_MASK == SlotState.FREE]:
-            self._take_back(slot)
+            self._collect(slot)
 
-    def _take_back(self, slot: int) -> None:
+    def _collect(self, slot: int) -> None:
         self._arena.free(self._extents.pop(slot))
         self._free.append(slot)
 
     def _commit_memory(self, end: int) -> bool:
-        """Make sure that there is memory up to `end`, if possible a whole step; false when the file system is full."""
+        """Commits memory up to `end`, a whole step if possible; false when the file system is full."""
         if self._extents and monotonic() < self._grow_again_at:
             return False
         start = self._mapping.layout.arena + self._committed_bytes

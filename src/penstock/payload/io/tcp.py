@@ -1,4 +1,4 @@
-"""The exchange over TCP, server's side: one thread per port accepts, one thread per connection serves.
+"""The exchange over TCP, server side: one thread per port accepts, one thread per connection serves.
 
 Threads block in the kernel and use no CPU while idle.
 """
@@ -24,7 +24,7 @@ from penstock.runtime.listening import accept_until, turned_away
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 4096
-"""All that is ever read ahead of a client."""
+"""The most that is read ahead from a client."""
 
 
 class TcpServer:
@@ -41,7 +41,7 @@ class TcpServer:
         limits: ExchangeLimits | None = None,
         max_connections: int = 64,
     ) -> None:
-        """`ports` are the ports wished for; 0 means any free one. `self.ports` are the ones really bound."""
+        """`ports` are the requested ports; 0 means any free one. `self.ports` are the bound ones."""
         self._service = Service(ring, token, directory=directory, limits=limits, label="tcp server")
         self._max_connections = max_connections
         self._pid = os.getpid()
@@ -73,7 +73,7 @@ class TcpServer:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """What to advertise: bound, and still accepting."""
+        """Ports to advertise: bound and still accepting."""
         return tuple(port for port in self._listeners if port not in self._failed_ports)
 
     def statistics(self) -> ServerStatistics:
@@ -82,12 +82,12 @@ class TcpServer:
         return self._service.statistics(connections)
 
     def check(self) -> None:
-        """Raise if a port stopped accepting although the server was not closed."""
+        """Raises if a port stopped accepting although the server was not closed."""
         for port, error in self._failed_ports.items():
             raise LocalProtocolError(f"payload port {port} stopped accepting: {error!r}") from error
 
     def break_off(self) -> int:
-        """End all connections as a failing network would; how many there were. The server goes on."""
+        """Ends all connections like a network failure; returns their number. The server continues."""
         with self._lock:
             connections = [connection for group in self._connections.values() for connection in group]
         for connection in connections:
@@ -95,9 +95,9 @@ class TcpServer:
         return len(connections)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End all connections and threads within `timeout_s`; what was being sent stays readable.
+        """Ends all connections and threads within `timeout_s`; payloads being sent stay readable.
 
-        In a forked child this does nothing: the parent goes on serving.
+        In a forked child this does nothing: the parent continues to serve.
         """
         if os.getpid() != self._pid:
             return
@@ -136,15 +136,15 @@ class TcpServer:
         self._service.count("accepted")
         if leaving is not None:
             self._service.count("turned_away")
-            log.debug("payload port %d: turned away %s", port, leaving)
+            log.debug("payload port %d: too many connections, closed %s", port, leaving)
             leaving.break_off()
         if leaving is connection:
             connection.close()
             return
         try:
             connection.thread.start()
-        except RuntimeError as error:  # the system has no more threads for us now
-            log.warning("payload port %d: turned away %s: %s", port, connection, error)
+        except RuntimeError as error:  # the system cannot start more threads now
+            log.warning("payload port %d: closed %s: %s", port, connection, error)
             self._service.count("turned_away")
             self._leave(port, connection)
             connection.close()
@@ -186,7 +186,7 @@ class _Connection:
         return self._send(data)
 
     def end(self, reason: str) -> None:
-        """The serving thread sees that the exchange is closed."""
+        """Nothing to do: the serving thread checks whether the exchange is closed."""
 
     def _serve(self) -> None:
         try:
@@ -206,7 +206,7 @@ class _Connection:
         return None
 
     def _receive(self, count: int, deadline: float) -> Received | ConnectionFailed:
-        """Exactly `count` bytes. Requests may come several at once: the rest is kept."""
+        """Receives exactly `count` bytes. Several requests may arrive together: the rest is kept."""
         try:
             while len(self._buffer) < count:
                 piece = self._peer.receive(deadline, RECEIVE_BYTES)

@@ -1,4 +1,4 @@
-"""The exchange over TCP, client's side."""
+"""The exchange over TCP, client side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.payload.io.wire_client import Broken
 from penstock.payload.ports import Fault
 
 CHUNK_BYTES = 1 << 20
-"""At most this much is received before it is hashed, so that the hash finds the bytes still in the cache."""
+"""Received and hashed in pieces of at most this size: each is hashed while it is in the CPU cache."""
 
 
 class TcpWire:
@@ -30,12 +30,12 @@ class TcpWire:
             peer = TimedSocket(socket.create_connection((host, port), timeout_s))
         except TimeoutError as error:
             raise Broken("timed_out", "no connection in time") from error
-        except (OSError, ValueError, OverflowError) as error:  # a host or a port that cannot be is one of the latter
+        except (OSError, ValueError, OverflowError) as error:  # the latter two: an invalid host or port
             raise Broken("refused", f"cannot connect: {error}") from error
         return TcpConnection(peer, hello)
 
     def close(self) -> None:
-        """Nothing is left to be closed."""
+        """Nothing to close."""
 
 
 class TcpConnection:
@@ -46,19 +46,19 @@ class TcpConnection:
     def __init__(self, peer: TimedSocket, hello: bytes) -> None:
         self.born = time.monotonic()
         self._peer = peer
-        self._unsaid = hello
-        """Goes out together with the first request."""
+        self._preamble = hello
+        """Sent together with the first request."""
         self._status = bytearray(STATUS.size)
         self._body = memoryview(b"")
         self._arrived = 0
-        """Of the present answer, status included."""
+        """Bytes of the current reply, status included."""
 
     def ask(self, request: bytes, body: memoryview, deadline: float) -> bytearray:
         self._body, self._arrived = body, 0
         try:
-            self._peer.send(deadline, self._unsaid + request)
-            self._unsaid = b""
-            # Status and body in one system call, if they are there: all of a small payload.
+            self._peer.send(deadline, self._preamble + request)
+            self._preamble = b""
+            # One system call for the status and what has arrived of the body: all of a small payload.
             self._count(self._peer.receive_into(deadline, self._status, body[:CHUNK_BYTES]))
             while self._arrived < STATUS.size:
                 rest = memoryview(self._status)[self._arrived :]

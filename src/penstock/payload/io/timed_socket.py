@@ -1,7 +1,7 @@
 """A blocking socket whose every call ends by a deadline, at the price of one system call per transfer.
 
 The time limit is the kernel's (SO_RCVTIMEO, SO_SNDTIMEO) and is set again only when it would overrun the deadline by
-more than `SLACK_S`; a limit that turns out too short costs a second try.
+more than `SLACK_S`; a limit that is too short costs a second try.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TimedSocket:
                 left[0] = memoryview(left[0])[sent:]
 
     def receive(self, deadline: float, at_most: int) -> bytes:
-        """What has come, at least one byte; empty when the other side has closed."""
+        """Returns received bytes, at least one; empty when the peer has closed."""
         while True:
             self._limit(socket.SO_RCVTIMEO, deadline)
             try:
@@ -49,9 +49,9 @@ class TimedSocket:
                 self._limits_s[socket.SO_RCVTIMEO] = float("inf")
 
     def receive_into(self, deadline: float, *views: bytearray | memoryview) -> int:
-        """Fill `views` one after the other with what has come, at least one byte: how many there were.
+        """Fills `views` in order with received bytes, at least one, and returns their number.
 
-        0 when the other side has closed.
+        0 when the peer has closed.
         """
         while True:
             self._limit(socket.SO_RCVTIMEO, deadline)
@@ -61,7 +61,7 @@ class TimedSocket:
                 self._limits_s[socket.SO_RCVTIMEO] = float("inf")
 
     def break_off(self) -> None:
-        """End whatever another thread is doing on this socket."""
+        """Ends any call of another thread on this socket."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 

@@ -1,11 +1,11 @@
-"""The exchange over UCX (extra `ucxx`), server's side: control on an endpoint's stream, bodies as tagged messages.
+"""The exchange over UCX (extra `ucxx`), server side: control on an endpoint's stream, bodies as tagged messages.
 
-Each port has a thread of its own, which owns a UCX worker and drives its connections. A client begins each connection
-with the tag under which it wants its bodies, chosen at random; then the exchange is as on every transport.
+Each port has one thread, which owns a UCX worker and drives its connections. A client begins each connection with the
+random tag of its bodies; then the exchange is the same as on every transport.
 
-UCX buffers what arrives unasked, without a bound that we could set: offer these ports on trusted networks only. It
-cannot listen on one address. Given a loopback host the server knows of no other device and refuses connections by
-one; given any other host it can be reached by all, and only the token keeps others out.
+UCX buffers unexpected messages without a configurable limit: use these ports on trusted networks only. UCX cannot
+listen on one address. With a loopback host the server uses no other network device and refuses connections through
+one. With any other host it is reachable through all devices, and only the token protects it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UcxxServer:
         limits: ExchangeLimits | None = None,
         max_connections: int = 64,
     ) -> None:
-        """`self.ports` are the ports really bound; 0 in `ports` means any free one."""
+        """`self.ports` are the bound ports; 0 in `ports` means any free one."""
         self._service = Service(ring, token, directory=directory, limits=limits, label="ucxx server")
         self._ports: list[_Port] = []
         try:
@@ -73,17 +73,17 @@ class UcxxServer:
         return self._service.statistics(sum(len(port.connections) for port in self._ports))
 
     def check(self) -> None:
-        """Raise if a port stopped although the server was not closed."""
+        """Raises if a port stopped although the server was not closed."""
         for port in self._ports:
             if port.failure is not None:
                 raise LocalProtocolError(f"UCXX payload port stopped: {port.failure!r}") from port.failure
 
     def break_off(self) -> int:
-        """End all connections as a failing network would; how many there were. The server goes on."""
+        """Ends all connections like a network failure; returns their number. The server continues."""
         return sum(port.break_off() for port in self._ports)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End connections and threads and free the ports within `timeout_s`; what was being sent stays readable."""
+        """Ends connections and threads and frees the ports within `timeout_s`; payloads being sent stay readable."""
         deadline = time.monotonic() + timeout_s
         for port in self._ports:
             port.stop()
@@ -97,7 +97,7 @@ class _Port:
 
     def __init__(self, service: Service, worker: Worker, port: int, max_connections: int) -> None:
         self._service = service
-        self._wish = port
+        self._requested = port
         self._max_connections = max_connections
         self._worker = worker
         self._bound: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
@@ -108,13 +108,13 @@ class _Port:
         self.thread.start()
 
     def wait_bound(self, timeout_s: float = 10.0) -> int:
-        """The port really bound; what went wrong in the thread is raised here."""
+        """Returns the bound port; raises the failure of the thread."""
         try:
             bound = self._bound.get(timeout=timeout_s)
         except queue.Empty:
-            raise RunFailed(f"UCXX did not begin to listen within {timeout_s} s") from None
+            raise RunFailed(f"UCXX did not start to listen within {timeout_s} s") from None
         if isinstance(bound, BaseException):
-            raise RunFailed(f"cannot serve payloads by UCXX on port {self._wish}: {bound}") from bound
+            raise RunFailed(f"cannot serve payloads over UCXX on port {self._requested}: {bound}") from bound
         return bound
 
     def stop(self) -> None:
@@ -130,7 +130,7 @@ class _Port:
         arrived: list[Any] = []
         listener = None
         try:
-            listener = core.UCXListener.create(self._worker.ucx, self._wish, arrived.append, deliver_endpoint=True)
+            listener = core.UCXListener.create(self._worker.ucx, self._requested, arrived.append, deliver_endpoint=True)
             self._bound.put(listener.port)
             self._serve(arrived)
         except BaseException as error:
@@ -139,7 +139,7 @@ class _Port:
             log.exception("UCXX payload port stopped")
         finally:
             self._close_all("the server is closing")
-            # No reference to the listener may be left, not even in a traceback: that is what frees the port.
+            # The port is freed only when no reference to the listener is left, not even in a traceback.
             arrived.clear()
             del listener
             self._worker.close()
@@ -164,7 +164,7 @@ class _Port:
         self._service.count("accepted")
         if leaving is not None:
             self._service.count("turned_away")
-            leaving.close("made room")
+            leaving.close("too many connections")
             self.connections.remove(leaving)
 
     def _close_all(self, reason: str) -> None:
@@ -174,7 +174,7 @@ class _Port:
 
 
 class _Connection:
-    """One client, served by what UCX has completed."""
+    """One client, driven by completed UCX transfers."""
 
     def __init__(self, service: Service, worker: Worker, endpoint: Any) -> None:
         self._worker = worker
@@ -185,7 +185,7 @@ class _Connection:
         self._sending: list[Transfer] = []
         self._receiving: Transfer | None = stream_receive(endpoint, TAG.size + HELLO.size)
         self._lingers_until: float | None = None
-        """A last refusal is on its way; closing at once would lose it."""
+        """A final refusal is being sent; closing at once would lose it."""
 
     @property
     def closed(self) -> bool:
@@ -200,7 +200,7 @@ class _Connection:
         return self._handler.authenticated
 
     def advance(self) -> bool:
-        """Handle what was completed; true if there was something."""
+        """Handles the next event; true if there was one."""
         if self._handler.closed:
             if self._lingers_until is not None and (
                 time.monotonic() >= self._lingers_until or not self._endpoint.alive
@@ -242,7 +242,7 @@ class _Connection:
     def _close_endpoint(self) -> None:
         self._lingers_until = None
         close(self._worker, self._endpoint, [*self._sending, *([self._receiving] if self._receiving else [])])
-        # A listener keeps its port for as long as an endpoint of it, or a transfer, is remembered anywhere.
+        # A listener keeps its port for as long as an endpoint of it, or a transfer, is referenced anywhere.
         self._endpoint = None
         self._receiving = None
         self._sending = []

@@ -1,4 +1,4 @@
-"""The exchange over UCX (extra `ucxx`), client's side: every calling thread has a worker of its own."""
+"""The exchange over UCX (extra `ucxx`), client side: one UCX worker per calling thread."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from penstock.runtime.ucx import (
 
 
 class UcxxWire:
-    """One worker for each thread that calls: they cost a quarter of a second, and only one may use them at a time."""
+    """One worker per calling thread: creating it takes a quarter of a second, and only one thread may use it."""
 
     name: Literal["tcp", "ucxx"] = "ucxx"
 
     def __init__(self) -> None:
-        self._mine = threading.local()
+        self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._workers: list[Worker] = []
 
@@ -42,15 +42,15 @@ class UcxxWire:
         return threading.get_ident()
 
     def connect(self, host: str, port: int, hello: bytes, deadline: float) -> UcxxConnection:
-        """Does not wait: a port without a listener shows at the first request."""
-        if not hasattr(self._mine, "worker"):
-            self._mine.worker = Worker()
+        """Does not wait: without a listener the first request fails."""
+        if not hasattr(self._of_thread, "worker"):
+            self._of_thread.worker = Worker()
             with self._lock:
-                self._workers.append(self._mine.worker)
-        worker: Worker = self._mine.worker
+                self._workers.append(self._of_thread.worker)
+        worker: Worker = self._of_thread.worker
         try:
             return UcxxConnection(worker, core.UCXEndpoint.create(worker.ucx, host, port, True), hello)
-        except (UCXError, ValueError, OverflowError) as error:  # the latter: a host or a port that cannot be
+        except (UCXError, ValueError, OverflowError) as error:  # the latter two: an invalid host or port
             raise Broken("refused", f"UCX: {error}") from error
 
     def close(self) -> None:
@@ -61,21 +61,21 @@ class UcxxWire:
 
 
 class UcxxConnection:
-    """One connection to a server: requests and statuses on the endpoint's stream, bodies under a tag of its own."""
+    """One connection to a server: requests and statuses on the endpoint's stream, bodies under its tag."""
 
     def __init__(self, worker: Worker, endpoint: Any, hello: bytes) -> None:
         self.born = time.monotonic()
         self._worker = worker
         self._endpoint = endpoint
         self._tag = secrets.randbits(63)
-        self._unsaid = TAG.pack(self._tag) + hello
-        """Goes out together with the first request."""
+        self._preamble = TAG.pack(self._tag) + hello
+        """Sent together with the first request."""
         self._in_flight: list[Transfer] = []
         self._pieces: list[Transfer] = []
         self._answered = False
-        """By the status of the present call."""
+        """The status of the current call has arrived."""
         self._unanswered = True
-        """Nothing has come from the server, ever."""
+        """Nothing has arrived from the server yet."""
         self._broken_off = False
 
     @property
@@ -85,11 +85,11 @@ class UcxxConnection:
 
     def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes:
         self._answered = False
-        # Asked for before it is sent: what arrives unexpected would be copied once more.
+        # Posted before the request is sent: unexpected messages would be copied once more.
         self._pieces = [body_receive(self._endpoint, piece, self._tag) for piece in pieces(body)]
         status = stream_receive(self._endpoint, STATUS.size)
-        self._in_flight.append(stream_send(self._endpoint, self._unsaid + request))
-        self._unsaid = b""
+        self._in_flight.append(stream_send(self._endpoint, self._preamble + request))
+        self._preamble = b""
         data = self._finish(status, deadline)
         self._answered = True
         self._unanswered = False
@@ -114,7 +114,7 @@ class UcxxConnection:
         return close(self._worker, self._endpoint, [*self._in_flight, *self._pieces])
 
     def _finish(self, transfer: Transfer, deadline: float) -> bytes:
-        """Wait for `transfer`; what it received, if it is one of the stream's."""
+        """Waits for `transfer`; returns the bytes that a stream transfer received."""
         try:
             while not transfer.done:
                 if self._broken_off:

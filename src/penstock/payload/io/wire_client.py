@@ -1,4 +1,4 @@
-"""The client's half of the exchange on any wire: ports in turn, pooled connections, one deadline per call."""
+"""The client side of the exchange on any wire: port rotation, pooled connections, one deadline per call."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ from penstock.runtime.clock import monotonic
 
 
 class Broken(Transient):
-    """A call that ended in a way that says something about the port. Never leaves the clients."""
+    """A failed call that counts against the port. `WireClient` does not pass it on."""
 
     def __init__(self, fault: Fault, detail: str, answered: bool = False) -> None:
         super().__init__(detail)
         self.fault: Fault = fault
         self.answered = answered
-        """At least one byte of the answer had arrived."""
+        """At least one byte of the reply had arrived."""
 
 
 class Connection(Protocol):
-    """What the client asks of a wire. Whatever goes wrong is `Broken`, or `Aborted` after `break_off`."""
+    """One connection of a wire. Every failure is `Broken`, or `Aborted` after `break_off`."""
 
     born: float
 
     @property
     def reusable(self) -> bool:
-        """Nothing is left on the way to us, as far as one can tell from here."""
+        """No data is in flight to the client, as far as the client can detect."""
         ...
 
     def ask(self, request: bytes, body: memoryview, deadline: float) -> bytes | bytearray:
-        """Send a request; the status that answers it. A body, if one follows, will come into `body`."""
+        """Sends a request and returns the status. A body, if one follows, is written to `body`."""
         ...
 
     def receive_body(self, deadline: float, hasher: xxhash.xxh3_64 | None) -> None:
-        """Fill the whole of it; `hasher` gets to see the bytes while they are in the cache."""
+        """Fills the whole body; `hasher` gets the bytes while they are in the CPU cache."""
         ...
 
     def receive_text(self, size_bytes: int, deadline: float) -> bytes:
-        """What comes instead of a body."""
+        """The text that is sent instead of a body."""
         ...
 
     def break_off(self) -> None:
-        """From another thread: end what is going on at once."""
+        """Called by another thread: ends the current call at once."""
         ...
 
     def close(self) -> bool:
-        """False when the wire may still write to the body it was given."""
+        """False when the wire may still write to the body."""
         ...
 
 
 class Wire(Protocol):
-    """A way to connect."""
+    """Opens connections of one transport."""
 
     name: Literal["tcp", "ucxx"]
 
     @property
     def lane(self) -> int:
-        """Who is asking: a connection is used again only in the lane in which it was made."""
+        """The caller's lane: a connection is reused only in the lane that created it."""
         ...
 
     def connect(self, host: str, port: int, hello: bytes, deadline: float) -> Connection: ...
 
     def close(self) -> None:
-        """After all connections."""
+        """Called after all connections are closed."""
         ...
 
 
@@ -90,7 +90,7 @@ class WireClient:
         rotation: Rotation | None = None,
         verify: bool = True,
     ) -> None:
-        """`max_age_s` must lie below the servers' idle limit, so that no connection is used just as it is evicted."""
+        """`max_age_s` must be below the servers' idle limit, so that the server does not close one in use."""
         self._wire = wire
         self._hello = hello(token)
         self._buffers = buffers
@@ -109,7 +109,7 @@ class WireClient:
     def read(
         self, address: RingAddress, ref: PayloadRef, deadline: float, tried: set[int], cancellation: Cancellation
     ) -> Received | Failure:
-        """One call for one payload, complete and checked by `deadline` (monotonic), or the reason why not.
+        """One call for one payload: complete and verified by `deadline` (monotonic), or the failure.
 
         `tried` holds the ports already tried for this payload; the one used now is added. The payload stays in its
         ring until `consume`.
@@ -119,7 +119,7 @@ class WireClient:
         except Stale as error:
             return Failure("stale", str(error))
         except MemoryError:
-            return Failure("busy", f"there is no memory here for a payload of {ref.size_bytes} bytes")
+            return Failure("busy", f"the client has no memory for a payload of {ref.size_bytes} bytes")
         body = memory.data[: ref.size_bytes]
         answer, unused = self._call(address, request, body, ref.digest, deadline, tried, cancellation)
         if answer is None:
@@ -136,11 +136,11 @@ class WireClient:
         tried: set[int],
         cancellation: Cancellation,
     ) -> Failure | None:
-        """Say that these payloads (`MAX_CONSUMED` at most) were used; None when it is confirmed. May be repeated."""
+        """Reports that these payloads (`MAX_CONSUMED` at most) were used; None when confirmed. May be repeated."""
         return self._call(address, consume(refs), memoryview(bytearray()), 0, deadline, tried, cancellation)[0]
 
     def close(self) -> None:
-        """End the connections. No call may be going on any more."""
+        """Closes the connections. No call may be in progress."""
         with self._lock:
             self._closed = True
             idle = [connection for group in self._idle.values() for connection in group]
@@ -159,7 +159,7 @@ class WireClient:
         tried: set[int],
         cancellation: Cancellation,
     ) -> tuple[Failure | None, bool]:
-        """What went wrong, if anything, and whether the memory of the body is ours again."""
+        """The failure, if any, and whether the memory of the body can be reused."""
         if self._closed:
             raise LocalProtocolError("this payload client is closed")
         host, ports = address.host, address.tcp_ports if self._wire.name == "tcp" else address.ucxx_ports
@@ -184,7 +184,7 @@ class WireClient:
             try:
                 return self._over(connection, host, port, exchange)
             except Broken as broken:
-                # An old connection may have been closed by the other side since: that says nothing about the port.
+                # The server may have closed an idle connection: that is no fault of the port.
                 if broken.answered or broken.fault == "timed_out" or not exchange.repeatable:
                     raise
                 self._drop_idle(host, port)
@@ -219,7 +219,7 @@ class WireClient:
 
 
 class _Exchange:
-    """One request and its answer, on whichever connection it succeeds."""
+    """One request and its reply, on one connection or a second one."""
 
     def __init__(
         self, request: bytes, body: memoryview, digest: int, deadline: float, cancellation: Cancellation
@@ -236,7 +236,7 @@ class _Exchange:
         return self.memory_free and self._cancellation.reason is None
 
     def run(self, connection: Connection) -> Failure | None:
-        """None when the body is complete and checked. A connection on which anything went wrong is closed."""
+        """None when the body is complete and verified. On any error the connection is closed."""
         registered = None
         try:
             registered = self._cancellation.register(connection.break_off)
@@ -262,5 +262,5 @@ class _Exchange:
 def _refusal(status: Status, text: bytes) -> Failure:
     reason = text.decode(errors="replace")
     if status.code is Code.REFUSED:
-        raise Broken("protocol", f"the server refused our hello: {reason}", answered=True)
+        raise Broken("protocol", f"the server refused the hello: {reason}", answered=True)
     return Failure("stale" if status.code is Code.STALE else "busy", reason)

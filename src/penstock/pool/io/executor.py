@@ -1,10 +1,10 @@
-"""The worker's side of a move: takes orders from the pool and carries them out, step by step, with a way back.
+"""The worker side of a move: carries out the pool's orders step by step, with rollback.
 
     wake:   wake → sync weights → publish the version once → route
     sleep:  close admission → drain, or abort keeping the prefix → release → verify released
 
 A move that fails or is late is undone (admission closed, samples aborted, devices released and verified) before it is
-reported. A newer order ends an older one at once; what the older one began is undone by carrying out the newer.
+reported. A newer order cancels an older one at once; carrying out the newer one undoes what the older one began.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Sleeper(Protocol):
-    """An engine with its generation loop, as the pool sees it.
+    """An engine with its generation loop, controlled by the pool.
 
-    Every step may be repeated, in any state. A step that was cancelled may have left threads at work: the next step
-    waits for those. A step that cannot do its work raises; the message is what the user reads.
+    Every step may be repeated, in any state. A cancelled step may have left threads running: the next step waits for
+    them. A step that fails raises; the user reads the message.
     """
 
     async def wake(self, devices: tuple[DeviceId, ...]) -> None:
@@ -34,7 +34,7 @@ class Sleeper(Protocol):
         ...
 
     async def sync_weights(self) -> Version:
-        """Load the newest published weights, completely and verified, and say which they are."""
+        """Load the newest published weights, completely and verified; returns their version."""
         ...
 
     async def publish(self, version: Version) -> None:
@@ -54,7 +54,7 @@ class Sleeper(Protocol):
         ...
 
     async def abort(self) -> None:
-        """Stop running samples at the next decode step; what they have so far is kept for the next worker."""
+        """Stop running samples at the next decode step; partial samples are kept for the next worker."""
         ...
 
     async def release(self) -> None:
@@ -67,9 +67,9 @@ class Sleeper(Protocol):
 
 
 class OrderExecutor:
-    """Runs beside the generation loop of one worker for as long as the worker lives.
+    """Runs beside the generation loop of one worker during the worker's lifetime.
 
-    Consumes orders (long poll); produces one report per order that was not overtaken; waits for the steps of the
+    Consumes orders (long poll); produces one report per order that was not superseded; waits for the steps of the
     sleeper, each order within its time; unblocked by a newer order, or by cancelling `run`.
     """
 
@@ -90,7 +90,7 @@ class OrderExecutor:
         self._poll_s = poll_s
         self._undo_s = undo_s
         self.doing = "asleep"
-        """The present step, for the heartbeat and the diagnosis."""
+        """The current step, for the heartbeat and the diagnosis."""
         self.awake = False
 
     async def run(self) -> None:
@@ -119,7 +119,7 @@ class OrderExecutor:
                 await steps(order)
         except TimeoutError as late:
             error = f"'{self.doing}' did not end: the order allows {order.within_s:g} s {late}".strip()
-        except Exception as failure:  # noqa: BLE001 - whatever a step raises is reported, and the move is undone
+        except Exception as failure:  # noqa: BLE001 - any error of a step is reported, and the move is undone
             error = f"'{self.doing}' failed: {type(failure).__name__}: {failure}"
         if error:
             logger.warning("order %d to %s on %s: %s", order.number, order.action, list(order.devices), error)
@@ -156,23 +156,23 @@ class OrderExecutor:
         if not drained:
             self.doing = "aborting"
             await self._sleeper.abort()
-        await self._let_go()
+        await self._release()
 
-    async def _let_go(self) -> None:
+    async def _release(self) -> None:
         self.doing = "releasing devices"
         await self._sleeper.release()
         self.doing = "verifying that the devices are free"
         await self._sleeper.verify_released()
 
     async def _undo(self) -> bool:
-        """Back to sleep from wherever the move stopped; True if the devices are verifiably free."""
+        """Back to sleep from any step of the move; True if the devices are verified free."""
         self.awake = False
         try:
             async with asyncio.timeout(self._undo_s):
                 self.doing = "undoing the move"
                 await self._sleeper.close_admission()
                 await self._sleeper.abort()
-                await self._let_go()
+                await self._release()
         except TimeoutError:
             logger.error("'%s' did not end within %g s: the pool will end this process", self.doing, self._undo_s)
             return False

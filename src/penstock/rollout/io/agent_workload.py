@@ -1,4 +1,4 @@
-"""Agents: the environment's own code asks for completions, over the endpoint; what it asked for is the sample."""
+"""Agents: the environment's code requests completions from the endpoint; its requests become the sample."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AgentWorkload(LanguageHooks):
     def __init__(
         self, environment: Any, engine: Any, tokenizer: Any, settings: RolloutSection, *, threads: int, **options: Any
     ) -> None:
-        """At most `threads` agents run at once. Other options as for `LanguageHooks`."""
+        """At most `threads` agents run concurrently. Other options as for `LanguageHooks`."""
         super().__init__(environment, engine, tokenizer, settings, **options)
         self._threads = Offload(threads, "agent")
         self._endpoint: Endpoint | None = None
@@ -51,7 +51,7 @@ class AgentWorkload(LanguageHooks):
         return PreparedPrompt(lease, self.environment.prompt(lease.prompt), [])
 
     async def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Played | Failed]]:
-        """Raises Aborted when the engine was interrupted: the agents are then begun again."""
+        """Raises Aborted when the engine was interrupted: the agents are then restarted."""
         if self._endpoint is None:
             self._endpoint = Endpoint(self.engine, self.tokenizer, self.sampling, self.chat, self.stop_strings)
             self._serving = asyncio.get_running_loop().create_task(self._endpoint.run(), name="endpoint for agents")
@@ -59,7 +59,7 @@ class AgentWorkload(LanguageHooks):
             *[self._play(self._endpoint, one.lease.prompt) for one in batch for _ in one.lease.members]
         )
         if None in played:
-            raise Aborted("generation was interrupted; the agents are begun again")
+            raise Aborted("generation was interrupted; the agents are restarted")
         done = iter(played)
         return [[made for _ in one.lease.members if (made := next(done)) is not None] for one in batch]
 
@@ -71,14 +71,14 @@ class AgentWorkload(LanguageHooks):
             play = self._threads.run(environment.play, endpoint.base_url, key, position % count if count else position)
             async with asyncio.timeout(environment.timeout_s + 5.0):
                 result = await play
-            # The agent may have gone on without the answer that it was refused.
+            # The agent may have continued after a refused request.
             if recorded.interrupted:
                 return None
             if recorded.failure:
                 return Failed(recorded.failure)
             calls = [call for call in recorded.calls if not result.session or call.session == result.session]
             return Played(episode_of(calls), result)
-        except Exception:  # noqa: BLE001 - costs this episode, recorded with its traceback
+        except Exception:  # noqa: BLE001 - fails this episode, recorded with its traceback
             return None if recorded.interrupted else Failed(traceback.format_exc())
         finally:
             endpoint.finish(key)
@@ -104,19 +104,19 @@ class AgentWorkload(LanguageHooks):
 
 
 def episode_of(calls: Sequence[Call]) -> Episode:
-    """The calls of one agent as one sample: a branch for every conversation that went another way."""
+    """The calls of one agent as one sample, with a branch for every conversation that diverged."""
     if not calls:
-        raise ConfigError("the agent asked for no completion, so there is nothing to train")
+        raise ConfigError("the agent requested no completion, so there is nothing to train")
     shared = 0
     shortest = min(len(call.context) for call in calls)
     first = calls[0].context
     while shared < shortest and all(call.context[shared] == first[shared] for call in calls):
         shared += 1
     if not shared:
-        raise ConfigError("the agent's calls have no token in common at their beginning: one sample cannot hold them")
+        raise ConfigError("the agent's calls share no prefix of tokens: one sample cannot hold them")
     episode = Episode.start(first[:shared])
     for call in calls:
-        episode.asked(call.context)
+        episode.set_context(call.context)
         drawn = call.drawn
         episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
         episode.finish_turn("", drawn.ending)

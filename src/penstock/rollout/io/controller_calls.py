@@ -1,4 +1,4 @@
-"""A generation loop's calls to the controller: leases asked for, outcomes delivered, leases given back."""
+"""A generation loop's calls to the controller: request leases, deliver outcomes, return leases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class ControllerApi(Protocol):
-    """The control plane, as a worker sees it. Retries and reconnects are its own affair."""
+    """The controller's API for a worker. The implementation retries and reconnects."""
 
     async def lease(self, samples: int, wait_s: float) -> Leased: ...
 
@@ -33,7 +33,7 @@ class ControllerApi(Protocol):
 
 
 class ControllerCalls:
-    """Each call ends with what follows from it being posted: an answer's events, or the error that ends the run."""
+    """Each call posts its result: the events of the answer, or the error that ends the run."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class ControllerCalls:
         progressed: Callable[[str], None] = lambda doing: None,
     ) -> None:
         self.prefetch = prefetch
-        """The setting of this worker: holds unless a lease brings another."""
+        """The setting of this worker; a setting sent with a lease overrides it."""
         self.deliver_s = 0.0
-        """What the last delivery took."""
+        """Duration of the last delivery."""
         self._controller = controller
         self._tracing = tracing
         self._post = post
@@ -56,41 +56,41 @@ class ControllerCalls:
         self._progressed = progressed
 
     async def ask(self, samples: int, after_s: float, held_samples: int) -> Leased | None:
-        """Consumes one answer of the controller. Waits at most `after_s + lease_wait_s` and its retries."""
+        """Requests leases and posts the answer. Waits at most `after_s + lease_wait_s`, plus retries."""
         try:
             if after_s:
                 await asyncio.sleep(after_s)
-            asked = monotonic()
+            asked_at = monotonic()
             answer = await self._controller.lease(samples, self._lease_wait_s)
-        except Exception as error:  # noqa: BLE001 - raised by the loop, once the leases in hand are given back
+        except Exception as error:  # noqa: BLE001 - raised by the loop, once the held leases are returned
             self._post(error)
             return None
         now = monotonic()
         granted = sum(len(lease.samples) for lease in answer.leases)
-        self._tracing.tell(
-            trace.LeaseAnswered(now, samples, granted, answer.verdict, now - asked, held_samples, answer.phase)
+        self._tracing.record(
+            trace.LeaseAnswered(now, samples, granted, answer.verdict, now - asked_at, held_samples, answer.phase)
         )
         self._tracing.count(f"asks_{answer.verdict}", 1)
-        self._tracing.count("lease_s", now - asked)
-        if granted or not held_samples:  # asking in vain while a hook hangs is no progress
+        self._tracing.count("lease_s", now - asked_at)
+        if granted or not held_samples:  # a refused request while a hook hangs is no progress
             self._progressed(f"lease {answer.verdict}")
         self._post(
             flow.PrefetchSet(self.prefetch if answer.prefetch is None else answer.prefetch),
-            flow.LeaseAnswered(answer.leases, answer.verdict, now - asked),
+            flow.LeaseAnswered(answer.leases, answer.verdict, now - asked_at),
         )
         if answer.phase in ("complete", "stopped"):
             self._post(flow.Abandoned(f"the run is {answer.phase}"))
         return answer
 
     def ask_ended(self, asking: asyncio.Task[Leased | None]) -> None:
-        """A cancelled ask is an answer too, even if cancelled before it began. What was granted is given back."""
+        """Posts an answer for a cancelled request too, even one that had not begun. Its grant is returned."""
         if asking.cancelled():
             self._post(flow.LeaseAnswered((), "throttled"))
 
     async def deliver(
         self, rollouts: Sequence[Rollout], failures: Sequence[FailedRollout], scores: Sequence[Score] = ()
     ) -> Delivered | None:
-        """The answer of the controller; None when it could not be reached, which ends the run."""
+        """Returns the controller's answer; None if the call failed, which ends the run."""
         began = monotonic()
         try:
             answer = await self._controller.deliver(rollouts, failures, (), scores)
@@ -105,9 +105,9 @@ class ControllerCalls:
         self._tracing.count("deliveries", 1)
         return answer
 
-    async def give_back(self, samples: Sequence[SampleId]) -> None:
+    async def return_samples(self, samples: Sequence[SampleId]) -> None:
         try:
             await self._controller.deliver((), (), samples)
-        except Exception as error:  # noqa: BLE001 - they expire with this worker anyway
-            logger.warning("%d leases could not be given back: %s", len(samples), error)
+        except Exception as error:  # noqa: BLE001 - they expire with this worker in any case
+            logger.warning("%d samples could not be returned: %s", len(samples), error)
         self._tracing.count("returned_samples", len(samples))

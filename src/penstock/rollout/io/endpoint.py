@@ -1,10 +1,10 @@
 """An OpenAI-compatible endpoint in the worker, in front of its request engine, with a key for each episode.
 
 `/v1/chat/completions`, `/v1/completions` (both also streamed), `/v1/models` and `/inference/v1/generate`. A call with
-an episode's key is drawn with the pipeline's own sampling; its tokens, log-probabilities and versions become part of
-that episode's sample. Temperature and the like in a request are not followed: the trained policy is what is sampled.
-A request whose text goes on from an earlier call of its episode begins with that call's own tokens: nothing that was
-drawn is tokenised again. A stream has tokens as they come; reasoning and tool calls in it come whole.
+an episode's key is sampled with the pipeline's settings; its tokens, log-probabilities and versions become part of that
+episode's sample. Temperature and similar settings of a request are ignored: samples must come from the trained policy.
+A request whose text continues an earlier call of its episode reuses that call's tokens: generated text is never
+tokenised again. A stream sends tokens as they are generated; reasoning and tool calls are sent whole.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from penstock.runtime.http_guard import PortGuard, bearer
 
 MODEL = "policy"
 STREAMED_TOKENS = 8
-"""At most, in one event of a stream; the first events have fewer."""
+"""Most tokens in one event of a stream; the first events have fewer."""
 MARKUP = ("<", "[TOOL_CALLS]")
 MAX_BODY_BYTES = 16 << 20
 
 
 class Call(msgspec.Struct):
-    """One completion that an agent asked for."""
+    """One completion that an agent requested."""
 
     context: list[int]
     drawn: Completion
     text: str
-    """The context and the completion, as a request that goes on from here would begin."""
+    """The context and the completion: the prefix of a request that continues this call."""
     session: str = ""
-    """The request's `X-Session-ID`: which of several agents asked."""
+    """The request's `X-Session-ID`: which of several agents made the call."""
     messages: list[ChatMessage] = []
-    """Of a chat by template: the request's, as the template was given them."""
+    """With a chat template: the request's messages, as passed to the template."""
     tools: list[Any] = []
 
 
@@ -58,12 +58,12 @@ class Recorded(msgspec.Struct):
     closed: bool = False
     interrupted: bool = False
     failure: str = ""
-    """Why a completion could not be drawn: no fault of the agent's."""
+    """Why a completion could not be generated; not an error of the agent."""
 
 
-def spoken(tokenizer: Any, stop_ids: Sequence[int], drawn: Completion) -> str:
-    """A completion's text without the token that ended it. Where there is a template, other special tokens may be the
-    marks of tool calls and reasoning, and stay."""
+def completion_text(tokenizer: Any, stop_ids: Sequence[int], drawn: Completion) -> str:
+    """A completion's text without the token that ended it. With a chat template other special tokens stay: they may
+    mark tool calls and reasoning."""
     tokens = drawn.token_ids.tolist()
     inner = getattr(tokenizer, "inner", None)
     if inner is None or getattr(inner, "chat_template", None) is None:
@@ -72,7 +72,7 @@ def spoken(tokenizer: Any, stop_ids: Sequence[int], drawn: Completion) -> str:
     return inner.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
 
 
-class _Asked(msgspec.Struct):
+class _EngineRequest(msgspec.Struct):
     """One request, ready for the engine."""
 
     episode: Recorded
@@ -88,9 +88,9 @@ class _Asked(msgspec.Struct):
         default_factory=lambda: {"id": f"cmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": MODEL}
     )
 
-    def said(self, drawn: Completion) -> str:
-        """The text so far: without a character that is not complete, and without the request's own stop strings."""
-        text = spoken(self.tokenizer, self.sampling.stop_ids, drawn)
+    def text_so_far(self, drawn: Completion) -> str:
+        """The text so far, without an incomplete character and without the request's stop strings."""
+        text = completion_text(self.tokenizer, self.sampling.stop_ids, drawn)
         ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         text = text[: min(ends)] if ends else text
         return text.rstrip("\ufffd") if drawn.ending != "stop" else text
@@ -117,7 +117,7 @@ class _Server(uvicorn.Server):
 
 
 class Endpoint:
-    """Serves on a port of its own, on the loop that `run` runs on."""
+    """Serves on its own port, on the event loop of `run`."""
 
     def __init__(
         self,
@@ -165,13 +165,13 @@ class Endpoint:
         self._server.should_exit = True
 
     def open(self) -> tuple[str, Recorded]:
-        """A key, and what will be recorded of the calls that are made with it."""
+        """Returns a new key, and the record of the calls made with it."""
         key, recorded = f"sk-{secrets.token_urlsafe(24)}", Recorded()
         self._episodes[key] = recorded
         return key, recorded
 
     def finish(self, key: str) -> None:
-        """The episode is over: the key opens nothing any more."""
+        """Ends the episode: its key is invalid from now on."""
         self._episodes.pop(key).closed = True
 
     def _has_credential(self, url: bytes, headers: list[tuple[bytes, bytes]]) -> bool:
@@ -196,22 +196,24 @@ class Endpoint:
         tools = body.get("tools") or []
         if self._chat is not None:
             messages = [_incoming(message) for message in messages]
-        text, ids = self._goes_on(episode, messages, tools) or self._begins(episode, messages, tools)
-        call = self._asked(request, episode, text, ids, body)
+        text, ids = self._continued(episode, messages, tools) or self._opened(episode, messages, tools)
+        call = self._engine_request(request, episode, text, ids, body)
         if self._chat is not None:
             call.messages, call.tools = messages, tools
 
-        def message(said: str) -> ChatMessage:
-            return _outgoing(assistant_message(said)) if self._chat is not None else _assistant(said)
+        def message(text: str) -> ChatMessage:
+            return _outgoing(assistant_message(text)) if self._chat is not None else _assistant(text)
 
         if body.get("stream"):
             return _stream(self._chat_chunks(call, message))
         drawn = await self._completed(call)
-        said = message(call.said(drawn))
-        choice = {"index": 0, "message": said, "finish_reason": _chat_reason(said, drawn)}
+        answer = message(call.text_so_far(drawn))
+        choice = {"index": 0, "message": answer, "finish_reason": _chat_reason(answer, drawn)}
         return JSONResponse({"object": "chat.completion", "choices": [choice]} | call.head | call.usage(drawn))
 
-    async def _chat_chunks(self, call: _Asked, message: Callable[[str], ChatMessage]) -> AsyncIterator[dict[str, Any]]:
+    async def _chat_chunks(
+        self, call: _EngineRequest, message: Callable[[str], ChatMessage]
+    ) -> AsyncIterator[dict[str, Any]]:
         head = {"object": "chat.completion.chunk"} | call.head
 
         def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
@@ -220,22 +222,22 @@ class Endpoint:
         yield chunk(_assistant(""))
         sent, drawn = "", None
         async for drawn in self._drawn(call):
-            text = call.said(drawn)
+            text = call.text_so_far(drawn)
             if (sure := text if self._chat is None else _before_markup(text)).startswith(sent) and len(sure) > len(
                 sent
             ):
                 yield chunk({"content": sure[len(sent) :]})
                 sent = sure
         assert drawn is not None
-        said = message(call.said(drawn))
-        rest = {name: value for name, value in said.items() if name not in ("role", "content")}
+        answer = message(call.text_so_far(drawn))
+        rest = {name: value for name, value in answer.items() if name not in ("role", "content")}
         for number, tool_call in enumerate(rest.get("tool_calls", ())):
             tool_call["index"] = number
-        if said["content"].startswith(sent) and len(said["content"]) > len(sent):
-            rest["content"] = said["content"][len(sent) :]
+        if answer["content"].startswith(sent) and len(answer["content"]) > len(sent):
+            rest["content"] = answer["content"][len(sent) :]
         if rest:
             yield chunk(rest)
-        yield chunk({}, _chat_reason(said, drawn)) | call.usage(drawn)
+        yield chunk({}, _chat_reason(answer, drawn)) | call.usage(drawn)
 
     async def _completions(self, request: Request) -> Response:
         episode, body = self._episode(request), await _body(request)
@@ -247,18 +249,18 @@ class Endpoint:
             text, ids = prompt, self._ids(episode, prompt)
         else:
             raise _Refused(400, "'prompt' must be a text or a list of token ids")
-        call = self._asked(request, episode, text, ids, body)
+        call = self._engine_request(request, episode, text, ids, body)
         if body.get("stream"):
             return _stream(self._text_chunks(call))
         drawn = await self._completed(call)
-        choice = {"index": 0, "text": call.said(drawn), "finish_reason": _reason(drawn)}
+        choice = {"index": 0, "text": call.text_so_far(drawn), "finish_reason": _reason(drawn)}
         return JSONResponse({"object": "text_completion", "choices": [choice]} | call.head | call.usage(drawn))
 
-    async def _text_chunks(self, call: _Asked) -> AsyncIterator[dict[str, Any]]:
+    async def _text_chunks(self, call: _EngineRequest) -> AsyncIterator[dict[str, Any]]:
         head = {"object": "text_completion"} | call.head
         sent, drawn = "", None
         async for drawn in self._drawn(call):
-            if len(text := call.said(drawn)) > len(sent):
+            if len(text := call.text_so_far(drawn)) > len(sent):
                 yield head | {"choices": [{"index": 0, "text": text[len(sent) :], "finish_reason": None}]}
                 sent = text
         assert drawn is not None
@@ -270,7 +272,7 @@ class Endpoint:
         params = body.get("sampling_params") or {}
         if not isinstance(params, dict):
             raise _Refused(400, "'sampling_params' must be an object")
-        drawn = await self._completed(self._asked(request, episode, self._tokenizer.decode(ids), ids, params))
+        drawn = await self._completed(self._engine_request(request, episode, self._tokenizer.decode(ids), ids, params))
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
         reason = _reason(drawn)
@@ -283,10 +285,10 @@ class Endpoint:
             raise _Refused(400, f"'{field}' must be a list of token ids below {size}")
         return ids
 
-    def _begins(
+    def _opened(
         self, episode: Recorded, messages: Sequence[ChatMessage], tools: Sequence[Any]
     ) -> tuple[str, list[int]]:
-        """The text of a conversation, and its tokens."""
+        """The text and tokens of a new conversation."""
         if self._chat is None:
             text = "".join(str(_incoming(message)["content"]) for message in messages)
         else:
@@ -296,36 +298,36 @@ class Endpoint:
                 raise _Refused(400, str(error)) from error
         return text, self._ids(episode, text)
 
-    def _goes_on(
+    def _continued(
         self, episode: Recorded, messages: list[ChatMessage], tools: list[Any]
     ) -> tuple[str, list[int]] | None:
-        """The same for one that goes on from an earlier call by the message that was its answer, whichever way the
-        template would write that: it stays as it was drawn."""
+        """The text and tokens of a conversation that continues an earlier call with that call's answer as a message.
+        The answer keeps its generated tokens, even if the template would write it differently."""
         if self._chat is None:
             return None
         chat = self._chat.with_tools(tools)
         for call in sorted(episode.calls, key=lambda call: -len(call.messages)):
-            known = len(call.messages)
-            if not known or call.tools != tools or messages[:known] != call.messages or len(messages) == known:
+            shared = len(call.messages)
+            if not shared or call.tools != tools or messages[:shared] != call.messages or len(messages) == shared:
                 continue
             drawn = self._written(call.drawn)
-            said = spoken(self._tokenizer, self._sampling.stop_ids, call.drawn)
-            if _facts(messages[known]) != _facts(_incoming(_outgoing(assistant_message(said)))):
+            answer = completion_text(self._tokenizer, self._sampling.stop_ids, call.drawn)
+            if _normalized(messages[shared]) != _normalized(_incoming(_outgoing(assistant_message(answer)))):
                 continue
             context = call.text.removesuffix(drawn)
-            added = chat.continuation(call.messages, context, drawn, messages[known + 1 :])
+            added = chat.continuation(call.messages, context, drawn, messages[shared + 1 :])
             if added is not None:
                 ids = [*call.context, *call.drawn.token_ids.tolist(), *self._encoded(added)]
                 return call.text + added, ids
         return None
 
     def _written(self, drawn: Completion) -> str:
-        """With its special tokens."""
+        """The text of a completion, with special tokens."""
         inner, tokens = getattr(self._tokenizer, "inner", None), drawn.token_ids.tolist()
         return inner.decode(tokens, skip_special_tokens=False) if inner else self._tokenizer.decode(tokens)
 
     def _ids(self, episode: Recorded, text: str) -> list[int]:
-        """The tokens of a request: those of the earlier call that it goes on from, and what is new."""
+        """The tokens of a request: those of the earlier call that it continues, and the new ones."""
         for call in sorted(episode.calls, key=lambda call: -len(call.text)):
             if text.startswith(call.text):
                 return [*call.context, *call.drawn.token_ids.tolist(), *self._encoded(text[len(call.text) :])]
@@ -336,15 +338,17 @@ class Endpoint:
         try:
             return self._tokenizer.encode(text)
         except (PenstockError, ValueError) as error:
-            raise _Refused(400, f"the model's tokenizer cannot write this text: {error}") from error
+            raise _Refused(400, f"the model's tokenizer cannot encode this text: {error}") from error
 
-    def _asked(self, request: Request, episode: Recorded, text: str, ids: list[int], body: dict[str, Any]) -> _Asked:
-        """What is to be drawn for a request; refused if it cannot be."""
+    def _engine_request(
+        self, request: Request, episode: Recorded, text: str, ids: list[int], body: dict[str, Any]
+    ) -> _EngineRequest:
+        """Checks a request and converts it for the engine; raises `_Refused`."""
         if body.get("n") not in (None, 1):
             raise _Refused(400, "one completion per call: 'n' must be 1")
         most = body.get("max_completion_tokens") or body.get("max_tokens") or self._sampling.max_new_tokens
         if not isinstance(most, int) or most < 1:
-            raise _Refused(400, "the number of tokens must be a whole number above 0")
+            raise _Refused(400, "the number of tokens must be an integer above 0")
         stops = body.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
         if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
@@ -360,53 +364,53 @@ class Endpoint:
             )
         sampling = msgspec.structs.replace(self._sampling, max_new_tokens=count)
         session = request.headers.get("x-session-id", "")
-        return _Asked(episode, text, ids, sampling, session, tuple(stops), self._tokenizer)
+        return _EngineRequest(episode, text, ids, sampling, session, tuple(stops), self._tokenizer)
 
-    async def _completed(self, asked: _Asked) -> Completion:
-        return [drawn async for drawn in self._drawn(asked, whole=True)][-1]
+    async def _completed(self, call: _EngineRequest) -> Completion:
+        return [drawn async for drawn in self._drawn(call, whole=True)][-1]
 
-    async def _drawn(self, asked: _Asked, *, whole: bool = False) -> AsyncIterator[Completion]:
-        """The completion as it grows, or only the `whole` of it; recorded at its end, and also if the agent breaks off:
-        it has seen what was drawn so far.
+    async def _drawn(self, call: _EngineRequest, *, whole: bool = False) -> AsyncIterator[Completion]:
+        """Yields the completion as it grows, or only the `whole` of it. It is recorded at its end, and also if the
+        agent disconnects, since the agent has seen the tokens so far.
 
-        An engine answers whole requests. A stream is several, each going on from the last; they share its cache.
+        An engine answers whole requests: a stream is several requests, each continuing the last with the same cache.
         """
-        episode, sampling, key = asked.episode, asked.sampling, None if whole else object()
+        episode, sampling, key = call.episode, call.sampling, None if whole else object()
         left, piece = sampling.max_new_tokens, sampling.max_new_tokens if whole else 1
         drawn: Completion | None = None
         recorded = False
         try:
             while True:
-                context = asked.ids if drawn is None else [*asked.ids, *drawn.token_ids.tolist()]
-                wanted = msgspec.structs.replace(sampling, max_new_tokens=min(piece, left))
+                context = call.ids if drawn is None else [*call.ids, *drawn.token_ids.tolist()]
+                piece_sampling = msgspec.structs.replace(sampling, max_new_tokens=min(piece, left))
                 try:
-                    more = await self._engine.complete(context, wanted, cache_key=key)
+                    more = await self._engine.complete(context, piece_sampling, cache_key=key)
                 except PenstockError as error:
                     episode.failure = str(error)
                     raise _Refused(503, str(error)) from error
                 if more.ending == "interrupted":
                     episode.interrupted = True
-                    raise _Refused(503, "the worker was interrupted; the episode will be begun again")
+                    raise _Refused(503, "the worker was interrupted; the episode will be restarted")
                 if episode.closed:
-                    raise _Refused(401, "the episode is over")
-                drawn = cut_at(self._tokenizer, [*self._stop_strings, *asked.stops], joined(drawn, more))
+                    raise _Refused(401, "the episode has ended")
+                drawn = cut_at(self._tokenizer, [*self._stop_strings, *call.stops], joined(drawn, more))
                 left = sampling.max_new_tokens - len(drawn.token_ids)
                 piece = min(2 * piece, STREAMED_TOKENS)
-                if over := drawn.ending == "stop" or not left:
+                if done := drawn.ending == "stop" or not left:
                     recorded = True
-                    self._record(asked, drawn)
+                    self._record(call, drawn)
                 yield drawn
-                if over:
+                if done:
                     return
         finally:
             if drawn is not None and not recorded and not episode.closed:
-                self._record(asked, drawn)
+                self._record(call, drawn)
             if key is not None:
                 self._engine.forget(key)
 
-    def _record(self, asked: _Asked, drawn: Completion) -> None:
-        text = asked.text + self._written(drawn)
-        asked.episode.calls.append(Call(asked.ids, drawn, text, asked.session, asked.messages, asked.tools))
+    def _record(self, call: _EngineRequest, drawn: Completion) -> None:
+        text = call.text + self._written(drawn)
+        call.episode.calls.append(Call(call.ids, drawn, text, call.session, call.messages, call.tools))
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -414,7 +418,7 @@ async def _body(request: Request) -> dict[str, Any]:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise _Refused(413, f"a request has at most {MAX_BODY_BYTES} bytes")
+            raise _Refused(413, f"a request may have at most {MAX_BODY_BYTES} bytes")
     try:
         found = json.loads(bytes(body))
     except ValueError as error:
@@ -430,7 +434,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _stream(chunks: AsyncIterator[dict[str, Any]]) -> Response:
-    """Server-sent events. What goes wrong after the first is an event too; clients raise it."""
+    """Server-sent events. An error after the first event is sent as an event too; clients raise it."""
 
     async def lines() -> AsyncIterator[str]:
         async with contextlib.aclosing(chunks):  # type: ignore[type-var]
@@ -445,7 +449,7 @@ def _stream(chunks: AsyncIterator[dict[str, Any]]) -> Response:
 
 
 def _before_markup(text: str) -> str:
-    """What of an unfinished completion is certainly said: nothing from a mark of reasoning or of a tool call on."""
+    """The certain content of an unfinished completion: the text before a mark of reasoning or of a tool call."""
     if text.lstrip()[:1] in ("{", "<", "["):  # a mark, or the beginning of one
         return ""
     ends = [at for mark in MARKUP if (at := text.find(mark)) >= 0]
@@ -465,7 +469,7 @@ def _assistant(text: str) -> ChatMessage:
 
 
 def _outgoing(message: ChatMessage) -> ChatMessage:
-    """Arguments of tool calls are texts on the wire."""
+    """Encodes the arguments of tool calls as JSON strings, as clients expect."""
     calls = [
         call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
@@ -473,15 +477,15 @@ def _outgoing(message: ChatMessage) -> ChatMessage:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _facts(message: ChatMessage) -> list[Any]:
-    """What makes two messages the same, however a client has put them together."""
+def _normalized(message: ChatMessage) -> list[Any]:
+    """The parts that decide whether two messages are equal, independent of the client's formatting."""
     calls = [(call["function"].get("name"), call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-    said = (message.get("content") or "").strip()
-    return [message.get("role"), said, message.get("reasoning_content") or None, calls]
+    content = (message.get("content") or "").strip()
+    return [message.get("role"), content, message.get("reasoning_content") or None, calls]
 
 
 def _incoming(message: Any) -> ChatMessage:
-    """As chat templates take it: arguments as objects, contents as texts."""
+    """Converts a client's message for chat templates: arguments as objects, contents as texts."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _Refused(400, "a message is an object with a 'role' and a 'content'")
     content = message.get("content")

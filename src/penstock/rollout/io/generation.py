@@ -1,7 +1,7 @@
-"""A worker's engine and generation loop as the device pool sees them: put to sleep and woken by order.
+"""A worker's engine and generation loop under the orders of the device pool: sleep and wake.
 
-Generation runs only between a wake and a sleep, each time in a runner of its own. Asleep, the worker holds no lease, no
-device memory, and takes no new weights; before it generates again it has loaded the newest ones, verified.
+Generation runs only between a wake and a sleep, each time in a new runner. Asleep, the worker holds no lease and no
+device memory, and loads no weights. Before it generates again, it loads and verifies the newest weights.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from penstock.weights.replica import ReplicaState
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.01
+POLL_EVERY_S = 0.01
 ENGINE_S = 60.0
 
 
 class GenerationLoop(Protocol):
-    """What generates between a wake and a sleep: one process, or several ranks."""
+    """The loop that generates between a wake and a sleep: one process, or several ranks."""
 
     async def run(self) -> str: ...
 
@@ -39,7 +39,7 @@ class GenerationLoop(Protocol):
 
 
 class Generation:
-    """Obeys the order executor; says when generation is over for good."""
+    """Executes the orders of the order executor; `over` waits for the permanent end of generation."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Generation:
         make_runner: Callable[[], GenerationLoop],
         tasks: Tasks,
         progressed: Callable[[str], None],
-        stand_on: Callable[[tuple[DeviceId, ...]], None] = lambda devices: None,
+        set_devices: Callable[[tuple[DeviceId, ...]], None] = lambda devices: None,
     ) -> None:
-        """`stand_on` hears which devices the worker was given, before the engine occupies them."""
-        self._stand_on = stand_on
+        """`set_devices` is called with the worker's devices before the engine occupies them."""
+        self._set_devices = set_devices
         self._engine = engine
         self._controller = controller
         self._make_runner = make_runner
@@ -63,17 +63,17 @@ class Generation:
         self._awake = asyncio.Event()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.updating: Callable[[], bool] = lambda: False
-        """Whether an update of the engine is under way; set by the maker of the updater."""
+        """Whether an update of the engine is in progress; set by the creator of the updater."""
         self.may_serve: Callable[[], bool] = lambda: True
-        """Whether the engine's own memory was verified; set by the maker of the updater. A failed write in place leaves
-        an engine that is named after a version which it does not hold."""
+        """Whether the engine's memory was verified; set by the creator of the updater. After a failed write in place,
+        the engine does not hold the version that it reports."""
 
     async def over(self) -> str:
         """Waits for the end of generation: prompts exhausted, training complete, or `stop`."""
         return await self._ended
 
     def stop(self, reason: str) -> None:
-        """Ends generation for good, within the runner's own bounds."""
+        """Ends generation permanently, within the runner's time limits."""
         self._stopping = True
         if self._runner is not None:
             self._runner.stop(reason)
@@ -98,7 +98,7 @@ class Generation:
 
     async def wake(self, devices: tuple[DeviceId, ...]) -> None:
         self._progressed(f"waking on devices {list(devices)}")
-        self._stand_on(devices)
+        self._set_devices(devices)
         await self._engine.occupy(devices, ENGINE_S)
         self._awake.set()
 
@@ -109,7 +109,7 @@ class Generation:
             if self._engine.digest and newest is None and self.may_serve():
                 return Version(self._engine.version)
             self._progressed("waiting for weights")
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
 
     async def publish(self, version: Version) -> None:
         await self._controller.report(ReplicaReport(ReplicaState.SERVING, version, self._engine.digest))
@@ -136,8 +136,8 @@ class Generation:
         await self.drain()
 
     async def release(self) -> None:
-        while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each within its own deadline
-            await asyncio.sleep(LOOK_EVERY_S)
+        while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each with a deadline
+            await asyncio.sleep(POLL_EVERY_S)
         await self._engine.vacate(ENGINE_S)
 
     async def verify_released(self) -> None:

@@ -1,4 +1,4 @@
-"""gymnasium policies: play one episode per sample, all episodes of a batch side by side."""
+"""gymnasium policies: plays one episode per sample, all episodes of a batch in parallel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GymnasiumWorkload:
     """One episode per sample; the reward is its undiscounted return."""
 
     def __init__(self, environment: GymnasiumEnvironment, engine: PolicyEngine, *, greedy: bool = False) -> None:
-        """`greedy` takes the likeliest action instead of drawing one."""
+        """`greedy` takes the most likely action instead of sampling one."""
         self.environment = environment
         self.engine = engine
         self.greedy = greedy
@@ -79,7 +79,7 @@ class GymnasiumWorkload:
 
 
 class _Recording:
-    """Steps of all episodes as they happened; cut into episodes once, at the end."""
+    """Steps of all episodes in time order; split into episodes once, at the end."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows

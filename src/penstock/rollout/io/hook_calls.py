@@ -1,7 +1,7 @@
-"""Calls the hooks, on whatever thread the runner chose, and sorts out what they raise.
+"""Calls the hooks, on the thread that the runner chose, and classifies their errors.
 
-Every ticket given to a call is reported exactly once, by an event; an error of the worker itself is
-reported instead, and ends the run.
+Every ticket passed to a call is reported exactly once, by an event. An error of the worker itself is posted instead
+and ends the run.
 """
 
 from __future__ import annotations
@@ -27,59 +27,59 @@ from penstock.runtime.clock import monotonic
 
 logger = logging.getLogger(__name__)
 
-TELL_EVERY_S = 0.002
-"""Leases that take less than this are reported together: waking the loop for each would cost more than the work."""
+POST_EVERY_S = 0.002
+"""Leases that take less than this are posted together: waking the loop for each would cost more than the work."""
 
 ERROR_CHARACTERS = 2000
-"""Of a traceback, kept in a failed sample's record: its end says what happened."""
+"""Kept of a traceback in a failed sample's record, from its end."""
 
 
 class Store(Protocol):
-    """Where finished samples wait for the trainer."""
+    """Stores finished samples until the trainer fetches them."""
 
     def write(self, arrays: Arrays) -> PayloadRef:
-        """Blocks while there is no room: that is the backpressure. Called on the postprocessing thread."""
+        """Blocks while there is no room (backpressure). Called on the postprocessing thread."""
         ...
 
     def discard(self, payloads: Sequence[PayloadRef]) -> object:
-        """Frees payloads that will not be reported. Once more does no harm. Any thread."""
+        """Frees payloads that will not be reported. Idempotent. Any thread."""
         ...
 
 
 class Versioned(Protocol):
-    """The engine, where only the version that it serves is looked at."""
+    """The engine, reduced to the version that it serves."""
 
     @property
     def version(self) -> int: ...
 
 
 class Evaluating(msgspec.Struct, frozen=True):
-    """How leases of an evaluation are made: by hooks of their own, so that nothing of it touches training samples."""
+    """Hooks for leases of an evaluation: separate ones, so that an evaluation cannot affect training samples."""
 
     workload: Workload[Any, Any, Any]
     serving: Versioned
     keep: Callable[[PromptLease, int, Finished], None] = lambda lease, member, outcome: None
-    """Sees every sample, on the postprocessing thread: for people to read."""
+    """Called with every sample, on the postprocessing thread, to log it for users."""
 
 
-class Later(Protocol):
-    """Calls something on the postprocessing thread, soon; once that is closed, never."""
+class Defer(Protocol):
+    """Submits a call to the postprocessing thread; does nothing once that thread is closed."""
 
     def __call__(self, function: Callable[..., None], *arguments: Any) -> None: ...
 
 
 class Post(Protocol):
-    """Tells the loop something, from any thread."""
+    """Posts events or errors to the loop, from any thread."""
 
     def __call__(self, *events: flow.Event | BaseException) -> None: ...
 
 
 _Scoring = tuple[flow.Ticket, "Future[Any]", float]
-"""A lease whose rewards are being computed, its outcomes to be, and when its postprocessing began."""
+"""A lease whose rewards are being computed, the future of its outcomes, and when its postprocessing began."""
 
 
 class Work(msgspec.Struct):
-    """What is kept of one lease: the machine knows where it is, this is what it is."""
+    """Data of one lease; the state machine tracks its stage."""
 
     lease: PromptLease
     leased_at: float
@@ -89,26 +89,26 @@ class Work(msgspec.Struct):
     failures: list[FailedRollout] = []
     scores: list[Score] = []
     served: Version = Version(0)
-    """What the engine served when it had been generated."""
+    """Version that the engine served when generation ended."""
     lease_s: float = 0.0
     prepare_s: float = 0.0
     generate_s: float = 0.0
     waited_s: float = 0.0
 
     def fail(self, hook: str, error: str, *, poison: bool = False) -> None:
-        """All samples of the lease failed for one reason."""
+        """Marks all samples of the lease as failed for one reason."""
         self.rollouts, self.scores = [], []
         self.failures = [failed_rollout(sample, hook, error, poison) for sample in self.lease.samples]
         self.prepared = self.generated = None
 
 
 def is_infrastructure_error(error: BaseException) -> bool:
-    """A lost engine, a broken reward function, an exit are no lease's fault."""
+    """Whether an error is not attributed to a lease: a lost engine, a broken reward function, an exit."""
     return not isinstance(error, Exception) or isinstance(error, PeerLost | RunFailed)
 
 
 class HookCalls:
-    """The five hooks of one workload, with their outcomes turned into events for the prefetch machine."""
+    """Calls the five hooks of one workload and turns their outcomes into events for the prefetch machine."""
 
     def __init__(
         self,
@@ -118,18 +118,18 @@ class HookCalls:
         works: dict[flow.Ticket, Work],
         post: Post,
         count: Callable[[str, float], None],
-        tell: Callable[[trace.Trace], None],
+        record: Callable[[trace.Trace], None],
         progressed: Callable[[str], None],
         ends_the_run: Callable[[BaseException], bool] = is_infrastructure_error,
         evaluating: Evaluating | None = None,
-        later: Later | None = None,
+        defer: Defer | None = None,
     ) -> None:
-        """`ends_the_run` says which errors are not a lease's: they are posted as they are, instead of an event.
+        """`ends_the_run` selects the errors that are not attributed to a lease: they are posted instead of an event.
 
-        `later` calls something on the postprocessing thread: what is left to do when a lease's rewards have come.
-        Without it the rewards of all leases of one call are waited for there.
+        `defer` resumes a lease on the postprocessing thread when its rewards have arrived. Without it, that thread
+        waits for the rewards of all leases of one call.
         """
-        self._later = later
+        self._defer = defer
         self._ends_the_run = ends_the_run
         self._workload = workload
         self._evaluating = evaluating
@@ -137,28 +137,28 @@ class HookCalls:
         self._works = works
         self._post = post
         self._count = count
-        self._tell = tell
+        self._record = record
         self._progressed = progressed
         self.deliver_s = 0.0
-        """What the last delivery took, for the samples of the next."""
+        """Duration of the last delivery, for the samples of the next."""
 
     def prepare(self, tickets: Sequence[flow.Ticket]) -> None:
         self._each(tickets, "prepare", self._prepare_one)
 
     def postprocess(self, tickets: Sequence[flow.Ticket]) -> None:
         waiting: list[_Scoring] = []
-        wait_for = waiting.append if self._later is None else self._come_back
+        wait_for = waiting.append if self._defer is None else self._resume_when_scored
         self._each(tickets, "postprocess", lambda ticket, work: self._postprocess_one(ticket, work, wait_for))
         for scoring in waiting:
             wait([scoring[1]])
-            self._scores_came(*scoring)
+            self._on_scored(*scoring)
 
-    def _come_back(self, scoring: _Scoring) -> None:
-        later = self._later
-        assert later is not None
-        scoring[1].add_done_callback(lambda _: later(self._scores_came, *scoring))
+    def _resume_when_scored(self, scoring: _Scoring) -> None:
+        defer = self._defer
+        assert defer is not None
+        scoring[1].add_done_callback(lambda _: defer(self._on_scored, *scoring))
 
-    def _scores_came(self, ticket: flow.Ticket, scored: Future[Any], began: float) -> None:
+    def _on_scored(self, ticket: flow.Ticket, scored: Future[Any], began: float) -> None:
         self._each([ticket], "postprocess", lambda ticket, work: self._conclude(ticket, work, scored.result(), began))
 
     def _each(
@@ -167,11 +167,11 @@ class HookCalls:
         hook: str,
         call: Callable[[flow.Ticket, Work], flow.Event | None],
     ) -> None:
-        told_at = monotonic()
+        posted_at = monotonic()
         ended: list[flow.Event] = []
         for ticket in tickets:
             work = self._works.get(ticket)
-            if work is None:  # given back in the meantime
+            if work is None:  # returned in the meantime
                 continue
             self._progressed(hook)
             try:
@@ -184,17 +184,17 @@ class HookCalls:
                 work.fail(hook, _text(error))
                 preparing = hook == "prepare"
                 ended.append(flow.PrepareEnded(ticket, failed=True) if preparing else flow.PostprocessEnded(ticket))
-            if monotonic() - told_at >= TELL_EVERY_S:
+            if monotonic() - posted_at >= POST_EVERY_S:
                 self._post(*ended)
                 ended.clear()
-                told_at = monotonic()
+                posted_at = monotonic()
         self._post(*ended)
 
     def _hooks_of(self, lease: PromptLease) -> Workload[Any, Any, Any]:
         if lease.evaluation is None:
             return self._workload
         if self._evaluating is None:
-            raise LocalProtocolError("an evaluation was leased to a worker whose configuration has none")
+            raise LocalProtocolError("this worker was leased an evaluation, but its configuration has none")
         return self._evaluating.workload
 
     def _prepare_one(self, ticket: flow.Ticket, work: Work) -> flow.Event:
@@ -216,7 +216,7 @@ class HookCalls:
         if not isinstance(outcomes, Future):
             return self._conclude(ticket, work, outcomes, started)
         wait_for((ticket, outcomes, started))
-        return None if self._later is None else flow.ScoringBegan(ticket)
+        return None if self._defer is None else flow.ScoringBegan(ticket)
 
     def _conclude(self, ticket: flow.Ticket, work: Work, outcomes: Sequence[Outcome], started: float) -> flow.Event:
         if len(outcomes) != len(work.lease.samples):
@@ -224,15 +224,15 @@ class HookCalls:
                 f"postprocess must return one outcome per sample: expected {len(work.lease.samples)}, "
                 f"found {len(outcomes)}"
             )
-        self._keep(work, outcomes, started)
+        self._record_outcomes(work, outcomes, started)
         work.prepared = work.generated = None
-        if ticket not in self._works:  # given back in the meantime
+        if ticket not in self._works:  # returned in the meantime
             self.drop(work)
         self._count("postprocess_s", monotonic() - started)
         return flow.PostprocessEnded(ticket)
 
     def drop(self, work: Work) -> None:
-        """Its samples will not be reported: their payloads have no reader."""
+        """Discards the payloads of a lease whose samples will not be reported."""
         payloads, work.rollouts = [rollout.payload for rollout in work.rollouts], []
         if payloads:
             self._store.discard(payloads)
@@ -254,7 +254,7 @@ class HookCalls:
             self._raised(batch, works, hook, error, started)
 
     async def generate_awaiting(self, batch: int, tickets: Sequence[flow.Ticket]) -> None:
-        """For a workload with `async def generate`: on the loop, many at once."""
+        """For a workload with `async def generate`: on the loop, many concurrently."""
         works = self._entered(batch, tickets)
         if not works:
             return
@@ -272,7 +272,7 @@ class HookCalls:
             self._raised(batch, works, hook, error, started)
 
     def _entered(self, batch: int, tickets: Sequence[flow.Ticket]) -> list[Work]:
-        """What there is to generate. A batch that was given back before its turn came has ended with that."""
+        """The leases to generate. Ends the batch at once if all of them were returned before its turn."""
         works = [work for ticket in tickets if (work := self._works.get(ticket)) is not None]
         if not works:
             self._post(flow.GenerateEnded(batch, failed=True))
@@ -283,7 +283,7 @@ class HookCalls:
             samples += len(work.lease.samples)
             work.waited_s = max(0.0, now - work.leased_at - work.prepare_s)
         self._progressed(f"generate {samples} samples")
-        self._tell(trace.GenerateEntered(now, batch, len(works), samples))
+        self._record(trace.GenerateEntered(now, batch, len(works), samples))
         return works
 
     def _left(self, batch: int, works: Sequence[Work], generated: Any, started: float) -> None:
@@ -298,13 +298,13 @@ class HookCalls:
             work.generate_s = now - started
         self._count("batches", 1)
         self._count("generate_s", now - started)
-        self._tell(trace.GenerateLeft(now, batch, now - started))
+        self._record(trace.GenerateLeft(now, batch, now - started))
         sizes = tuple(held_bytes(work.prepared) + held_bytes(work.generated) for work in works)
         self._post(flow.GenerateEnded(batch, sizes))
 
     def _raised(self, batch: int, works: Sequence[Work], hook: str, error: BaseException, started: float) -> None:
         now = monotonic()
-        self._tell(trace.GenerateLeft(now, batch, now - started, f"{hook}: {type(error).__name__}: {error}"))
+        self._record(trace.GenerateLeft(now, batch, now - started, f"{hook}: {type(error).__name__}: {error}"))
         if self._ends_the_run(error):
             self._post(_as_failure(hook, error))
             return
@@ -314,12 +314,12 @@ class HookCalls:
             works[0].fail(hook, _text(error))
         self._post(flow.GenerateEnded(batch, failed=True))
 
-    def _keep(self, work: Work, outcomes: Sequence[Outcome], started: float) -> None:
-        """Writes the bulk of each sample and notes what is to be reported."""
+    def _record_outcomes(self, work: Work, outcomes: Sequence[Outcome], started: float) -> None:
+        """Stores the arrays of each sample and records the outcomes to deliver."""
         work.rollouts, work.failures, work.scores = [], [], []
         try:
-            plain = map(_plain, outcomes)
-            for sample, member, outcome in zip(work.lease.samples, work.lease.members, plain, strict=True):
+            normalized = map(_normalized, outcomes)
+            for sample, member, outcome in zip(work.lease.samples, work.lease.members, normalized, strict=True):
                 if isinstance(outcome, Failed):
                     work.failures.append(failed_rollout(sample, "postprocess", outcome.error, outcome.poison))
                 elif work.lease.evaluation is not None:
@@ -331,7 +331,7 @@ class HookCalls:
             raise
 
     def _scored(self, work: Work, sample: SampleId, member: int, outcome: Finished) -> Score:
-        """A sample of an evaluation: nothing of it is kept but what is counted, and what people may read."""
+        """A sample of an evaluation: only its score is reported, and it is logged for users."""
         assert self._evaluating is not None
         self._evaluating.keep(work.lease, member, outcome)
         self._count("evaluated_samples", 1)
@@ -369,8 +369,8 @@ class HookCalls:
         )
 
 
-def _plain(outcome: Outcome) -> Outcome:
-    """Numbers as the wire takes them: hooks may well give numpy's. A reward that is none fails its sample alone."""
+def _normalized(outcome: Outcome) -> Outcome:
+    """Converts numpy numbers to Python's for the wire. A reward that is not finite fails only its own sample."""
     if isinstance(outcome, Failed):
         return outcome
     reward = float(outcome.reward)
@@ -385,7 +385,7 @@ def failed_rollout(sample: SampleId, hook: str, error: str, poison: bool) -> Fai
 
 
 def _as_failure(hook: str, error: BaseException) -> Exception:
-    """An exit that a hook asked for would end the process without a word, and `sys.exit(0)` as if all were well."""
+    """Turns an exit in a hook into RunFailed: it would end the process silently, with `sys.exit(0)` as a success."""
     if isinstance(error, Exception):
         return error
     failure = RunFailed(f"{hook} raised {type(error).__name__}: {error}; a hook must not end the process, let it raise")

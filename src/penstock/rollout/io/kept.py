@@ -1,7 +1,7 @@
-"""Unfinished episodes on disk, so that the tokens of a drained worker are not drawn again.
+"""Unfinished episodes on disk, so that the tokens of a drained worker are not generated again.
 
-What is kept is bounded in age and bytes, and goes when its tokens are too old to be trained: a worker that leaves often
-must not fill the disk.
+Age and total bytes are bounded, and episodes too stale to be trained are removed: a worker that leaves often must not
+fill the disk.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pathlib import Path
 from penstock.errors import RemoteProtocolError
 from penstock.rollout.episode import Episode
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 PRUNE_EVERY_S = 10.0
 
 
 class KeptEpisodes:
-    """Episodes by prompt, attempt and member. Each is taken at most once, by the first worker that asks."""
+    """Episodes by prompt, attempt and member. Each is taken at most once, by the first worker that requests it."""
 
     def __init__(self, directory: Path, *, max_bytes: int = 256 << 20, max_age_s: float = 3600.0) -> None:
         self.directory = directory
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._looked_at = self._pruned_at = float("-inf")
+        self._checked_at = self._pruned_at = float("-inf")
         self._pruned_below = 0
         self._bytes = 0
-        """Found at the last look, and written since."""
+        """Found at the last prune, and written since."""
         self._empty = True
         directory.mkdir(parents=True, exist_ok=True)
 
     def keep(self, prompt: int, attempt: int, member: int, episode: Episode) -> None:
-        """Replaces what was kept for the same member; appears whole or not at all."""
+        """Stores an episode atomically; replaces the one of the same member."""
         body = episode.to_bytes()
         path = self._path(prompt, attempt, member)
         writing = path.with_suffix(f".{os.getpid()}.part")
@@ -45,7 +45,7 @@ class KeptEpisodes:
             self.prune(self._pruned_below)
 
     def take(self, prompt: int, attempt: int, member: int, *, min_version: int = 0) -> Episode | None:
-        """The kept episode, now the caller's; None if there is none, or it is too old to be trained any more."""
+        """Removes and returns the kept episode; None if there is none, or it is too stale to be trained."""
         if self._is_empty():
             return None
         if min_version > self._pruned_below and time.monotonic() - self._pruned_at >= PRUNE_EVERY_S:
@@ -62,9 +62,9 @@ class KeptEpisodes:
         return None if episode is None or _outdated(episode, min_version) else episode
 
     def prune(self, min_version: int) -> int:
-        """Removes what is older than `max_age_s` or than version `min_version`, and the oldest beyond `max_bytes`.
+        """Removes episodes older than `max_age_s` or than version `min_version`, and the oldest beyond `max_bytes`.
 
-        Returns how many files. Two processes may do it at once.
+        Returns the number of files removed. Safe in several processes concurrently.
         """
         self._pruned_at = time.monotonic()
         self._pruned_below = max(self._pruned_below, min_version)
@@ -98,12 +98,12 @@ class KeptEpisodes:
         return episode is None or _outdated(episode, self._pruned_below)
 
     def _is_empty(self) -> bool:
-        """Nearly always true, so it is looked up once a second; a prefix missed meanwhile is only drawn again."""
+        """Nearly always true, so it is checked once a second; an episode missed meanwhile is only generated again."""
         now = time.monotonic()
-        if now - self._looked_at >= LOOK_EVERY_S:
+        if now - self._checked_at >= CHECK_EVERY_S:
             with os.scandir(self.directory) as entries:
                 self._empty = next(entries, None) is None
-            self._looked_at = now
+            self._checked_at = now
         return self._empty
 
     def _path(self, prompt: int, attempt: int, member: int) -> Path:

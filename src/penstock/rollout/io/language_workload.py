@@ -1,7 +1,7 @@
-"""Language models: tokenise the prompt, sample completions, let the environment answer, score.
+"""Language models: tokenise the prompt, sample completions, get the environment's replies, score.
 
-A single completion is the special case of an environment that never replies. `LanguageHooks` is what needs no waiting;
-`LanguageWorkload` generates: every episode runs by itself, as fast as its own turns allow.
+A single completion is the special case of an environment that never replies. `LanguageHooks` has the hooks that do not
+wait; `LanguageWorkload` adds `generate`, in which every episode runs independently of the others.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PreparedPrompt(msgspec.Struct):
 
 
 class LanguageHooks:
-    """One episode per sample: a completion, or up to `max_turns` of them with the environment's replies between."""
+    """One episode per sample: a completion, or up to `max_turns` completions with the environment's replies between."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class LanguageHooks:
         kept: KeptEpisodes | None = None,
         scoring: Scoring | None = None,
     ) -> None:
-        """`scoring` computes the rewards; without it the environment's `score` is called where its samples are."""
+        """`scoring` computes the rewards; without it, `postprocess` calls the environment's `score` inline."""
         self.environment = environment
         self.scoring = scoring or Scoring(Rubric([environment.score]), all_inline=True)
         self.engine = engine
@@ -81,12 +81,12 @@ class LanguageHooks:
             top_p=settings.top_p,
             min_p=settings.min_p,
         )
-        self._tells = any(takes(function, "conversations") for function in self.scoring.rubric.functions)
+        self._passes_conversations = any(takes(function, "conversations") for function in self.scoring.rubric.functions)
         self.max_turns = settings.max_turns if hasattr(environment, "reply") else 1
         self.kept = kept
 
     def preflight(self) -> None:
-        """Checks that the first prompt can be shown to the model at all."""
+        """Checks that the model can read the first prompt."""
         read = self._read(0)
         if isinstance(read, Unusable):
             raise ConfigError(f"the first prompt of the environment cannot be used: {read.reason}")
@@ -101,7 +101,7 @@ class LanguageHooks:
     def postprocess(
         self, prepared: PreparedPrompt, generated: Sequence[Episode | Failed]
     ) -> list[Outcome] | Future[list[Outcome]]:
-        """A future where rewards take time."""
+        """Returns a future if rewards are not computed inline."""
         episodes = [episode for episode in generated if isinstance(episode, Episode)]
         scored = self._score(prepared.prompt, episodes) if episodes else []
         on_error = self.scoring.settings.reward_on_error
@@ -109,17 +109,17 @@ class LanguageHooks:
             return outcomes_of(generated, scored, on_error)
         outcomes: Future[list[Outcome]] = Future()
 
-        def came(scored: Future[list[Scored]]) -> None:
+        def combine(scored: Future[list[Scored]]) -> None:
             try:
                 outcomes.set_result(outcomes_of(generated, scored.result(), on_error))
             except BaseException as error:  # noqa: BLE001 - raised where the outcomes are awaited
                 outcomes.set_exception(error)
 
-        scored.add_done_callback(came)
+        scored.add_done_callback(combine)
         return outcomes
 
     def close(self) -> None:
-        """Ends what computes rewards."""
+        """Ends the threads and processes that compute rewards."""
         self.scoring.close()
 
     def _read(self, position: int) -> tuple[Prompt, list[int]] | Unusable:
@@ -131,9 +131,9 @@ class LanguageHooks:
         elif self.chat is None:
             raise ConfigError("the prompts are chat messages, but the model's tokenizer has no chat template; use text")
         else:
-            token_ids = self.tokenizer.encode(self.chat.opening(self._introduced(shown)))
+            token_ids = self.tokenizer.encode(self.chat.opening(self._with_tools(shown)))
         if not token_ids:
-            return Unusable("the prompt is empty: the model has no token to go on from")
+            return Unusable("the prompt is empty: the model needs at least one token")
         if not self._fits(len(token_ids)):
             return Unusable(
                 f"the prompt has {len(token_ids)} tokens; with {self.sampling.max_new_tokens} new ones that exceeds "
@@ -141,8 +141,8 @@ class LanguageHooks:
             )
         return prompt, token_ids
 
-    def _introduced(self, messages: list[ChatMessage]) -> list[ChatMessage]:
-        """With the tools described in the first message, if the template does not know of tools."""
+    def _with_tools(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """Describes the tools in the first message, if the template does not support tools."""
         environment: Any = self.environment
         tools = getattr(environment, "tools", None)
         if not tools or self.chat is None or self.chat.tools or not getattr(environment, "introduce", True):
@@ -161,7 +161,7 @@ class LanguageHooks:
         return longest is None or context_tokens + self.sampling.max_new_tokens <= longest
 
     def begin(self, prepared: PreparedPrompt, member: int) -> Episode:
-        """The episode that is to be generated: from its prompt, or from where another worker left it."""
+        """The episode to generate: a new one from the prompt, or one that another worker kept unfinished."""
         lease = prepared.lease
         if self.kept is not None:
             episode = self.kept.take(lease.prompt, lease.attempt, member, min_version=lease.min_version)
@@ -170,19 +170,19 @@ class LanguageHooks:
         return Episode.start(prepared.token_ids)
 
     def keep(self, prepared: PreparedPrompt, member: int, episode: Episode) -> None:
-        """Leaves the episode for the worker that generates this member next, if there is a place."""
+        """Stores the episode for the worker that generates this member next, if `kept` is set."""
         if self.kept is not None:
             self.kept.keep(prepared.lease.prompt, prepared.lease.attempt, member, episode)
 
-    def missing(self, episode: Episode) -> Sampling:
-        """How to draw what is missing of a completion, which may have been kept in the middle."""
+    def remaining_sampling(self, episode: Episode) -> Sampling:
+        """Sampling for the rest of a completion, which may have been kept unfinished."""
         if not episode.turn_tokens:
             return self.sampling
         missing = self.sampling.max_new_tokens - episode.turn_tokens
         return msgspec.structs.replace(self.sampling, max_new_tokens=missing)
 
-    def took(self, episode: Episode, drawn: Completion) -> bool:
-        """The engine drew this; False if it was interrupted before the completion was finished."""
+    def add_completion(self, episode: Episode, drawn: Completion) -> bool:
+        """Appends what the engine drew; False if it was interrupted before the completion was finished."""
         drawn = cut_at(self.tokenizer, self.stop_strings, drawn, episode.turn_ids())
         episode.generated(drawn.token_ids, drawn.logprobs, drawn.versions, drawn.version, drawn.digest)
         if drawn.ending == "interrupted":
@@ -193,14 +193,14 @@ class LanguageHooks:
         episode.finish_turn(self.tokenizer.decode(ids), drawn.ending, drawn_text)
         return True
 
-    def goes_on(self, prepared: PreparedPrompt, episode: Episode) -> bool:
-        """Asks the environment for its reply to a finished completion; True if the policy is to speak again."""
+    def take_reply(self, prepared: PreparedPrompt, episode: Episode) -> bool:
+        """Appends the environment's reply to a finished completion; True if the policy must generate again."""
         if len(episode.completions) >= self.max_turns:
             return False
         environment: Any = self.environment
         shown = prepared.prompt.shown()
-        said = episode.completions if isinstance(shown, str) else self._said(episode)
-        reply = environment.reply(prepared.prompt, said)
+        completions = episode.completions if isinstance(shown, str) else self._completion_texts(episode)
+        reply = environment.reply(prepared.prompt, completions)
         if reply is None:
             return False
         if isinstance(shown, str):
@@ -209,21 +209,21 @@ class LanguageHooks:
         else:
             text, token_ids, back_to = self._next_turn(shown, episode, reply)
         if not self._fits(episode.context_tokens(back_to) + len(token_ids)):
-            episode.endings[-1] = "context"  # the conversation was to go on, and there is no room for it
+            episode.endings[-1] = "context"  # the reply does not fit into the context
             return False
         episode.replied(text, token_ids, back_to)
         return True
 
-    def _said(self, episode: Episode) -> list[str]:
+    def _completion_texts(self, episode: Episode) -> list[str]:
         assert self.chat is not None
         return [self.chat.without_end(text) for text in episode.drawn_texts]
 
     def _next_turn(self, shown: list[ChatMessage], episode: Episode, reply: Any) -> tuple[str, list[int], int | None]:
-        """The reply as messages, and what the chat template writes for them after the completion."""
+        """The reply as JSON messages, the tokens that the chat template adds for them, and where to go back to."""
         assert self.chat is not None
         messages = reply_messages(reply)
         replies = [*map(json.loads, episode.replies), messages]
-        turn = self.chat.next_turn(self._introduced(shown), episode.drawn_texts, replies)
+        turn = self.chat.next_turn(self._with_tools(shown), episode.drawn_texts, replies)
         return json.dumps(messages), self.tokenizer.encode(turn.text), turn.back_to
 
     def _conversation(self, prompt: Prompt, episode: Episode) -> list[ChatMessage]:
@@ -231,18 +231,18 @@ class LanguageHooks:
         if not isinstance(shown, str):
             assert self.chat is not None
             return self.chat.conversation(shown, episode.drawn_texts, [*map(json.loads, episode.replies)])
-        said = [{"role": "assistant", "content": text} for text in episode.completions]
-        answered = [{"role": "user", "content": text} for text in episode.replies]
-        both = itertools.chain.from_iterable(itertools.zip_longest(said, answered))
+        completions = [{"role": "assistant", "content": text} for text in episode.completions]
+        replies = [{"role": "user", "content": text} for text in episode.replies]
+        both = itertools.chain.from_iterable(itertools.zip_longest(completions, replies))
         return [{"role": "user", "content": shown}, *(message for message in both if message is not None)]
 
     def _score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored] | Future[list[Scored]]:
-        """The last completion is what is scored; the whole conversation is there as the column `turns`."""
+        """Scores the last completion; the column `turns` has all completions."""
         columns: dict[str, list[Any]] = {
             "ended": [episode.endings[-1] for episode in episodes],
             "token_counts": [episode.generated_tokens for episode in episodes],
         }
-        if self._tells:
+        if self._passes_conversations:
             columns["conversations"] = [self._conversation(prompt, episode) for episode in episodes]
         columns |= {name: [value] * len(episodes) for name, value in prompt.columns.items()}
         if self.max_turns > 1:
@@ -252,31 +252,31 @@ class LanguageHooks:
 
 
 def chat_of(tokenizer: Tokenizer, environment: Any) -> Chat | None:
-    """The model's chat template, with the environment's tools if it can write tools."""
+    """The model's chat template, with the environment's tools if it supports tools."""
     inner: Any = getattr(tokenizer, "inner", None)
     template = getattr(inner, "chat_template", None)
     if template is None:
         return None
     tools = getattr(environment, "tools", None) or {}
-    known = bool(tools) and "tools" in str(template) and getattr(environment, "introduce", True)
+    supported = bool(tools) and "tools" in str(template) and getattr(environment, "introduce", True)
 
     def render(messages: Sequence[ChatMessage], tools: Sequence[Any], prompting: bool) -> str:
         return inner.apply_chat_template(
             list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompting
         )
 
-    return Chat(render, [*tools.values()] if known else [])
+    return Chat(render, [*tools.values()] if supported else [])
 
 
 def reply_messages(reply: Any) -> list[ChatMessage]:
-    """What an environment replied in a conversation of messages: a text is the user's."""
+    """An environment's reply as chat messages; a text becomes a message of the user."""
     if isinstance(reply, str):
         return [{"role": "user", "content": reply}]
     messages = reply if isinstance(reply, Sequence) else [reply]
     if not all(isinstance(message, Message | dict) for message in messages):
         raise ConfigError(
-            f"an environment with prompts of messages replies with a text or messages, found {type(reply).__name__}; "
-            "taking the conversation back is for prompts of text"
+            f"an environment with chat prompts must reply with a text or messages, found {type(reply).__name__}; "
+            "only environments with text prompts can take the conversation back"
         )
     return [message.plain() if isinstance(message, Message) else message for message in messages]
 
@@ -284,9 +284,9 @@ def reply_messages(reply: Any) -> list[ChatMessage]:
 def outcomes_of(
     generated: Sequence[Episode | Failed], scored: Sequence[Scored], on_error: float | None = None
 ) -> list[Outcome]:
-    """Episodes with their rewards. One without a reward goes on without an advantage if others of the lease have one;
-    if none has, all failed: to be drawn again, or, where no function applies, never again. One that its environment
-    broke has the reward `on_error`."""
+    """Episodes with their rewards. An episode without a reward is kept, without an advantage, if others of the lease
+    have a reward. If none has, all fail: they are retried, or, if no reward function applies, never again. An episode
+    whose environment raised has the reward `on_error`."""
     episodes = [episode for episode in generated if isinstance(episode, Episode)]
     scored = [Scored(on_error, {}) if it.broken else score for it, score in zip(episodes, scored, strict=True)]
     rewards = [one.reward for one in scored if one.reward is not None]
@@ -319,11 +319,11 @@ def outcomes_of(
 
 
 class LanguageWorkload(LanguageHooks):
-    """The hooks.
+    """The hooks, with `generate`.
 
-    `generate` has one conversation per sample in flight: none waits for the others of its batch before its next turn.
-    Replies of the environment are made by `reply_threads` threads. An episode that raises, in the engine or in the
-    environment, costs itself alone.
+    One conversation per sample is in flight, and none waits for others of its batch before its next turn.
+    `reply_threads` threads compute the environment's replies. An error in the engine or the environment fails only its
+    own episode.
     """
 
     def __init__(
@@ -339,53 +339,53 @@ class LanguageWorkload(LanguageHooks):
         self._replies = Offload(settings.reply_threads if self.max_turns > 1 else 0, "reply")
 
     async def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Episode | Failed]]:
-        """Raises Aborted when the engine was interrupted; unfinished episodes are then kept, if there is a place."""
+        """Raises Aborted when the engine was interrupted; unfinished episodes are then kept, if `kept` is set."""
         owners = [(prepared, member) for prepared in batch for member in prepared.lease.members]
         episodes = await asyncio.to_thread(self._begin_all, owners)
         try:
             async with asyncio.TaskGroup() as group:
-                talks = [
+                tasks = [
                     group.create_task(self._converse(prepared, member, episode))
                     for (prepared, member), episode in zip(owners, episodes, strict=True)
                 ]
-        except BaseExceptionGroup as errors:  # the engine is lost: that is one error, not one for each episode
+        except BaseExceptionGroup as errors:  # the engine is lost: one error, not one per episode
             raise errors.exceptions[0] from errors
-        results = [talk.result() for talk in talks]
+        results = [task.result() for task in tasks]
         if None in results:
             await asyncio.to_thread(self._keep_finished, owners, results)
-            raise Aborted("generation was interrupted; unfinished episodes go on from their kept tokens")
+            raise Aborted("generation was interrupted; unfinished episodes continue from their kept tokens")
         done = iter(results)
         return [[made for _ in prepared.lease.members if (made := next(done)) is not None] for prepared in batch]
 
     async def _converse(self, prepared: PreparedPrompt, member: int, episode: Episode) -> Episode | Failed | None:
-        """One episode to its end. None when it was interrupted: it is then kept already."""
+        """Runs one episode to its end. None if it was interrupted: it is then already kept."""
         key = object() if self.max_turns > 1 else None
         try:
-            # A kept episode may have been interrupted on either side of the environment's reply.
-            going = episode.wants_completion or await self._goes_on(prepared, episode)
-            while going:
-                drawn = await self.engine.complete(episode.context(), self.missing(episode), cache_key=key)
-                if not self.took(episode, drawn):
+            # A kept episode may have been interrupted before or after the environment's reply.
+            active = episode.awaits_completion or await self._take_reply(prepared, episode)
+            while active:
+                drawn = await self.engine.complete(episode.context(), self.remaining_sampling(episode), cache_key=key)
+                if not self.add_completion(episode, drawn):
                     await asyncio.to_thread(self.keep, prepared, member, episode)
                     return None
-                going = await self._goes_on(prepared, episode)
+                active = await self._take_reply(prepared, episode)
         except (PeerLost, RunFailed):
             raise
-        except Exception:  # noqa: BLE001 - costs this episode, recorded with its traceback
+        except Exception:  # noqa: BLE001 - fails this episode, recorded with its traceback
             return Failed(traceback.format_exc())
         finally:
             if key is not None:
                 self.engine.forget(key)
         return episode
 
-    async def _goes_on(self, prepared: PreparedPrompt, episode: Episode) -> bool:
+    async def _take_reply(self, prepared: PreparedPrompt, episode: Episode) -> bool:
         if len(episode.completions) >= self.max_turns:
             return False
         try:
-            return await self._replies.run(self.goes_on, prepared, episode)
+            return await self._replies.run(self.take_reply, prepared, episode)
         except (PeerLost, RunFailed, ConfigError):
             raise
-        except Exception:  # the environment's own
+        except Exception:  # raised by the environment
             if self.scoring.settings.reward_on_error is None:
                 raise
             log.warning("an environment raised in its reply: the episode ends with env.reward_on_error", exc_info=True)
@@ -398,7 +398,7 @@ class LanguageWorkload(LanguageHooks):
     def _keep_finished(
         self, owners: Sequence[tuple[PreparedPrompt, int]], results: Sequence[Episode | Failed | None]
     ) -> None:
-        """Their lease is given back with the unfinished ones of it, so they would be generated again."""
+        """Keeps finished episodes too: the whole lease is returned, so they would be generated again."""
         for (prepared, member), result in zip(owners, results, strict=True):
             if isinstance(result, Episode):
                 self.keep(prepared, member, result)

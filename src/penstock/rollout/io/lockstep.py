@@ -1,13 +1,13 @@
-"""Several ranks, one worker: one rank's loop. Does what its cadence decides, on threads, and meets the others.
+"""Loop of one rank of a worker of several ranks: executes its cadence's effects on threads, and runs the fetch.
 
 One collective (the fetch) carries rank 0's orders to all ranks *and* each rank's outcomes to rank 0. There is no other
-collective in the loop. What keeps ranks from deadlocking each other:
+collective in the loop. Ranks cannot deadlock each other:
 
-- a rank whose hook fails for good writes its error to the group's store, leaves the group, and only then raises: the
-  others' collectives break at once, they read whose error it was, and fail with it;
-- a rank that dies without a word breaks the others' collectives too; they say which rank is gone;
+- a rank whose hook fails permanently writes its error to the group's store, leaves the group, and only then raises: the
+  others' collectives fail at once, and they read that error and fail with it;
+- a rank that dies also breaks the others' collectives; their error names the lost rank;
 - with tensor parallelism a prompt that one rank cannot prepare or generate fails the group, since the others would wait
-  for that rank inside the engine; with data parallelism it costs the prompt.
+  for that rank inside the engine; with data parallelism only that prompt fails.
 
 With tensor-parallel engines every rank generates every lease and rank 0 reports; with data-parallel ones (`share=True`)
 each lease belongs to one rank.
@@ -34,7 +34,7 @@ from penstock.rollout import cadence, flow, trace
 from penstock.rollout.cadence import Cadence
 from penstock.rollout.hooks import Workload
 from penstock.rollout.io.hook_calls import HookCalls, Store, Work, is_infrastructure_error
-from penstock.rollout.io.rank_fetch import Fetch, News, Orders
+from penstock.rollout.io.rank_fetch import Fetch, Orders, RankReport
 from penstock.rollout.io.tracing import Tracing, branch_counts, depth_gauges
 from penstock.rollout.settings import RolloutSection
 from penstock.runtime.offload import Offload
@@ -43,38 +43,38 @@ CLOSE_S = 1.0
 
 
 class Leader(Protocol):
-    """Rank 0's other half: what to order, and what becomes of what the ranks bring. Called on the loop's thread."""
+    """Rank 0's controller side: supplies orders and handles the reports of all ranks. Called on the loop's thread."""
 
     def orders(self, *, idle: bool) -> Orders:
-        """Rank 0's word for the fetch that follows; may wait a little for leases when the ranks are `idle`."""
+        """Returns rank 0's orders for the next fetch; may wait briefly for leases when the ranks are `idle`."""
         ...
 
-    def heard(self, all_news: Sequence[News]) -> None:
-        """What all ranks brought."""
+    def handle_reports(self, reports: Sequence[RankReport]) -> None:
+        """Handles the reports of all ranks, in rank order."""
         ...
 
     def dropped(self, effect: cadence.Drop) -> None:
-        """These leases were dropped by all ranks."""
+        """All ranks dropped these leases."""
         ...
 
 
 class Surroundings(msgspec.Struct):
-    """What a rank's loop asks of the process around it. All calls come from the loop's thread and may block."""
+    """Callbacks of a rank's loop into its process. All are called on the loop's thread and may block."""
 
     wait_for_weights: Callable[[Version], bool] = lambda version: True
-    """Returns once the engine serves at least this version, proven; False when interrupted, PeerLost when too late."""
+    """Waits until the engine serves at least this version, verified; False if interrupted, PeerLost on timeout."""
     announced: Callable[[Manifest], None] = lambda manifest: None
-    """Rank 0 heard of newer weights."""
+    """Rank 0 received the manifest of newer weights."""
     discard: Callable[[Sequence[PayloadRef]], Any] = lambda refs: None
     rest: Callable[[], None] = lambda: None
     wake: Callable[[tuple[int, ...]], None] = lambda devices: None
-    """On these devices of the pool, one for each rank."""
+    """Wakes the engine on these devices of the pool, one for each rank."""
     progressed: Callable[[str], None] = lambda doing: None
-    traced: Callable[[trace.Trace], None] = lambda told: None
+    traced: Callable[[trace.Trace], None] = lambda event: None
 
 
 class Lockstep:
-    """All ranks run it with the same settings; rank 0 also has the leader."""
+    """The loop. All ranks run it with the same settings; only rank 0 has a leader."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class Lockstep:
         self.fetch = fetch
         self.cadence = Cadence(rank=fetch.rank, ranks=fetch.ranks, share=share)
         self.tracing = Tracing(surroundings.traced)
-        self._around = surroundings
+        self._surroundings = surroundings
         self._leader = leader
         self._preparations = preparations
         self._counts_due = False
         self._devices: tuple[int, ...] = ()
         self._loop = asyncio.Runner()
-        """For a workload that awaits: batch by batch, on this thread."""
+        """For `async def generate`: one batch at a time, on this thread."""
         self._works: dict[flow.Ticket, Work] = {}
         self._inbox: queue.SimpleQueue[flow.Event | BaseException] = queue.SimpleQueue()
         self._hooks = HookCalls(
@@ -106,23 +106,23 @@ class Lockstep:
             works=self._works,
             post=self._post,
             count=self.tracing.count,
-            tell=self.tracing.tell,
+            record=self.tracing.record,
             progressed=surroundings.progressed,
             # In a tensor-parallel group a rank that skips a prompt leaves the others waiting inside the engine.
             ends_the_run=is_infrastructure_error if share or fetch.ranks == 1 else lambda error: True,
         )
 
     def run(self) -> None:
-        """Blocks until rank 0 ends the group. If any rank cannot go on, every rank raises with the same cause.
+        """Blocks until rank 0 ends the group. If any rank fails, every rank raises the same cause.
 
-        Consumes rank 0's orders; produces outcomes; waits for the slowest rank, unblocked by its arrival or its death.
+        Consumes rank 0's orders; produces outcomes; waits for the slowest rank, unblocked by its fetch or its death.
         """
         preparation = Offload(self._preparations, f"prepare-rank-{self.fetch.rank}")
         postprocessing = Offload(1, f"postprocess-rank-{self.fetch.rank}")
         try:
             self._preflight()
             while not self.cadence.left:
-                self._meet(preparation, postprocessing)
+                self._step(preparation, postprocessing)
             self.fetch.leave()
         except BaseException as error:
             cause = self._cause(error)
@@ -134,38 +134,38 @@ class Lockstep:
             postprocessing.close(CLOSE_S)
 
     def statistics(self) -> dict[str, float]:
-        """Counters since the start and depths now, by the names that a single runner has for them."""
+        """Counters since the start and current queue depths, by the same names as `Runner.statistics`."""
         depths = depth_gauges(self.cadence.held, self.cadence.generating)
         return {**self.tracing.counts(), **depths, **branch_counts(self.cadence.branches)}
 
     def _preflight(self) -> None:
-        self._around.progressed("preflight")
+        self._surroundings.progressed("preflight")
         self.workload.preflight()
 
     def _cause(self, error: BaseException) -> PenstockError:
         if isinstance(error, PenstockError):
             return error
-        # The engine's own collectives break with a RuntimeError when another rank is gone: that rank is to blame.
+        # The engine's collectives raise RuntimeError when another rank is lost: report that rank's error.
         blamed = self.fetch.blame() if isinstance(error, RuntimeError) else None
         if blamed is not None:
             return blamed
         return RunFailed(f"rank {self.fetch.rank}: {''.join(traceback.format_exception_only(error)).strip()}")
 
-    def _meet(self, preparation: Offload, postprocessing: Offload) -> None:
-        """One fetch and what follows from it. Every rank comes here equally often, in the same order."""
-        all_news = self.fetch.all_news(self._news())
-        self._around.progressed("fetch")
+    def _step(self, preparation: Offload, postprocessing: Offload) -> None:
+        """One fetch and the effects of its command. Every rank runs the same number of steps, in the same order."""
+        reports = self.fetch.gather_reports(self._report())
+        self._surroundings.progressed("fetch")
         if self._leader is not None:
-            self._leader.heard(all_news)
-        orders = all_news[0].orders
+            self._leader.handle_reports(reports)
+        orders = reports[0].orders
         assert orders is not None
         if orders.manifest is not None:
-            self._around.announced(orders.manifest)
+            self._surroundings.announced(orders.manifest)
         if orders.discard:
-            self._around.discard(orders.discard)
+            self._surroundings.discard(orders.discard)
         self._devices = orders.devices
         first_ticket = self.cadence.held.next_ticket
-        effects = deque(self._decide(cadence.Heard(orders.order, orders.leases, orders.prefetch)))
+        effects = deque(self._decide(cadence.CommandReceived(orders.order, orders.leases, orders.prefetch)))
         for ticket in range(first_ticket, self.cadence.held.next_ticket):
             self._works[ticket] = Work(self.cadence.held[ticket].lease, time.monotonic())
         while effects:
@@ -174,18 +174,18 @@ class Lockstep:
             del self._works[ticket]
         self._counts_due = self.tracing.sample(self.cadence.branches, self._queue)
 
-    def _news(self) -> News:
-        """What is finished by now, and whatever rank 0 has to say."""
+    def _report(self) -> RankReport:
+        """The finished outcomes, and rank 0's orders."""
         idle = self.cadence.idle
         orders = self._leader.orders(idle=idle) if self._leader is not None else None
         self._read_inbox()
-        told = [self._works.pop(ticket) for ticket in self.cadence.held.at(flow.Stage.FINISHED)]
-        self._decide(cadence.Told())
-        return News(
+        finished = [self._works.pop(ticket) for ticket in self.cadence.held.at(flow.Stage.FINISHED)]
+        self._decide(cadence.ResultsSent())
+        return RankReport(
             orders=orders,
-            rollouts=tuple(rollout for work in told for rollout in work.rollouts),
-            failures=tuple(failure for work in told for failure in work.failures),
-            resting=self.cadence.resting,
+            rollouts=tuple(rollout for work in finished for rollout in work.rollouts),
+            failures=tuple(failure for work in finished for failure in work.failures),
+            paused=self.cadence.paused,
             counts=self.statistics() if self._counts_due else None,
         )
 
@@ -199,7 +199,7 @@ class Lockstep:
                 return self._decide(cadence.BatchPrepared(batch))
             case flow.Generate(batch, tickets):
                 floor = max(self._works[ticket].lease.min_version for ticket in tickets)
-                if not self._around.wait_for_weights(floor):  # then the leases were given back
+                if not self._surroundings.wait_for_weights(floor):  # interrupted: the leases were returned
                     return self._decide(flow.GenerateEnded(batch, failed=True))
                 if inspect.iscoroutinefunction(self.workload.generate):
                     self._loop.run(self._hooks.generate_awaiting(batch, tickets))
@@ -208,16 +208,16 @@ class Lockstep:
                 return self._read_inbox()
             case flow.Postprocess(tickets):
                 postprocessing.submit(self._hooks.postprocess, tickets)
-            case cadence.Settle(tickets):
-                settling = tuple(self.cadence.held.at(flow.Stage.POSTPROCESSING)) if tickets is None else tickets
-                self._wait_until(lambda: not self._any(flow.Stage.POSTPROCESSING, settling), "post-processing")
+            case cadence.AwaitPostprocessed(tickets):
+                awaited = tuple(self.cadence.held.at(flow.Stage.POSTPROCESSING)) if tickets is None else tickets
+                self._wait_until(lambda: not self._any(flow.Stage.POSTPROCESSING, awaited), "post-processing")
             case cadence.Drop():
                 if self._leader is not None:
                     self._leader.dropped(effect)
-            case cadence.Rest():
-                self._around.rest()
+            case cadence.Sleep():
+                self._surroundings.rest()
             case cadence.Wake():
-                self._around.wake(self._devices)
+                self._surroundings.wake(self._devices)
             case cadence.Leave():
                 pass
         return ()
@@ -226,12 +226,12 @@ class Lockstep:
         return any(ticket in self.cadence.held.at(stage) for ticket in tickets)
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
-        """Unblocked by the ends of hooks; a hook that does not end is a rank that is lost."""
+        """Unblocked by the end of a hook; raises PeerLost after the timeout of the fetch."""
         deadline = time.monotonic() + self.fetch.timeout_s
         self._read_inbox()
         while not done():
             try:
-                self._take(self._inbox.get(timeout=max(0.0, deadline - time.monotonic())))
+                self._handle(self._inbox.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 raise PeerLost(
                     f"rank {self.fetch.rank}: {what} did not end within {self.fetch.timeout_s:.0f} s; {self.cadence!r}"
@@ -240,10 +240,10 @@ class Lockstep:
     def _read_inbox(self) -> list[cadence.Effect]:
         effects: list[cadence.Effect] = []
         while not self._inbox.empty():
-            effects += self._take(self._inbox.get())
+            effects += self._handle(self._inbox.get())
         return effects
 
-    def _take(self, event: flow.Event | BaseException) -> list[cadence.Effect]:
+    def _handle(self, event: flow.Event | BaseException) -> list[cadence.Effect]:
         if isinstance(event, BaseException):
             raise event
         assert isinstance(event, flow.PrepareEnded | flow.GenerateEnded | flow.PostprocessEnded)

@@ -1,4 +1,4 @@
-"""Processes for preparation that would hold the interpreter: threads cannot overlap pure Python with pure Python."""
+"""Processes for preparation in pure Python, which threads cannot overlap with other Python code."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class PreparationPool:
         self._pool = self._started()
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Blocks for the result. Function, arguments and result must be picklable; a process that dies is replaced
-        and the call made once more, since its neighbour's call may have been what killed it."""
+        """Blocks for the result. Function, arguments and result must be picklable. If a process dies, the pool is
+        replaced and the call retried once, since another call may have killed the process."""
         pool = self._pool
         try:
             return self._result(pool.submit(function, *arguments))
@@ -43,7 +43,7 @@ class PreparationPool:
         return self._result(self._pool.submit(function, *arguments))
 
     def close(self) -> None:
-        """Ends the processes; calls not begun are dropped."""
+        """Ends the processes; calls that have not begun are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _result(self, call: Future[T]) -> T:

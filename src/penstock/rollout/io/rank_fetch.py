@@ -1,8 +1,8 @@
-"""The one collective of a worker of several ranks: every rank gives its news and gets those of all.
+"""The fetch, the one collective of a worker of several ranks: every rank sends its report and receives all reports.
 
-It breaks, and never hangs, when a rank is gone: a rank that cannot go on says why in the group's store and leaves; one
-that dies without a word closes its connections. Either way the others' fetch ends at once, and they say whose fault it
-was.
+It never hangs when a rank is lost. A rank that cannot continue writes its error to the group's store and leaves the
+group; a rank that dies closes its connections. In both cases the fetch of the others fails at once, and their error
+names the lost rank.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _HEADER = 8
 
 
 class Orders(msgspec.Struct, array_like=True):
-    """What rank 0 has to say."""
+    """Rank 0's part of a fetch, for all ranks."""
 
     order: Order
     leases: tuple[PromptLease, ...] = ()
     prefetch: bool = False
     manifest: Manifest | None = None
-    """Weights that every rank is to load; said once."""
+    """Weights that every rank must load; sent once."""
     discard: tuple[PayloadRef, ...] = ()
     """Payloads, in any rank's ring, that have no reader."""
     devices: tuple[int, ...] = ()
-    """Of the pool, one for each rank to work on."""
+    """Devices of the pool, one for each rank."""
 
 
-class News(msgspec.Struct, array_like=True):
-    """What one rank contributes to a fetch."""
+class RankReport(msgspec.Struct, array_like=True):
+    """One rank's part of a fetch."""
 
     orders: Orders | None = None
-    """Rank 0's."""
+    """Only in rank 0's report."""
     rollouts: tuple[Rollout, ...] = ()
     failures: tuple[FailedRollout, ...] = ()
-    resting: bool = False
+    paused: bool = False
     counts: dict[str, float] | None = None
-    """Counters since the start, about once a second."""
+    """Counters since the start; sent about once a second."""
 
 
 class Fetch:
-    """One rank's end of the collective."""
+    """One rank's side of the collective."""
 
     def __init__(self, group: dist.ProcessGroup, store: GroupStore, *, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank = rank
@@ -59,14 +59,15 @@ class Fetch:
         self._notes = FailureNotes(store, rank=rank, ranks=ranks)
         self._frame_bytes = 1 << 16
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(News)
+        self._decoder = msgspec.msgpack.Decoder(RankReport)
 
-    def all_news(self, news: News) -> list[News]:
-        """One collective of equal frames; a second, with larger frames from then on, when news of a rank do not fit.
+    def gather_reports(self, report: RankReport) -> list[RankReport]:
+        """Returns the reports of all ranks, by one all-gather of equal frames.
 
-        Every rank sees every length, so all of them decide alike. Nothing that came over a wire is unpickled.
+        If a report does not fit, all ranks repeat it with larger frames and keep that size: every rank sees every
+        length, so all decide the same. Received bytes are never unpickled.
         """
-        body = self._encoder.encode(news)
+        body = self._encoder.encode(report)
         while True:
             frames = self._gather(body)
             lengths = [int(frame[:_HEADER].view(torch.int64)) for frame in frames]
@@ -87,33 +88,33 @@ class Fetch:
         try:
             dist.all_gather(frames, frame, group=self._group)
         except RuntimeError as error:
-            raise self.blame() or PeerLost(f"the fetch broke and no rank said why: {error}") from error
+            raise self.blame() or PeerLost(f"the fetch failed and no rank reported a cause: {error}") from error
         return frames
 
     def tell(self, error: PenstockError) -> None:
-        """Leaves the reason for the others to read."""
+        """Writes the error to the group's store, for the other ranks."""
         self._notes.tell(error)
 
     def fail(self, error: PenstockError) -> None:
-        """Tells the others why, then leaves the group so that whatever they wait for breaks."""
+        """Writes the error to the group's store, then leaves the group, so that the others' collectives fail."""
         self.tell(error)
         self.leave()
 
     def leave(self) -> None:
-        """No collective will follow. Leaving twice is harmless."""
+        """Leaves the group: no collective may follow. A second call does nothing."""
         if self._group is not None:
             self._group = None
             dist.destroy_process_group()
 
     def blame(self) -> PenstockError | None:
-        """Which other rank broke a collective; None if no rank did."""
+        """The error of the rank that broke a collective; None if no rank did."""
         return self._notes.blame()
 
 
 def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0) -> Fetch:
     """Builds the process group and its fetch; every rank calls it once.
 
-    `timeout_s` must exceed the longest generation: a dead rank is noticed at once, it only bounds a wedged one.
+    `timeout_s` must exceed the longest generation. It bounds a wedged rank only: a dead rank is noticed at once.
     """
     join_group(store, rank=rank, ranks=ranks, timeout_s=timeout_s)
     assert dist.group.WORLD is not None

@@ -1,4 +1,4 @@
-"""The weights of ranks: announced by rank 0 with the fetch, loaded by every rank itself, while it is awake."""
+"""Weights of ranks: rank 0 announces them with the fetch, and every rank loads them itself while it is awake."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from penstock.weights.io.updater import ManifestSource, ReplicaReport
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.01
+POLL_EVERY_S = 0.01
 READ_EVERY_S = 1.0
 ENGINE_S = 60.0
 WEIGHTS_S = 600.0
-"""How long a rank may take to load weights that its leases ask for."""
+"""How long a rank may take to load the version that its leases require."""
 
 
 class RankWeights:
-    """Between the loop in lockstep, which calls from its thread, and the updater, which runs on the event loop."""
+    """Connects the lockstep loop, which calls from its thread, with the updater, which runs on the event loop."""
 
     def __init__(self, engine: Engine, progressed: Callable[[str], None], newest: Path) -> None:
-        """`newest` is where rank 0 leaves its newest manifest, for a rank that waits and therefore hears no fetch."""
+        """`newest`: file of rank 0's newest manifest, for a rank that waits for weights and therefore runs no fetch."""
         self._engine = engine
         self._newest_path = newest
         self._interrupted = threading.Event()
         self._progressed = progressed
         self._loop = asyncio.get_running_loop()
         self._newest: Manifest | None = None
-        self._resting = False
+        self._paused = False
         self._changed = asyncio.Event()
         self.updating: Callable[[], bool] = lambda: False
-        """Whether an update of the engine is under way; set by the maker of the updater."""
+        """Whether an update of the engine is in progress; set by the creator of the updater."""
 
-    # -- to the updater ---------------------------------------------------------------------------------------------
+    # -- for the updater --------------------------------------------------------------------------------------------
 
     async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
-        """See `ManifestSource.next_manifest`. A resting rank loads nothing."""
+        """See `ManifestSource.next_manifest`. A paused rank loads nothing."""
         try:
             async with asyncio.timeout(wait_s):
-                while self._resting or self._newest is None or self._newest.held == held:
+                while self._paused or self._newest is None or self._newest.held == held:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -59,23 +59,23 @@ class RankWeights:
         return self._newest
 
     async def report(self, report: ReplicaReport) -> None:
-        """Rank 0 answers for the group: a rank that cannot load its weights fails the group instead."""
+        """Only logs: rank 0 reports for the group, and a rank that cannot load its weights fails the group."""
         log.info("%s at version %d %s", report.state.value, report.version, report.error)
 
-    # -- to the loop in lockstep ------------------------------------------------------------------------------------
+    # -- for the lockstep loop -------------------------------------------------------------------------------------
 
     def announced(self, manifest: Manifest) -> None:
         self._loop.call_soon_threadsafe(self._announce, manifest)
 
     def rest(self) -> None:
-        """Returns when the engine is off its devices, as far as can be measured."""
-        self._await(self._rest())
+        """Puts the engine to sleep; returns when it is measured to have left its devices."""
+        self._await(self._sleep())
 
     def wake(self, devices: tuple[int, ...]) -> None:
         self._await(self._wake(devices))
 
     def wait_for(self, version: Version) -> bool:
-        """Returns once proven weights of at least this version serve; False when interrupted meanwhile."""
+        """Waits until the engine serves verified weights of at least this version; False if interrupted."""
         began = read_at = time.monotonic()
         while not self._engine.digest or self._engine.version < version:
             self._progressed(f"waiting for weights of version {version}")
@@ -86,16 +86,16 @@ class RankWeights:
                     f"{self._engine.version} is loaded"
                 )
             if now - read_at > READ_EVERY_S:
-                # What was announced may have been overtaken and removed before it could be loaded.
+                # The announced version may have been superseded and removed before it could be loaded.
                 read_at = now
                 if self._newest_path.exists():
                     self.announced(msgspec.json.decode(self._newest_path.read_bytes(), type=Manifest))
-            if self._interrupted.wait(LOOK_EVERY_S):
+            if self._interrupted.wait(POLL_EVERY_S):
                 return False
         return True
 
     def interrupt(self) -> None:
-        """Ends generation, and waiting for weights, early; until the rank is woken again."""
+        """Ends generation and waiting for weights early, until the next `wake`."""
         self._interrupted.set()
         self._engine.interrupt()
 
@@ -106,24 +106,24 @@ class RankWeights:
         self._newest = manifest
         self._changed.set()
 
-    async def _rest(self) -> None:
-        self._resting = True
-        while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each within its own deadline
-            await asyncio.sleep(LOOK_EVERY_S)
+    async def _sleep(self) -> None:
+        self._paused = True
+        while self.updating():  # noqa: ASYNC110 - the updater works in small steps, each with a deadline
+            await asyncio.sleep(POLL_EVERY_S)
         await self._engine.vacate(ENGINE_S)
         await self._engine.check_vacated(ENGINE_S)
-        self._progressed("resting")
+        self._progressed("paused")
 
     async def _wake(self, devices: tuple[int, ...]) -> None:
         self._interrupted.clear()
         self._engine.resume()
         await self._engine.occupy(devices, ENGINE_S)
-        self._resting = False
+        self._paused = False
         self._changed.set()
 
 
 class Announcing:
-    """Rank 0's source of manifests: all ranks hear of what it hears."""
+    """Rank 0's source of manifests, which also announces each one to all ranks."""
 
     def __init__(self, source: ManifestSource, runner: GroupRunner, newest: Path) -> None:
         self._source = source

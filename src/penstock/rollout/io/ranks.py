@@ -1,4 +1,4 @@
-"""A worker of several ranks, seen from rank 0, which is the worker process itself. See `runtime.ranks`."""
+"""The ranks of a worker, on rank 0, which is the worker process itself. See `runtime.ranks`."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from penstock.weights.io.updater import ManifestSource
 log = logging.getLogger(__name__)
 
 INTERRUPT = signal.SIGUSR2
-"""Tells a rank to end its generation early: its leases were given back."""
+"""Signal to a rank to end its generation early: its leases were returned."""
 LEAVE_S = 3.0
 FETCH_S = 1800.0
-"""Longest wait of a rank for the slowest one. A dead rank is noticed at once, and a wedged one by the controller."""
+"""Longest wait for the slowest rank. A dead rank is noticed at once; the controller detects a wedged one."""
 
 
 class RankSeat(msgspec.Struct):
-    """What rank 0 tells another rank, on standard input."""
+    """Settings that rank 0 sends to another rank, on standard input."""
 
     rank: int
     ranks: int
     store: str
     newest: str
-    """Where rank 0 leaves the newest manifest it has heard of."""
+    """File of the newest manifest that rank 0 has received."""
     timeout_s: float
     guardian_pid: int
-    """The process that started the worker: the rank's ring is of use for as long as it lives."""
+    """The process that started the worker: the rank's ring is needed until it ends."""
     cell_fd: int
 
 
 def ring_key(rank: int) -> str:
-    """Where a rank says how its ring can be read."""
+    """Key in the group's store of a rank's ring address."""
     return f"penstock/ring/{rank}"
 
 
 class RankGroup:
-    """The other ranks of this worker. Start it from the main thread: children die with the thread that made them."""
+    """The other ranks of this worker. Start it from the main thread: children die with the thread that started them."""
 
     def __init__(self, process: RunMember, ranks: int) -> None:
         self.ranks = ranks
@@ -78,7 +78,7 @@ class RankGroup:
     # -- start and end ----------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts the other ranks, if there are any; they build their models while this process builds its own."""
+        """Starts the other ranks, if any; they build their models while this process builds its own."""
         if not self.others:
             return
         await self._children.start(self._seat)
@@ -89,26 +89,26 @@ class RankGroup:
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[RankGroup]:
-        """Waits until every rank is there; in the end they leave together, or are killed."""
+        """Waits until every rank has joined. On exit all ranks leave together; late ones are killed."""
         if not self.others:
             yield self
             return
         try:
-            meeting = asyncio.wrap_future(self._working.submit(self._meet))
-            await self._children.first_of(meeting)
-            self._fetch, self.rings = meeting.result()
-            log.info("%d ranks are together", self.ranks)
+            joining = asyncio.wrap_future(self._working.submit(self._join))
+            await self._children.first_of(joining)
+            self._fetch, self.rings = joining.result()
+            log.info("all %d ranks joined the group", self.ranks)
             yield self
             await self._leave()
         finally:
             await self._children.close()
             self._newest.unlink(missing_ok=True)
 
-    def _meet(self) -> tuple[Fetch, tuple[RingAddress, ...]]:
+    def _join(self) -> tuple[Fetch, tuple[RingAddress, ...]]:
         store = file_store(self._children.store, self.ranks)
         fetch = join(store, rank=0, ranks=self.ranks, timeout_s=FETCH_S)
-        said = [store.get(ring_key(rank)) for rank in range(1, self.ranks)]
-        return fetch, tuple(msgspec.json.decode(address, type=RingAddress) for address in said)
+        addresses = [store.get(ring_key(rank)) for rank in range(1, self.ranks)]
+        return fetch, tuple(msgspec.json.decode(address, type=RingAddress) for address in addresses)
 
     async def _leave(self) -> None:
         assert self._runner is not None
@@ -130,7 +130,7 @@ class RankGroup:
         controller: WorkerClient,
         settings: RunnerSettings,
     ) -> GroupRunner:
-        """Starts the loop of rank 0; it rests until the runner is run."""
+        """Starts the loop of rank 0; it is paused until the runner is run."""
         assert self._fetch is not None
         moved = self._process.progress.moved
 
@@ -153,16 +153,16 @@ class RankGroup:
         return self._runner
 
     def stand_on(self, devices: tuple[int, ...]) -> None:
-        """Every rank works on its own of these from now on."""
+        """Sets the devices of the ranks, one for each."""
         if self._runner is not None:
             self._runner.devices = devices
 
     def announcing(self, source: ManifestSource) -> ManifestSource:
-        """The same manifests; every rank hears of them too."""
+        """The same source, which also announces each manifest to every rank."""
         return source if self._runner is None else Announcing(source, self._runner, self._newest)
 
     async def _watch(self, stepping: asyncio.Future[None]) -> None:
-        """Raises with the cause as soon as any rank is lost."""
+        """Raises the cause as soon as a rank is lost."""
         assert self._runner is not None
         try:
             await self._children.first_of(stepping)

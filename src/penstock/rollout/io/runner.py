@@ -1,7 +1,7 @@
-"""Runs a workload: does what the prefetch machine decides, on threads, and reports back to it.
+"""Runs a workload: executes the effects of the prefetch machine on threads, and posts the resulting events to it.
 
-Threads: `preparations` for preparation, one per engine slot for generation (none for `async def generate`), one for
-postprocessing and payload writing. The event loop only moves references, so it stays free.
+Threads: `preparations` for preparation, `concurrency` for generation (one for `async def generate`, used for preflight
+only), one for postprocessing and payload writing. The event loop only moves references, so it stays free.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 1.0
-"""Between two looks at how full the engine is."""
+POLL_EVERY_S = 1.0
+"""Interval of polling the engine's load."""
 
 
 class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker runs its workload."""
+    """Settings of a generation loop."""
 
     bounds: Bounds = Bounds()
     prefetch: bool = RolloutSection().prefetch
     lease_wait_s: float = 5.0
-    """How long the controller may hold an ask."""
+    """How long the controller may hold a lease request."""
     drain_s: float
-    """How long the samples in the engine may take to finish once a stop was asked for."""
+    """How long the samples in the engine may take to finish after a stop request."""
     return_s: float = 5.0
-    """How long giving leases back, and joining the threads, may take at the very end."""
+    """How long returning leases, and joining the threads, may take at the end."""
 
 
 class Runner:
-    """One worker's generation loop, until the prompts are exhausted, the run is over, or `stop` was called."""
+    """One worker's generation loop, until the prompts are exhausted, the run ends, or `stop` is called."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Runner:
         evaluating: Evaluating | None = None,
         engine_figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`progressed` hears what is being done, `traced` every trace; `interrupt` is called when a drain takes too
-        long, and should make a blocking `generate` return early; `evaluating` makes leases of an evaluation;
-        `engine_figures` say how full the engine is (see `protocol.Engine.statistics`)."""
+        """`progressed` receives the current activity, `traced` every trace. `interrupt` is called when a drain takes
+        too long, and should make a blocking `generate` return early. `evaluating` generates leases of an evaluation.
+        `engine_figures` returns the engine's load (see `protocol.Engine.statistics`)."""
         self.workload = workload
         self.settings = settings
         self._awaits = inspect.iscoroutinefunction(workload.generate)
-        # A request engine must be fed while it generates; one that blocks may be better off alone.
+        # A request engine needs new requests while it generates; a blocking one may be faster without overlap.
         measured = not self._awaits and settings.bounds.concurrency == 1
         self.machine = Prefetch(settings.bounds, prefetch=settings.prefetch, measured=measured)
         self._tracing = Tracing(traced)
@@ -84,10 +84,10 @@ class Runner:
             works=self._works,
             post=self._post,
             count=self._tracing.count,
-            tell=self._tracing.tell,
+            record=self._tracing.record,
             progressed=progressed,
             evaluating=evaluating,
-            later=self._postprocess_later,
+            defer=self._postprocess_later,
         )
         self._postprocessing: Offload | None = None
         self._engine_figures = engine_figures
@@ -112,12 +112,12 @@ class Runner:
 
     @property
     def traces(self) -> deque[trace.Trace]:
-        """The newest ones."""
+        """The newest traces."""
         return self._tracing.traces
 
     @property
     def prefetch(self) -> bool:
-        """The live setting: assigning takes effect at the next batch. A setting sent with a lease goes before it."""
+        """The live setting: assigning takes effect at the next batch. A setting sent with a lease overrides it."""
         return self.machine.prefetch
 
     @prefetch.setter
@@ -125,17 +125,17 @@ class Runner:
         self._calls.prefetch = on
         self._post(flow.PrefetchSet(on))
 
-    def stop(self, reason: str = "stop was asked for") -> None:
-        """Ends within `drain_s`: the engine's samples are finished, waiting leases go back at once. Any thread."""
-        self._post(flow.StopAsked(reason))
+    def stop(self, reason: str = "stop was requested") -> None:
+        """Ends within `drain_s`: the engine's samples are finished, queued leases are returned at once. Any thread."""
+        self._post(flow.StopRequested(reason))
 
     def abandon(self, reason: str) -> None:
-        """Ends now: the engine is interrupted and every lease goes back, also those being generated. Any thread."""
-        self._post(flow.Abandoned(reason))  # first: what the interrupted engine says afterwards no longer matters
+        """Ends now: the engine is interrupted and every lease is returned, also those being generated. Any thread."""
+        self._post(flow.Abandoned(reason))  # first: events of the interrupted engine are then late and ignored
         self._interrupt()
 
     async def run(self) -> str:
-        """Generates until there is no more to do; returns why it ended, raises what a hook could not survive."""
+        """Generates until no work is left; returns the reason. Raises an error that is not attributed to a lease."""
         self._loop = asyncio.get_running_loop()
         bounds = self.settings.bounds
         threads = (
@@ -156,7 +156,7 @@ class Runner:
             await asyncio.gather(*closing)
 
     async def _serve(self, preparation: Offload, engine: Offload, postprocessing: Offload) -> str:
-        """Consumes the inbox; produces calls, asks and deliveries; waits for either, or for the deadline of a stop."""
+        """Consumes the inbox; produces calls of hooks and controller; waits for events, or the deadline of a stop."""
 
         generating: set[asyncio.Task[None]] = set()
 
@@ -189,14 +189,14 @@ class Runner:
 
         async with asyncio.TaskGroup() as group:
             if self.settings.bounds.concurrency > 1:
-                self._spawn(group, self._look_at_engine(), "look at the engine")
+                self._spawn(group, self._poll_engine(), "poll the engine")
             while self._finished is None:
                 await self._wait_for_news()
                 while self._inbox and self._finished is None:
                     for effect in self._decide(self._inbox.popleft()):
                         act(effect)
                 self._tracing.sample(self.machine.branches, self._queue)
-            if generating:  # abandoned: as a thread may, each puts away what it has
+            if generating:  # abandoned: let each keep its unfinished episodes
                 self._interrupt()
                 await asyncio.wait(generating, timeout=self.settings.return_s)
             for task in self._tasks:
@@ -206,16 +206,16 @@ class Runner:
         assert self._finished is not None
         return self._finished
 
-    async def _look_at_engine(self) -> None:
-        """Reports how full the engine is, every second; cancelled at the end."""
+    async def _poll_engine(self) -> None:
+        """Posts the engine's load every second; cancelled at the end."""
         preempted = self._engine_figures().get("preemptions", 0.0)
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
             figures = self._engine_figures()
             if "requests_waiting" in figures:
                 before, preempted = preempted, figures.get("preemptions", 0.0)
                 decoding, waiting = int(figures["requests_decoding"]), int(figures["requests_waiting"])
-                self._post(flow.EngineLooked(decoding, waiting, max(0, int(preempted - before))))
+                self._post(flow.EnginePolled(decoding, waiting, max(0, int(preempted - before))))
 
     async def _wait_for_news(self) -> None:
         """Unblocked by any hook's end, any answer of the controller, `stop`, or the deadline of a stop."""
@@ -230,15 +230,15 @@ class Runner:
 
     def _on_deadline(self) -> None:
         if self._abandoned:
-            logger.warning("giving leases back took longer than %.1f s: %r", self.settings.return_s, self.machine)
+            logger.warning("returning leases took longer than %.1f s: %r", self.settings.return_s, self.machine)
             self._finished = self.machine.ending or "abandoned"
             return
-        logger.warning("the drain took longer than %.1f s, giving up: %r", self.settings.drain_s, self.machine)
+        logger.warning("the drain took longer than %.1f s, abandoning it: %r", self.settings.drain_s, self.machine)
         self._inbox.append(flow.Abandoned(self.machine.ending or "the drain took too long"))
         self._interrupt()
 
     def _post(self, *events: flow.Event | BaseException) -> None:
-        """Tells the loop something, from any thread; wakes it only if it may be asleep."""
+        """Posts to the loop, from any thread; wakes it only if it may be asleep."""
         self._inbox.extend(events)
         if events and not self._wake.is_set() and self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake.set)
@@ -248,7 +248,7 @@ class Runner:
         try:
             self._postprocessing.submit(function, *arguments)
         except LocalProtocolError:
-            logger.debug("rewards came after the end of the loop; their lease was given back")
+            logger.debug("rewards arrived after the end of the loop; their lease was returned")
 
     def _decide(self, event: flow.Event | BaseException) -> list[flow.Effect]:
         assert self._loop is not None
@@ -260,7 +260,7 @@ class Runner:
         if isinstance(event, flow.Abandoned):
             self._abandoned = True
             self._deadline = self._loop.time() + self.settings.return_s
-        elif isinstance(event, flow.StopAsked) and self._deadline is None:
+        elif isinstance(event, flow.StopRequested) and self._deadline is None:
             self._deadline = self._loop.time() + self.settings.drain_s
         now = monotonic()
         first_ticket = self.machine.held.next_ticket
@@ -291,7 +291,7 @@ class Runner:
             self._post(flow.DeliverEnded())
 
     async def _return(self, samples: tuple[SampleId, ...]) -> None:
-        await self._calls.give_back(samples)
+        await self._calls.return_samples(samples)
         self._post(flow.ReturnEnded())
 
     def _queue(self, now: float) -> trace.QueueSampled:
@@ -299,7 +299,7 @@ class Runner:
         return trace.QueueSampled(now, held.held.depths(), held.held_bytes, held.generating, held.prefetch)
 
     def statistics(self) -> dict[str, float]:
-        """Counters since the start and depths now, by plain names."""
+        """Counters since the start, and current queue depths."""
         held = self.machine
         depths = depth_gauges(held.held, held.generating)
         return {

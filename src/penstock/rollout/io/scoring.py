@@ -1,16 +1,16 @@
-"""Rewards that take time: many groups at once, each call with a deadline, and what hangs is stopped.
+"""Rewards that take time: many groups concurrently, a deadline for each call, and calls that hang are stopped.
 
 Where a reward function runs:
 
 | function               | runs in                                      | over its deadline                      |
 |------------------------|----------------------------------------------|----------------------------------------|
 | marked `inline`        | the postprocessing thread, at once           | (has none: it takes microseconds)      |
-| `async def`            | one event loop in a thread of its own        | is cancelled                           |
-| any other              | threads of the worker, `concurrency` at most | is left behind; moves into processes   |
+| `async def`            | one event loop in a separate thread          | is cancelled                           |
+| any other              | threads of the worker, `concurrency` at most | is abandoned; moves into processes     |
 | other, `processes` set | that many processes, started when needed     | its process is killed and replaced     |
 
-A thread cannot be stopped, a process can: the first call that misses its deadline in a thread moves all later ones into
-processes, unless those were ruled out (`processes = 0`). The samples of a call that missed its deadline have no reward.
+A thread cannot be stopped, a process can: the first call that misses its deadline in a thread moves all later calls
+into processes, unless `processes = 0` forbids them. The samples of a call that missed its deadline have no reward.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from penstock.wire.messages import REWARD
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.25
-TOLD_AFTER_S = 2.0
-"""A call that runs for longer is reported as what the worker is doing."""
+POLL_EVERY_S = 0.25
+REPORT_AFTER_S = 2.0
+"""A call that runs for longer is reported as the worker's activity."""
 PROCESSES = 8
-"""At most, where a function moved into processes because it hung."""
+"""Most processes of functions that moved there because one hung."""
 IDLE_S = 60.0
-"""A thread with nothing to do ends after this long, and its process with it."""
+"""An idle thread ends after this time, and its process with it."""
 OWN_FILES = {__file__, rewards.__file__, threading.__file__}
-"""Not shown in the stack of a call."""
+"""Source files left out of the reported stack of a call."""
 START_S = 300.0
 """A process may take this long to import the reward functions."""
 
@@ -64,14 +64,14 @@ class _Call(msgspec.Struct, eq=False):
     columns: Columns
     values: Future[Values]
     began: float = 0.0
-    """0 while it waits for a place."""
+    """0 while it waits for a thread or slot."""
     stoppable: bool = False
-    """It runs where it can be stopped: in a process, or as a coroutine."""
+    """It can be stopped: it runs in a process, or as a coroutine."""
     abandoned: bool = False
     thread: int = 0
-    """Where it runs, if it does so in a thread."""
+    """Id of its thread, if it runs in a thread of the worker."""
     task: asyncio.Task[Any] | None = None
-    """The same for a coroutine."""
+    """Its task, if it is a coroutine."""
 
 
 class Scoring:
@@ -87,7 +87,7 @@ class Scoring:
         progressed: Callable[[str], None] = lambda doing: None,
     ) -> None:
         """`elsewhere` makes the same rubric in another process: a picklable function and its arguments. `all_inline`
-        calls every function at once, on the caller's thread."""
+        calls every function on the caller's thread."""
         self.rubric = rubric
         self.settings = settings
         self._elsewhere = elsewhere
@@ -99,11 +99,11 @@ class Scoring:
         self._arrived = threading.Condition(self._lock)
         self._threads = 0
         self._idle = 0
-        self._left_behind = 0
+        self._abandoned = 0
         self._in_processes = bool(settings.reward_processes) and elsewhere is not None
         self._children: set[_Child] = set()
         self._gathered: dict[int, list[_Call]] = {}
-        """Of each `batched` function, the calls that wait for the one in flight."""
+        """For each `batched` function, the calls that wait for the one in flight."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: asyncio.Semaphore | None = None
         self._watching = False
@@ -112,7 +112,7 @@ class Scoring:
     def score(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns
     ) -> list[Scored] | Future[list[Scored]]:
-        """One `Scored` per completion: now if all functions are inline, else when the last of them has answered.
+        """One `Scored` per completion: at once if all functions are inline, else a future of them.
 
         A function that breaks its contract raises RunFailed, here or in the future.
         """
@@ -142,7 +142,7 @@ class Scoring:
         return scored
 
     def close(self) -> None:
-        """Ends the processes and the loop. Calls under way are disowned."""
+        """Ends the processes and the loop. Results of calls in progress are ignored."""
         with self._lock:
             self._closed = True
             self._arrived.notify_all()
@@ -154,10 +154,10 @@ class Scoring:
 
     def _combined(self, calls: Sequence[Future[Values]]) -> list[Scored]:
         scored = self.rubric.combine([call.result() for call in calls])
-        instead = self.settings.reward_on_error
-        if instead is not None:
+        default = self.settings.reward_on_error
+        if default is not None:
             for one in scored:
-                one.reward = instead if one.reward is None else one.reward
+                one.reward = default if one.reward is None else one.reward
         return scored
 
     def _submit(self, call: _Call) -> None:
@@ -187,18 +187,18 @@ class Scoring:
         self._grow()
 
     def _grow(self) -> None:
-        """One more thread if what waits has none to wait for."""
+        """Starts a thread if more calls wait than threads are idle."""
         with self._lock:
-            if self._idle < len(self._waiting) and self._threads < self._most():
+            if self._idle < len(self._waiting) and self._threads < self._max_threads():
                 self._threads += 1
                 threading.Thread(target=self._serve, name="reward", daemon=True).start()
             self._arrived.notify()
 
-    def _most(self) -> int:
+    def _max_threads(self) -> int:
         return (self.settings.reward_processes or PROCESSES) if self._in_processes else self.settings.reward_concurrency
 
     def _start_gathered(self, function: int) -> None:
-        """What came while a call of a batched function was in flight is the next call of it."""
+        """Merges the calls that arrived while a batched function was in flight into its next call."""
         with self._lock:
             gathered = self._gathered[function]
             if not gathered:
@@ -227,15 +227,15 @@ class Scoring:
         whole.values.add_done_callback(split)
         self._start(whole)
 
-    # -- threads, and a process behind each if need be ---------------------------------------------------------------
+    # -- threads, each with a process if needed ----------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Consumes waiting calls; waits for one, unblocked by `_start`, `close`, or having been idle for long."""
+        """Consumes waiting calls; waits for one, unblocked by `_start`, `close`, or `IDLE_S`."""
         child: _Child | None = None
         try:
             while (call := self._next()) is not None:
                 if not call.stoppable:
-                    self._end(call, *self._here(call))
+                    self._end(call, *self._call_here(call))
                 else:
                     child = child or self._new_child()
                     values, error = child.call(call, self.rubric.names[call.function], self.settings.reward_timeout_s)
@@ -243,7 +243,7 @@ class Scoring:
                         self._drop_child(child)
                         child = None
                     self._end(call, values, error)
-                if call.abandoned:  # it came back after all; another thread has its place
+                if call.abandoned:  # it returned after all; another thread replaced this one
                     return
         finally:
             if child is not None:
@@ -252,9 +252,9 @@ class Scoring:
     def _next(self) -> _Call | None:
         with self._lock:
             self._idle += 1
-            there_is = self._arrived.wait_for(lambda: self._waiting or self._closed, IDLE_S)
+            arrived = self._arrived.wait_for(lambda: self._waiting or self._closed, IDLE_S)
             self._idle -= 1
-            if not there_is or self._closed or self._threads > self._most():
+            if not arrived or self._closed or self._threads > self._max_threads():
                 self._threads -= 1
                 self._arrived.notify()
                 return None
@@ -265,7 +265,7 @@ class Scoring:
             self._running.add(call)
             return call
 
-    def _here(self, call: _Call) -> tuple[Values, BaseException | None]:
+    def _call_here(self, call: _Call) -> tuple[Values, BaseException | None]:
         name, function = self.rubric.names[call.function], self.rubric.functions[call.function]
         try:
             return values_of(name, function, call.prompts, call.completions, call.columns), None
@@ -300,42 +300,42 @@ class Scoring:
     # -- deadlines of threads, and progress --------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Says which call has run for longest, and gives up those whose thread cannot be stopped."""
+        """Reports the longest-running call, and abandons overdue calls in threads."""
         while not self._closed:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
             now = time.monotonic()
             with self._lock:
                 running = [*self._running]
             if not running:
                 continue
             oldest = min(running, key=lambda call: call.began)
-            if (ran_s := now - oldest.began) > TOLD_AFTER_S:
+            if (ran_s := now - oldest.began) > REPORT_AFTER_S:
                 name = self.rubric.names[oldest.function]
                 calls = f"{len(running)} calls in flight" if len(running) > 1 else "one call in flight"
-                self._progressed(f"{REWARD} {name} running for {ran_s:.0f} s, {calls}{_place(oldest)}")
+                self._progressed(f"{REWARD} {name} running for {ran_s:.0f} s, {calls}{_location(oldest)}")
             for call in running:
                 if now - call.began > self.settings.reward_timeout_s and not call.stoppable:
-                    self._leave_behind(call)
+                    self._abandon(call)
 
-    def _leave_behind(self, call: _Call) -> None:
-        """The deadline passed in a thread. The thread goes on, and its answer will be ignored."""
+    def _abandon(self, call: _Call) -> None:
+        """Handles a missed deadline in a thread. The thread continues, and its result is ignored."""
         with self._lock:
             if call not in self._running:
                 return
             call.abandoned = True
             self._running.discard(call)
             self._threads -= 1
-            self._left_behind += 1
+            self._abandoned += 1
             moves = self.settings.reward_processes != 0 and self._elsewhere is not None
             moved, self._in_processes = moves and not self._in_processes, moves
         name, timeout_s = self.rubric.names[call.function], self.settings.reward_timeout_s
         if moved:
             log.warning("reward %s ran for over %g s in a thread; it runs in processes from now on", name, timeout_s)
-        if self._left_behind >= self.settings.reward_concurrency and not moves:
+        if self._abandoned >= self.settings.reward_concurrency and not moves:
             call.values.set_exception(
                 RunFailed(
-                    f"{self._left_behind} calls of reward functions hang in threads, the last of {name!r}, and threads "
-                    "cannot be stopped: let env.reward_processes be above 0"
+                    f"{self._abandoned} calls of reward functions hang in threads, the last of {name!r}, and threads "
+                    "cannot be stopped: set env.reward_processes above 0"
                 )
             )
         else:
@@ -376,7 +376,7 @@ class Scoring:
     def __repr__(self) -> str:
         return (
             f"Scoring({self.rubric!r}, running={len(self._running)}, waiting={len(self._waiting)}, "
-            f"threads={self._threads}, left behind={self._left_behind}, processes={len(self._children)})"
+            f"threads={self._threads}, abandoned={self._abandoned}, processes={len(self._children)})"
         )
 
 
@@ -388,8 +388,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _place(call: _Call) -> str:
-    """Where a call is now, as far as it can be seen from here: the innermost lines of its stack."""
+def _location(call: _Call) -> str:
+    """The innermost lines of a call's stack, if it runs in this process."""
     lines: list[str] = []
     if call.task is not None:
         frames = [(frame, frame.f_lineno) for frame in call.task.get_stack()]
@@ -412,26 +412,26 @@ def _missed(name: str, timeout_s: float, completions: int) -> Values:
 
 
 class _Child:
-    """One process with the rubric. Calls go one by one; one that takes too long costs the process."""
+    """One process with the rubric. It runs one call at a time, and is killed if a call misses its deadline."""
 
     def __init__(self, make: Callable[..., Rubric], arguments: tuple[Any, ...]) -> None:
         # Forking a process that has threads, as a worker does, can deadlock the child.
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_child, args=(theirs, os.getpid(), make, arguments), name="reward")
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_child, args=(child_end, os.getpid(), make, arguments), name="reward")
         self._process.daemon = True
         self._process.start()
-        theirs.close()
+        child_end.close()
         self.alive = True
         self._ready = False
         self._killing = threading.Lock()
 
     def call(self, call: _Call, name: str, timeout_s: float) -> tuple[Values, BaseException | None]:
-        """Blocks for the answer. Afterwards the process may be gone: see `alive`."""
+        """Blocks for the result. Afterwards the process may have ended: see `alive`."""
         try:
             if not self._ready:
                 if not self._pipe.poll(START_S):
-                    return self._over(f"a process for reward functions did not start within {START_S:.0f} s", call)
+                    return self._no_reward(f"a process for reward functions did not start within {START_S:.0f} s", call)
                 if (failure := self._pipe.recv()) is not None:
                     self.kill()
                     return [], RunFailed(f"a process for reward functions could not start: {failure}")
@@ -445,21 +445,21 @@ class _Child:
         except (EOFError, OSError):
             self.kill()
             cause = exit_cause(self._process.exitcode or 0)
-            return self._over(f"the process of reward function {name!r} ended with {cause}", call)
-        except Exception as error:  # noqa: BLE001 - what cannot be pickled, mostly
+            return self._no_reward(f"the process of reward function {name!r} ended with {cause}", call)
+        except Exception as error:  # noqa: BLE001 - mostly values that cannot be pickled
             self.kill()
             return [], RunFailed(f"reward function {name!r} cannot be called in another process: {error}")
         return ([], answer) if isinstance(answer, PenstockError) else (answer, None)
 
     def kill(self) -> None:
-        """Harmless twice. One thread at a time: a second one would close a descriptor that others have by then."""
+        """Idempotent. The lock keeps a second thread from closing a descriptor number that is in use again."""
         with self._killing:
             self.alive = False
             self._process.kill()
             self._process.join()
             self._pipe.close()
 
-    def _over(self, reason: str, call: _Call) -> tuple[Values, None]:
+    def _no_reward(self, reason: str, call: _Call) -> tuple[Values, None]:
         return [NoReward(reason)] * len(call.completions), None
 
 
@@ -468,7 +468,7 @@ def _child(pipe: Connection, parent: int, make: Callable[..., Rubric], arguments
     watch_parent(parent)
     try:
         rubric = make(*arguments)
-    except BaseException:  # noqa: BLE001 - told to the parent
+    except BaseException:  # noqa: BLE001 - sent to the parent
         pipe.send(traceback.format_exc())
         return
     pipe.send(None)

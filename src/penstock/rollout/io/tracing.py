@@ -1,4 +1,4 @@
-"""What a generation loop keeps of its traces and counts: the same for one process and for a rank of several."""
+"""Traces and counts of a generation loop, for a single process or for one of several ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from penstock.rollout import trace
 from penstock.rollout.flow import Stage
-from penstock.rollout.holdings import LINE, OUTPUT, Holdings
+from penstock.rollout.holdings import OUTPUT, QUEUED, Holdings
 from penstock.runtime.clock import monotonic
 
 logger = logging.getLogger(__name__)
@@ -19,14 +19,14 @@ SAMPLED_EVERY_S = 1.0
 
 
 class Tracing:
-    """Counts since the start and the newest traces. Safe to call from any thread."""
+    """Counts since the start, and the newest traces. Thread-safe."""
 
-    def __init__(self, traced: Callable[[trace.Trace], None] = lambda told: None) -> None:
+    def __init__(self, traced: Callable[[trace.Trace], None] = lambda event: None) -> None:
         self.traces: deque[trace.Trace] = deque(maxlen=TRACES_KEPT)
         self._traced = traced
         self._counts: dict[str, float] = {}
         self._counting = threading.Lock()
-        self._branches_told: Counter[str] = Counter()
+        self._branches_recorded: Counter[str] = Counter()
         self._sampled_at = 0.0
 
     def count(self, name: str, amount: float) -> None:
@@ -37,28 +37,28 @@ class Tracing:
         with self._counting:
             return dict(self._counts)
 
-    def tell(self, told: trace.Trace) -> None:
-        self.traces.append(told)
-        self._traced(told)
+    def record(self, event: trace.Trace) -> None:
+        self.traces.append(event)
+        self._traced(event)
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("%s", trace.as_line(told))
+            logger.debug("%s", trace.as_line(event))
 
     def sample(self, branches: Counter[str], queue: Callable[[float], trace.QueueSampled]) -> bool:
-        """Traces A and B, about once a second; True when they were taken."""
+        """Records traces A and B about once a second; returns True when it did."""
         now = monotonic()
         if now - self._sampled_at < SAMPLED_EVERY_S:
             return False
         self._sampled_at = now
-        self.tell(trace.BranchesTaken(now, dict(branches - self._branches_told)))
-        self._branches_told = branches.copy()
-        self.tell(queue(now))
+        self.record(trace.BranchesTaken(now, dict(branches - self._branches_recorded)))
+        self._branches_recorded = branches.copy()
+        self.record(queue(now))
         return True
 
 
 def depth_gauges(held: Holdings, generating: int) -> dict[str, float]:
     """Trace B as gauges."""
     return {
-        "line_samples": float(held.samples(*LINE)),
+        "line_samples": float(held.samples(*QUEUED)),
         "output_samples": float(held.samples(*OUTPUT)),
         "scoring_samples": float(held.samples(Stage.SCORING)),
         "held_bytes": float(held.size_bytes),

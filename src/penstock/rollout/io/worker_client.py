@@ -1,4 +1,4 @@
-"""The neighbours of a worker's generation loop, made from the controller's client and the worker's ring."""
+"""Adapters of a worker's generation loop to the controller's client and to the worker's ring."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from penstock.wire.messages import (
 )
 
 WRITE_S = 120.0
-"""How long a full ring may hold up post-processing before it is an error that names the slow consumer."""
+"""How long a full ring may block post-processing before it is an error that names the slow consumer."""
 
 
-TELL_EVERY_S = 2.0
-LOOK_AT_RING_S = 2.0
+REPORT_EVERY_S = 2.0
+CHECK_RING_EVERY_S = 2.0
 
 
 class WorkerClient:
-    """Leases, deliveries and weights, as the runner and the updater ask for them."""
+    """Calls to the controller for leases, deliveries and weights."""
 
     def __init__(
         self, process: RunMember, client: ControlClient, tasks: Tasks, serving: Versioned, ring: Ring, *, call: int = 0
@@ -55,16 +55,16 @@ class WorkerClient:
         self._serving = serving
         self._ring = ring
         self._request = 0
-        """Goes up with every grant that arrived. Whatever was granted unseen, because an answer was lost or a repeated
-        call was answered twice, is answered again to the same number."""
+        """Incremented with every grant that arrived. If the answer was lost, or a repeated call was answered twice, the
+        controller returns the same grant again for the same number."""
         self._unread = Unread()
-        self._giving_back: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
 
     async def lease(self, samples: int, wait_s: float) -> Leased:
-        # One request at a time: what this one is granted is given back first.
-        if self._giving_back is not None and not self._giving_back.done():
-            await asyncio.wait([self._giving_back], timeout=wait_s)
-            if not self._giving_back.done():
+        # One request at a time: the grant of a cancelled request is returned first.
+        if self._returning is not None and not self._returning.done():
+            await asyncio.wait([self._returning], timeout=wait_s)
+            if not self._returning.done():
                 return Leased((), "throttled", "running")
         ask = AskLease(
             pipeline=self._client.pipeline,
@@ -79,15 +79,15 @@ class WorkerClient:
         try:
             answer = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            # The controller may grant it all the same: those leases would be lost.
-            self._giving_back = self._tasks.spawn("give back a lease", self._give_back(asking))
+            # The controller may still grant it: those leases would be lost.
+            self._returning = self._tasks.spawn("return a lease", self._return_granted(asking))
             raise
         if isinstance(answer, PenstockError):
             raise answer
         return answer
 
     async def _ask(self, ask: AskLease) -> Leased | PenstockError:
-        """The answer, or the error to be raised to a caller that still waits."""
+        """Returns the answer, or the error to raise to a caller that still waits."""
         try:
             reply = await self._client.call(ask)
         except PenstockError as error:
@@ -103,7 +103,7 @@ class WorkerClient:
             self._ring.discard((*reply.discard, *expired))
         return reply
 
-    async def _give_back(self, asking: asyncio.Task[Leased | PenstockError]) -> None:
+    async def _return_granted(self, asking: asyncio.Task[Leased | PenstockError]) -> None:
         answer = await asking
         if isinstance(answer, Leased) and answer.leases:
             await self.deliver((), (), [sample for lease in answer.leases for sample in lease.samples])
@@ -126,8 +126,8 @@ class WorkerClient:
         try:
             reply = await self._client.call(message)
         except asyncio.CancelledError:
-            # The loop ended before the answer, as in a drain that took too long. This worker goes on: without a second
-            # delivery it would hold those leases for ever.
+            # The loop ended before the answer, for example because a drain took too long. This worker continues:
+            # without a second delivery it would hold those leases indefinitely.
             if not self._process.stop.requested:
                 self._tasks.spawn("deliver again", self._deliver_again(message))
             raise
@@ -176,33 +176,33 @@ class WorkerClient:
 
 
 async def watch_ring(ring: Ring) -> None:
-    """Raises `PeerLost` once the ring's file is gone: a trainer that starts could read nothing that is delivered.
+    """Raises `PeerLost` once the ring's file is deleted: a trainer that starts later could read no payload.
 
     Waits for: nothing. Unblocked by: cancellation.
     """
     while True:
-        await asyncio.sleep(LOOK_AT_RING_S)
+        await asyncio.sleep(CHECK_RING_EVERY_S)
         if not ring.in_place():
             break
     raise PeerLost(f"the file of payload ring {ring.name} was deleted or moved; this worker must be replaced")
 
 
 class RingStore:
-    """Writes a sample's arrays into the ring. Waiting for room is the backpressure on generation."""
+    """Writes a sample's arrays into the ring. The wait for room is the backpressure on generation."""
 
     def __init__(self, ring: Ring, progressed: Callable[[str], None] = lambda doing: None) -> None:
         self._ring = ring
         self._progressed = progressed
 
     def write(self, arrays: Mapping[str, np.ndarray | Sequence[np.ndarray]]) -> PayloadRef:
-        """While it waits, that is what the worker is doing: a stall is then not blamed on generation."""
+        """Reports the wait as the worker's activity, so that a stall is not attributed to generation."""
         body, deadline = encode(arrays), monotonic() + WRITE_S
         while True:
             left_s = deadline - monotonic()
             try:
-                return self._ring.fill(body, timeout_s=max(0.0, min(left_s, TELL_EVERY_S)))
+                return self._ring.fill(body, timeout_s=max(0.0, min(left_s, REPORT_EVERY_S)))
             except Transient as error:
-                if left_s <= TELL_EVERY_S:
+                if left_s <= REPORT_EVERY_S:
                     raise
                 self._progressed(f"ring full: {error}")
 

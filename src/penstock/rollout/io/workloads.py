@@ -1,4 +1,4 @@
-"""The workload's five hooks, as the configuration asks for them."""
+"""Builds the workload that the configuration names."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def workload_of(
     rubric_elsewhere: tuple[Callable[..., Rubric], tuple[Any, ...]] | None = None,
     progressed: Callable[[str], None] = lambda doing: None,
 ) -> Workload[Any, Any, Any]:
-    """The five hooks: the user's own class if one is named, else the built-in one that fits environment and engine.
+    """The user's own class if one is named, else the built-in workload for the environment and engine.
 
-    `engine` is a `protocol.Engine` that fits the policy. `kept` is where unfinished
-    episodes of a worker that leaves wait for the next one. `greedy` draws nothing and takes what is likeliest; a
-    workload of the user's own draws as it always does. `rubric_elsewhere` makes the environment's rubric in another
-    process, see `Scoring`.
+    `engine` is a `protocol.Engine` that fits the policy. `kept` is the directory where a worker that leaves stores
+    unfinished episodes for the next one. `greedy` takes the most likely token or action instead of sampling; it does
+    not affect the user's own class. `rubric_elsewhere` makes the environment's rubric in another process, see
+    `Scoring`.
     """
     if rollout.workload is not None:
         return load_callable("workload", rollout.workload)(environment, engine, policy)
     if not isinstance(policy, LanguagePolicy):
         return GymnasiumWorkload(environment, engine, greedy=greedy)
     scoring = Scoring(rubric_of(env, environment), env, elsewhere=rubric_elsewhere, progressed=progressed)
-    given = (environment, engine, policy.tokenizer, rollout)
+    arguments = (environment, engine, policy.tokenizer, rollout)
     unfinished = KeptEpisodes(kept) if kept is not None else None
     if hasattr(environment, "play"):
-        from penstock.rollout.io.agent_workload import AgentWorkload  # with a web server, which no other needs
+        from penstock.rollout.io.agent_workload import AgentWorkload  # imports a web server; no other one does
 
         threads = env.reward_concurrency
-        return AgentWorkload(*given, threads=threads, greedy=greedy, scoring=scoring, kept=unfinished)
-    return LanguageWorkload(*given, greedy=greedy, scoring=scoring, kept=unfinished)
+        return AgentWorkload(*arguments, threads=threads, greedy=greedy, scoring=scoring, kept=unfinished)
+    return LanguageWorkload(*arguments, greedy=greedy, scoring=scoring, kept=unfinished)
 
 
 def close_workload(workload: Any) -> None:
-    """Ends what a workload started, if it has a method for that."""
+    """Calls the workload's `close`, if it has one."""
     getattr(workload, "close", lambda: None)()

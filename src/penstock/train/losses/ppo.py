@@ -13,12 +13,12 @@ from penstock.engines.models import ActorCritic
 from penstock.train.losses.tokens import clipped
 from penstock.train.settings import PpoLossSection
 
-QUIET = 0.05
-"""Of the spread of returns: advantages whose own spread is smaller are noise of the critic and are not blown up."""
+MIN_SPREAD = 0.05
+"""As a fraction of the spread of returns: a smaller spread of advantages is noise of the critic, not scaled up."""
 
 
 class EpisodeTensors:
-    """Episodes as tensors, with the old policy's values, advantages and log-probabilities worked out once."""
+    """Episodes as tensors, with the old policy's values, advantages and log-probabilities computed once."""
 
     def __init__(self, batch: TrajectoryBatch, network: ActorCritic, settings: PpoLossSection, device: torch.device):
         self.observations_S = torch.from_numpy(batch.observations_S).to(device)
@@ -28,14 +28,14 @@ class EpisodeTensors:
         ends_N = lengths_N.cumsum(0) - 1
         with torch.no_grad():
             rewards_S = torch.from_numpy(batch.rewards_S).to(device)
-            # Before anything is computed with them: what replicas drew with older statistics is off-policy data.
+            # First, because all below uses these statistics. Samples drawn with older statistics are off-policy.
             network.observe_episodes(self.observations_S, discounted_sums(rewards_S, lengths_N, settings.discount))
             rewards_S = network.normalized(rewards_S)
             values_S = network.value(self.observations_S)
             future_N = network.value(torch.from_numpy(batch.last_observations_N).to(device))
             next_values_S = values_S.roll(-1)
             cut_off_N = 1 - torch.from_numpy(batch.terminated_N).to(device).float()
-            # Undiscounted returns that go on after a time limit would make never arriving as good as arriving.
+            # Undiscounted returns bootstrapped past a time limit would make never finishing as good as finishing.
             next_values_S[ends_N] = future_N * cut_off_N if settings.discount < 1 else 0.0
             errors_S = rewards_S + settings.discount * next_values_S - values_S
             self.advantages_S = discounted_sums(errors_S, lengths_N, settings.discount * settings.gae_lambda)
@@ -77,7 +77,7 @@ def ppo_loss(
     raw_weight = (old - behaviour).exp()
     weight = raw_weight.clamp(max=settings.importance_cap)
     advantage = batch.advantages_S[chosen]
-    spread = advantage.std(correction=0).maximum(QUIET * network.return_std)
+    spread = advantage.std(correction=0).maximum(MIN_SPREAD * network.return_std)
     advantage = (advantage - advantage.mean()) / (spread + 1e-8)
     objective, stopped = clipped((current - old).exp(), advantage, 1 - settings.clip, 1 + settings.clip)
     errors = (network.value(observations) - batch.returns_S[chosen]) / network.return_std

@@ -1,4 +1,4 @@
-"""Losses of language models, by name: each says for every trained token what is minimised.
+"""Losses of language models, by name: each defines what is minimised for every trained token.
 
     def reinforce(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
         return -tokens.advantage_M * tokens.current_M, {}
@@ -7,8 +7,8 @@
 and the divergence from the reference, and averages over the whole update, so no result depends on micro-batches.
 Metrics are sums over the micro-batch's tokens; one whose name ends in `_max` is a maximum.
 
-Three policies meet here. The *behaviour* policy μ sampled the tokens, some versions ago; its log-probabilities came
-with the sample. The *old* policy is the one the step starts from. The *current* policy π is being changed. With one
+Three policies are involved. The *behaviour* policy μ sampled the tokens, some versions ago; its log-probabilities are
+part of the sample. The *old* policy is the one the step starts from. The *current* policy π is being changed. With one
 update per step, current and old are equal in value, and only the gradient of the current one counts.
 
 Shape suffixes: M trained tokens, N sequences.
@@ -63,7 +63,7 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[
 
 
 def behaviour_weight(log_weight: Tensor, settings: TokenLossSection) -> tuple[Tensor, Tensor]:
-    """What a stale token counts, old / μ as `importance` treats it, and 1 where that changed it."""
+    """The weight of a stale token, old / μ after `importance` is applied, and 1 where that changed it."""
     weight = log_weight.exp()
     if settings.importance == "truncate":
         return weight.clamp(max=settings.importance_cap), (weight > settings.importance_cap).float()
@@ -74,7 +74,7 @@ def behaviour_weight(log_weight: Tensor, settings: TokenLossSection) -> tuple[Te
 
 
 def grpo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate, token by token, with an upper clip of its own (clip-higher):
+    """The clipped surrogate, token by token, with a separate upper clip (clip-higher):
 
         loss_t = −w_t · min(r_t A, clip(r_t, 1 − clip_low, 1 + clip_high) A),   r_t = π / old,   w_t = old / μ
 
@@ -96,8 +96,8 @@ def gspo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, 
 
         loss_i = −w_i · min(s_i A, clip(s_i, 1 − clip_low, 1 + clip_high) A),   s_i = exp(mean_t log π / old)
 
-    and w_i = exp(mean_t log old / μ), treated as `importance` says. The clip range is much smaller than that of tokens:
-    `clip_low = 3e-4` and `clip_high = 4e-4`, say. Every token of the sequence is given loss_i; the average is by
+    and w_i = exp(mean_t log old / μ), with `importance` applied. The clip range is much smaller than that of tokens:
+    for example `clip_low = 3e-4` and `clip_high = 4e-4`. Every token of the sequence has loss_i; the average is by
     sequence. Each branch of a sample is a sequence here.
     """
     weight_M, capped_M = behaviour_weight(tokens.sequence_mean(tokens.old_M - tokens.behaviour_M), settings)
@@ -119,7 +119,7 @@ def cispo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str,
 
 def dppo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
     """A trust region against the behaviour policy: a token that is outside it, and would be pushed further out, is
-    masked. The distance is that of the probabilities, which large ratios of rare tokens do not reach:
+    masked. The distance is the difference of probabilities, which stays small for rare tokens with large ratios:
 
         loss_t = −m_t · sg(min(π / μ, importance_cap)) · A · log π
         m_t = 0  if  A > 0 and π − μ > trust_high,  or  A < 0 and μ − π > trust_low;  else 1
@@ -134,8 +134,8 @@ def dppo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, 
 
 def distill(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
     """On-policy distillation: the reverse divergence from the teacher T, KL(π ‖ T), token by token. Its gradient is
-    E[(log π − log T) · ∇ log π] over the student's own samples, so what the teacher finds improbable is an advantage
-    below zero:
+    E[(log π − log T) · ∇ log π] over the student's own samples, so a token that is less probable under the teacher has
+    a negative advantage:
 
         loss_t = −sg(min(π / μ, importance_cap) · (log T − log π)) · log π
     """
@@ -149,8 +149,8 @@ def distill(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[st
 
 
 def reinforce(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """The plain policy gradient, with stale tokens weighed as `importance` says. Nothing is clipped: for one update per
-    batch.
+    """The plain policy gradient, with stale tokens weighted according to `importance`. Nothing is clipped: for one
+    update per batch.
 
         loss_t = −w_t · A · log π,   w_t = old / μ
     """
@@ -167,8 +167,8 @@ NAMED: dict[str, tuple[TokenLoss, Average]] = {
     "distill": (distill, "token"),
     "reinforce": (reinforce, "token"),
 }
-"""With the average each is defined with, which `token_loss.average` overrides. Dr. GRPO is GRPO summed over tokens and
-divided by a constant, so that long answers are neither favoured nor spared."""
+"""Each with its default average, which `token_loss.average` overrides. Dr. GRPO is GRPO summed over tokens and divided
+by a constant, which removes the bias by length."""
 
 
 def resolve(name: str) -> tuple[TokenLoss, Average]:

@@ -1,7 +1,7 @@
-"""Broadcasts a version's buckets through torch.distributed: gloo here, NCCL where replicas own GPUs.
+"""Broadcasts a version's buckets through torch.distributed with gloo.
 
 Every wait has a deadline: reaching the store, building the group, each bucket. A group that failed is aborted and
-never used again. What arrives lies apart from what is served, and is verified like everything else.
+never reused. Received bytes are kept apart from the served weights, and are verified.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from penstock.weights.io.files import FileSource
 from penstock.weights.io.store import KeyStore, StoreClient, StoreServer
 from penstock.weights.manifest import check_manifest, describe
 
-_ROLL_CALL = "here"
+_JOINED = "here"
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """What a participant needs to find its group."""
+    """The data that a participant needs to join its group."""
 
     name: str
     host: str
@@ -44,15 +44,15 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Group:
-    """One attempt's process group. When it breaks, or a member does not come (`PeerLost`), nothing was changed."""
+    """The process group of one broadcast. If it fails, or a member does not join (`PeerLost`), nothing was changed."""
 
     def __init__(self, invitation: Invitation, timeout_s: float, store: KeyStore) -> None:
         self._invitation = invitation
-        self._store = store  # torch keeps only its own half of a store that is written in Python
+        self._store = store  # torch keeps no reference to the Python part of a store
         deadline = time.monotonic() + timeout_s
         try:
             own = PrefixStore(invitation.name, store)
-            own.set(f"{_ROLL_CALL}/{invitation.rank}", "1")
+            own.set(f"{_JOINED}/{invitation.rank}", "1")
             self._wait_for_all(own, deadline)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
@@ -62,17 +62,17 @@ class Group:
             raise Aborted(f"group {invitation.name} could not be built: {error}") from error
 
     def _wait_for_all(self, store: PrefixStore, deadline: float) -> None:
-        """Names those who did not come, which the library would not."""
+        """`PeerLost` names the missing ranks, which torch would not do."""
         missing = list(range(self._invitation.size))
         while missing:
-            missing = [rank for rank in missing if not store.check([f"{_ROLL_CALL}/{rank}"])]
+            missing = [rank for rank in missing if not store.check([f"{_JOINED}/{rank}"])]
             if missing and time.monotonic() > deadline:
                 raise PeerLost(f"ranks {missing} did not join group {self._invitation.name} in time")
             if missing:
                 time.sleep(0.005)
 
     def broadcast(self, flat: torch.Tensor, timeout_s: float) -> None:
-        """Rank 0's bytes reach everyone."""
+        """Sends rank 0's bytes to all ranks."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout_s)
@@ -82,12 +82,12 @@ class Group:
             raise Aborted(f"group {self._invitation.name} broke: {error}") from error
 
     def close(self) -> None:
-        """Leaves the group, whatever state it is in; peers that still wait notice at once."""
+        """Leaves the group, in any state; peers that still wait fail at once."""
         self._group.abort()
 
 
 class BroadcastSender:
-    """The trainer's side: hosts the meeting point, and sends versions from their files."""
+    """The trainer's side: hosts the store, and sends versions from their files."""
 
     def __init__(self, run_dir: Path, token: bytes, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:
         self._run_dir = run_dir
@@ -100,7 +100,7 @@ class BroadcastSender:
     def send(
         self, name: str, manifest: Manifest, receivers: int, *, build_timeout_s: float, send_timeout_s: float
     ) -> None:
-        """Builds the group and sends every bucket. `PeerLost` names who did not come; `Aborted` when it broke."""
+        """Builds the group and sends every bucket. `PeerLost` names missing ranks; `Aborted` if the group failed."""
         group = Group(self.invitation(name, 0, receivers + 1), build_timeout_s, self.store)
         deadline = time.monotonic() + send_timeout_s
         try:
@@ -115,7 +115,7 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """A replica's side: receives into memory that it uses again; tensors are valid until the next `receive`."""
+    """A replica's side: receives into reused memory; tensors are valid until the next `receive`."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -124,7 +124,7 @@ class BroadcastReceiver:
     def receive(
         self, invitation: Invitation, manifest: Manifest, *, build_timeout_s: float, receive_timeout_s: float
     ) -> Mapping[str, torch.Tensor]:
-        """The verified version. `PeerLost` or `Aborted` when the group fails: nothing that serves was touched."""
+        """The verified version. `PeerLost` or `Aborted` if the group fails: the served weights are unchanged."""
         check_manifest(manifest)
         try:
             store = StoreClient(invitation.host, invitation.port, self._token, build_timeout_s)
@@ -153,7 +153,7 @@ class BroadcastReceiver:
 
 
 def _listening_on(host: str) -> dist.ProcessGroupGloo.Device:
-    """Peers connect to the address by which the store is reached: by itself the library takes that of the host name."""
+    """Peers connect to the address by which the store is reached; the default of gloo is that of the host name."""
     if ipaddress.ip_address(host).is_unspecified:
         return dist.ProcessGroupGloo.create_default_device()
     return dist.ProcessGroupGloo.create_device(hostname=host)

@@ -1,13 +1,13 @@
-"""Versions in the memory of a GPU, for replicas on the trainer's own: copied from device to device, not by the host.
+"""Versions in device memory, for replicas on the trainer's GPU: copied on the device, not through the host.
 
-The trainer keeps its newest versions in a few slots of device memory. A small file beside each version's files says
+The trainer keeps its newest versions in a few slots of device memory. A small file beside each version's files states
 which slot holds it and how another process opens that slot (CUDA IPC); the processes share the run directory, so
-no other user can read it. A slot is used again for a later version: the file is removed before, so a replica that was
-too slow learns that its copy is a mixture, and asks for the newest version.
+no other user can read it. A slot is reused for a later version. The file is removed before, so a replica that was too
+slow detects that its copy is a mixture, and requests the newest version.
 
-Delivery is verified on the device (`device_digest`): what the replica will serve is compared with what the trainer
-published, without a detour over the host. Whatever stands in the way (another device, another host, a driver that
-refuses) makes the replica fetch the version as it would without this module.
+Delivery is verified on the device (`device_digest`): the copy of the replica is compared with the published version,
+without a copy to the host. If this transport cannot be used (another device, another host, a driver that refuses), the
+replica fetches the version by its fallback transport.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DeviceCopy(msgspec.Struct, frozen=True):
 
 
 def placement(tensors: tuple[TensorSpec, ...]) -> tuple[dict[str, int], int]:
-    """Where each tensor begins in a slot, and how large the slot is: the same for both sides."""
+    """The offset of each tensor in a slot, and the size of the slot: the same for both sides."""
     offsets: dict[str, int] = {}
     end = 0
     for tensor in tensors:
@@ -72,7 +72,7 @@ def placement(tensors: tuple[TensorSpec, ...]) -> tuple[dict[str, int], int]:
 
 
 def views(flat: torch.Tensor, tensors: tuple[TensorSpec, ...]) -> OwnedTensors:
-    """The tensors of a version as they lie in a slot, or in a copy of one."""
+    """The tensors of a version as views of a slot, or of a copy of one."""
     typed: dict[str, torch.Tensor] = {}
     found = OwnedTensors()
     start = 0
@@ -96,7 +96,7 @@ def is_on_a_device(run_dir: Path, manifest: Manifest) -> bool:
 
 
 class DeviceExport:
-    """The trainer's side. Used by one thread at a time; lives as long as the trainer does."""
+    """The trainer's side. Used by one thread at a time; exists as long as the trainer."""
 
     def __init__(self, run_dir: Path, *, slots: int = 2) -> None:
         self._run_dir = run_dir
@@ -110,21 +110,21 @@ class DeviceExport:
         return f"DeviceExport({len(self._slots)} slots, {self._turn} versions{self._refused})"
 
     def offer(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Keeps the version on the device it lies on; False where that is not possible."""
+        """Keeps the version on the device of its tensors; False if that is not possible."""
         devices = {tensor.device for tensor in tensors.values()}
         if self._refused or len(devices) != 1 or next(iter(devices)).type != "cuda":
             return False
         specs = tensors_of(manifest)
         try:
             slot, handle = self._take_slot(next(iter(devices)), placement(specs)[1])
-        except RuntimeError as error:  # no memory left, or a driver that does not share
+        except RuntimeError as error:  # no memory left, or a driver that cannot share
             self._refused = f", refused: {error}"
             logger.warning("versions are not kept on the device: %s", error)
             return False
         kept = views(slot, specs)
         targets, sources = [kept[spec.name] for spec in specs], [tensors[spec.name] for spec in specs]
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
-        copy = DeviceCopy(manifest.digest, device_digest(slot, specs), handle)  # which waits for the copies
+        copy = DeviceCopy(manifest.digest, device_digest(slot, specs), handle)  # waits for the copies
         path = self._run_dir / manifest.directory / DEVICE_FILE
         writing = path.with_suffix(".writing")
         writing.write_bytes(msgspec.json.encode(copy))
@@ -134,13 +134,13 @@ class DeviceExport:
         return True
 
     def _take_slot(self, device: torch.device, size_bytes: int) -> tuple[torch.Tensor, SlotHandle]:
-        """The slot of the oldest version, which is no longer offered."""
+        """The slot of the oldest version, whose file is removed."""
         turn = self._turn % self._count
         if turn in self._described:
             self._described.pop(turn).unlink(missing_ok=True)
         if turn < len(self._slots) and self._slots[turn][0].numel() == size_bytes:
             return self._slots[turn]
-        slot = torch.zeros(size_bytes, dtype=torch.uint8, device=device)  # what lies between tensors counts too
+        slot = torch.zeros(size_bytes, dtype=torch.uint8, device=device)  # the gaps between tensors are hashed too
         self._slots[turn : turn + 1] = [(slot, _handle_of(slot))]
         return self._slots[turn]
 
@@ -162,7 +162,7 @@ def _handle_of(slot: torch.Tensor) -> SlotHandle:
 
 
 class DeviceTransport:
-    """A replica's side: one copy, into fresh memory that the engine may serve from as it is."""
+    """A replica's side: one copy, into new memory that the engine may serve directly."""
 
     def __init__(self, run_dir: Path, device: torch.device, fallback: WeightTransport) -> None:
         if device.type != "cuda":
@@ -173,7 +173,7 @@ class DeviceTransport:
         self._fallback = fallback
         self._opened: dict[SlotHandle, torch.Tensor] = {}
         self._fetched: tuple[DeviceCopy, torch.Tensor] | None = None
-        """What the trainer said of the version that was fetched last, and the copy of it."""
+        """The device file of the version that was fetched last, and the copy of it."""
         self._refused = ""
         self.fetched = 0
         self.fallbacks = 0
@@ -198,33 +198,33 @@ class DeviceTransport:
             flat = torch.empty_like(slot)
         except torch.OutOfMemoryError as error:
             self.fallbacks += 1
-            logger.warning("no room for a second copy of the weights on the device, they come by the host: %s", error)
+            logger.warning("no device memory for a second copy of the weights, fetching through the host: %s", error)
             return self._fallback.fetch(manifest, timeout_s, verify=verify)
         self.fetched += 1
         if self.fetched == 1:
-            logger.info("versions come from the trainer's memory on this device")
+            logger.info("versions are copied from the trainer's memory on this device")
         flat.copy_(slot)
         self._fetched = (copy, flat)
         tensors = views(flat, specs)
         if verify and self.delivered(manifest, tensors) != manifest.digest:
-            raise RemoteProtocolError(f"what lies on the device is not {describe(manifest)}")
+            raise RemoteProtocolError(f"the copy on the device is not {describe(manifest)}")
         return tensors
 
     def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
-        """The manifest's digest if these are, bit for bit, the weights that were published under it; else another."""
+        """The manifest's digest if these are, bit for bit, the weights published under it; else another value."""
         fetched, self._fetched = self._fetched, None
-        if fetched is None or fetched[0].digest != manifest.digest or not _lie_in(fetched[1], staged, manifest):
+        if fetched is None or fetched[0].digest != manifest.digest or not _are_views(fetched[1], staged, manifest):
             return digest_of(staged)
         copy, flat = fetched
         found = device_digest(flat, tensors_of(manifest))
         if found == copy.device_digest:
             return manifest.digest
         if self._described(manifest) != copy:
-            raise Stale(f"{describe(manifest)} made way for a newer version while it was copied")
+            raise Stale(f"{describe(manifest)} was replaced by a newer version while it was copied")
         return found
 
     def _described(self, manifest: Manifest) -> DeviceCopy | None:
-        """What the trainer says of the version, if it keeps it on this very device."""
+        """The device file of the version, if the trainer keeps it on this device."""
         try:
             body = (self._run_dir / manifest.directory / DEVICE_FILE).read_bytes()
         except FileNotFoundError:
@@ -239,19 +239,19 @@ class DeviceTransport:
         if self._refused:
             return None
         if handle not in self._opened:
-            if len(self._opened) >= 8:  # of trainers that are gone
+            if len(self._opened) >= 8:  # most are of earlier trainers
                 self._opened.clear()
             try:
                 self._opened[handle] = _rebuild(handle, self._device)
             except RuntimeError as error:
                 self._refused = f", refused: {error}"
-                logger.warning("the trainer's device memory cannot be opened, versions come by the host: %s", error)
+                logger.warning("the trainer's device memory cannot be opened, fetching through the host: %s", error)
                 return None
         return self._opened[handle]
 
 
-def _lie_in(flat: torch.Tensor, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> bool:
-    """Whether the tensors are this very memory, and not copies of it."""
+def _are_views(flat: torch.Tensor, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> bool:
+    """Whether the tensors are views of this memory, not copies."""
     offsets, _ = placement(tensors_of(manifest))
     base = flat.data_ptr()
     return tensors.keys() == offsets.keys() and all(

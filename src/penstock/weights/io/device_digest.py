@@ -1,9 +1,9 @@
-"""A digest that is computed where the weights lie, at the speed of their memory: for versions that never leave a GPU.
+"""A digest that is computed on the device of the weights, at memory speed: for versions that never leave a GPU.
 
-The memory, in 64-bit words, is cut into rows; a row's sum is that of its words times odd constants, modulo 2**64.
-Changing one word always changes the sum of its row; any other damage goes unnoticed with a probability of about 2**-64.
-The digest is the hash of all rows' sums behind the names, dtypes and shapes. It says the same as the digest of a
-manifest but is another number: the two are never compared.
+The memory is divided into rows of 64-bit words. The sum of a row adds its words times odd constants, modulo 2**64.
+Changing one word always changes the sum of its row; any other damage is missed with a probability of about 2**-64.
+The digest is the hash of the names, dtypes and shapes, followed by the sums of all rows. It covers the same content as
+the digest of a manifest but has another value: the two are never compared.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from penstock.records.weights import TensorSpec
 ROW_WORDS = 1 << 16
 WORD_BYTES = 8
 BLOCK_ROWS = 128
-"""Rows that are summed at once: the memory this takes beside the weights is 64 MB."""
+"""Rows that are summed at once: this takes 64 MB of extra memory."""
 
 
 @cache
 def _constants(device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern, the same everywhere."""
+    """Pseudo-random odd numbers, the same on every device."""
     with np.errstate(over="ignore"):
         mixed = np.arange(1, ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -48,9 +48,9 @@ def _sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def device_digest(flat: torch.Tensor, tensors: tuple[TensorSpec, ...]) -> str:
-    """The digest of weights that lie in `flat` (bytes, a whole number of words) on any device.
+    """The digest of the weights in `flat` (bytes, a whole number of words) on any device.
 
-    Waits for whatever was queued on the device before.
+    Waits for all work that was queued on the device before.
     """
     if flat.dtype != torch.uint8 or flat.dim() != 1 or flat.numel() % 8 or flat.storage_offset() % 8:
         raise LocalProtocolError(f"expected whole words as a flat uint8 tensor, found {flat.dtype}{list(flat.shape)}")
@@ -58,17 +58,17 @@ def device_digest(flat: torch.Tensor, tensors: tuple[TensorSpec, ...]) -> str:
 
 
 def scattered_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest of tensors that lie anywhere, on any device. A last incomplete word is filled up with zeros."""
-    known: list[tuple[str, str, list[int]]] = []
+    """The digest of separate tensors, on any device. A last incomplete word is padded with zeros."""
+    specs: list[tuple[str, str, list[int]]] = []
     sums: list[torch.Tensor] = []
     for name, tensor in named:
-        known.append((name, str(tensor.dtype), list(tensor.shape)))
+        specs.append((name, str(tensor.dtype), list(tensor.shape)))
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if (rest := flat.numel() % WORD_BYTES) or flat.data_ptr() % WORD_BYTES:
             flat = torch.nn.functional.pad(flat, (0, -rest % WORD_BYTES))
             flat = flat.clone() if flat.data_ptr() % WORD_BYTES else flat
         sums += [one.cpu() for one in _sums(flat.view(torch.int64))]
-    return _hashed(known, sums)
+    return _hashed(specs, sums)
 
 
 def _hashed(about: object, sums: list[torch.Tensor]) -> str:

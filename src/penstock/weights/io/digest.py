@@ -1,4 +1,4 @@
-"""The digest of tensors as they lie in memory: the proof that what is served is what was published."""
+"""The digest of tensors in memory: it verifies that the served weights are the published ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
-        raise LocalProtocolError(f"dtype {name!r} is not known; known are {', '.join(DTYPES)}")
+        raise LocalProtocolError(f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
     return getattr(torch, name)
 
 
@@ -48,7 +48,7 @@ def host_view(tensor: torch.Tensor) -> memoryview:
 
 
 def host_pieces(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
-    """The tensor's bytes in order. A piece is valid until the next one is asked for."""
+    """The tensor's bytes in order. A piece is valid until the next one is requested."""
     flat = flat_bytes(tensor)
     if flat.device.type == "cpu":
         view = flat.numpy().data
@@ -59,7 +59,7 @@ def host_pieces(tensor: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> Iterato
 
 
 def _device_pieces(flat: torch.Tensor) -> Iterator[memoryview]:
-    """Two pinned buffers take turns: one is filled by the device while the caller reads the other."""
+    """Alternates two pinned buffers: the device fills one while the caller reads the other."""
     size = flat.numel()
     if size == 0:
         return

@@ -1,8 +1,7 @@
-"""Bytes of a version into tensors, verified, from wherever a transport finds them.
+"""Reads the bytes of a version into tensors and verifies them, for every transport.
 
 Every transport (files, a stream from another host) is a `BucketSource`; copying, hashing and the comparison with the
-manifest are here, once. Each byte is copied once, and hashed where it arrived while it is still in the cache: what is
-verified is the memory that will serve.
+manifest are here, once. Each byte is copied once, and hashed at its destination while it is still in the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class BucketSource(Protocol):
     def pieces(self, bucket: int, offset: int, target: memoryview) -> Iterator[memoryview]:
         """Fills `target` with the file's bytes from `offset`, and yields each part of it when it is filled.
 
-        `Stale` when the bytes are gone for good, `Transient` when they were cut off.
+        `Stale` if the bytes were removed, `Transient` if the transfer was interrupted.
         """
         ...
 
@@ -35,22 +34,22 @@ class BucketSource(Protocol):
 
 def fits(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> bool:
     """Whether the tensors have exactly the names, dtypes and shapes of the version."""
-    wanted = tensors_of(manifest)
-    return len(tensors) == len(wanted) and all(
-        spec.name in tensors and spec_of(spec.name, tensors[spec.name]) == spec for spec in wanted
+    expected = tensors_of(manifest)
+    return len(tensors) == len(expected) and all(
+        spec.name in tensors and spec_of(spec.name, tensors[spec.name]) == spec for spec in expected
     )
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
     """Raises with the first difference between the tensors held and those of the version."""
-    wanted = {spec.name: spec for spec in tensors_of(manifest)}
-    missing, surplus = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    expected = {spec.name: spec for spec in tensors_of(manifest)}
+    missing, surplus = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or surplus:
         raise RemoteProtocolError(
             f"{describe(manifest)} does not fit the engine's model: "
             f"missing in the engine {missing[:3]}, missing in the version {surplus[:3]}"
         )
-    for name, spec in wanted.items():
+    for name, spec in expected.items():
         held = spec_of(name, tensors[name])
         if held != spec:
             raise RemoteProtocolError(
@@ -60,7 +59,7 @@ def check_fit(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
 
 
 def tensor_at(memory: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
-    """One tensor of a version whose bytes lie in `memory` from `start` on; copied only where torch needs alignment."""
+    """The tensor whose bytes begin at `start` in `memory`; copied only if torch needs alignment."""
     flat = memory[start : start + size_of(spec)]
     if start % DTYPES[spec.dtype][1]:  # it follows a tensor of smaller elements
         flat = flat.clone()
@@ -68,9 +67,9 @@ def tensor_at(memory: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tenso
 
 
 def fetch(source: BucketSource, manifest: Manifest, into: Mapping[str, torch.Tensor], *, threads: int = 1) -> None:
-    """Fills these CPU tensors, which must fit the version, and verifies them; `threads` of them arrive at a time."""
+    """Fills these CPU tensors, which must fit the version, and verifies them; reads `threads` of them at a time."""
 
-    def arrive(place: tuple[int, Span]) -> bytes:
+    def read(place: tuple[int, Span]) -> bytes:
         bucket, span = place
         hashed = TensorHash(span.tensor)
         for piece in source.pieces(bucket, span.start, host_view(into[span.tensor.name])):
@@ -79,15 +78,15 @@ def fetch(source: BucketSource, manifest: Manifest, into: Mapping[str, torch.Ten
 
     places = [(index, span) for index, bucket in enumerate(manifest.buckets) for span in layout(bucket.tensors).spans]
     if threads == 1:
-        digests = [arrive(place) for place in places]
+        digests = [read(place) for place in places]
     else:
         with ThreadPoolExecutor(threads, thread_name_prefix="weights-fetch") as pool:
-            digests = list(pool.map(arrive, places))  # an error cancels whatever has not begun
+            digests = list(pool.map(read, places))  # an error cancels the tensors that have not begun
     check_digests(manifest, digests)
 
 
 def check_digests(manifest: Manifest, digests: Sequence[bytes]) -> None:
-    """Raises unless the digests of all tensors, in order, are those that the manifest states, by bucket and in all."""
+    """Raises `Damaged` unless the digests of all tensors, in order, match the manifest, per bucket and in total."""
     first = 0
     for bucket in manifest.buckets:
         found = compose(digests[first : first + len(bucket.tensors)])
@@ -95,7 +94,7 @@ def check_digests(manifest: Manifest, digests: Sequence[bytes]) -> None:
         if found != bucket.digest:
             raise Damaged(
                 f"weights file {bucket.file} is not what was published: digest {found}, expected {bucket.digest}; "
-                "the file was damaged or exchanged and must be published again"
+                "the file was damaged or replaced and must be published again"
             )
     found = compose(digests)
     if found != manifest.digest:

@@ -1,13 +1,13 @@
-"""Versions as directories of safetensors files: written aside, renamed into place, read by anyone on the host.
+"""Versions as directories of safetensors files: written under another name, renamed, read by all processes of the host.
 
 Promises:
 
 - a version's directory is complete or absent: it is written under another name and renamed;
 - a published version never changes;
 - a version is removed only when `keep` newer ones of its lineage exist, or its lineage has ended and a newer one has
-  published. A reader that has opened it goes on reading: it holds the files, not their names. A reader that comes too
-  late gets `Stale` and asks for the newest version instead;
-- durable versions are flushed to the disk before they are called durable, and the newest `keep_durable` are kept.
+  published. A reader that has opened it can finish: it holds the files, not their names. A later reader gets
+  `Stale` and requests the newest version instead;
+- durable versions are flushed to the disk before they are marked durable, and the newest `keep_durable` are kept.
 
 Ordinary versions are not flushed: they are read through the page cache, which is the shared memory of the host, and
 most are removed before they ever reach the disk. After a power failure such a version may be damaged; its digest
@@ -60,7 +60,7 @@ class Publisher:
         ucxx_addresses: tuple[str, ...] = (),
         meeting: str = "",
     ) -> None:
-        """Where versions can be had, besides from the run directory, is stated in every manifest."""
+        """Every manifest states the sources of a version besides the run directory."""
         if keep < 1 or keep_durable < 1:
             raise LocalProtocolError(f"keep and keep_durable must be at least 1, found {keep} and {keep_durable}")
         self._run_dir = run_dir
@@ -93,9 +93,9 @@ class Publisher:
     ) -> Manifest:
         """Writes one version and returns its manifest once readers can open it.
 
-        The tensors must not change while this runs: pass a snapshot if training goes on. Publishing the same version
-        again writes its files afresh, which heals damaged ones; the bytes must be the same. Of sharded tensors this
-        process writes its part; `others` has the other ranks write theirs, by `write_version_parts`.
+        The tensors must not change while this runs: pass a snapshot if training continues. Publishing the same version
+        again rewrites its files, which repairs damaged ones; the bytes must be the same. Of sharded tensors this
+        process writes its part; `others` makes the other ranks write theirs, by `write_version_parts`.
         """
         directory = directory_name(self._pipeline, self._lineage, version)
         final = self._run_dir / directory
@@ -140,11 +140,11 @@ class Publisher:
         return manifest
 
     def _retire(self, final: Path, manifest: Manifest) -> None:
-        """Makes way for the same version written afresh; refused when it is not the same."""
+        """Removes the files of a version that was written again; raises if the weights are not the same."""
         try:
             before = read_manifest(final)
         except (Stale, RemoteProtocolError):
-            before = None  # it is damaged too, so its content is unknown
+            before = None  # its manifest is damaged, so its content is unknown
         if before is not None and before.digest != manifest.digest:
             raise LocalProtocolError(
                 f"{describe(before)} is already published by lineage {self._lineage!r} with other weights than "
@@ -165,11 +165,11 @@ class Publisher:
         self._collect()
 
     def _collect(self) -> None:
-        """Removes versions that are no longer needed."""
+        """Removes versions that `keep` and `keep_durable` do not cover."""
         own = sorted((self._root / self._lineage).glob("[0-9]*"), reverse=True)
         durable = sorted(self._root.glob(f"*/*/{DURABLE_FILE}"), key=lambda mark: mark.stat().st_mtime_ns, reverse=True)
         kept = {*own[: self._keep], *(mark.parent for mark in durable[: self._keep_durable])}
-        if not own:  # nothing newer than what earlier incarnations left
+        if not own:  # this lineage has published nothing yet
             return
         for path in self._root.glob("*/[0-9]*"):
             if path not in kept:
@@ -208,7 +208,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _make_durable(directory: Path) -> None:
-    """Everything in the directory reaches the disk before the mark that says so."""
+    """Flushes everything in the directory to the disk before the durable mark is written."""
     for path in directory.iterdir():
         flush(path)
     (directory / DURABLE_FILE).touch()
@@ -230,7 +230,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 class FileSource:
-    """A version's files, all open from the start: removing the version does not disturb this reader."""
+    """A version's files, all open from the start: removing the version does not affect this reader."""
 
     def __init__(self, run_dir: Path, manifest: Manifest) -> None:
         check_manifest(manifest)
@@ -242,7 +242,7 @@ class FileSource:
                 self._descriptors.append(_open_bucket(directory, bucket))
         except FileNotFoundError as error:
             self.close()
-            raise Stale(f"{describe(manifest)} was removed ({error.filename}); ask for the newest version") from error
+            raise Stale(f"{describe(manifest)} was removed ({error.filename}); request the newest version") from error
         except BaseException:
             self.close()
             raise
@@ -274,7 +274,7 @@ class FileSource:
 
 
 def _inside(run_dir: Path, manifest: Manifest) -> Path:
-    """The version's directory, links resolved; refused when that leads out of the run directory."""
+    """The version's directory, links resolved; raises if it is outside the run directory."""
     root = run_dir.resolve()
     directory = (root / manifest.directory).resolve()
     if not directory.is_relative_to(root) or directory == root:
@@ -310,10 +310,10 @@ def _open_bucket(directory: Path, bucket: BucketSpec) -> int:
 
 
 def map_version(run_dir: Path, manifest: Manifest, *, verify: bool = True) -> dict[str, torch.Tensor]:
-    """The version's tensors as they lie in the host's page cache: nothing is copied.
+    """The version's tensors, mapped from the host's page cache; only misaligned ones are copied.
 
     Sizes and headers are always compared with the manifest, the digests unless `verify` is off. The
-    mapping is private, so that no write can reach the file, and lives as long as the tensors do.
+    mapping is private, so that no write can reach the file, and exists as long as the tensors.
     """
     tensors: dict[str, torch.Tensor] = {}
     with FileSource(run_dir, manifest) as source:
@@ -327,16 +327,16 @@ def map_version(run_dir: Path, manifest: Manifest, *, verify: bool = True) -> di
 
 
 class FileTransport:
-    """Fetches versions out of a run directory on this host (or on a file system shared with the trainer's)."""
+    """Fetches versions from a run directory on this host, or on a file system shared with the trainer."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
     def sees(self, manifest: Manifest) -> bool:
-        """Whether the version lies in the run directory as this host sees it."""
+        """Whether this host finds the version in the run directory."""
         check_manifest(manifest)
         return (_inside(self._run_dir, manifest) / MANIFEST_FILE).exists()
 
     def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> dict[str, torch.Tensor]:
-        """Tensors valid as long as they are held. Mapping a local file needs no deadline of its own."""
+        """Tensors are valid as long as they are referenced. `timeout_s` is unused: mapping a file needs no deadline."""
         return map_version(self._run_dir, manifest, verify=verify)

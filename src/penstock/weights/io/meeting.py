@@ -1,14 +1,14 @@
-"""Where the trainer and its replicas meet for a broadcast: keys in the trainer's store that both look at.
+"""The rendezvous of the trainer and its replicas for a broadcast: keys in the trainer's store.
 
-    replica   ask ─▶ wait to be invited ─▶ join the group ─▶ receive and verify ─▶ confirm
-    trainer   the first asks ─▶ a moment for others ─▶ invite all who asked ─▶ join ─▶ send ─▶ await confirmations
+    replica   request ─▶ wait for an invitation ─▶ join the group ─▶ receive and verify ─▶ confirm
+    trainer   first request ─▶ wait for others ─▶ invite all requests ─▶ join ─▶ send ─▶ wait for confirmations
 
-A group consists of those who want the version at that moment, so membership is never stale. A replica that asks for an
-overtaken version, is not invited in time, or sees its group break, fetches the version another way: a death in the
-middle of a broadcast costs this one transfer. Nothing that serves is touched by any of this.
+A group consists of the replicas that request the version at that moment, so membership is never stale. A replica uses
+its fallback transport if the version was overtaken, if it is not invited in time, or if its group fails: a death
+during a broadcast costs this one transfer. The served weights are not touched.
 
-The answer to a question is written once: by the trainer, who takes it before it invites, or by the replica, who
-withdraws. So a replica that has gone is neither invited nor waited for.
+The answer to a request is written once: `TAKEN` by the trainer before it invites, or `WITHDRAWN` by the replica. So a
+replica that has left is neither invited nor waited for.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from penstock.weights.manifest import check_manifest, describe
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.005
-IDLE_LOOK_EVERY_S = 0.02
+POLL_EVERY_S = 0.005
+IDLE_POLL_EVERY_S = 0.02
 GATHER_S = 0.5
-"""How long those who asked first wait for others."""
+"""How long the first request waits for others."""
 CONFIRM_S = 10.0
-"""How long a replica may take to verify what has arrived."""
+"""How long a replica may take to verify what it received."""
 
 PRESENT = "present"
-"""Key of the version that those who ask are gathered for at present: none is invited to an older one."""
+"""Key of the version that is broadcast at present: no replica is invited to an older one."""
 TAKEN = "taken"
-"""An answer: the invitation follows."""
+"""Answer of the trainer: the invitation follows."""
 WITHDRAWN = "withdrawn"
 
 
@@ -57,8 +57,8 @@ def _answer(digest: str, number: int) -> str:
     return f"{digest}/answer/{number}"
 
 
-def _settled(store: Store, key: str, answer: str) -> bool:
-    """Writes an answer where there is none yet; whether this one stands."""
+def _write_once(store: Store, key: str, answer: str) -> bool:
+    """Writes the answer if there is none yet; returns whether it is the valid one."""
     return store.compare_set(key, "", answer) == answer.encode()
 
 
@@ -67,7 +67,7 @@ def _confirmed(name: str, rank: int) -> str:
 
 
 class BroadcastHost:
-    """The trainer's side: a thread that invites those who ask, and sends. Only the newest version is broadcast."""
+    """The trainer's side: a thread that invites and sends. Only the newest version is broadcast."""
 
     def __init__(
         self,
@@ -79,17 +79,17 @@ class BroadcastHost:
         build_timeout_s: float = 10.0,
         send_timeout_s: float = 300.0,
     ) -> None:
-        """`expected` replicas ask for every version: once all have, none waits any longer."""
+        """Once `expected` replicas have requested a version, it is sent without waiting for more."""
         self._sender = BroadcastSender(run_dir, token, host)
         self._expected = expected
         self._build_timeout_s, self._send_timeout_s = build_timeout_s, send_timeout_s
         self._groups = 0
         self._newest: Manifest | None = None
         self._answered = ("", 0)
-        """Of this version, every replica up to this number has an answer."""
+        """Digest of a version, and the number up to which all requests for it are answered."""
         self._closing = threading.Event()
         self.sent = 0
-        """Broadcasts that everyone confirmed."""
+        """Broadcasts that all replicas confirmed."""
         self.broken = 0
         self._sender.store.set(PRESENT, "-1")
         first = self._sender.invitation("", 0, 1)
@@ -101,18 +101,18 @@ class BroadcastHost:
         return f"BroadcastHost({self.address}, {self.sent} sent, {self.broken} broken)"
 
     def offer(self, manifest: Manifest) -> None:
-        """Broadcasts this version from now on; those who still ask for an older one see that it was overtaken."""
+        """Broadcasts this version from now on; replicas that wait for an older one withdraw."""
         self._newest = manifest
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread, or leaves it to the end of the process if it is inside a group at the deadline."""
+        """Ends the thread; one that is inside a group at the deadline ends with the process."""
         self._closing.set()
         self._sender.store.close(timeout_s / 2)
         self._thread.join(timeout_s / 2)
 
     def _run(self) -> None:
         present = Version(-1)
-        while not self._closing.wait(IDLE_LOOK_EVERY_S):
+        while not self._closing.wait(IDLE_POLL_EVERY_S):
             newest = self._newest
             if newest is None:
                 continue
@@ -123,57 +123,57 @@ class BroadcastHost:
                 self._gather(newest)
 
     def _waiting(self, digest: str) -> list[int]:
-        """Numbers of those who asked and have no answer yet."""
-        store, (known, answered) = self._sender.store, self._answered
-        first = answered + 1 if known == digest else 1
-        asked = store.add(_asked(digest), 0)
-        return [number for number in range(first, asked + 1) if not store.check([_answer(digest, number)])]
+        """Numbers of the requests that have no answer yet."""
+        store, (current, answered) = self._sender.store, self._answered
+        first = answered + 1 if current == digest else 1
+        requests = store.add(_asked(digest), 0)
+        return [number for number in range(first, requests + 1) if not store.check([_answer(digest, number)])]
 
     def _gather(self, manifest: Manifest) -> None:
         until, digest, store = time.monotonic() + GATHER_S, manifest.digest, self._sender.store
         while time.monotonic() < until and not self._closing.is_set():
             if len(self._waiting(digest)) >= self._expected > 0:
                 break
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
         waiting = self._waiting(digest)
-        taken = [number for number in waiting if _settled(store, _answer(digest, number), TAKEN)]
+        taken = [number for number in waiting if _write_once(store, _answer(digest, number), TAKEN)]
         self._answered = (digest, max(waiting, default=0))
         if taken:
             self._broadcast(manifest, taken)
 
-    def _broadcast(self, manifest: Manifest, asked: list[int]) -> None:
-        """Once: those whom it does not reach fetch the version another way."""
+    def _broadcast(self, manifest: Manifest, requests: list[int]) -> None:
+        """One attempt: replicas that it does not reach use their fallback transport."""
         self._groups += 1
         name = f"version-{manifest.version}-group-{self._groups}"
-        for rank, number in enumerate(asked, 1):
-            invitation = self._sender.invitation(name, rank, len(asked) + 1)
+        for rank, number in enumerate(requests, 1):
+            invitation = self._sender.invitation(name, rank, len(requests) + 1)
             self._sender.store.set(_answer(manifest.digest, number), msgspec.json.encode(invitation).decode())
         timeouts = {"build_timeout_s": self._build_timeout_s, "send_timeout_s": self._send_timeout_s}
         try:
-            self._sender.send(name, manifest, len(asked), **timeouts)
+            self._sender.send(name, manifest, len(requests), **timeouts)
         except PenstockError as error:
             problem = str(error)
         else:
-            unconfirmed = self._await_confirmations(name, len(asked))
+            unconfirmed = self._await_confirmations(name, len(requests))
             problem = f"{unconfirmed} of them did not confirm within {CONFIRM_S:.0f} s" if unconfirmed else ""
         if problem:
             self.broken += 1
-            logger.warning("%s was not broadcast to %d replicas: %s", describe(manifest), len(asked), problem)
+            logger.warning("%s was not broadcast to %d replicas: %s", describe(manifest), len(requests), problem)
         else:
             self.sent += 1
 
     def _await_confirmations(self, name: str, count: int) -> int:
-        """How many did not come."""
+        """Returns the number of confirmations that did not arrive in time."""
         until = time.monotonic() + CONFIRM_S
         missing = set(range(1, count + 1))
         while missing and time.monotonic() < until and not self._closing.is_set():
             missing -= {rank for rank in missing if self._sender.store.check([_confirmed(name, rank)])}
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
         return len(missing)
 
 
 class BroadcastTransport:
-    """A replica's side: takes part in broadcasts, and fetches the version by `fallback` where that fails.
+    """A replica's side: takes part in broadcasts, and fetches the version by `fallback` if that fails.
 
     Tensors are valid until the next `fetch`.
     """
@@ -189,24 +189,24 @@ class BroadcastTransport:
         self.fallbacks = 0
 
     def __repr__(self) -> str:
-        return f"BroadcastTransport({self._member}, {self.received} received, {self.fallbacks} fetched another way)"
+        return f"BroadcastTransport({self._member}, {self.received} received, {self.fallbacks} by fallback)"
 
     def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
-        """Always verified when it came by broadcast: hashing what has just arrived costs next to nothing."""
+        """A version received by broadcast is always verified: hashing what has just arrived costs little."""
         check_manifest(manifest)
         began = time.monotonic()
         if manifest.meeting:
             try:
                 tensors = self._receive(manifest, timeout_s / 2)
-            except Stale as error:  # as it happens with a trainer that is faster than its replicas
-                logger.debug("%s comes another way: %s", describe(manifest), error)
+            except Stale as error:  # normal if the trainer is faster than its replicas
+                logger.debug("%s is fetched by the fallback transport: %s", describe(manifest), error)
             except (Aborted, PeerLost, RemoteProtocolError) as error:
                 self._store = None
                 logger.warning("%s could not be broadcast to this replica: %s", describe(manifest), error)
             else:
                 self.received += 1
                 if self.received == 1:
-                    logger.info("versions come by broadcast from %s", manifest.meeting)
+                    logger.info("versions are received by broadcast from %s", manifest.meeting)
                 return tensors
         self.fallbacks += 1
         left_s = max(1.0, timeout_s - (time.monotonic() - began))
@@ -244,17 +244,17 @@ class BroadcastTransport:
             answer = store.get(key) if store.check([key]) else b""
             if answer not in (b"", TAKEN.encode()):
                 return msgspec.json.decode(answer, type=Invitation)
-            if not answer and manifest.version < int(store.get(PRESENT)) and _settled(store, key, WITHDRAWN):
+            if not answer and manifest.version < int(store.get(PRESENT)) and _write_once(store, key, WITHDRAWN):
                 raise Stale(f"{manifest.meeting} broadcasts a newer version")
-            if time.monotonic() > until and (answer or _settled(store, key, WITHDRAWN)):
+            if time.monotonic() > until and (answer or _write_once(store, key, WITHDRAWN)):
                 raise Aborted(f"{manifest.meeting} did not invite this replica within {self._invite_timeout_s:.0f} s")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_EVERY_S)
 
 
 @contextmanager
 def _as_aborted(manifest: Manifest) -> Iterator[None]:
-    """What the store's client and sockets raise when the trainer is gone."""
+    """Converts what the store's client and sockets raise when the trainer is gone."""
     try:
         yield
     except (RuntimeError, OSError, ValueError) as error:
-        raise Aborted(f"the meeting at {manifest.meeting} broke up: {error}") from error
+        raise Aborted(f"the broadcast store at {manifest.meeting} failed: {error}") from error

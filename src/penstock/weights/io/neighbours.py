@@ -1,4 +1,4 @@
-"""What an updater asks of its neighbours: the engine it updates, who tells it of versions, and what fetches them."""
+"""Interfaces that the updater uses: the engine, the source of manifests, and the transport that fetches versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.records.weights import Held, Manifest
 
 
 class Engine(Protocol):
-    """What an engine must offer to be updated. All calls block and come from a background thread."""
+    """The interface of an engine for updates. All calls block and are made from a background thread."""
 
     @property
     def version(self) -> int: ...
@@ -32,7 +32,7 @@ class Engine(Protocol):
         ...
 
     def swap(self, version: int, digest: str, timeout_s: float) -> float:
-        """Serves what was staged from the next decode step on; returns the pause in seconds."""
+        """Serves the staged version from the next decode step on; returns the pause in seconds."""
         ...
 
     def load_in_place(self, tensors: Mapping[str, torch.Tensor], version: int, digest: str, timeout_s: float) -> float:
@@ -40,7 +40,7 @@ class Engine(Protocol):
         ...
 
     def relabel(self, version: int, timeout_s: float) -> None:
-        """The weights it holds are also this version: tokens drawn from now on are of it. Generation goes on."""
+        """Labels the held weights as this version, and all tokens sampled from then on. Generation continues."""
         ...
 
     def sleep(self, timeout_s: float) -> None:
@@ -48,12 +48,12 @@ class Engine(Protocol):
         ...
 
     def wake(self, timeout_s: float) -> None:
-        """Lets generation go on; harmless when it does."""
+        """Resumes generation; no effect if it runs."""
         ...
 
 
 class ManifestSource(Protocol):
-    """Where the newest version is learned."""
+    """The source of the newest manifest."""
 
     async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:
         """The newest version unless it is the one held; None when `wait_s` passed without one."""
@@ -66,16 +66,16 @@ class WeightTransport(Protocol):
     def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
         """The version's tensors; `verify=False` leaves the digests to the caller. Blocks.
 
-        `Stale` when the version is gone, `Transient` when it may be had later, `RemoteProtocolError` when its bytes
-        are not what was published.
+        `Stale` if the version was removed, `Transient` if a retry may succeed, `RemoteProtocolError` if its bytes
+        differ from those published.
         """
         ...
 
 
 @runtime_checkable
 class SelfVerifying(Protocol):
-    """A transport that can verify delivery where the memory lies, faster than by the manifest's own hash."""
+    """A transport that can verify delivery in device memory, faster than by the manifest's hash."""
 
     def delivered(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> str:
-        """The manifest's digest if and only if these tensors are that version. `Stale` when it made way meanwhile."""
+        """The manifest's digest if and only if these tensors are that version. `Stale` if it was replaced."""
         ...

@@ -1,7 +1,7 @@
-"""Writing tensors that are sharded over processes: each process writes its own part of the same file.
+"""Writes tensors that are sharded over processes: each process writes its part of the same file.
 
-A tensor is sharded by its rows, so a rank's part is one run of bytes. No tensor is gathered: a file of the right size
-is made first, every rank writes into it, and the bytes are hashed as they lie in the page cache.
+A tensor is sharded by its rows, so a rank's part is one range of bytes. No tensor is gathered: a file of the right size
+is created first, every rank writes into it, and the bytes are hashed in the page cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def own_rows(tensor: Tensor) -> tuple[int, Tensor]:
-    """The first row of this process's part, and the part. A tensor that is not sharded is its own only part."""
+    """The first row of this process's part, and the part. A tensor that is not sharded is one part."""
     if not isinstance(tensor, DTensor):
         return 0, tensor
     (placement,) = tensor.placements
@@ -37,7 +37,7 @@ def own_rows(tensor: Tensor) -> tuple[int, Tensor]:
 
 
 def lay_out(path: Path, specs: Sequence[TensorSpec], *, marked: bool = False) -> None:
-    """Makes the file with its header, at its full size, for the parts to be written into."""
+    """Creates the file for the parts, with its header and at its full size."""
     whole = layout(specs, marked=marked)
     with path.open("xb") as file:
         file.write(whole.header)
@@ -47,7 +47,7 @@ def lay_out(path: Path, specs: Sequence[TensorSpec], *, marked: bool = False) ->
 def write_parts(
     path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], *, rank: int, marked: bool = False
 ) -> None:
-    """Writes this rank's part of every tensor. Tensors that are not sharded are rank 0's to write."""
+    """Writes this rank's part of every tensor. Rank 0 writes the tensors that are not sharded."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         for span in layout(specs, marked=marked).spans:
@@ -66,7 +66,7 @@ def write_parts(
 
 
 def hash_file(path: Path, specs: Sequence[TensorSpec]) -> list[bytes]:
-    """The digests of the tensors as they lie in the file, in order."""
+    """The digests of the tensors in the file, in order."""
     digests: list[bytes] = []
     with (
         path.open("rb") as file,

@@ -1,8 +1,8 @@
 """Versions over TCP, for replicas that cannot read the trainer's files.
 
-A request names a version by its digest, a bucket by its number and a range of bytes; never a path. The server answers
-only for versions it was told to offer, and only to those who know the run's token. It holds their files open, so
-that removing a version does not disturb a transfer. A client uses several connections at once and verifies every byte
+A request names a version by its digest, a bucket by its number and a range of bytes; never a path. The server serves
+only versions that were offered, and only to clients with the run's token. It keeps their files open, so that
+removing a version does not affect a transfer. A client uses several connections at once and verifies every byte
 as it arrives.
 """
 
@@ -42,7 +42,7 @@ OK, GONE, REFUSED = 0, 1, 2
 
 
 class Offered:
-    """One version on offer, and how many transfers read it; closed when it is retired and the last one has ended."""
+    """One offered version and its number of transfers; closed when it is retired and the last transfer has ended."""
 
     def __init__(self, run_dir: Path, manifest: Manifest) -> None:
         self.sizes = [bucket.size_bytes for bucket in manifest.buckets]
@@ -58,8 +58,8 @@ class Offered:
             self.source.close()
 
 
-class Shelf:
-    """The newest versions of a run directory, held open: removing one does not disturb who reads it. Thread-safe."""
+class OfferedVersions:
+    """The newest versions of a run directory, kept open: removing one does not affect its readers. Thread-safe."""
 
     def __init__(self, run_dir: Path, keep: int) -> None:
         self._run_dir = run_dir
@@ -81,14 +81,14 @@ class Shelf:
                 self._retire(next(iter(self._offered)))
 
     def take(self, digest: bytes) -> Offered | None:
-        """The version, to be given back after use; None when it is not on offer."""
+        """The version, to be released after use; None if it is not offered."""
         with self._lock:
             offered = self._offered.get(digest.decode("ascii", "replace"))
             if offered is not None:
                 offered.users += 1
             return offered
 
-    def give_back(self, offered: Offered) -> None:
+    def release(self, offered: Offered) -> None:
         with self._lock:
             offered.users -= 1
             offered.close_if_unused()
@@ -122,9 +122,9 @@ class ArtifactServer:
         idle_timeout_s: float = 60.0,
         hello_timeout_s: float = 5.0,
     ) -> None:
-        """A connection on which no request with the token has come within `hello_timeout_s` is closed, and makes way
-        for others before that when there are `max_connections`."""
-        self._shelf = Shelf(run_dir, keep)
+        """A connection without a request with the token is closed after `hello_timeout_s`, or before that in favour of
+        a new one if there are `max_connections`."""
+        self._versions = OfferedVersions(run_dir, keep)
         self._token = token_digest(token)
         self._idle_timeout_s = idle_timeout_s
         self._hello_timeout_s = hello_timeout_s
@@ -135,15 +135,15 @@ class ArtifactServer:
         self.address = self._port.address
 
     def __repr__(self) -> str:
-        return f"ArtifactServer({self.address}, {len(self._shelf)} versions, {len(self._port)} connections)"
+        return f"ArtifactServer({self.address}, {len(self._versions)} versions, {len(self._port)} connections)"
 
     def offer(self, manifest: Manifest) -> None:
         """Serves this version from now on, and only the newest `keep` of those offered."""
-        self._shelf.offer(manifest)
+        self._versions.offer(manifest)
 
     def close(self, timeout_s: float) -> None:
         """Ends every connection."""
-        self._shelf.clear()
+        self._versions.clear()
         self._port.close(timeout_s)
 
     def _serve(self, peer: Peer) -> None:
@@ -159,20 +159,20 @@ class ArtifactServer:
             peer.authenticated = True
 
     def _answer(self, connection: socket.socket, request: tuple[bytes, bytes, bytes, int, int, int]) -> bool:
-        """Sends one range; False when the peer is not worth another word."""
+        """Sends one range; False if the connection must be closed."""
         magic, token, digest, bucket, offset, length = request
         if magic != MAGIC or not hmac.compare_digest(token, self._token):
             self.refusals += 1
             connection.sendall(REPLY.pack(REFUSED, 0))
             return False
-        offered = self._shelf.take(digest)
+        offered = self._versions.take(digest)
         if offered is None:
             connection.sendall(REPLY.pack(GONE, 0))
             return True
         try:
             return self._send(connection, offered, bucket, offset, length)
         finally:
-            self._shelf.give_back(offered)
+            self._versions.release(offered)
 
     def _send(self, connection: socket.socket, offered: Offered, bucket: int, offset: int, length: int) -> bool:
         if not offered.has(bucket, offset, length):
@@ -180,14 +180,14 @@ class ArtifactServer:
             connection.sendall(REPLY.pack(REFUSED, 0))
             return False
         with self._lock:
-            self.served_bytes += length  # before the peer can have it: a peer that has it finds it counted
+            self.served_bytes += length  # counted first: a peer that has the bytes finds them counted
         connection.sendall(REPLY.pack(OK, length))
         with open(offered.source.fileno(bucket), "rb", closefd=False) as file:
             return connection.sendfile(file, offset, length) == length
 
 
 def token_digest(token: bytes) -> bytes:
-    """What is sent instead of the token: it fits the request, and a log of it does not give the token away."""
+    """Sent instead of the token: it has a fixed size, and a log of it does not reveal the token."""
     return hmac.digest(token, b"penstock weights", "sha256")
 
 
@@ -199,13 +199,13 @@ def peer_of(manifest: Manifest, address: str) -> tuple[str, int]:
 
 
 def check_reply(manifest: Manifest, peer: tuple[str, int], status: int, length: int, expected: int) -> None:
-    """Raises unless the server is about to send exactly what was asked for."""
+    """Raises unless the server is about to send exactly the requested bytes."""
     if status == GONE:
-        raise Stale(f"{describe(manifest)} is no longer offered by {peer}; ask for the newest version")
+        raise Stale(f"{describe(manifest)} is no longer offered by {peer}; request the newest version")
     if status != OK:
         raise RemoteProtocolError(f"{peer} refused to serve {describe(manifest)}: wrong token or range")
     if length != expected:
-        raise RemoteProtocolError(f"{peer} announced {length} bytes where {expected} were asked for")
+        raise RemoteProtocolError(f"{peer} announced {length} bytes where {expected} were requested")
 
 
 class PullSource:
@@ -221,15 +221,15 @@ class PullSource:
         self._lock = threading.Lock()
 
     def _connection(self) -> socket.socket:
-        known: socket.socket | None = getattr(self._own, "connection", None)
-        if known is None:
-            known = socket.create_connection(self._peer, timeout=self._left_s())
-            known.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._own.connection = known
+        connection: socket.socket | None = getattr(self._own, "connection", None)
+        if connection is None:
+            connection = socket.create_connection(self._peer, timeout=self._left_s())
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._own.connection = connection
             with self._lock:
-                self._all.append(known)
-        known.settimeout(self._left_s())
-        return known
+                self._all.append(connection)
+        connection.settimeout(self._left_s())
+        return connection
 
     def _left_s(self) -> float:
         left_s = self._deadline - time.monotonic()
@@ -267,16 +267,16 @@ class PullSource:
 
 
 class OtherTransport(Protocol):
-    """Reads versions at another kind of address, from one thread."""
+    """Reads versions by another protocol, from one thread."""
 
     def open(self, manifest: Manifest, address: str, deadline: float) -> BucketSource: ...
 
 
 class PullTransport:
-    """Fetches versions over the network, into memory it uses again: tensors are valid until the next `fetch`."""
+    """Fetches versions over the network, into reused memory: tensors are valid until the next `fetch`."""
 
     def __init__(self, token: bytes, *, streams: int = WEIGHTS.streams, ucxx: OtherTransport | None = None) -> None:
-        """`ucxx` carries versions that name an address for it; over TCP, `streams` connections are used at once."""
+        """`ucxx` fetches versions that have a UCX address; over TCP, `streams` connections are used at once."""
         if streams < 1:
             raise LocalProtocolError(f"streams must be at least 1, found {streams}")
         self._token = token
@@ -286,7 +286,7 @@ class PullTransport:
         self._turn = 0
 
     def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
-        """Always verified: hashing what has just arrived costs next to nothing."""
+        """Always verified: hashing bytes that are in the cache costs little."""
         check_manifest(manifest)
         by_ucxx = self._ucxx is not None and bool(manifest.ucxx_addresses)
         addresses = manifest.ucxx_addresses if by_ucxx else manifest.addresses
@@ -297,10 +297,10 @@ class PullTransport:
                 spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in tensors_of(manifest)
             }
         address = addresses[self._turn % len(addresses)]
-        self._turn += 1  # the next attempt asks another address
+        self._turn += 1  # the next attempt uses another address
         deadline = time.monotonic() + timeout_s
         if self._ucxx is not None and by_ucxx:
-            buffers, self._buffers = self._buffers, {}  # after a failure it may still be written to: not used again
+            buffers, self._buffers = self._buffers, {}  # after a failure UCX may still write to it: not reused
             fetch(self._ucxx.open(manifest, address, deadline), manifest, buffers)
             self._buffers = buffers
             return buffers
@@ -313,7 +313,7 @@ class PullTransport:
 
 
 class NearestTransport:
-    """Maps the files of versions that lie on this host and can be seen from here, and pulls the others."""
+    """Maps the files of versions on this host if it can read them, and pulls the others."""
 
     def __init__(self, host_id: str, files: FileTransport, pull: PullTransport) -> None:
         self._host_id = host_id

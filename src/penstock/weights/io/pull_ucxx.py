@@ -1,8 +1,8 @@
 """Versions over UCX (extra `ucxx`): requests and answers on an endpoint's stream, bodies as tagged messages.
 
-The requests are those of the TCP transport. The server's one thread drives all its connections and sends out of the
-page cache; UCX itself uses as many lanes as there are. UCX buffers what arrives unasked, without a bound that we could
-set: offer these ports on trusted networks only.
+The requests are those of the TCP transport. One thread of the server drives all connections and sends from the page
+cache; UCX uses all available lanes. UCX buffers unrequested messages, without a limit that can be set: open these
+ports on trusted networks only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ from penstock.errors import PenstockError, RunFailed, Transient
 from penstock.records.section import LOOPBACK
 from penstock.records.weights import Manifest
 from penstock.weights.io.fetch import BucketSource
-from penstock.weights.io.pull import GONE, MAGIC, OK, REFUSED, REPLY, REQUEST, Offered, Shelf, check_reply, peer_of
+from penstock.weights.io.pull import (
+    GONE,
+    MAGIC,
+    OK,
+    REFUSED,
+    REPLY,
+    REQUEST,
+    Offered,
+    OfferedVersions,
+    check_reply,
+    peer_of,
+)
 from penstock.weights.io.pull import token_digest as digest_of_token
 from penstock.weights.manifest import describe
 from penstock.weights.settings import WeightsSection
@@ -30,8 +41,8 @@ from penstock.weights.settings import WeightsSection
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 * 1024 * 1024
-"""One message: large enough for the wire, small enough to be hashed out of the cache."""
-LOOK_EVERY_S = 0.05
+"""One message: large enough for the network, small enough to be hashed in the cache."""
+POLL_EVERY_S = 0.05
 MAX_CONNECTIONS = 64
 
 
@@ -44,7 +55,7 @@ class Transfer(Protocol):
 
 
 class Ucx(Protocol):
-    """What this transport needs of UCX: the payloads' own binding to it, passed in by the role."""
+    """The part of UCX that this transport needs: the payload transport's binding, passed in."""
 
     TAG: Any
     UCXError: type[Exception]
@@ -70,10 +81,10 @@ class UcxxArtifactServer:
     def __init__(
         self, run_dir: Path, token: bytes, ucx: Ucx, *, host: str = LOOPBACK, keep: int = WeightsSection().keep
     ) -> None:
-        """`host` is the name under which it is found. UCX listens on all interfaces unless that is a loopback."""
+        """`host` is the address that clients use. UCX listens on all interfaces unless it is a loopback address."""
         self.ucx = ucx
         self.token = digest_of_token(token)
-        self.shelf = Shelf(run_dir, keep)
+        self.versions = OfferedVersions(run_dir, keep)
         self.served_bytes = 0
         self.refusals = 0
         self.worker = ucx.Worker(host)
@@ -88,17 +99,19 @@ class UcxxArtifactServer:
         self.address = f"{host}:{port}"
 
     def __repr__(self) -> str:
-        return f"UcxxArtifactServer({self.address}, {len(self.shelf)} versions, {len(self._connections)} connections)"
+        return (
+            f"UcxxArtifactServer({self.address}, {len(self.versions)} versions, {len(self._connections)} connections)"
+        )
 
     def offer(self, manifest: Manifest) -> None:
-        self.shelf.offer(manifest)
+        self.versions.offer(manifest)
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread and every connection and frees the port; returns at the deadline if it must."""
+        """Ends the thread and every connection and frees the port; returns at the deadline at the latest."""
         self._stopping = True
         self.worker.wake()
         self._thread.join(timeout_s)
-        self.shelf.clear()
+        self.versions.clear()
 
     def _run(self, bound: queue.SimpleQueue[int | BaseException]) -> None:
         arrived: list[Any] = []
@@ -119,7 +132,7 @@ class UcxxArtifactServer:
         finally:
             for connection in self._connections:
                 connection.close()
-            # A port stays bound for as long as its listener, or an endpoint of it, is remembered anywhere.
+            # A port stays bound for as long as its listener, or an endpoint of it, is referenced.
             self._connections = []
             arrived.clear()
             del listener
@@ -137,7 +150,7 @@ class _Connection:
         self._sent: Offered | None = None
 
     def advance(self) -> bool:
-        """Does what can be done now; False once the connection is over."""
+        """Makes progress without blocking; False once the connection has ended."""
         try:
             while self._step():
                 pass
@@ -169,10 +182,10 @@ class _Connection:
 
     def _answer(self, magic: bytes, token: bytes, digest: bytes, bucket: int, offset: int, length: int) -> None:
         allowed = magic == MAGIC and hmac.compare_digest(token, self._server.token)
-        offered = self._server.shelf.take(digest) if allowed else None
+        offered = self._server.versions.take(digest) if allowed else None
         status = OK if offered is not None else GONE if allowed else REFUSED
         if offered is not None and not offered.has(bucket, offset, length):
-            self._server.shelf.give_back(offered)
+            self._server.versions.release(offered)
             offered, status = None, REFUSED
         self._server.refusals += status == REFUSED
         self._sending = [self._ucx.stream_send(self._endpoint, REPLY.pack(status, length if status == OK else 0))]
@@ -189,7 +202,7 @@ class _Connection:
 
     def _release(self) -> None:
         if self._sent is not None:
-            self._server.shelf.give_back(self._sent)
+            self._server.versions.release(self._sent)
             self._sent = None
 
     def close(self) -> None:
@@ -212,13 +225,13 @@ class UcxxConnection:
     def read(
         self, manifest: Manifest, peer: tuple[str, int], bucket: int, offset: int, piece: memoryview, deadline: float
     ) -> None:
-        """Fills the piece, or raises and gives up the connection."""
+        """Fills the piece, or closes the connection and raises."""
         ucx, in_flight = self._ucx, list[Any]()
         endpoint = None
         try:
             endpoint, tag, hello = self._connect(peer)
-            asked = REQUEST.pack(MAGIC, self._token, manifest.digest.encode(), bucket, offset, len(piece))
-            in_flight.append(ucx.stream_send(endpoint, hello + asked))
+            request = REQUEST.pack(MAGIC, self._token, manifest.digest.encode(), bucket, offset, len(piece))
+            in_flight.append(ucx.stream_send(endpoint, hello + request))
             answer = ucx.stream_receive(endpoint, REPLY.size)
             in_flight.append(answer)
             self._finish(answer, manifest, peer, deadline)
@@ -237,7 +250,7 @@ class UcxxConnection:
             raise
 
     def _connect(self, peer: tuple[str, int]) -> tuple[Any, int, bytes]:
-        """An endpoint, the tag of its bodies, and what a new connection must begin with."""
+        """An endpoint, the tag of its bodies, and the first bytes of a new connection."""
         if self._link is not None and self._link[0] == peer and self._link[1].alive:
             return self._link[1], self._link[2], b""
         if self._worker is None:
@@ -254,7 +267,7 @@ class UcxxConnection:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise Transient(f"{describe(manifest)} did not arrive from {peer} before the deadline")
-            self._worker.wait(min(left_s, LOOK_EVERY_S))
+            self._worker.wait(min(left_s, POLL_EVERY_S))
         transfer.check()
 
 
@@ -275,4 +288,4 @@ class _UcxxSource:
             target, offset = target[len(piece) :], offset + len(piece)
 
     def close(self) -> None:
-        """The connection is the transport's, and is kept."""
+        """No effect: the transport keeps the connection."""

@@ -1,7 +1,7 @@
-"""The keys by which a trainer and its replicas find each other for a broadcast, for those who know the run's token.
+"""The key-value store for the rendezvous of a broadcast; clients need the run's token.
 
-torch's own store asks for no token, and bytes of another protocol stop it for good. This one is what torch's process
-groups need of a store, and no more: a client of it can be handed to them.
+torch's own store requires no token, and bytes of another protocol stop it permanently. This one implements only what
+torch's process groups need of a store: its client can be passed to them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAGIC = b"PSK1"
 HELLO = struct.Struct("<4s32s")
 """Magic and token digest, once for each connection."""
 LENGTH = struct.Struct("<I")
-MOST_BYTES = 1 << 20
-"""Of one request."""
+MAX_MESSAGE_BYTES = 1 << 20
+"""Of one message."""
 HELLO_S = 5.0
-LOOK_EVERY_S = 0.005
+POLL_EVERY_S = 0.005
 
 
 class Request(msgspec.Struct, array_like=True):
@@ -41,14 +41,14 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Keys:
-    """The values. Thread-safe."""
+    """The keys and their values. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
 
     def answer(self, request: Request) -> bytes | None:
-        """None where there is no such key."""
+        """The value after the request, for "delete" the one before; None if there is no such key."""
         with self._lock:
             key, values = request.key, self._values
             match request.op:
@@ -64,54 +64,54 @@ class Keys:
                 case "get":
                     pass
                 case op:
-                    raise RemoteProtocolError(f"the store was asked to {op!r}")
+                    raise RemoteProtocolError(f"the store has no operation {op!r}")
             return values.get(key)
 
 
 class KeyStore(Store):
-    """What torch asks of a store, by one kind of request. Waiting is looking again."""
+    """torch's interface of a store, over one kind of request. Waits by polling."""
 
     local_host: str
-    """The address of this machine by which the others are reached."""
+    """The address of this host on the network of the other participants."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__()
         self.timeout_s = timeout_s
 
-    def ask(self, request: Request) -> bytes | None:
-        """The server answers it itself, a client sends it."""
+    def execute(self, request: Request) -> bytes | None:
+        """The server executes it, a client sends it."""
         raise NotImplementedError
 
     def set(self, key: str, value: str | bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.ask(Request("set", key, _bytes(value)))
+        self.execute(Request("set", key, _bytes(value)))
 
     def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Waits for it."""
+        """Waits for the key."""
         self.wait([key])
-        return self.ask(Request("get", key)) or b""
+        return self.execute(Request("get", key)) or b""
 
     def add(self, key: str, amount: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return int(self.ask(Request("add", key, amount=amount)) or 0)
+        return int(self.execute(Request("add", key, amount=amount)) or 0)
 
     def check(self, keys: Sequence[str]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return all(self.ask(Request("get", key)) is not None for key in keys)
+        return all(self.execute(Request("get", key)) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.ask(Request("compare_set", key, _bytes(value), _bytes(expected))) or b""
+        return self.execute(Request("compare_set", key, _bytes(value), _bytes(expected))) or b""
 
     def delete_key(self, key: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.ask(Request("delete", key)) is not None
+        return self.execute(Request("delete", key)) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         deadline = time.monotonic() + (self.timeout_s if timeout is None else timeout.total_seconds())
         while not self.check(keys):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the keys {list(keys)} did not come in time")
-            time.sleep(LOOK_EVERY_S)
+                raise TimeoutError(f"the keys {list(keys)} were not set in time")
+            time.sleep(POLL_EVERY_S)
 
 
 class StoreServer(KeyStore):
-    """Holds the keys, and is a store itself for the process it is in. Bound when the constructor returns."""
+    """Holds the keys, and is the store of its own process. Bound when the constructor returns."""
 
     def __init__(self, token: bytes, *, host: str = LOOPBACK, timeout_s: float = 60.0) -> None:
         super().__init__(timeout_s)
@@ -121,7 +121,7 @@ class StoreServer(KeyStore):
         self.host, self.port = self._port.host, self._port.port
         self.local_host = self.host
 
-    def ask(self, request: Request) -> bytes | None:
+    def execute(self, request: Request) -> bytes | None:
         return self._keys.answer(request)
 
     def close(self, timeout_s: float) -> None:
@@ -140,12 +140,12 @@ class StoreServer(KeyStore):
             try:
                 answer = self._keys.answer(msgspec.msgpack.decode(body, type=Request))
             except (msgspec.DecodeError, RemoteProtocolError, ValueError):
-                return  # it has the token, and is no client of this version
+                return  # it has the token, but uses another protocol version
             _write(peer.connection, msgspec.msgpack.encode(answer))
 
 
 class StoreClient(KeyStore):
-    """One connection. Calls from several threads take turns."""
+    """One connection. Calls from several threads are serialized."""
 
     def __init__(self, host: str, port: int, token: bytes, timeout_s: float) -> None:
         """`OSError` if no store answers there."""
@@ -157,13 +157,13 @@ class StoreClient(KeyStore):
         self.check([""])  # a wrong token is noticed here
         self.local_host = self._connection.getsockname()[0]
 
-    def ask(self, request: Request) -> bytes | None:
+    def execute(self, request: Request) -> bytes | None:
         with self._lock:
             self._connection.settimeout(self.timeout_s)
             _write(self._connection, msgspec.msgpack.encode(request))
             body = _read(self._connection)
         if body is None:
-            raise ConnectionResetError("the store closed the connection: it is gone, or the token is another run's")
+            raise ConnectionResetError("the store closed the connection: it has ended, or the token is of another run")
         return msgspec.msgpack.decode(body, type=bytes | None)
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class StoreClient(KeyStore):
 
 
 def token_digest(token: bytes) -> bytes:
-    """What is sent instead of the token."""
+    """Sent instead of the token."""
     return hmac.digest(token, b"penstock broadcast", "sha256")
 
 
@@ -193,7 +193,7 @@ def _read(connection: socket.socket) -> bytes | None:
     if not receive(connection, memoryview(header)):
         return None
     (length,) = LENGTH.unpack(header)
-    if length > MOST_BYTES:
+    if length > MAX_MESSAGE_BYTES:
         return None
     body = bytearray(length)
     return bytes(body) if receive(connection, memoryview(body)) else None

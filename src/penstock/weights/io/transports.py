@@ -1,4 +1,4 @@
-"""How a version's bytes reach a worker."""
+"""Selects a worker's transport for weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.weights.settings import WeightsSection
 
 
 def ucx_for(transport: str) -> Ucx | None:
-    """The binding to UCX that the payloads use, if they are carried by it: then weights are pulled by it too."""
+    """The UCX binding if the payloads' transport is `ucxx`: then weights are pulled by UCX too."""
     if transport != "ucxx":
         return None
     try:
@@ -32,7 +32,7 @@ def ucx_for(transport: str) -> Ucx | None:
 def transport_of(
     process: RunMember, weights: WeightsSection, transport: str, device: torch.device, *, on_device: bool
 ) -> WeightTransport:
-    """The configured way; `train.weight_publisher` is its other end, in the trainer."""
+    """The configured transport; `train.weight_publisher` is the trainer's side."""
     files = FileTransport(process.run.root)
     token = process.run.token().encode()
     ucx = ucx_for(transport)

@@ -1,12 +1,12 @@
 """Keeps one engine's weights at the newest published version.
 
-    staged:    poll → fetch → stage → verify → swap → report                generation goes on; second buffer
-    in place:  poll → fetch → pause → write → verify → resume → report      generation stands still; no second buffer
+    staged:    poll → fetch → stage → verify → swap → report                generation continues; second buffer
+    in place:  poll → fetch → pause → write → verify → resume → report      generation is paused; no second buffer
     relabel:   poll → relabel → report                                      a version whose bytes are already served
 
-It is verified by the digest of the very memory that serves afterwards, taken before it does.
+A version is verified before it serves, by the digest of the memory that will serve it.
 
-The newest version wins: one update runs at a time, nothing is queued, and what was published meanwhile is skipped.
+The newest version wins: one update runs at a time, nothing is queued, and versions in between are skipped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Way = Literal["staged", "in_place"]
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
-    """What the controller is told after every change."""
+    """The report to the controller after every change."""
 
     state: ReplicaState
     version: Version
@@ -65,7 +65,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     skipped_versions: int = 0
     error: str = ""
     damaged: Held | None = None
-    """The version whose published bytes are not what its manifest states."""
+    """The version whose published bytes differ from its manifest."""
 
 
 class UpdaterStatistics(msgspec.Struct):
@@ -74,18 +74,18 @@ class UpdaterStatistics(msgspec.Struct):
     updates: int = 0
     failures: int = 0
     interrupted: int = 0
-    """Transfers that broke off and were begun again."""
+    """Transfers that were interrupted and retried."""
     overtaken: int = 0
     """Versions that were removed before they could be read, because newer ones exist."""
     skipped_versions: int = 0
     behind: int = 0
-    """Versions between the one served and the newest one heard of."""
+    """Versions between the one served and the newest one received."""
     last_pause_s: float = 0.0
     last_fetch_s: float = 0.0
     last_update_s: float = 0.0
 
     def values(self) -> dict[str, float]:
-        """By metric name, as one replica's figures."""
+        """The values of one replica by metric name."""
         return {f"weights_{name}": float(value) for name, value in msgspec.structs.asdict(self).items()}
 
 
@@ -110,7 +110,7 @@ class ReplicaUpdater:
         clock: Clock | None = None,
         verify: Callable[[], str] | None = None,
     ) -> None:
-        """`verify` gives the digest of what is served, for engines whose tensors lie in another process."""
+        """`verify` returns the digest of the served weights, for engines whose tensors are in another process."""
         self.replica = Replica()
         self.statistics = UpdaterStatistics()
         self._engine = engine
@@ -131,7 +131,7 @@ class ReplicaUpdater:
         self._skipped = 0
         self._step = "poll"
         self._wedged = False
-        self._given_up = False
+        self._abandoned = False
         self._unsent: ReplicaReport | None = None
 
     def __repr__(self) -> str:
@@ -139,40 +139,40 @@ class ReplicaUpdater:
 
     @property
     def updating(self) -> bool:
-        """Whether an update is under way: the engine is this task's until it ends."""
+        """Whether an update is under way: only this task may use the engine until it ends."""
         return self._step not in ("poll", "report")
 
     @property
     def may_serve(self) -> bool:
-        """Whether the engine holds the version that it is named after, whole."""
+        """Whether the engine serves one complete, verified version."""
         return self.replica.may_serve
 
     def figures(self) -> dict[str, float]:
-        """By metric name, as one replica's."""
+        """The values of one replica by metric name."""
         return self.statistics.values()
 
     def begin_anew(self) -> None:
-        """The engine was started anew, while no update was under way: it holds nothing."""
+        """Resets the state after a restart of the engine, while no update is under way."""
         self.replica = Replica()
 
     async def run(self) -> None:
         """Updates until cancelled.
 
         Consumes manifests, produces reports; waits for the next manifest, unblocked by a publication or `poll_s`.
-        Raises `PeerLost` when this replica cannot be brought to serve: the process must be replaced.
+        Raises `PeerLost` if this replica cannot serve: the process must be replaced.
         """
         offload = background(1, "weights")
         try:
-            await self._perform(await self._take_stock(offload), offload)
+            await self._perform(await self._check_initial(offload), offload)
             while True:
                 await self._once(offload)
         finally:
             offload.close(0.0)
 
-    async def _take_stock(self, offload: Offload) -> list[ReplicaEffect]:
-        """What the engine holds at the start counts only if its own memory confirms it; else it must not generate."""
+    async def _check_initial(self, offload: Offload) -> list[ReplicaEffect]:
+        """Accepts the initial version of the engine if the digest of its memory matches; else stops generation."""
         claimed = self._engine.digest
-        if not claimed or await self._do("take stock", offload, self._served_digest) != claimed:
+        if not claimed or await self._do("initial check", offload, self._served_digest) != claimed:
             await self._do("fence", offload, self._engine.sleep, self._change_timeout_s)
             return [ReportReplicaState(self.replica.state, self.replica.version, "")]
         self.replica.handle(Verified(Version(self._engine.version), claimed), self._clock.now())
@@ -187,7 +187,7 @@ class ReplicaUpdater:
             async with asyncio.timeout(self._poll_s + self._report_timeout_s):
                 manifest = await self._source.next_manifest(self.replica.held, self._poll_s)
         except (Transient, TimeoutError) as error:
-            logger.warning("no answer about the newest weights (%s); %s goes on", error, self.replica)
+            logger.warning("no answer to the poll for the newest weights (%s); %s continues", error, self.replica)
             await asyncio.sleep(self._poll_backoff.next_s())
             return
         self._poll_backoff.reset()
@@ -204,12 +204,12 @@ class ReplicaUpdater:
             else:
                 update = self._staged if self._way == "staged" else self._in_place
             await update(manifest, offload)
-        except Stale as error:  # found while fetching it, before anything that serves was touched: a newer one exists
+        except Stale as error:  # raised while fetching, before the served weights were touched: a newer one exists
             self.statistics.overtaken += 1
             logger.info("%s", error)
             await asyncio.sleep(self._backoff.next_s())
         except (PenstockError, OSError, RuntimeError, ValueError, KeyError) as error:
-            if self._given_up:
+            if self._abandoned:
                 raise
             await self._failed(error, offload, manifest)
         else:
@@ -222,32 +222,32 @@ class ReplicaUpdater:
             logger.debug("%s is served after a pause of %.1f ms", describe(manifest), 1e3 * self._pause_s)
 
     async def _staged(self, manifest: Manifest, offload: Offload) -> None:
-        # It is verified once, in the memory that will serve; where that fails, the bytes are looked at as they came.
+        # Verified once, in the memory that will serve. If that fails, the fetched bytes are verified to find the cause.
         tensors = await self._fetch(manifest, offload, verify=False)
         await self._do("stage", offload, self._engine.stage, tensors)
         del tensors
         found = await self._do("verify", offload, self._staged_digest, manifest)
         if found != manifest.digest:
             await self._fetch(manifest, offload, verify=True)
-            raise RemoteProtocolError(f"what was staged is not {describe(manifest)}: its memory has digest {found}")
+            raise RemoteProtocolError(f"the staged version is not {describe(manifest)}: its memory has digest {found}")
         if not self.replica.may_serve:
             await self._do("pause", offload, self._engine.sleep, self._change_timeout_s)
-            self._tell(Paused())
+            self._handle(Paused())
         self._pause_s = await self._do(
             "swap", offload, self._engine.swap, manifest.version, manifest.digest, self._change_timeout_s
         )
         if self.replica.may_serve:
-            await self._perform(self._tell(Swapped(manifest.version, manifest.digest)), offload)
+            await self._perform(self._handle(Swapped(manifest.version, manifest.digest)), offload)
         else:
-            self._tell(Verified(manifest.version, manifest.digest))
+            self._handle(Verified(manifest.version, manifest.digest))
             await self._perform([ResumeEngine()], offload)
 
     async def _in_place(self, manifest: Manifest, offload: Offload) -> None:
         tensors = await self._fetch(manifest, offload, verify=True)
         paused_at = self._clock.now()
         await self._do("pause", offload, self._engine.sleep, self._change_timeout_s)
-        self._tell(Paused())
-        self._tell(WriteBegan())
+        self._handle(Paused())
+        self._handle(WriteBegan())
         await self._do(
             "write",
             offload,
@@ -259,15 +259,15 @@ class ReplicaUpdater:
         )
         del tensors
         await self._verify(manifest, offload)
-        self._tell(Verified(manifest.version, manifest.digest))
+        self._handle(Verified(manifest.version, manifest.digest))
         self._pause_s = self._clock.now() - paused_at
         await self._perform([ResumeEngine()], offload)
 
     async def _relabel(self, manifest: Manifest, offload: Offload) -> None:
-        """The bytes that serve are those of this version too: nothing is moved, and generation does not stop."""
+        """The served bytes are also those of this version: nothing is copied, and generation continues."""
         self._pause_s = 0.0
         await self._do("relabel", offload, self._engine.relabel, manifest.version, self._change_timeout_s)
-        await self._perform(self._tell(Relabelled(manifest.version)), offload)
+        await self._perform(self._handle(Relabelled(manifest.version)), offload)
 
     async def _fetch(self, manifest: Manifest, offload: Offload, *, verify: bool) -> Mapping[str, torch.Tensor]:
         began = self._clock.now()
@@ -288,7 +288,7 @@ class ReplicaUpdater:
 
     async def _fence(self, expected: str, found: str, offload: Offload) -> None:
         """Stops an engine that holds a mixture; one that cannot be stopped must be replaced."""
-        self._tell(Mismatched(expected, found))
+        self._handle(Mismatched(expected, found))
         try:
             await self._do("fence", offload, self._engine.sleep, self._change_timeout_s)
         except PenstockError:
@@ -296,7 +296,7 @@ class ReplicaUpdater:
             raise
 
     async def _recheck(self, offload: Offload) -> None:
-        """After a failure near a serving engine: what it serves must still be what it says."""
+        """After a failure while the engine serves: verifies that it still holds its version."""
         found = await self._do("recheck", offload, self._served_digest)
         if found != self.replica.digest:
             await self._fence(self.replica.digest, found, offload)
@@ -313,23 +313,23 @@ class ReplicaUpdater:
     async def _do(
         self, step: str, offload: Offload, function: Callable[..., T], *arguments: Any, timeout_s: float | None = None
     ) -> T:
-        """One step in the background thread, with its name known to `repr` and to the error."""
+        """Runs one step in the background thread; `repr` and the error name the step."""
         self._step = step
-        # Engines and transports keep the deadline they are given; one that does not is wedged.
+        # Engines and transports respect their timeout; one that does not is wedged.
         timeout_s = (self._change_timeout_s if timeout_s is None else timeout_s) + self._grace_s
         allowed = asyncio.timeout(timeout_s)
         try:
             async with allowed:
                 return await offload.run(function, *arguments)
         except TimeoutError:
-            if not allowed.expired():  # the step's own words, of a file server, say
+            if not allowed.expired():  # raised by the step itself, for example by a file server
                 raise
-            self._wedged = True  # its thread is lost, and with it the right to change this engine
+            self._wedged = True  # its thread is lost and may still change the engine
             raise PeerLost(
                 f"step {step!r} of a weight update did not end within {timeout_s:.0f} s; this process must be replaced"
             ) from None
 
-    def _tell(self, event: ReplicaEvent) -> list[ReplicaEffect]:
+    def _handle(self, event: ReplicaEvent) -> list[ReplicaEffect]:
         return self.replica.handle(event, self._clock.now())
 
     async def _failed(self, error: Exception, offload: Offload, manifest: Manifest) -> None:
@@ -338,10 +338,10 @@ class ReplicaUpdater:
         if self.replica.may_serve and step != "fetch" and not self._wedged:
             await self._recheck(offload)
         damaged = manifest.held if isinstance(error, Damaged) else None
-        effects = self._tell(UpdateFailed(step, text, isinstance(error, Transient), damaged))
+        effects = self._handle(UpdateFailed(step, text, isinstance(error, Transient), damaged))
         if effects:
             self.statistics.failures += 1
-        else:  # a transfer broke off, and is simply begun again
+        else:  # an interrupted transfer, which is retried
             self.statistics.interrupted += 1
         await self._perform(effects, offload)
         if self._wedged:
@@ -357,24 +357,24 @@ class ReplicaUpdater:
                     try:
                         await self._do("resume", offload, self._engine.wake, self._change_timeout_s)
                     except (PenstockError, OSError, RuntimeError) as error:
-                        pending = [*self._tell(UpdateFailed("resume", str(error))), *pending]
+                        pending = [*self._handle(UpdateFailed("resume", str(error))), *pending]
                     else:
-                        pending = [*self._tell(Resumed()), *pending]
+                        pending = [*self._handle(Resumed()), *pending]
                 case ReportReplicaState(state, version, digest, error, damaged):
                     report = ReplicaReport(state, version, digest, self._pause_s, self._skipped, error, damaged)
                     await self._send(report)
                 case AbandonReplica(reason):
-                    self._given_up = True
-                    raise PeerLost(f"this replica gives up and must be replaced: {reason}")
+                    self._abandoned = True
+                    raise PeerLost(f"this replica cannot serve and must be replaced: {reason}")
 
     async def _send(self, report: ReplicaReport) -> None:
-        """A report that does not arrive is sent again with the next poll, unless there is a newer one by then."""
+        """A report that does not arrive is sent again before the next poll, unless there is a newer one."""
         self._step = "report"
         self._unsent = report
         try:
             async with asyncio.timeout(self._report_timeout_s):
                 await self._report(report)
         except (Transient, TimeoutError) as error:
-            logger.warning("the controller could not be told %s: %s", report, error)
+            logger.warning("the controller did not receive %s: %s", report, error)
         else:
             self._unsent = None

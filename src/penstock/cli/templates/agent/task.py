@@ -1,4 +1,4 @@
-"""Guess a letter in three tries; the environment says whether it lies higher or lower."""
+"""Guess a letter in three tries; the environment replies "higher" or "lower"."""
 
 from penstock import Prompt
 
@@ -16,10 +16,10 @@ class Guess:
         return Prompt(text=">", columns={"answer": LETTERS[(position * 5 + self.seed) % len(LETTERS)]})
 
     def reply(self, prompt, completions):
-        """What the policy is shown after its last completion; None ends the episode. It is never trained."""
-        said, right = completions[-1], prompt.columns["answer"]
-        return None if said == right else "h|" if said < right else "l|"
+        """The reply to the last completion, never trained on; None ends the episode."""
+        guess, right = completions[-1], prompt.columns["answer"]
+        return None if guess == right else "h|" if guess < right else "l|"
 
     def score(self, prompts, completions, *, answer, turns, **columns):
         """`completions` are the last of each episode, `turns` all of them: fewer tries are worth more."""
-        return [float(said == right) / len(tries) for said, right, tries in zip(completions, answer, turns)]
+        return [float(guess == right) / len(tries) for guess, right, tries in zip(completions, answer, turns)]

@@ -1,4 +1,4 @@
-"""Sums, asked as a person would. The model's own chat template is used."""
+"""Sums, asked in plain English. The model's own chat template is used."""
 
 import re
 

@@ -8,14 +8,14 @@ LETTERS = "abcd"
 
 
 class Letters:
-    alphabet = LETTERS + ">"  # every character there is, for the tiny model's tokenizer
+    alphabet = LETTERS + ">"  # all characters, for the tiny model's tokenizer
     count = None  # prompts never run out
 
     def __init__(self, seed=0):
         self.seed = seed
 
     def prompt(self, position):
-        """Always the same one for the same position: draw from the seed and the position, keep no state."""
+        """Returns the same prompt for the same position: draw from the seed and the position, keep no state."""
         drawn = np.random.default_rng([self.seed, position]).choice(list(LETTERS), 3)
         question = "".join(drawn)
         return Prompt(text=question + ">", columns={"answer": question[::-1]})
