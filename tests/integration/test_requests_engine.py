@@ -226,6 +226,47 @@ async def test_a_failing_step_fails_every_request_now_and_later_with_its_error()
         await engine.complete([1], SHORT)
 
 
+async def test_requests_fail_also_when_the_cache_cannot_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a rank that ended: dropping the cache would need it."""
+    steps = Steps()
+    engine = engine_with(steps, rows=1)
+    dropped: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a collective failed")
+
+    def lost() -> None:
+        dropped.append("tried")
+        raise PeerLost("a rank of the engine has ended")
+
+    monkeypatch.setattr(engine._rows, "drop_cache", lost)
+    steps.then[2] = lambda: engine.model.register_forward_pre_hook(fail, with_kwargs=True)
+    [result] = await within(_gathered([engine.complete([1], ENDLESS)]))
+    assert isinstance(result, PeerLost)
+    assert "a collective failed" in str(result)
+    await until(lambda: dropped == ["tried"])
+
+
+async def test_a_request_that_is_cancelled_during_a_sleep_leaves_the_others_alone() -> None:
+    steps = Steps()
+    engine = engine_with(steps, rows=4)
+    calls = [asyncio.create_task(engine.complete([context], ENDLESS)) for context in (1, 2)]
+    others = [asyncio.create_task(engine.complete([context], Sampling(max_new_tokens=60))) for context in (3, 4)]
+    await until(lambda: steps.taken > 3)
+    await engine.vacate(DEADLINE_S)
+    assert not any(task.done() for task in others)
+    for task in calls:
+        task.cancel()
+    await asyncio.wait(calls)
+    await engine.occupy((), DEADLINE_S)
+    assert [len((await within(_result(task))).token_ids) for task in others] == [60, 60]
+    assert len((await within(engine.complete([5], SHORT))).token_ids) == 4
+
+
+async def _result(task: asyncio.Task[Completion]) -> Completion:
+    return await task
+
+
 async def _gathered(calls: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion | BaseException]:
     return list(await asyncio.gather(*calls, return_exceptions=True))
 

@@ -163,6 +163,8 @@ class Serving:
                 drop_cache()
             if self.device.type != "cpu":
                 self.module.to("cpu")
+                if self._staged is not None:  # by an update that has not reached its swap
+                    self._staged = {name: tensor.cpu() for name, tensor in self._staged.items()}
                 free_device_caches()
 
     def wake(self, timeout_s: float = 60.0, device: torch.device | None = None) -> None:

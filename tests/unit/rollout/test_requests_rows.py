@@ -230,6 +230,42 @@ def test_the_cache_never_holds_more_than_its_tokens() -> None:
     assert cache.shape == (0, 0)
 
 
+def test_a_long_row_has_room_although_places_are_free_in_between() -> None:
+    engine = engine_of()
+    bench = Bench(engine, rows=16, tokens=14 * 60)
+    bench.longest = 40
+    contexts = [[chosen % VOCABULARY, 2, 3] for chosen in range(16)]
+    rows = [bench.seat(request, context) for request, context in enumerate(contexts)]
+    bench.step()
+    for row in rows[:3]:
+        bench.rows.leave(row)
+    bench.longest = 60
+    contexts.append([index % VOCABULARY for index in range(30)])
+    bench.seat(16, contexts[16], Sampling(max_new_tokens=30, greedy=True))
+    assert bench.rows._cache.shape[1] >= 60
+    done = bench.run()
+    for request in range(3, 17):
+        [alone] = engine.generate([contexts[request]], GREEDY if request < 16 else Sampling(30, greedy=True))
+        assert done[request].token_ids.tolist() == alone.token_ids.tolist()
+        fresh = fresh_logprobs(engine, contexts[request], done[request])
+        np.testing.assert_allclose(done[request].logprobs, fresh, atol=1e-3)
+
+
+def test_rows_can_leave_while_the_cache_is_dropped() -> None:
+    engine = engine_of()
+    bench = Bench(engine)
+    contexts = [[1, 2], [3, 4, 5], [6, 7], [8, 9, 1]]
+    rows = [bench.seat(request, context) for request, context in enumerate(contexts)]
+    bench.step()
+    bench.rows.drop_cache()
+    for row in rows[:2]:
+        bench.rows.leave(row)
+    done = bench.run()
+    for request in (2, 3):
+        [alone] = engine.generate([contexts[request]], GREEDY)
+        assert done[request].token_ids.tolist() == alone.token_ids.tolist()
+
+
 @pytest.mark.parametrize("window", [4, None])
 def test_a_model_that_looks_back_only_so_far_draws_what_it_draws_by_itself(window: int | None) -> None:
     torch.manual_seed(0)

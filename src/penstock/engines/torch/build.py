@@ -21,8 +21,8 @@ from penstock.runtime.tensors import device_of
 def build(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPolicy, site: Site) -> ServingEngine:
     engine = _engine(section, policy, site)
     engine.capabilities = section.capabilities
-    if section.tensor_parallel == 1:  # otherwise the shards are on devices, and the whole model stays in host memory
-        engine.device_at = site.device_at
+    # Of a sharded model the shards are on devices, and the whole stays in host memory.
+    engine.device_at = site.device_at if site.ranks is None else lambda devices: torch.device("cpu")
     return engine
 
 

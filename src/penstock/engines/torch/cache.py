@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, LocalProtocolError
 
 COLUMNS_AT_ONCE = 64
 """Rows are widened in multiples of this, so that slowly growing lengths do not reallocate the cache each time."""
@@ -44,8 +44,14 @@ class RowCache:
         """Allocated rows and columns."""
         return (0, 0) if self._held is None else (self._held.shape[2], self._held.shape[3])
 
+    def holds(self, rows: int, columns: int) -> bool:
+        """Whether this number of rows and columns is within the bound."""
+        return rows * columns <= self._tokens
+
     def make_room(self, rows: int, columns: int, used_rows: int) -> bool:
         """Allocates this number of rows and columns; the first `used_rows` keep their content. True if it moved."""
+        if not self.holds(rows, columns):
+            raise LocalProtocolError(f"{rows} rows of {columns} tokens exceed the cache of {self._tokens} tokens")
         if rows <= self.shape[0] and columns <= self.shape[1]:
             return False
         columns = min(-(-columns // COLUMNS_AT_ONCE) * COLUMNS_AT_ONCE, self._tokens // rows)

@@ -152,7 +152,9 @@ class Decoding:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # Other threads may allocate during the capture: weights are staged at any time.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # A stream of this device: the default one is on the device of the process's first capture.
+        stream = torch.cuda.Stream(self._ids_S.device)
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             packed_2B = self._step(rows, columns, kind, generator)
         return graph, packed_2B
 

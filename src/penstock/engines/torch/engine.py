@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -164,6 +164,8 @@ class TorchEngine(ServingEngine):
         """Raises ConfigError for a request that can never be served."""
         if context_tokens == 0:
             raise ConfigError("cannot generate from an empty prompt: at least one token is needed")
+        if sampling.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens = {sampling.max_new_tokens}: at least one token must be generated")
         if self.max_positions is not None and context_tokens + sampling.max_new_tokens > self.max_positions:
             raise ConfigError(
                 f"a prompt of {context_tokens} tokens and {sampling.max_new_tokens} new ones exceed the model's "
@@ -311,9 +313,10 @@ class TorchEngine(ServingEngine):
             self._broken = error
             self._thread = None
             requests = self._remove_all()
-            self._rows.drop_cache()
             self._saved.clear()
         _send_results([(request, _failure(error)) for request in requests])
+        with self._lock, suppress(PeerLost):  # a rank that has ended holds no cache
+            self._rows.drop_cache()
 
     def _remove_all(self) -> list[_Request]:
         requests = [*self._requests.values(), *self._arrived]

@@ -129,6 +129,8 @@ class Rows:
 
     def make_room(self, rows: int, longest_tokens: int) -> None:
         """Allocates the cache for a number of rows, none of which becomes longer than this."""
+        if self._free and not self._cache.holds(self._used, longest_tokens):
+            self._compact()  # free places between the rows would leave too few columns
         if self._cache.make_room(max(rows, self._used), longest_tokens, used_rows=self._used):
             self._decoding.allocate()
 
@@ -289,12 +291,14 @@ class Rows:
 
     def _compact(self) -> None:
         """Moves the last rows into free places, so that a step decodes fewer places."""
+        allocated = bool(self._cache.shape[0])
         for row in sorted(self.rows, key=lambda row: -row.place):
             if self._free[0] > row.place:
                 break
             source, row.place = row.place, heapq.heappop(self._free)
-            self._cache.copy(source, [row.place], row.cached)
-            self._decoding.move(source, row.place)
+            if allocated:  # a dropped cache has no content to move
+                self._cache.copy(source, [row.place], row.cached)
+                self._decoding.move(source, row.place)
             heapq.heappush(self._free, source)
         self._used = len(self.rows)
         self._free = []

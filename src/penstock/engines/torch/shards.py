@@ -78,11 +78,14 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
 class Enter(msgspec.Struct, frozen=True, tag="enter"):
     places: list[int]
     positions: list[int]
+    kind: Kind
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
     rows: int
     columns: int
+    kind: Kind
+    """Only rank 0 samples, but all ranks must capture a new kind of step together: a step has collectives."""
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -215,7 +218,6 @@ class Shards:
         cache = RowCache(self.model, rows, cache_tokens)
         decoding = Decoding(self.model, cache, graphs=graphs, draw=self.group.draw)
         generator = torch.Generator(device=self.device)  # not used: rank 0 draws
-        kind = Kind(drawn=True, greedy=False, cut=False)
         logits = torch.empty(0)
         with torch.inference_mode():
             while True:
@@ -237,11 +239,11 @@ class Shards:
                         decoding.move(source, target)
                     case Read(places, ids, positions, columns):
                         logits = decoding.read(places, np.array(ids), np.array(positions), columns)
-                    case Enter(places, positions):
+                    case Enter(places, positions, kind):
                         samplings = [Sampling(max_new_tokens=1)] * len(places)
                         drawn = logits[:1].expand(len(places), -1)
                         decoding.enter(places, positions, samplings, kind, drawn, generator)
-                    case Step(rows, columns):
+                    case Step(rows, columns, kind):
                         decoding.step(rows, columns, kind, generator)
                     case Load():
                         self.load()
@@ -308,11 +310,11 @@ class LeadingDecoding(Decoding):
         logits_BV: Tensor,
         generator: torch.Generator,
     ) -> Output:
-        self._group.send(Enter(list(places), list(positions)))
+        self._group.send(Enter(list(places), list(positions), kind))
         return super().enter(places, positions, samplings, kind, logits_BV, generator)
 
     def step(self, rows: int, columns: int, kind: Kind, generator: torch.Generator) -> Output:
-        self._group.send(Step(rows, columns))
+        self._group.send(Step(rows, columns, kind))
         return super().step(rows, columns, kind, generator)
 
 
