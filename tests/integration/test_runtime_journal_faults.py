@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -203,4 +204,35 @@ async def test_a_flush_is_made_at_once_when_one_is_asked_for(tmp_path: Path) -> 
             assert len(list(history(folder / "journal.sqlite"))) == 50 * round_of_events
         await journal.flushed()
         assert journal.uncommitted_for_s == 0.0
+    journal.close(10)
+
+
+async def test_events_are_flushed_also_while_a_reader_uses_an_older_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader keeps the checkpoint from moving, and so from flushing, the newer part of the log."""
+    journal = Journal(tmp_path / "journal.sqlite", RUN, flush_every_s=3600.0)
+    log = journal.path.with_name("journal.sqlite-wal")
+    flushed_bytes: list[int] = []
+    fdatasync = os.fdatasync
+
+    def record(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_ino == log.stat().st_ino
+        flushed_bytes.append(os.fstat(descriptor).st_size)
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(writer_module.os, "fdatasync", record)
+    reader = sqlite3.connect(journal.path, isolation_level=None)
+    async with asyncio.timeout(20):
+        await journal.committed(journal.append(A, 0.0, b"before"))
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM blocks").fetchone()
+        await journal.committed(journal.append(A, 1.0, bytes(100_000)))
+        with contextlib.closing(sqlite3.connect(journal.path)) as another:
+            _, frames, moved = another.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        assert moved < frames, "the reader holds the checkpoint back"
+        await journal.flushed()
+    assert flushed_bytes, "the log was never flushed"
+    assert flushed_bytes[-1] == log.stat().st_size
+    reader.close()
     journal.close(10)

@@ -283,7 +283,9 @@ class Journal:
         try:
             connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         except sqlite3.Error as error:
-            logger.warning("journal %s is not flushed in the background: %s", self.path, error)
+            self._failure = self._failure or explain(self.path, error)  # `flushed` would wait indefinitely
+            logger.error("%s", self._failure)
+            self._notify()
             return
         flushed, flushed_at = -1, self._time()
         log = self.path.with_name(f"{self.path.name}-wal")
@@ -306,6 +308,7 @@ class Journal:
             flushed, seq = self.commits, self._committed_seq
             try:
                 mode = "RESTART" if log.stat().st_size > MAX_LOG_BYTES else "PASSIVE"
+                _fdatasync(log)  # a checkpoint does not flush while a reader uses an older snapshot
                 connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
                 self._flushed_seq = seq
                 self._notify()
@@ -353,6 +356,14 @@ class Journal:
         return (
             f"Journal({str(self.path)!r}, last_seq={self.last_seq}, committed={self._committed_seq}, {self._failure})"
         )
+
+
+def _fdatasync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def is_in_use(path: Path) -> bool:
