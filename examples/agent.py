@@ -1,6 +1,6 @@
-"""An agent written against the OpenAI client: it asks for a letter, and once more if it was not the right one.
+"""An agent written against the OpenAI client: it requests a letter, and once more if the first was wrong.
 
-Nothing in it knows that it is being trained. `penstock run examples/agent.toml` trains it.
+It contains no code for training. `penstock run examples/agent.toml` trains it.
 """
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # pyright: ignore[reportMissingImports]

@@ -1,9 +1,9 @@
-"""A gymnasium environment of one's own, with a reward that is rare: walk to the end of a corridor.
+"""Your own gymnasium environment, with a rare reward: walk to the end of a corridor.
 
     penstock run examples/corridor.toml
 
-The walker starts at the left. Only the step that reaches the right end is rewarded, and a random walk seldom does in
-time.
+The walker starts at the left. Only the step that reaches the right end is rewarded. A random walk rarely reaches it
+within the time limit.
 """
 
 from __future__ import annotations

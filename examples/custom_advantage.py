@@ -1,6 +1,6 @@
-"""An advantage function of your own, in one function.
+"""Your own advantage function and group filter.
 
-Name it in the configuration, with this file's directory on the path:
+Name them in the configuration, with this file's directory on the path:
 
     [run]
     extra_path = ["examples"]
@@ -11,7 +11,7 @@ Name it in the configuration, with this file's directory on the path:
     advantage = "custom_advantage:best_of_group"
     filters = ["custom_advantage:hopeless"]
 
-Run this file to see what it makes of two groups.
+Run this file to print their results for two groups.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock import advantages
 
 
 def best_of_group(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
-    """Only the best of each group teach; all others are ignored.
+    """Only the best samples of each group are trained; all others have advantage 0.
 
-    `rewards` are those of all samples, group after group; one advantage per sample comes back.
+    `rewards` are those of all samples, group after group. Returns one advantage per sample.
     """
     starts = np.cumsum(group_sizes) - group_sizes
     best = np.repeat(np.maximum.reduceat(rewards, starts), group_sizes)
@@ -34,7 +34,7 @@ def best_of_group(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
 
 
 def hopeless(rewards: Sequence[float], lengths: Sequence[int]) -> str | None:
-    """A group filter: the reason why a group is not worth training on, or None to keep it."""
+    """A group filter: returns the reason to drop a group, or None to keep it."""
     return "hopeless: no sample earned anything" if max(rewards) <= 0 else None
 
 

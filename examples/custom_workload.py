@@ -1,4 +1,4 @@
-"""A workload of your own: a bandit whose hint shows, in noise, which arm pays. Copy it and change the five hooks.
+"""Your own workload: a bandit with a noisy hint at the arm that pays. Copy it and change the five hooks.
 In a configuration: `env.name = "custom_workload:Bandit"`, `rollout.workload = "custom_workload:BanditWorkload"`.
 """
 
@@ -29,11 +29,11 @@ class BanditWorkload:
         self.environment, self.engine = environment, engine
 
     def preflight(self) -> None:
-        """Once, before anything is leased: raises if this cannot work at all."""
+        """Called once, before the first lease: raises if the workload cannot run."""
         self.engine.act(self.environment.machine(0)[0][None])
 
     def prepare(self, lease: PromptLease) -> tuple[np.ndarray, int]:
-        """Per prompt, ahead of time, on a thread of its own: the hint once per sample, and the arm that pays."""
+        """Per prompt, ahead of time, on a separate thread: the hint once per sample, and the arm that pays."""
         hint, arm = self.environment.machine(lease.prompt)
         return np.tile(hint, (len(lease.samples), 1)), arm
 
@@ -48,7 +48,7 @@ class BanditWorkload:
         return [[(hint, *next(drawn), version, digest) for hint in hints] for hints in batch]
 
     def postprocess(self, prepared: tuple[np.ndarray, int], generated: list[tuple]) -> list[Outcome]:
-        """One outcome per sample: score it and lay out its arrays, here those of an episode of one step."""
+        """One outcome per sample: its reward and its arrays, here those of an episode of one step."""
         outcomes: list[Outcome] = []
         for hint, action, logprob, version, digest in generated:
             reward = float(action == prepared[1])

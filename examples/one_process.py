@@ -2,9 +2,9 @@
 
     python examples/one_process.py
 
-This is what `penstock run examples/quickstart.toml` does, without the processes: no workers, no staleness, no
-checkpoints. The advantages and the loss are the trainer's own. The names of the sections below are the rooms of the
-source tree in which the same thing is done for real.
+The algorithm of `penstock run examples/quickstart.toml` in one process: no workers, no staleness, no checkpoints. The
+advantages and the loss are those of the trainer. The sections below have the names of the packages of Penstock that do
+the same with several processes.
 
 Shape suffixes: B samples, T tokens of a sequence, V vocabulary, M trained tokens.
 """
@@ -28,13 +28,13 @@ VOCABULARY = ["<pad>", "<bos>", "<eos>", *LETTERS, MARK]
 
 # envs: a stream of prompts, and rewards for completions.
 def prompt_at(position: int, seed: int = 0) -> Prompt:
-    """Always the same one for the same position."""
+    """The same position always gives the same prompt."""
     question = "".join(np.random.default_rng([seed, position]).choice(list(LETTERS), LENGTH))
     return Prompt(text=question + MARK, columns={"answer": question})
 
 
 def score(completions: list[str], answers: list[str]) -> list[float]:
-    """The share of positions that are right."""
+    """The share of correct positions."""
     return [
         sum(given == right for given, right in zip(text, answer, strict=False)) / max(len(text), len(answer))
         for text, answer in zip(completions, answers, strict=True)
@@ -71,7 +71,7 @@ def build_model() -> LlamaForCausalLM:
 
 @torch.no_grad()
 def generate(model: LlamaForCausalLM, prompts_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sampled continuations, the log-probability of each token under the behaviour policy, and which were drawn."""
+    """Prompts with completions, the log-probability of each new token when it was drawn, and which ones were drawn."""
     tokens_BT, logprobs, drawn = prompts_BT, [], []
     ended_B = torch.zeros(len(prompts_BT), dtype=torch.bool)
     for _ in range(LENGTH):
@@ -113,7 +113,7 @@ def loss_of(
 
 
 def main() -> float:
-    torch.set_num_threads(1)  # the model is too small to share
+    torch.set_num_threads(1)  # the model is too small for several threads
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     began, recent = time.monotonic(), []

