@@ -124,10 +124,13 @@ def pack_tokens(
     Each takes its memory from `allocate`, once; the micro-batch is valid until that memory is reused.
     """
     sequences = sequences_of(samples)
+    routing = samples[0].get("routed_experts") if samples else None
+    for sequence in sequences:
+        _check_aligned(samples[sequence.sample], sequence, None if routing is None else routing.shape[1:])
     sample_tokens = np.zeros(len(samples), np.int64)
     for sequence in sequences:
         sample_tokens[sequence.sample] += np.count_nonzero(sequence.loss_mask)
-    share = settings.layout == "prefix" and "routed_experts" not in samples[0]
+    share = settings.layout == "prefix" and routing is None
     forests: list[Any] = []
     plan: list[list[int]] = []
     limit = settings.micro_batch_tokens
@@ -266,7 +269,6 @@ def _fill_rows(samples: Sequence[Sample], members: Sequence[TokenSequence], allo
     routing = samples[members[0].sample].get("routed_experts")
     places = _Places(allocate, len(members), width, routing)
     for row, sequence in enumerate(members):
-        _check_aligned(samples[sequence.sample], sequence, None if routing is None else routing.shape[1:])
         places.put(row, 0, samples[sequence.sample], sequence, 0, sequence.tokens, number=row)
         places.blank(row, sequence.tokens)
     return places
@@ -277,8 +279,6 @@ def _fill_forest(
 ) -> tuple[_Places, np.ndarray]:
     """All nodes in one row, parents before children; returns the places and the segments."""
     routing = samples[members[0].sample].get("routed_experts")
-    for sequence in members:
-        _check_aligned(samples[sequence.sample], sequence, None if routing is None else routing.shape[1:])
     places = _Places(allocate, 1, sum(node.end - node.start for node in nodes), routing)
     order = sorted(range(len(nodes)), key=lambda number: (nodes[number].start, number))
     place = {number: at for at, number in enumerate(order)} | {-1: -1}

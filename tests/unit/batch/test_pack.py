@@ -163,3 +163,12 @@ def test_an_episode_with_missing_steps_is_refused() -> None:
 
 def test_an_empty_batch_packs_to_nothing() -> None:
     assert pack([], np.zeros(0), PackSettings(layout="padded")) == []
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "prefix"])
+def test_a_sample_without_tokens_is_refused_before_micro_batches_are_planned(layout: Packing) -> None:
+    """The plan can never have a micro-batch for each sample: it was sought for ever."""
+    empty = {name: array[:0] for name, array in sequence(4, 0).items() if name != "versions"}
+    settings = PackSettings(micro_batch_tokens=64, layout=layout, micro_batches=3)
+    with pytest.raises(RemoteProtocolError, match="sample 1 of the batch is inconsistent"):
+        pack_tokens([sequence(4, 0), empty, empty], np.zeros(3, np.float32), settings)
