@@ -425,11 +425,12 @@ def configured(run: RunDir, config_toml: str) -> Iterator[None]:
 @contextlib.contextmanager
 def exclusive(run: RunDir) -> Iterator[None]:
     """Locks the run directory for one supervisor; the kernel releases the lock when this process dies."""
-    with run.lock_path.open("w") as lock:
+    with run.lock_path.open("a") as lock:  # a refused supervisor must not erase the pid of the one that runs
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{run.root} is being run by another process; stop that one first") from None
+        lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,10 @@ def test_a_run_that_fails_says_where_its_logs_are(
 
 
 def test_a_run_that_did_not_come_to_run_says_only_why(run: RunDir):
-    with exclusive(run), pytest.raises(ConfigError) as caught:
-        run_command(None, [], resume=run.root, dry_run=False)
+    with exclusive(run):
+        with pytest.raises(ConfigError) as caught:
+            run_command(None, [], resume=run.root, dry_run=False)
+        assert run.lock_path.read_text() == str(os.getpid()), "`Run.stop` finds the supervisor by it"
     assert caught.value.message == f"{run.root} is being run by another process; stop that one first"
 
 
