@@ -22,20 +22,26 @@ def keep_best(checkpoints: Path, metrics: Path, pipeline: str) -> int | None:
     An evaluation of a version takes time, so the newest checkpoint is compared at a later call. Files are linked, not
     copied, where the file system supports it.
     """
+    best, replaced = checkpoints / BEST, checkpoints / f".replaced-{BEST}"
+    if replaced.exists() and not best.exists():  # killed between the two renames below
+        replaced.rename(best)
     rewards = _evaluations(metrics, pipeline)
     on_disk = {int(path.name.removeprefix("step-")): path for path in checkpoints.glob("step-*")}
     evaluated = {step: rewards[step] for step in on_disk if step in rewards}
     if not evaluated:
         return None
     step = max(evaluated, key=lambda one: (evaluated[one], one))
-    kept = _kept_step(checkpoints / BEST)
+    kept = _kept_step(best)
     if kept is not None and (kept == step or rewards.get(kept, float("-inf")) >= evaluated[step]):
         return None
     partial = checkpoints / f".partial-{BEST}"
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(on_disk[step], partial, copy_function=_link_or_copy)
-    shutil.rmtree(checkpoints / BEST, ignore_errors=True)
-    partial.rename(checkpoints / BEST)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if best.exists():
+        best.rename(replaced)
+    partial.rename(best)
+    shutil.rmtree(replaced, ignore_errors=True)
     log.info("step %d is the best so far: reward %g in evaluation", step, evaluated[step])
     return step
 

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from penstock.train.best import BEST, keep_best
 
 
@@ -37,6 +39,35 @@ def test_the_best_stays_when_it_is_no_longer_among_the_newest(tmp_path: Path):
     evaluated(metrics, 30, 0.95)
     assert keep_best(checkpoints, metrics, "a") == 30
     assert json.loads((checkpoints / BEST / "checkpoint.json").read_text())["step"] == 30
+
+
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_a_kill_while_the_best_is_replaced_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+):
+    checkpoints, metrics = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
+    saved(checkpoints, 10)
+    evaluated(metrics, 10, 0.9)
+    assert keep_best(checkpoints, metrics, "a") == 10
+    shutil.rmtree(checkpoints / "step-00000010")
+    saved(checkpoints, 20)
+    evaluated(metrics, 20, 0.95)
+    rename, calls = Path.rename, []
+
+    def killed(path: Path, target: Path) -> Path:
+        calls.append(path.name)
+        if len(calls) == killed_at:
+            raise SystemExit
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(SystemExit):
+            keep_best(checkpoints, metrics, "a")
+    assert len(calls) == killed_at
+    shutil.rmtree(checkpoints / "step-00000020")  # it was pruned, or is damaged
+    assert keep_best(checkpoints, metrics, "a") is None
+    assert (checkpoints / BEST / "model.safetensors").read_text() == "weights of 10"
 
 
 def test_another_pipeline_does_not_count(tmp_path: Path):
