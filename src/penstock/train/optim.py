@@ -168,10 +168,9 @@ def _same_kind(value: object, default: object) -> bool:
 
 def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:
     """The rate of a step out of `steps`. A function of the step alone, so resuming needs no state."""
-    fraction = min(1.0, (step + 1) / (settings.warmup_steps + 1))
-    progress = min(1.0, step / (settings.decay_steps or steps))
-    if settings.schedule == "linear":
-        fraction *= 1.0 - progress * (1.0 - settings.final_fraction)
-    elif settings.schedule == "cosine":
-        fraction *= settings.final_fraction + (1.0 - settings.final_fraction) * (1.0 + math.cos(math.pi * progress)) / 2
-    return settings.learning_rate * fraction
+    warmup, last = settings.warmup_steps, settings.decay_steps or steps
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, last - warmup))
+    decayed = {"constant": 0.0, "linear": progress, "cosine": (1.0 - math.cos(math.pi * progress)) / 2}
+    return settings.learning_rate * (1.0 - decayed[settings.schedule] * (1.0 - settings.final_fraction))

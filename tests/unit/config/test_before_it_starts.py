@@ -195,9 +195,9 @@ def test_a_run_that_is_resumed_for_longer_decays_over_its_whole_length(tmp_path:
     def share(section: PipelineSection, step: int) -> float:
         return learning_rate(section.optimizer, step, section.steps) / section.optimizer.learning_rate
 
-    final = shorter.optimizer.final_fraction
+    final, warmup = shorter.optimizer.final_fraction, shorter.optimizer.warmup_steps
     assert share(shorter, 240) == pytest.approx(final)
-    assert share(longer, 240) == pytest.approx((1 + final) / 2)
+    assert share(longer, 240) == pytest.approx(1 - (1 - final) * (240 - warmup) / (480 - warmup))
     assert share(longer, 480) == pytest.approx(final)
 
 

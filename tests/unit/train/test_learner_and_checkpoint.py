@@ -234,9 +234,15 @@ def test_a_gradient_that_is_not_a_number_stops_the_run_and_keeps_the_weights() -
 def test_the_learning_rate_warms_up_and_decays() -> None:
     settings = OptimizerSection(learning_rate=1.0, warmup_steps=3, schedule="linear", decay_steps=10, final_fraction=0)
     owner = learner(CONTROL, PpoLossSection(), settings)
-    assert [owner.learning_rate(step) for step in range(3)] == pytest.approx([0.25, 0.45, 0.6])
-    assert owner.learning_rate(5) == pytest.approx(0.5)
+    assert [owner.learning_rate(step) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert [owner.learning_rate(step) for step in (4, 8, 10)] == pytest.approx([6 / 7, 2 / 7, 0])
     assert owner.learning_rate(50) == 0
+
+
+def test_a_warm_up_as_long_as_the_run_never_decays_below_the_end() -> None:
+    settings = OptimizerSection(learning_rate=1.0, warmup_steps=5, schedule="cosine", decay_steps=5)
+    owner = learner(CONTROL, PpoLossSection(), settings)
+    assert [owner.learning_rate(step) for step in (4, 5, 6)] == pytest.approx([5 / 6, 1.0, 0.1])
 
 
 def test_a_reference_is_asked_for_when_the_divergence_counts() -> None:
