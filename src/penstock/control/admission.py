@@ -90,7 +90,7 @@ class Admission:
 
     def min_version_awaiting(self) -> Version:
         """The oldest weights that are allowed for a group that is already open."""
-        return Version(max(0, self.ledger.state.next_step - self.ledger.max_staleness))
+        return Version(max(0, self.ledger.oldest_allowed))
 
     def min_version_fresh(self) -> Version:
         """The oldest weights that are allowed for a new group, which is trained after all groups in flight.

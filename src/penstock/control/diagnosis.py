@@ -200,7 +200,8 @@ class Observer:
             return ["No weights are published: the trainer should publish the version it starts from."]
         if len(behind) == len(workers):
             return [
-                f"All {len(workers)} workers serve weights older than {needed} and should load newer ones: {names}."
+                f"The last leases of all {len(workers)} workers were for weights older than {needed}; they should load "
+                f"newer ones: {names}."
             ]
         open_for = self.admission.capacity() + table.awaiting_count
         return [f"{len(workers)} workers are registered and could lease {open_for} samples, but none does: {names}."]

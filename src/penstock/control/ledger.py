@@ -87,9 +87,14 @@ class Ledger:
             self.state.prompt_limit = count
         return self.state.prompt_limit == count
 
+    @property
+    def oldest_allowed(self) -> int:
+        """The lowest weights version whose samples the next step may train."""
+        return self.state.next_step - self.max_staleness
+
     def overtaken_groups(self) -> int:
         """Open groups that will most likely be outdated if the next batch is formed without them."""
-        last = self.state.next_step - self.max_staleness
+        last = self.oldest_allowed
         return sum(groups for version, groups in self.state.promised_by_version.items() if version <= last)
 
     def held_by(self, member: MemberId) -> int:
@@ -165,7 +170,7 @@ class Ledger:
         if rollout.version > newest:
             table.drop_lease(group, index, "outdated")
             return f"was generated with weights version {rollout.version}, which does not exist (any more)"
-        if rollout.version < self.state.next_step - self.max_staleness:
+        if rollout.version < self.oldest_allowed:
             table.drop_group(group, "outdated", redo=True)
             return f"was generated with weights version {rollout.version}, too old for step {self.state.next_step}"
         if not isfinite(rollout.reward):
@@ -268,8 +273,7 @@ class Ledger:
 
     def _drop_outdated(self) -> None:
         """Drops every group that is too old for the next step: it is too old for all later steps too."""
-        state = self.state
-        oldest_allowed = state.next_step - self.max_staleness
+        state, oldest_allowed = self.state, self.oldest_allowed
         for shelves in (state.ready_by_version, state.open_by_version):
             for version in [version for version in sorted(shelves) if version < oldest_allowed]:
                 for prompt in list(shelves[version]):

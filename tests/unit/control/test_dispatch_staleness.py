@@ -61,7 +61,9 @@ def test_a_step_shows_the_lengths_of_what_came_too_late_beside_what_it_trained(d
     assert answer.refused == late[0].samples
     written = Written()
     lines = MetricLines(written, SimpleNamespace(now=lambda: 0.0))  # type: ignore[arg-type]
-    lines.note_delivery(request, answer.refused)
+    lines.note_delivery(request, answer.refused, d.control.ledger.oldest_allowed)
+    wrong = messages.Deliver("p", "slow", tuple(msgspec.structs.replace(one, version=3) for one in rollouts))  # type: ignore[arg-type]
+    lines.note_delivery(wrong, answer.refused, d.control.ledger.oldest_allowed)  # refused, but not for their age
     for step in (1, 2):
         lines.write_step(messages.AckStep("p", "t", step), d.control)  # type: ignore[arg-type]
     assert [(line["dropped"], line.get("dropped_length_mean")) for line in written] == [(2, 40.0), (0, None)]

@@ -200,7 +200,8 @@ def test_workers_that_cannot_get_newer_weights_are_named(drive):
     d.batch(0)
     d.publish(1)
     d.ack(0)
-    assert "All 1 workers serve weights older than 1 and should load newer ones: w (" in d.control.diagnose(d.now)
+    sentence = "The last leases of all 1 workers were for weights older than 1; they should load newer ones: w ("
+    assert sentence in d.control.diagnose(d.now)
 
 
 def test_a_worker_whose_server_is_loading_is_not_said_to_be_idle(drive):

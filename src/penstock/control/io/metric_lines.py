@@ -64,10 +64,11 @@ class MetricLines:
         self._written[name] = request.step
         self._write_summary(machine, summary, request.metrics)
 
-    def note_delivery(self, request: Deliver, refused: Collection[SampleId] = ()) -> None:
-        """Adds the stage times of these samples, and the lengths of those `refused`, to the next step's line."""
+    def note_delivery(self, request: Deliver, refused: Collection[SampleId], oldest_allowed: int) -> None:
+        """Adds the stage times of these samples, and the lengths of those `refused` as too old, to the next step's
+        line. Samples refused for another reason (wrong weights, a reward that is not finite) are not outdated."""
         self._stage_sums.setdefault(request.pipeline, _StageSums()).add(request)
-        late = [rollout.length for rollout in request.rollouts if rollout.sample in refused]
+        late = [one.length for one in request.rollouts if one.sample in refused and one.version < oldest_allowed]
         self._refused.setdefault(request.pipeline, []).extend(late)
 
     def _stages_since(self, name: PipelineName, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -211,7 +211,8 @@ class ControlService:
             if isinstance(request, messages.AckStep) and reply == Ok():
                 self._lines.write_step(request, self.controller.pipelines[name])
             elif isinstance(request, messages.Deliver) and request.rollouts:
-                self._lines.note_delivery(request, reply.refused if isinstance(reply, Delivered) else ())
+                refused = reply.refused if isinstance(reply, Delivered) else ()
+                self._lines.note_delivery(request, refused, self.controller.pipelines[name].ledger.oldest_allowed)
         if isinstance(request, messages.Unregister):
             self.metrics.pop((name, request.member), None)
         return reply
