@@ -7,8 +7,8 @@
         check_samples(samples)
         assert all(sample.reward == 1.0 for sample in samples)
 
-`play` makes samples of a text environment. `play_workload` does so with a workload of your own, which may be given a
-`SimulatedEngine`. `check_samples` asserts that the trainer can train what came out.
+`play` generates samples of a text environment, `play_workload` those of your own workload, which may use a
+`SimulatedEngine`. `check_samples` asserts that the trainer can train them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["Sample", "SimulatedEngine", "check_samples", "play", "play_workload"
 
 DIGEST = "simulated"
 TURN_END = "␄"
-"""What the chat template of `play` writes after each message: a special token."""
+"""The special token that the chat template of `play` writes after each message."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Sample:
     arrays: Arrays = field(default_factory=dict, repr=False)
     """As the trainer reads them."""
     text: str = ""
-    """Text environments: all that was shown and generated."""
+    """Text environments: the whole conversation."""
     error: str = ""
     """Not empty if it failed. A sample without a reward fails if no other of its group has one."""
 
 
 class SimulatedEngine:
-    """Draws what a test says. `answers` is given the context as text and returns the completion; `actions` is given
-    observations, one per row, and returns actions. Every token and action has the log-probability -1."""
+    """Its output is defined by the test. `answers` maps a context, as text, to a completion; `actions` maps
+    observations, one per row, to actions. Every token and action has the log-probability -1."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class SimulatedEngine:
     async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
         """The answer and the token that ends it, up to `max_new_tokens`."""
         await asyncio.sleep(0)
-        said = self.tokenizer.encode(self.answers(self.tokenizer.decode(context)))
-        ids = [*said, *sampling.stop_ids[-1:]][: sampling.max_new_tokens]
+        answer = self.tokenizer.encode(self.answers(self.tokenizer.decode(context)))
+        ids = [*answer, *sampling.stop_ids[-1:]][: sampling.max_new_tokens]
         stopped = bool(ids) and ids[-1] in sampling.stop_ids
         return Completion(
             token_ids=np.array(ids, np.int32),
@@ -248,5 +248,5 @@ class _CodePoints:
         return "".join(chr(token - 3) for token in ids if token >= 3)
 
     def _render(self, messages: Sequence[Any], *, add_generation_prompt: bool, **_: Any) -> str:
-        said = "".join(f"{message['role']}: {message['content']}{TURN_END}\n" for message in messages)
-        return said + ("assistant: " if add_generation_prompt else "")
+        text = "".join(f"{message['role']}: {message['content']}{TURN_END}\n" for message in messages)
+        return text + ("assistant: " if add_generation_prompt else "")
