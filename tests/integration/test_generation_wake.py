@@ -25,3 +25,26 @@ async def test_an_engine_that_a_failed_write_left_torn_is_not_taken_for_the_vers
     async with asyncio.timeout(10):
         assert await generation.sync_weights() == 3
     assert asked == 3
+
+
+async def test_a_version_that_arrives_after_a_sleep_order_is_not_loaded() -> None:
+    """The poll is held by the controller for seconds: the pool may take the device meanwhile, and the trainer publish."""
+    polled, published = asyncio.Event(), asyncio.Event()
+    generation: Any = object.__new__(Generation)
+    generation._awake = asyncio.Event()
+    generation._awake.set()
+
+    async def held(*_: object) -> str:
+        polled.set()
+        await published.wait()
+        return "version 2"
+
+    generation._controller = SimpleNamespace(next_manifest=held)
+    async with asyncio.timeout(10):
+        poll = asyncio.ensure_future(generation.next_manifest(None, 10.0))
+        await polled.wait()
+        generation._awake.clear()
+        published.set()
+        assert await poll is None
+        generation._awake.set()
+        assert await generation.next_manifest(None, 10.0) == "version 2"

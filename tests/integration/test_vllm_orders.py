@@ -48,6 +48,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self):
         self.rfile.read(int(self.headers.get("content-length") or 0))
+        while self.path == "/wake_up" and (folder / "slow").exists():
+            time.sleep(0.01)
         Handler.asleep = self.path.startswith("/sleep") or (Handler.asleep and self.path != "/wake_up")
         body = json.dumps({{"is_sleeping": Handler.asleep, "is_paused": True}}).encode()
         self.send_response(200)
@@ -143,6 +145,27 @@ async def test_a_server_is_started_by_the_first_order_on_its_devices_and_then_on
         await service.occupy((2, 3), 10.0)
         assert len(bench.lives()) == 1
         assert bench.calls()[1:3] == ["/sleep?level=1&mode=keep", "/wake_up"]
+
+
+async def test_a_sleep_that_supersedes_a_wake_waits_for_the_thread_of_the_wake(bench: Bench) -> None:
+    """The thread went on after the sleep and recorded that the server is awake: the next wake then did nothing."""
+    async with serving(bench) as service:
+        await service.occupy((0,), 10.0)
+        await service.vacate(10.0)
+        (bench.folder / "slow").touch()
+        wake = asyncio.ensure_future(service.occupy((0,), 10.0))
+        await until(lambda: service.weights._moving.locked())
+        wake.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await wake
+        sleep = asyncio.ensure_future(service.vacate(10.0))
+        await asyncio.sleep(0)
+        (bench.folder / "slow").unlink()
+        await sleep
+        await service.check_vacated(10.0)
+        before = len(bench.calls())
+        await service.occupy((0,), 10.0)
+        assert bench.calls()[before] == "/wake_up"
 
 
 async def test_a_server_that_is_recalled_while_it_starts_is_ended_and_started_again(bench: Bench) -> None:

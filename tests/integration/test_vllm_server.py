@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -28,7 +29,7 @@ from penstock.engines.vllm.requests import VllmRequests, label
 from penstock.engines.vllm.server import ServerSettings, VllmServer
 from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.engines.vllm.weights import VllmEngine
-from penstock.errors import PeerLost
+from penstock.errors import PeerLost, Transient
 from penstock.records.ids import Version
 from penstock.records.weights import Held, Manifest
 from penstock.runtime.tensors import module_tensors
@@ -117,7 +118,7 @@ class Server:
         return self.metric("num_requests_running")
 
     def generate(self, tokens: int = 8) -> dict[str, Any]:
-        sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
         body = {"token_ids": PROMPT, "sampling_params": sampling}
         reply = self.client.post("/inference/v1/generate", json=body)
         reply.raise_for_status()
@@ -205,6 +206,10 @@ class Bench:
                 await asyncio.sleep(0.02)
         choice = await asyncio.to_thread(self.server.generate)
         assert choice["token_ids"] == expected(version)
+        found = [
+            one["logprob"] for one in choice["logprobs"]["content"]
+        ]  # the tokens alone may be those of any version
+        np.testing.assert_allclose(found, logprobs_of(version, PROMPT, choice["token_ids"]), atol=1e-4)
         assert self.newest is not None
         said = label(version, self.newest.digest)
         assert choice["weight_versions"] == [{"version": said, "start": 0, "end": 8}]
@@ -268,8 +273,11 @@ async def requests_during(bench: Bench, story: Callable[[VllmRequests], Awaitabl
 
 
 def forward_logprobs(version: int, completion: Completion, prompt: list[int], temperature: float) -> np.ndarray:
-    """What a plain forward pass says of the drawn tokens."""
-    tokens = completion.token_ids.tolist()
+    return logprobs_of(version, prompt, completion.token_ids.tolist(), temperature)
+
+
+def logprobs_of(version: int, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> np.ndarray:
+    """Of these tokens, by a plain forward pass."""
     with torch.no_grad():
         logits = model(version)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
@@ -524,12 +532,19 @@ async def test_an_update_that_breaks_inside_the_server_serves_nothing_until_it_i
     assert "not what was published" in torn[0].error
 
 
-async def test_an_update_that_was_begun_and_lost_is_completed(tmp_path: Path, server: Server) -> None:
+@pytest.mark.parametrize("lost", ["/start_weight_update", "/update_weights"])
+async def test_an_update_whose_reply_was_lost_is_completed(tmp_path: Path, server: Server, lost: str) -> None:
     bench = Bench(tmp_path, server)
+    begun: list[str] = []
 
     def begin(manifest: Manifest) -> None:
-        if manifest.version == 8:
+        if manifest.version == 8 and not begun:
+            begun.append(lost)
             server.client.post("/start_weight_update").raise_for_status()
+            if lost == "/update_weights":
+                update = {"root": str(tmp_path), "manifest": msgspec.to_builtins(manifest)}
+                server.client.post("/update_weights", json={"update_info": update}).raise_for_status()
+                raise Transient("the reply was lost")
 
     bench.engine.before_load = begin
 
@@ -540,6 +555,9 @@ async def test_an_update_that_was_begun_and_lost_is_completed(tmp_path: Path, se
         await bench.serves(8)
 
     await bench.drive(story())
+    assert begun == [lost]
+    torn = [report for report in bench.reports if report.state is ReplicaState.TORN]
+    assert len(torn) == (lost == "/update_weights"), "the next attempt succeeds"
 
 
 async def test_a_version_of_another_model_is_never_served(tmp_path: Path, server: Server) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import safetensors.torch
 
 from penstock.engines.models import TinyLanguageModel, adapt, build
 from penstock.engines.settings import LoraSection
@@ -89,6 +92,24 @@ def test_the_server_reads_the_base_model_without_the_adapter(policy: Any, tmp_pa
         stem, _, last = name.rpartition(".")
         assert tensor.equal(expected[name] if name in expected else expected[f"{stem}.base_layer.{last}"])
     assert rank_of(policy) == 8, "the least that the server's flag may be"
+
+
+def test_workers_export_the_base_model_at_the_same_time(
+    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, save = threading.Barrier(2), safetensors.torch.save_file
+
+    def at_once(*given: Any, **named: Any) -> None:
+        both.wait(60)
+        save(*given, **named)
+        both.wait(60)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", at_once)
+    with ThreadPoolExecutor(2) as workers:
+        places = list(workers.map(lambda _: export_base(policy, tmp_path / "base"), range(2)))
+    assert places == [tmp_path / "base"] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["base"], "nothing else is left"
+    assert {path.name for path in places[0].iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_tokens_are_of_the_adapter_that_drew_them() -> None:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from penstock.engines.requests import Completion, Sampling
 from penstock.engines.torch import rows as request_rows
@@ -17,6 +30,7 @@ from penstock.engines.torch.cache import RowCache
 from penstock.engines.torch.decoding import Decoding
 from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.rows import Row, Rows, SavedCache
+from penstock.engines.torch.settings import TorchEngineSection
 from penstock.errors import ConfigError
 
 VOCABULARY = 12
@@ -293,7 +307,69 @@ def test_a_model_that_looks_back_only_so_far_draws_what_it_draws_by_itself(windo
         )
 
 
-def test_a_model_without_keys_and_values_is_refused() -> None:
-    config = MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4)
+def mamba() -> Any:
+    return MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=4))
+
+
+def hybrid() -> Any:
+    config = Lfm2Config(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    return Lfm2ForCausalLM(config)
+
+
+@pytest.mark.parametrize("model", [mamba, hybrid])
+def test_a_model_without_keys_and_values_in_all_layers_is_refused(model: Callable[[], Any]) -> None:
     with pytest.raises(ConfigError, match="serve it with vLLM"):
-        TorchEngine(MambaForCausalLM(config), pad_id=0)
+        TorchEngine(model(), pad_id=0)
+
+
+def longrope() -> Any:
+    """Beyond 100 positions in a batch all its rows are encoded by the long factors."""
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    config = Phi3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=400,
+        original_max_position_embeddings=100,
+        rope_scaling=scaling,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return Phi3ForCausalLM(config)
+
+
+def learned() -> Any:
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=100, n_embd=16, n_layer=2, n_head=2, bos_token_id=1)
+    config.eos_token_id = 2
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("model", [longrope, learned])
+def test_free_places_do_not_change_the_positions_of_rows(model: Callable[[], Any]) -> None:
+    """They are parked in the last column, which is beyond the model's positions here."""
+    torch.manual_seed(0)
+    made = model()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(4)
+    engine = TorchEngine(made, TorchEngineSection(rows=8, cache_tokens=8 * 128), pad_id=0)
+    contexts = [[1, 2, 3 + row % 8, row % 5] for row in range(32)]  # those that take the places of others wait there
+    done = engine.generate(contexts, Sampling(max_new_tokens=90, stop_ids=(5, 6)))
+    assert engine._rows._cache.shape[1] > 100
+    for context, completion in zip(contexts, done, strict=True):
+        np.testing.assert_allclose(completion.logprobs, fresh_logprobs(engine, context, completion), atol=1e-3)
+    assert engine.max_positions == 100
+    with pytest.raises(ConfigError, match="exceed the model's 100 positions"):
+        engine.generate([[1] * 20], Sampling(max_new_tokens=90))

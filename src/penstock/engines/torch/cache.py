@@ -8,6 +8,7 @@ Shape suffixes: B rows of this forward, Q tokens read by it, C columns, H heads,
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -140,13 +141,15 @@ def _layout_of(model: nn.Module) -> tuple[int, int, int, torch.dtype]:
 
     cache: Any = DynamicCache()
     device = next(model.parameters()).device
-    with torch.inference_mode():
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device), past_key_values=cache, use_cache=True)
+    _, kinds = window_of(model)
+    supported = not {*kinds} - {"full_attention", "sliding_attention"}
+    with torch.inference_mode(), suppress(IndexError):  # some models with other layers expect a cache of their own
+        ids = torch.zeros((1, 1), dtype=torch.long, device=device)
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
     shapes = {tuple(tensor.shape) for tensor in tensors}
-    _, kinds = window_of(model)
     layers: Any = model.config.num_hidden_layers  # type: ignore[union-attr]
-    if len(tensors) != 2 * layers or len(shapes) != 1 or {*kinds} - {"full_attention", "sliding_attention"}:
+    if len(tensors) != 2 * layers or len(shapes) != 1 or not supported:
         raise ConfigError(
             "the torch engine serves models whose layers all attend to tokens, with keys and values of one shape; "
             f"this {type(model).__name__} has {len(tensors) // 2} such layers of {layers}, of the kinds {kinds}, with "

@@ -10,6 +10,7 @@ Shape suffixes: S places, B rows of this step, C columns, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,7 @@ class Decoding:
         self._use_graphs = graphs
         self._mask_dtype = next(model.parameters()).dtype
         self._window, self._layer_kinds = window_of(model)
+        self._max_positions: int = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
         self._graphs: dict[tuple[int, int, Kind], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
         self._ids_S = self._positions_S = torch.empty(0, dtype=torch.long)
@@ -170,6 +172,8 @@ class Decoding:
         return _packed(tokens_B, logprobs_B)
 
     def _forward(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> Tensor:
+        # The model sees no position of a parked place: some positional encodings depend on the highest in the batch.
+        positions_BQ = positions_BQ.clamp(max=min(columns, self._max_positions) - 1)
         columns_C = torch.arange(columns, device=ids_BQ.device)
         # Padding attends to column 0, since a softmax over no columns is nan.
         seen = columns_C <= positions_BQ[:, None, :, None]

@@ -79,7 +79,7 @@ class TorchEngine(ServingEngine):
         super().__init__(Serving(model, version=version, digest=digest), seed)
         self.pad_id = pad_id
         config: Any = getattr(model, "config", None)
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_positions: int | None = max_positions_of(config)
         self._progressed = progressed
         self._interrupted = threading.Event()
         self._seating = Seating(rows, cache_tokens, kept_tokens)
@@ -169,7 +169,7 @@ class TorchEngine(ServingEngine):
         if self.max_positions is not None and context_tokens + sampling.max_new_tokens > self.max_positions:
             raise ConfigError(
                 f"a prompt of {context_tokens} tokens and {sampling.max_new_tokens} new ones exceed the model's "
-                f"{self.max_positions} positions; shorten the prompt or max_new_tokens"
+                f"{self.max_positions} positions (of longrope, the original ones); shorten the prompt or max_new_tokens"
             )
         if not self._seating.fits(context_tokens + sampling.max_new_tokens):
             raise ConfigError(
@@ -335,6 +335,17 @@ class TorchEngine(ServingEngine):
 
     def __repr__(self) -> str:
         return f"TorchEngine({type(self.model).__name__} on {self.device}, {self.serving}, {self._seating})"
+
+
+def max_positions_of(config: Any) -> int | None:
+    """The longest context and completion. `longrope` encodes all rows of a batch differently once one of them is longer
+    than the original maximum, so no row may be."""
+    scaling: Any = getattr(config, "rope_parameters", None) or {}
+    limits = [getattr(config, "max_position_embeddings", None)]
+    if scaling.get("rope_type") == "longrope":
+        limits += [scaling.get("original_max_position_embeddings")]
+        limits += [getattr(config, "original_max_position_embeddings", None)]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _failure(error: BaseException) -> PeerLost:

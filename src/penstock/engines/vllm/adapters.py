@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -49,8 +50,8 @@ def export_base(policy: AdaptedPolicy, directory: Path) -> Path:
         for name, tensor in module.named_parameters()
         if ".lora_" not in name
     }
-    writing = directory.with_name(f".{directory.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    writing = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))  # each worker has its own
     config.save_pretrained(writing)
     safetensors.torch.save_file(tensors, writing / "model.safetensors", metadata={"format": "pt"})
     try:

@@ -15,6 +15,7 @@ only paused. Either way its weights are verified before it resumes.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,6 +81,8 @@ class VllmEngine:
         self.resumed_at: float | None = time.monotonic()
         """When the last pause ended; None during a pause."""
         self._vacated = False
+        self._moving = threading.Lock()
+        """A cancelled order leaves its thread running: the next order waits for it."""
         self.version = -1
         self.digest = ""
         """Of the complete version it holds; empty from the first byte of another until that is verified."""
@@ -142,7 +145,9 @@ class VllmEngine:
         except RemoteProtocolError as error:
             if "already active" not in str(error):
                 raise
-            # An earlier update was begun and lost: all tensors are sent again, into the same update.
+            # An earlier update was begun and its reply lost. Its layers may be processed already: start a new one.
+            self._call("POST", "/finish_weight_update", left_s())
+            self._call("POST", "/start_weight_update", left_s())
         update = {"root": str(root), "manifest": msgspec.to_builtins(manifest)}
         self._call("POST", "/update_weights", left_s(), update_info=update)
         self._call("POST", "/finish_weight_update", left_s(), weight_version=self._label(version, digest))
@@ -171,19 +176,21 @@ class VllmEngine:
 
     def vacate(self, timeout_s: float) -> None:
         """Frees device memory as far as the server can."""
-        self._call("POST", "/sleep?level=1&mode=keep", timeout_s)
-        self.resumed_at, self._vacated = None, True
+        with self._moving:
+            self._call("POST", "/sleep?level=1&mode=keep", timeout_s)
+            self.resumed_at, self._vacated = None, True
 
     def occupy(self, timeout_s: float) -> None:
         """Back on the devices, with the weights it had, verified; a server without weights stays paused. Idempotent."""
-        if not self._vacated:
-            return
-        self._call("POST", "/wake_up", timeout_s)
-        if not self.digest:
-            self._call("POST", "/pause?mode=keep", timeout_s)
-        elif self.served_digest() != self.digest:
-            raise PeerLost(f"the vLLM server's weights changed while it was asleep: {self!r}")
-        self.resumed_at, self._vacated = time.monotonic() if self.digest else None, False
+        with self._moving:
+            if not self._vacated:
+                return
+            self._call("POST", "/wake_up", timeout_s)
+            if not self.digest:
+                self._call("POST", "/pause?mode=keep", timeout_s)
+            elif self.served_digest() != self.digest:
+                raise PeerLost(f"the vLLM server's weights changed while it was asleep: {self!r}")
+            self.resumed_at, self._vacated = time.monotonic() if self.digest else None, False
 
     def check_vacated(self, timeout_s: float) -> None:
         """PeerLost unless the server reports that it is off its devices."""

@@ -92,7 +92,8 @@ class Generation:
         except TimeoutError:
             self._progressed("asleep by order of the pool")
             return None
-        return await self._controller.next_manifest(held, wait_s)
+        manifest = await self._controller.next_manifest(held, wait_s)
+        return manifest if self._awake.is_set() else None  # an order may have put the engine to sleep meanwhile
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
