@@ -254,6 +254,52 @@ async def test_closing_ends_calls_under_way(endpoint: Path) -> None:
         assert "client was closed" in held.result()
 
 
+@pytest.mark.parametrize("how", ["hurry", "close"])
+async def test_shutdown_shortens_a_call_that_is_connecting(
+    endpoint: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As to a machine that has vanished: nothing refuses the connection."""
+    connecting = asyncio.Event()
+
+    async def vanished(*_: Any) -> None:
+        connecting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", vanished)
+    announce(endpoint, '{"host": "127.0.0.1", "port": 9}')
+    async with client_of(endpoint, give_up_s=3600) as client:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            held = group.create_task(_outcome(client.call(AskBatch(A, W, StepIndex(0), wait_s=3600))))
+            await connecting.wait()
+            if how == "hurry":
+                client.hurry(0.05)
+            else:
+                await client.close()
+        assert held.result() == "the controller did not answer during shutdown: cannot connect: timed out"
+
+
+async def test_shutdown_shortens_a_call_whose_connection_comes_later(
+    endpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, gate = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def late(*where: Any) -> Any:
+        connecting.set()
+        await gate.wait()
+        return await connect(*where)
+
+    monkeypatch.setattr(loop, "create_connection", late)
+    async with served(Script(b""), endpoint), client_of(endpoint, give_up_s=3600) as client:
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            held = group.create_task(_outcome(client.call(AskBatch(A, W, StepIndex(0), wait_s=3600))))
+            await connecting.wait()
+            client.hurry(1.0)
+            gate.set()
+        assert held.result() == "the controller did not answer during shutdown: no answer within 1.0 s"
+
+
 async def test_a_cancelled_call_does_not_spoil_the_next(endpoint: Path) -> None:
     """Its answer arrives late: it must not be taken for the answer to the next call."""
     gate = asyncio.Event()

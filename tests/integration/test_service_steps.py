@@ -35,10 +35,17 @@ class Room:
     """A service with a worker and a trainer."""
 
     def __init__(
-        self, folder: Path, lines_on_file: Sequence[bytes] = (), *, group_size: int = 1, max_staleness: int = 2
+        self,
+        folder: Path,
+        lines_on_file: Sequence[bytes] = (),
+        *,
+        group_size: int = 1,
+        max_staleness: int = 2,
+        max_losses: int | None = None,
+        new_session: bool = True,
     ) -> None:
         table = {"name": "p", "steps": 3, "env": {"name": "gymnasium"}, "model": {"kind": "mlp"}}
-        table |= {"rollout": {"group_size": group_size}}
+        table |= {"rollout": {"group_size": group_size, "max_losses": max_losses}}
         table |= {
             "train": {
                 "groups_per_step": 2,
@@ -52,7 +59,7 @@ class Room:
         self.lines = JsonLines(self.metrics)
         self.service = service_of(config, self.journal, ManualClock(100.0), self.lines, LagMonitor("test"))
         try:
-            self.service.start(new_session=True, lines_on_file=lines_on_file)
+            self.service.start(new_session=new_session, lines_on_file=lines_on_file)
         except BaseException:
             self.close()
             raise
@@ -210,3 +217,28 @@ async def test_an_evicted_member_is_named_for_the_supervisor(room: Room):
                 await asyncio.sleep(0)
             serving.cancel()
     assert "SIGKILL" in room.service.status()["evicted"][W]
+
+
+async def test_an_eviction_outlives_the_controller(room: Room, tmp_path: Path):
+    """Nobody ended a process that hung if the controller died before the supervisor had read of its eviction."""
+    await room.service.call(messages.Unregister(P, W, reason="no progress for 601 s", died=True))
+    room.close()
+    again = Room(tmp_path, new_session=False)
+    again.close()
+    assert again.service.status()["evicted"] == {W: "no progress for 601 s"}
+    resumed = Room(tmp_path)
+    resumed.close()
+    assert not resumed.service.status()["evicted"], "no process of another session is left"
+
+
+async def test_the_failure_of_a_run_outlives_the_controller(room: Room, tmp_path: Path):
+    """The supervisor took the run for complete if the controller died before it had read of the failure."""
+    await room.service.call(messages.Stop(P, MemberId(""), "no replica can load the weights", failed=True))
+    room.close()
+    again = Room(tmp_path, new_session=False)
+    again.close()
+    assert again.service.status()["failure"] == "p: no replica can load the weights"
+    assert again.service.failed.is_set()
+    resumed = Room(tmp_path)
+    resumed.close()
+    assert not resumed.service.status()["failure"]

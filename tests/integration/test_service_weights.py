@@ -69,6 +69,19 @@ async def test_a_fleet_that_cannot_load_has_the_trainer_asked_for_a_checkpoint_u
     assert await room.service.call(AskWeights(P, successor, held=MANIFEST.held)) == messages.Weights(NEXT)
 
 
+async def test_prompts_are_not_to_blame_for_weights_that_cannot_be_loaded(tmp_path: Path):
+    room = Room(tmp_path, max_losses=1)
+    await room.seat()
+    await room.lease(2)
+    await room.service.call(PublishWeights(P, T, manifest=NEXT))
+    await fail_to_load(room, 2)
+    room.carry_out()
+    room.close()
+    assert W in room.service.status()["evicted"]
+    status = room.service.status()["pipelines"][P]
+    assert (status["dropped_lost"], status["prompts_set_aside"]) == (2, 0)
+
+
 async def test_a_trainer_that_was_lost_is_named_for_the_supervisor_and_one_that_left_is_not(room: Room):
     room.service.tick()
     await room.service.call(messages.Unregister(P, T, reason="killed by SIGKILL", died=True))

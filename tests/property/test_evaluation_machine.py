@@ -139,7 +139,7 @@ class EvaluationMachine(RuleBasedStateMachine):
         self.ask(name, 12)
         self._deliver(name, 12, False)
 
-    @rule(kind=st.sampled_from(("fail", "give back", "die", "restart", "resume", "roll back")), data=st.data())
+    @rule(kind=st.sampled_from(("fail", "give back", "die", "restart", "stop", "resume", "roll back")), data=st.data())
     def disturb(self, kind, data):
         """One rule for all of these, or little would ever come to its end."""
         match kind:
@@ -151,6 +151,8 @@ class EvaluationMachine(RuleBasedStateMachine):
                 self.die(data.draw(workers))
             case "restart":
                 self.restart()
+            case "stop":
+                self.stop()
             case "resume":
                 self.resume()
             case "roll back" if self.newest is not None and not self.over:
@@ -199,6 +201,20 @@ class EvaluationMachine(RuleBasedStateMachine):
         self._published()
         for name in self.serves:
             self.serves[name] = (self.newest, self.digest(self.newest))
+
+    def stop(self):
+        """The run stops, and is resumed: what was not evaluated is due again."""
+        state = self.machine.state
+        undone = [state.running.due] if state.running is not None else []
+        undone += [state.waiting] if state.waiting is not None else []
+        self.machine.stop(self.now)
+        assert self.machine.idle
+        self.collect()
+        for due in undone:
+            self.fall_due(due)
+        self.restart()
+        self.resume()
+        self.collect()
 
     def resume(self):
         """All processes are new."""

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.control import events
 from penstock.control.effects import Announce, Effect, EvictMember, FenceMember, Log, Record, Topic
-from penstock.control.events import RunResumed, SettingsTaken, TimePassed
+from penstock.control.events import ReplicaEvicted, RunResumed, SettingsTaken, TimePassed
 from penstock.control.pipeline import PipelineControl
 from penstock.errors import ConfigError, InvalidTransition, PenstockError, RunFailed, Stale
 from penstock.pool import events as pool_events
@@ -319,7 +319,7 @@ class Controller:
         weights = self.weights[name]
         while weights.evicted:
             member, reason = weights.evicted.popitem()
-            self._feed(name, messages.Unregister(name, member, reason, died=True))
+            self._feed(name, ReplicaEvicted(member, reason))
         while weights.dismissed:
             member, reason = weights.dismissed.popitem()
             self._out.append((name, EvictMember(member, reason)))

@@ -162,6 +162,8 @@ class Observer:
                 f"The trainer {trainer.member} has held the batch of step {table.version} for "
                 f"{now - given.dispatched_at:.0f} s and should acknowledge it ({_liveness(trainer, now)})."
             )
+        elif given is not None:
+            sentences.append(f"The batch of step {table.version} is kept for it.")
         elif self.ledger.ready_groups >= self.settings.groups_per_step:
             who = (
                 f": the trainer {trainer.member} should fetch it ({_liveness(trainer, now)})"

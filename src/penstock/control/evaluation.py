@@ -8,7 +8,8 @@ ends or has no samples left for it. If no worker serves the version any more, th
 Invariants, checked by `check()`:
 - every sample of a result was generated, from its first token to its last, with the version of the evaluation;
 - each sample of an evaluation is in exactly one place: open, held by one evaluator, scored, or failed permanently;
-- every evaluation that was due ends in one result, with scores or with the reason why it was skipped;
+- every evaluation that was due ends once, with scores or with the reason why it was skipped. After a rollback or a stop
+  it is due again;
 - one evaluation runs and at most one waits. The running one is not interrupted, or a run whose evaluations take longer
   than the time between them would never complete one. Only the newest waits; older ones are skipped.
 """
@@ -326,21 +327,40 @@ class Evaluation:
                 self._schedule(result.due, now)
 
     def resume(self, now: float) -> None:
-        """No former worker is left: the running evaluation restarts, with its full timeout."""
-        running, settings = self.state.running, self.settings
-        if running is not None and settings is not None:
-            self._begin(running, None, "")
-            running.since, running.deadline = now, now + settings.timeout_s
+        """No former worker is left: the running evaluation restarts, with its full timeout. Those that a stop has
+        interrupted are due again."""
+        state, settings = self.state, self.settings
+        if settings is None:
+            return
+        if state.running is not None:
+            self._begin(state.running, None, "")
+            state.running.since, state.running.deadline = now, now + settings.timeout_s
+        undone, state.undone = state.undone, []
+        state.moves += len(undone)
+        for due in undone:
+            self._schedule(due, now)
 
-    def stop(self, now: float, why: str) -> None:
+    def stop(self, now: float) -> None:
+        """The run stops: ends the running and the waiting evaluation. They are due again when it is resumed."""
+        state = self.state
+        if state.running is not None:
+            state.undone.append(state.running.due)
+        if state.waiting is not None:
+            state.undone.append(state.waiting)
+        self._skip_all(now, "the run was stopped", keep=False)
+
+    def switch_off(self, now: float) -> None:
         """Skips the running and the waiting evaluation."""
+        self._skip_all(now, "evaluation was switched off", keep=True)
+
+    def _skip_all(self, now: float, why: str, *, keep: bool) -> None:
         state = self.state
         if state.waiting is not None:
             state.moves += 1
             due, state.waiting = state.waiting, None
-            self._end(EvaluationResult(due=due, version=None, skipped=why))
+            self._end(EvaluationResult(due=due, version=None, skipped=why), keep=keep)
         if state.running is not None:
-            self._skip(why, now)
+            self._skip(why, now, keep=keep)
 
     def _skip(self, why: str, now: float, *, keep: bool = True) -> None:
         running = self.state.running
@@ -364,7 +384,7 @@ class Evaluation:
             self._start(due, now)
 
     def _end(self, result: EvaluationResult, *, keep: bool = True) -> None:
-        """Every evaluation ends here, once. One that a rollback undoes is not kept: it will be due again."""
+        """Every evaluation ends here, once. One that a rollback or a stop undoes is not kept: it will be due again."""
         if keep:
             self.state.results.append(result)
         self._ended.append(result)

@@ -66,6 +66,8 @@ class EvaluationState(msgspec.Struct):
     running: RunningEvaluation | None = None
     waiting: Version | None = None
     """The version whose evaluation starts when the running one has ended."""
+    undone: list[Version] = msgspec.field(default_factory=list)
+    """The versions whose evaluations a stop of the run has ended, oldest first."""
     results: list[EvaluationResult] = msgspec.field(default_factory=list)
     moves: int = 0
     """Grows iff another field changed."""

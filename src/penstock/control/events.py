@@ -1,4 +1,4 @@
-"""Events of a pipeline: the requests of its members, and three events that no member sends.
+"""Events of a pipeline: the requests of its members, and four events that no member sends.
 
 These structs are the only input of `PipelineControl`. The journal stores them in order with their time, and replaying
 them gives the same state bit for bit.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.control.settings import PipelineSettings
+from penstock.records.ids import MemberId
 from penstock.wire.messages import (
     AckCheckpoint,
     AckStep,
@@ -25,6 +26,13 @@ from penstock.wire.messages import (
 
 class TimePassed(msgspec.Struct, tag="time_passed", frozen=True):
     """Sent a few times per second: triggers evictions, throttle lines and the stall diagnosis."""
+
+
+class ReplicaEvicted(msgspec.Struct, tag="replica_evicted", frozen=True):
+    """A worker must be replaced because of its weights, alone or with all others. Its prompts are not the cause."""
+
+    member: MemberId
+    reason: str
 
 
 class RunResumed(msgspec.Struct, tag="run_resumed", frozen=True):
@@ -49,6 +57,7 @@ Event = (
     | PublishWeights
     | Stop
     | TimePassed
+    | ReplicaEvicted
     | RunResumed
     | SettingsTaken
 )

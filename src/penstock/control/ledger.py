@@ -229,14 +229,17 @@ class Ledger:
         self._table.drop_lease(group, index, "outdated")
         return True
 
-    def lose_member(self, member: MemberId, *, died: bool) -> None:
-        """Revokes all leases of a member. A prompt during which too many workers died is set aside."""
+    def lose_member(self, member: MemberId, *, died: bool) -> list[PromptIndex]:
+        """Revokes all leases of a member. Sets aside the prompts during which too many workers died; returns them."""
+        set_aside: list[PromptIndex] = []
         for group in self._table.drop_leases_of(member, "lost"):
             group.losses += died
             if died and self.max_losses is not None and group.losses >= self.max_losses:
                 self._table.drop_group(group, "lost", redo=False)
                 error = f"{group.losses} workers died while they generated it, the last was {member}"
                 self.state.set_aside[group.prompt] = SetAside(max(group.failures), "generate", error)
+                set_aside.append(group.prompt)
+        return set_aside
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -250,16 +253,8 @@ class Ledger:
                 if len(chosen) == self.groups_per_step:
                     break
                 chosen.append(state.groups[prompt])
-        ages = [step - version for group in chosen for version in group.versions]
-        rewards = [reward for group in chosen for reward in group.rewards]
-        record = StepRecord(
-            prompts=[group.prompt for group in chosen],
-            final=final,
-            dispatched_at=now,
-            reward_mean=sum(rewards) / max(1, len(rewards)),
-            staleness_mean=sum(ages) / max(1, len(ages)),
-            staleness_max=max(ages, default=0),
-        )
+        record = StepRecord(prompts=[group.prompt for group in chosen], final=final, dispatched_at=now)
+        _summarise(record, step, chosen)
         if record.staleness_max > self.max_staleness:
             raise InvalidTransition(f"the batch of step {step} has a sample {record.staleness_max} versions old")
         for group in chosen:
@@ -291,13 +286,13 @@ class Ledger:
         unknown = [prompt for prompt in absent if prompt not in record.prompts]
         if unknown:
             raise LocalProtocolError(f"step {step} reports missing prompts {unknown} that were not in its batch")
+        if absent:
+            for prompt in [prompt for prompt in record.prompts if prompt in absent]:
+                self._table.drop_group(state.groups[prompt], "lost", redo=True)
+            record.prompts = [prompt for prompt in record.prompts if prompt not in absent]
+            _summarise(record, step, [state.groups[prompt] for prompt in record.prompts])
         for prompt in record.prompts:
-            group = state.groups[prompt]
-            if prompt in absent:
-                self._table.drop_group(group, "lost", redo=True)
-            else:
-                self._table.train(group)
-        record.prompts = [prompt for prompt in record.prompts if prompt not in absent]
+            self._table.train(state.groups[prompt])
         state.version = Version(step + 1)
         state.moves += 1
         return True
@@ -394,3 +389,12 @@ class Ledger:
             f"<Ledger version={state.version} next_step={state.next_step} durable={state.durable} {states} "
             f"awaiting={state.awaiting_count} redo={len(state.redo)} next_prompt={state.next_prompt}>"
         )
+
+
+def _summarise(record: StepRecord, step: StepIndex, groups: Sequence[Group]) -> None:
+    """Sets the figures of a batch that consists of these groups."""
+    ages = [step - version for group in groups for version in group.versions]
+    rewards = [reward for group in groups for reward in group.rewards]
+    record.reward_mean = sum(rewards) / max(1, len(rewards))
+    record.staleness_mean = sum(ages) / max(1, len(ages))
+    record.staleness_max = max(ages, default=0)

@@ -24,15 +24,15 @@ from penstock.control.effects import (
     ReleasePayloads,
 )
 from penstock.control.evaluation import Evaluation
-from penstock.control.events import Event, RunResumed, SettingsTaken, TimePassed
+from penstock.control.events import Event, ReplicaEvicted, RunResumed, SettingsTaken, TimePassed
 from penstock.control.ledger import GroupFilter, Ledger
 from penstock.control.membership import Member, Membership
-from penstock.control.samples import LedgerState
+from penstock.control.samples import LedgerState, SetAside
 from penstock.control.settings import PipelineSettings
 from penstock.control.state import RECENT_STEPS, PipelineState, StepSummary
 from penstock.errors import InvalidTransition, LocalProtocolError, Stale
 from penstock.records.batch import Batch, BatchGroup
-from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, SampleId, StepIndex, Version
+from penstock.records.ids import FIRST_EVALUATION_SAMPLE, MemberId, PromptIndex, SampleId, StepIndex, Version
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import FailedRollout, Rollout
 from penstock.records.weights import Held, Manifest
@@ -218,6 +218,8 @@ class PipelineControl:
                 return self._on_registered(event, now)
             case Unregister():
                 return self._on_left(event, now)
+            case ReplicaEvicted():
+                return self._on_replica_evicted(event)
             case RunResumed():
                 return self._on_resumed(now)
             case SettingsTaken():
@@ -252,6 +254,8 @@ class PipelineControl:
         self.members.restart_timers(now)
         self.evaluation.extend_deadlines(away_s)
         self.state.progressed_at = now
+        if self.state.trainer_lost_at is not None:
+            self.state.trainer_lost_at += away_s
         line = f"the controller did not run for {away_s:.0f} s; all timers start again"
         return [Log("warning", f"{self.settings.name}: {line}")]
 
@@ -273,7 +277,7 @@ class PipelineControl:
         if finished and state.phase in ("running", "draining"):
             self.evaluation.training_ended(state.ledger.version, now)
         if state.stop_asked:
-            self.evaluation.stop(now, "the run was stopped")
+            self.evaluation.stop(now)
         effects.extend(self.evaluation.take_notes(self.settings.name))
         prospects = phase.Prospects(
             stop_asked=state.stop_asked,
@@ -311,7 +315,7 @@ class PipelineControl:
                 return [refusal], False
             former = self.members.trainer()
             if former is not None:
-                effects.append(self._evict(former.member, f"replaced by {event.member}"))
+                effects.extend(self._evict(former.member, f"replaced by {event.member}"))
             state.trainer_lost_at, state.trainer_left_well = None, False
         if event.prompt_count is not None and self.settings.epochs is not None:
             counted = self.settings.epochs * event.prompt_count
@@ -331,15 +335,23 @@ class PipelineControl:
         if member.role == "trainer":
             self.state.trainer_left_well = not (event.died or event.failed)
             self.state.trainer_lost_at = now
-        gone = self._evict(event.member, event.reason or ("it died" if event.died else "it left"), died=event.died)
-        effects: list[Effect] = [Ok(), Log("info", f"{self.settings.name}: {gone.member} left: {gone.reason}")]
-        return [*effects, gone] if event.died else effects, True
+        reason = event.reason or ("it died" if event.died else "it left")
+        gone = self._evict(event.member, reason, died=event.died)
+        effects: list[Effect] = [Ok(), Log("info", f"{self.settings.name}: {event.member} left: {reason}")]
+        return [*effects, *gone] if event.died else effects, True
 
-    def _evict(self, member: MemberId, reason: str, *, died: bool = False) -> EvictMember:
+    def _on_replica_evicted(self, event: ReplicaEvicted) -> Outcome:
+        if self.members.get(event.member) is None:
+            return [Ok()], False
+        line = f"{self.settings.name}: {event.member} evicted: {event.reason}"
+        return [Ok(), Log("info", line), *self._evict(event.member, event.reason)], True
+
+    def _evict(self, member: MemberId, reason: str, *, died: bool = False) -> list[Effect]:
+        """Removes a member. If it `died`, the prompts that it generated may be the cause."""
         self.members.remove(member, reason, self.state.ledger.version)
-        self.ledger.lose_member(member, died=died)
+        set_aside = self.ledger.lose_member(member, died=died)
         self.evaluation.lose_member(member)
-        return EvictMember(member, reason)
+        return [EvictMember(member, reason), *self._report_deadly(set_aside, member)]
 
     def _on_heartbeat(self, event: Heartbeat, now: float) -> Outcome:
         known = self.members.get(event.member) is not None
@@ -364,7 +376,7 @@ class PipelineControl:
                 if gone is not None and gone.role == "trainer":
                     state.trainer_lost_at, state.trainer_left_well = now, False
                 state.members.evicted += 1
-                effects.append(self._evict(finding.member, finding.reason, died=True))
+                effects.extend(self._evict(finding.member, finding.reason, died=True))
                 if gone is not None and now - gone.progressed_at > settings.wedged_after_s:
                     effects.extend(self._note_wedged(gone, finding.reason, now))
         unaccounted = self.ledger.conservation()
@@ -449,7 +461,7 @@ class PipelineControl:
         state.settings = self.settings = new
         self._adopt(state)
         if not new.evaluation.every_steps:
-            self.evaluation.stop(now, "evaluation was switched off")
+            self.evaluation.switch_off(now)
         elif new.evaluation != former.evaluation:
             self.evaluation.resume(now)
         if state.phase == "complete" and not self.admission.finished:
@@ -536,7 +548,7 @@ class PipelineControl:
         if count := self.state.wrong_weights - wrong:
             line = f"{self.settings.name}: {count} samples of {event.member} are refused: {reason}"
             effects.append(Log("warning", line))
-        effects.extend(self._report_set_aside(len(ledger.state.set_aside) - aside))
+        effects.extend(self._report_failing(len(ledger.state.set_aside) - aside))
         return effects, ledger.state.moves > moves or evaluation.state.moves > evaluated
 
     def _take_rollout(self, member: MemberId, rollout: Rollout) -> str:
@@ -564,21 +576,31 @@ class PipelineControl:
         self.state.wrong_weights += rejected
         return rejected
 
-    def _report_set_aside(self, set_aside: int) -> list[Effect]:
-        """Logs which prompt was set aside and why; fails the run after too many failures without a success."""
+    def _report_failing(self, set_aside: int) -> list[Effect]:
+        """Logs the last prompt that was set aside for its failures, and why."""
         if not set_aside:
             return []
+        prompt, aside = next(reversed(self.state.ledger.set_aside.items()))
+        line = f"{self.settings.name}: prompt {prompt} set aside after {aside.failures} failures in {aside.hook}"
+        return [Log("warning", f"{line}: {aside.error}"), *self._count_set_aside(set_aside, aside)]
+
+    def _report_deadly(self, set_aside: list[PromptIndex], member: MemberId) -> list[Effect]:
+        """Logs the prompts that were set aside because this and other workers died. One death counts once."""
+        if not set_aside:
+            return []
+        why = f"since {self.settings.max_losses} workers died while they generated them, the last was {member}"
+        line = f"{self.settings.name}: prompts set aside, {why}: {', '.join(map(str, set_aside))}"
+        return [Log("warning", line), *self._count_set_aside(1, self.state.ledger.set_aside[set_aside[-1]])]
+
+    def _count_set_aside(self, count: int, last: SetAside) -> list[Effect]:
+        """Fails the run if prompts were set aside too often without a success."""
         state, settings = self.state, self.settings
-        state.set_aside_in_a_row += set_aside
-        prompt, aside = next(reversed(state.ledger.set_aside.items()))
-        line = f"{settings.name}: prompt {prompt} set aside after {aside.failures} failures in {aside.hook}"
-        effects: list[Effect] = [Log("warning", f"{line}: {aside.error}")]
-        if state.set_aside_in_a_row >= settings.set_aside_in_a_row_allowed and not state.stop_asked:
-            cause = aside.error.strip().splitlines()[-1] if aside.error.strip() else "no message"
-            count = f"{state.set_aside_in_a_row} prompts failed in a row"
-            state.fail(f"{settings.name}: {count}; the last in {aside.hook}: {cause}")
-            effects.append(FailRun(state.failure))
-        return effects
+        state.set_aside_in_a_row += count
+        if state.set_aside_in_a_row < settings.set_aside_in_a_row_allowed or state.stop_asked:
+            return []
+        cause = last.error.strip().splitlines()[-1] if last.error.strip() else "no message"
+        times = f"prompts were set aside {state.set_aside_in_a_row} times in a row"
+        return [self._fail(f"{times}; the last in {last.hook}: {cause}")]
 
     # -- the trainer --------------------------------------------------------------------------------------------
 
@@ -640,6 +662,7 @@ class PipelineControl:
         rest = self.admission.drained and self.ledger.ready_groups <= self.settings.groups_per_step
         final = event.step + 1 == steps or (rest and table.next_step == table.version)
         self.ledger.dispatch(final=final, now=now)
+        state.batch_ready_at = None  # the next batch waits for its own stragglers
         return [self._batch(event.step)], True
 
     def _last_evaluation_is_missing(self) -> bool:

@@ -87,9 +87,9 @@ class StepRecord(msgspec.Struct):
     prompts: list[PromptIndex]
     final: bool
     dispatched_at: float
-    reward_mean: float
-    staleness_mean: float
-    staleness_max: int
+    reward_mean: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
 
 
 class LedgerState(msgspec.Struct):

@@ -53,6 +53,11 @@ class ControlSection(LivenessSection):
                     f"{key} = {getattr(self, key):g} is no more than heartbeat_every_s = {self.heartbeat_every_s:g}: "
                     "every process would time out between two heartbeats"
                 )
+        if self.evict_after_s <= self.suspect_after_s:
+            raise ValueError(
+                f"evict_after_s = {self.evict_after_s:g} is no more than suspect_after_s = {self.suspect_after_s:g}: "
+                "raise evict_after_s or lower suspect_after_s, since a process is suspected before it is evicted"
+            )
         return self
 
 
@@ -145,5 +150,6 @@ class PipelineSettings(LivenessSection, GroupSection, StepSection):
 
     @property
     def set_aside_in_a_row_allowed(self) -> int:
-        """Number of prompts set aside in a row, without a delivery in between, after which the run fails."""
+        """Number of prompts set aside in a row, without a delivery in between, after which the run fails. The prompts
+        that one dead worker generated count as one."""
         return max(8, self.groups_per_step)

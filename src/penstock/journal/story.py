@@ -123,16 +123,15 @@ class _GroupStory(_Story):
         refused, reason = notes.get("refused", ((), ""))
         for rollout in event.get("rollouts", ()):
             sample = rollout["sample"]
-            if sample not in self.holders or not self._included(sample):
+            if not self._included(sample) or self.holders.pop(sample, None) is None:
                 continue
             if sample in refused:
                 yield f"sample {sample} from {event['member']} was refused: {reason}"
                 continue
-            self.holders.pop(sample)
             self.payloads[tuple(rollout["payload"])] = sample
             prepare_s, generate_s, postprocess_s, waited_s, *_ = rollout.get("times") or (0, 0, 0, 0)
-            reason = rollout.get("unscored")
-            reward = f"no reward ({reason})" if reason else f"reward {rollout['reward']:g}"
+            unscored = rollout.get("unscored")
+            reward = f"no reward ({unscored})" if unscored else f"reward {rollout['reward']:g}"
             yield (
                 f"sample {sample} delivered by {event['member']}: {reward}, length "
                 f"{rollout['length']}, version {rollout['version']}; waited {waited_s:.3f} s, prepared in "
@@ -171,13 +170,16 @@ class _GroupStory(_Story):
     def on_register(self, event: Event, notes: Notes) -> Iterable[str]:
         if self.step is None or self.durable or event["role"] != "trainer" or event.get("step") is None:
             return
-        if event["step"] <= self.step:
+        if event["step"] == self.step and not self.trained:
+            yield f"given to {event['member']} again: it starts at step {self.step}"
+        elif event["step"] <= self.step:
             step, self.step, self.trained = self.step, None, False
             yield f"step {step} was lost: trainer {event['member']} starts again at step {event['step']}"
 
     def on_run_resumed(self, event: Event, notes: Notes) -> Iterable[str]:
         if self.lines and not self.trained:
             self.holders.clear()
+            self.step = None
             yield "the run was resumed: what was not trained yet is issued again"
 
     def on_any(self, event: Event, notes: Notes) -> Iterable[str]:

@@ -287,6 +287,26 @@ def test_a_straggler_that_does_not_come_is_left_behind(drive):
     assert d.deliver(straggler, member="slow", version=0).refused == straggler[0].samples
 
 
+def test_the_wait_for_stragglers_begins_anew_with_each_batch(drive):
+    """A batch that was complete behind another one was sent without any wait."""
+    d = drive(max_staleness=2, groups_per_step=1, straggler_wait_s=5.0, workers=3)
+    d.join("w", "slow")
+    d.publish(0)
+    straggler = d.lease(2, member="slow", version=0)
+    d.fill(1, version=0)
+    d.train(0)
+    d.publish(1)
+    d.fill(1, version=1)
+    d.tick(19.0)  # the trainer asks late
+    d.fill(1, version=1)
+    d.batch(1)
+    answer = d.send(messages.AskBatch(P, "t", 2))
+    assert answer == messages.NotYet("1 groups that step 2 would outdate, at most 5 s", "running")
+    d.now += 1.0
+    assert not d.deliver(straggler, member="slow", version=0).refused
+    assert d.batch(2).groups[0].prompt == straggler[0].prompt
+
+
 def test_between_an_acknowledgement_and_its_weights_no_lease_is_given_that_would_come_out_outdated(drive):
     """Room opens with the acknowledgement, but until the new weights are out a worker can only make doomed samples."""
     d = drive(max_staleness=1)

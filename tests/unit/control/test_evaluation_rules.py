@@ -278,6 +278,49 @@ def test_a_stop_says_what_was_not_evaluated(ready):
     assert ended(driver)[0].skipped == "the run was stopped"
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_a_stop_interrupted_is_evaluated_when_the_run_is_resumed(ready, failed):
+    """The last version of a run that failed during its last evaluation was never evaluated."""
+    driver = ready(steps=2)
+    evaluate(driver, driver.lease(8))
+    step(driver, 0)
+    step(driver, 1)
+    driver.checkpoint(2)
+    driver.lease(1)
+    driver.send(messages.Stop(P, MemberId(""), "no replica serves", failed=failed))
+    assert ended(driver)[0].skipped == "the run was stopped"
+    assert driver.control.phase == "stopped"
+    driver.send(events.RunResumed())
+    assert driver.control.phase == "draining"
+    driver.join("w2", trainer="t2", step=2)
+    driver.publish(2, member="t2")
+    evaluate(driver, driver.lease(8, "w2"), "w2", reward=0.5)
+    assert driver.control.phase == "complete"
+    results = driver.control.evaluation.state.results
+    assert [(result.version, result.skipped) for result in results] == [(0, ""), (2, "")]
+
+
+def test_what_a_stop_interrupted_in_the_middle_of_a_run_is_evaluated_too(ready):
+    driver = ready()
+    evaluate(driver, driver.lease(8))
+    step(driver, 0)
+    step(driver, 1)
+    driver.lease(1)
+    driver.fill(member="v")
+    driver.train(2)
+    driver.publish(3)
+    driver.checkpoint(3)
+    driver.send(messages.Stop(P, MemberId(""), "enough"))
+    driver.publish(3, "another")
+    assert not ended(driver), "it was told once"
+    driver.send(events.RunResumed())
+    driver.join("w2", trainer="t2", step=3)
+    driver.publish(3, member="t2")
+    evaluate(driver, driver.lease(8, "w2"), "w2")
+    assert (ended(driver)[0].due, ended(driver)[0].version) == (2, 3)
+    assert driver.control.evaluation.idle
+
+
 def test_a_rollback_undoes_what_was_measured_of_versions_that_never_were(ready):
     driver = ready()
     evaluate(driver, driver.lease(8), reward=0.0)

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.control import effects
 from penstock.control.membership import FORMER_KEPT
+from penstock.control.settings import ControlSection
 from penstock.records.ids import PipelineName
 from penstock.wire import messages
 
@@ -192,3 +195,11 @@ def test_time_never_runs_backwards_inside(drive):
     d.now = 40.0
     beat(d)
     assert d.control.members.get("w").heard_at == 100.0
+
+
+@pytest.mark.parametrize("seconds", [15.0, 60.0])
+def test_no_process_is_evicted_before_it_is_suspected(seconds):
+    """Heartbeats are recorded per quarter of `suspect_after_s`: above `evict_after_s` healthy members were evicted."""
+    with pytest.raises(ValueError, match=r"evict_after_s = 15 .* suspect_after_s = .*: raise evict_after_s"):
+        ControlSection(suspect_after_s=seconds)
+    assert ControlSection(suspect_after_s=seconds, evict_after_s=seconds + 1)

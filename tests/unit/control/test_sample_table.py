@@ -213,6 +213,49 @@ def test_workers_that_unregister_do_not_count_against_a_prompt(drive):
     assert d.lease(2, member="b")[0].prompt == 0
 
 
+def test_a_worker_that_is_replaced_for_its_weights_does_not_count_against_a_prompt(drive):
+    d = drive(max_losses=1)
+    d.join("a", "b")
+    d.lease(2, member="a")
+    assert d.send(events.ReplicaEvicted("a", "3 updates failed in a row")) == messages.Ok()
+    assert d.instructed(effects.EvictMember) == [effects.EvictMember("a", "3 updates failed in a row")]
+    assert not d.books.set_aside
+    assert d.lease(2, member="b")[0].prompt == 0
+    assert d.send(events.ReplicaEvicted("a", "again")) == messages.Ok()
+    assert not d.instructed(effects.EvictMember)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_prompts_that_kill_their_worker_are_named_in_one_line(drive, silent):
+    d = drive(max_losses=1, groups_per_step=4, max_staleness=3)
+    d.join("w")
+    d.lease(6)
+    if silent:
+        d.send(messages.Heartbeat(P, "w", 0.0))
+        d.tick(d.settings.evict_after_s + 1)
+    else:
+        d.send(messages.Unregister(P, "w", "SIGSEGV", died=True))
+    (line,) = [line for line in d.lines if "set aside" in line]
+    assert line == "p: prompts set aside, since 1 workers died while they generated them, the last was w: 0, 1, 2"
+    assert list(d.books.set_aside) == [0, 1, 2]
+    assert d.control.state.set_aside_in_a_row == 1, "one death, whatever the worker held"
+
+
+def test_when_every_worker_dies_of_its_prompts_the_run_fails(drive):
+    """All prompts were set aside one worker after the other, and the run was complete."""
+    d = drive(max_losses=1, steps=None, prompt_limit=100, groups_per_step=4, max_staleness=3)
+    for death in range(8):
+        assert d.control.phase == "running"
+        d.join(f"w{death}")
+        d.lease(6, f"w{death}")
+        d.send(messages.Unregister(P, f"w{death}", "SIGSEGV", died=True))
+    assert d.instructed(effects.FailRun)[0].sentence == (
+        "p: prompts were set aside 8 times in a row; the last in generate: 1 workers died while they generated it, "
+        "the last was w7"
+    )
+    assert d.control.phase == "stopped"
+
+
 def test_failures_are_remembered_when_a_group_starts_afresh(drive):
     d = drive(max_failures=2, groups_per_step=1, max_staleness=0)
     d.join("w")

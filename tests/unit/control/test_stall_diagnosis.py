@@ -192,6 +192,18 @@ def test_workers_are_not_blamed_when_all_that_is_lacking_is_a_trainer(drive):
     )
 
 
+def test_workers_are_not_blamed_when_the_trainer_died_with_its_batch(drive):
+    d = drive(max_staleness=0)
+    d.join("w")
+    d.publish(0)
+    d.fill()
+    d.batch(0)
+    d.send(messages.Unregister(P, "t", "exit code -9", died=True))
+    assert d.control.diagnose(d.now) == (
+        "No trainer has been registered for 0 s: the supervisor should start one. The batch of step 0 is kept for it."
+    )
+
+
 def test_workers_that_cannot_get_newer_weights_are_named(drive):
     d = drive(max_staleness=0)
     d.join("w")
@@ -242,6 +254,18 @@ def test_a_trainer_that_comes_back_in_time_is_forgiven(drive):
     beating(d, 20, "w")
     d.join(trainer="t2")
     assert not [effect for effect in beating(d, 60, "w", "t2") if isinstance(effect, effects.FailRun)]
+
+
+def test_a_pause_of_the_run_is_no_time_without_a_trainer(drive):
+    """An interrupted run failed at its first resume: the pause counted."""
+    d = drive(exit_without_trainer_s=30, stall_after_s=1000)
+    d.join("w")
+    d.send(messages.Unregister(P, "t", "SIGINT"))
+    beating(d, 20, "w")
+    d.now += 3600
+    assert not [effect for effect in d.tick() if isinstance(effect, effects.FailRun)]
+    (failed,) = [effect for effect in beating(d, 20, "w") if isinstance(effect, effects.FailRun)]
+    assert "no trainer registered within 30 s" in failed.sentence, "the time before the pause counts"
 
 
 def test_by_default_a_run_waits_for_a_trainer_to_join_later(drive):

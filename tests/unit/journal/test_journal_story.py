@@ -155,6 +155,49 @@ def test_rolled_back_and_trained_again(run: Run) -> None:
     assert "lost: trainer t2 starts again at step 0" in run.told("version", 1)
 
 
+def test_a_batch_outlives_its_trainer(run: Run) -> None:
+    run.register(W)
+    run.register_trainer(T, 0)
+    samples = run.lease(W)
+    run.deliver(W, samples)
+    run.happen(messages.AskBatch(A, T, StepIndex(0)))
+    run.happen(messages.Unregister(A, T, "killed", died=True))
+    run.register_trainer(T2, 0)
+    run.train(T2, 0)
+    run.happen(messages.AckCheckpoint(A, T2, StepIndex(1)))
+    assert run.told("sample", samples[0])[-4:] == [
+        "given to t1 for step 0, with 2 samples, attempt 0",
+        "given to t2 again: it starts at step 0",
+        "trained in step 0: it is part of version 1",
+        "durable: the checkpoint of step 1 contains it",
+    ]
+
+
+def test_a_batch_does_not_outlive_the_processes_of_a_run(run: Run) -> None:
+    run.register(W)
+    run.register_trainer(T, 0)
+    samples = run.lease(W)
+    run.deliver(W, samples)
+    run.happen(messages.AskBatch(A, T, StepIndex(0)))
+    run.happen(events.RunResumed())
+    run.register_trainer(T2, 0)
+    told = run.told("sample", samples[0])
+    assert told[-1] == "the run was resumed: what was not trained yet is issued again"
+
+
+def test_a_refused_sample_is_told_once_with_its_own_reason(run: Run) -> None:
+    run.register(W)
+    first, second = run.lease(W)
+    payload = PayloadRef("ring", 1, 0, 1, 10, 99)
+    unscored = Rollout(first, Version(0), "", 0.0, 7, payload, unscored="the judge timed out")
+    broken = Rollout(second, Version(0), "", float("nan"), 7, payload)
+    run.happen(messages.Deliver(A, W, rollouts=(unscored, broken)))
+    run.happen(messages.Unregister(A, W, "the run is complete"))
+    told = run.told("prompt", 0)
+    assert "no reward (the judge timed out)" in told[1]
+    assert told[2:] == [f"sample {second} from w1 was refused: sample {second} has the reward nan"]
+
+
 def test_a_payload_that_could_not_be_fetched(run: Run) -> None:
     run.register(W)
     run.register_trainer(T, 0)

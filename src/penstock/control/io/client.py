@@ -68,6 +68,8 @@ class ControlClient:
         """Head of every call, up to the value of Content-Length."""
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
+        self._connecting: set[asyncio.Timeout] = set()
+        """Timeouts of the connections that are being made."""
         self._hurried = asyncio.Event()
         self._hurry_timeout_s = 0.0
         self.reconnects = 0
@@ -125,6 +127,11 @@ class ControlClient:
         self._hurried.set()
         for connection in list(self._open):
             connection.expire_in(timeout_s)
+        until = asyncio.get_running_loop().time() + timeout_s
+        for bound in self._connecting:
+            when = bound.when()
+            if when is not None and when > until and not bound.expired():
+                bound.reschedule(until)
 
     async def close(self) -> None:
         """Closes all connections; pending calls fail with `PeerLost`."""
@@ -154,6 +161,8 @@ class ControlClient:
     async def _exchange(self, written: Callable[[], bytes], timeout_s: float) -> tuple[int, bytes, bytes]:
         """`written` is called once the address of the controller has been read."""
         connection = self._idle.pop() if self._idle else await self._connect(timeout_s)
+        if self._hurried.is_set():  # perhaps while it connected
+            timeout_s = min(timeout_s, self._hurry_timeout_s)
         try:
             answer = await connection.exchange(written(), timeout_s)
         except BaseException:
@@ -171,10 +180,16 @@ class ControlClient:
         host, port = self._address
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(timeout_s):
-                _, connection = await loop.create_connection(lambda: _Connection(self._forget), host, port)
-        except (OSError, TimeoutError) as error:
-            raise _Unreachable(f"cannot connect: {error or 'timed out'}") from error
+            async with asyncio.timeout(timeout_s) as bound:
+                self._connecting.add(bound)
+                try:
+                    _, connection = await loop.create_connection(lambda: _Connection(self._forget), host, port)
+                finally:
+                    self._connecting.discard(bound)
+        except TimeoutError as error:
+            raise _Unreachable("cannot connect: timed out") from error
+        except OSError as error:
+            raise _Unreachable(f"cannot connect: {error}") from error
         self._open.add(connection)
         return connection
 

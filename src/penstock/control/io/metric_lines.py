@@ -31,12 +31,13 @@ TRAINER_STAGES = ("wait_s", "fetch_s", "turn_s", "step_s", "publish_s")
 
 
 class MetricLines:
-    """Writes one line per step, even if the step is acknowledged several times."""
+    """Writes one line each time a step is trained, even if it is acknowledged several times."""
 
     def __init__(self, lines: JsonLines, clock: Clock) -> None:
         self._lines = lines
         self._clock = clock
-        self._written: dict[PipelineName, int] = {}
+        self._written: dict[PipelineName, StepSummary] = {}
+        """The summary of the last line. A step that is trained again has another summary."""
         self._dropped: dict[PipelineName, tuple[int, int]] = {}
         """`dropped_finished` and `dropped_length` of the ledger at the last line."""
         self._refused: dict[PipelineName, list[int]] = {}
@@ -49,6 +50,8 @@ class MetricLines:
         """Writes the lines of recent steps and evaluations that are not in the file."""
         found = entries_in(on_file)
         for name, machine in pipelines.items():
+            table = machine.state.ledger
+            self._dropped[name] = (table.dropped_finished, table.dropped_length)
             for summary in machine.state.recent:
                 if (name, "step", summary.step) not in found:
                     self._write_summary(machine, summary, {})
@@ -59,9 +62,9 @@ class MetricLines:
     def write_step(self, request: AckStep, machine: PipelineControl) -> None:
         name = request.pipeline
         summary = next((step for step in reversed(machine.state.recent) if step.step == request.step), None)
-        if summary is None or self._written.get(name) == request.step:
+        if summary is None or self._written.get(name) is summary:
             return
-        self._written[name] = request.step
+        self._written[name] = summary
         self._write_summary(machine, summary, request.metrics)
 
     def note_delivery(self, request: Deliver, refused: Collection[SampleId], oldest_allowed: int) -> None:

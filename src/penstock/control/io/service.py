@@ -117,6 +117,10 @@ class ControlService:
         """
         replayed = self._recover()
         new_life = not replayed or new_session
+        if new_session:
+            self.evicted.clear()
+        else:
+            self._recall_failure()
         self._apply(self.controller.start(self._now(), resumed=bool(replayed) and new_session, new_life=new_life))
         if self._lines is not None:
             on_file = lines_on_file if replayed else ()
@@ -124,7 +128,8 @@ class ControlService:
         return replayed
 
     def _recover(self) -> int:
-        """Restores the last committed state. Past instructions are not executed again."""
+        """Restores the last committed state. Past instructions are not executed again, but evicted members are listed:
+        the supervisor may not have read of them."""
         recovered, controller = replay(self.journal.path), self.controller
         unknown = [name for name in recovered.states if not controller.knows(name)]
         for name, state in recovered.states.items():
@@ -140,10 +145,11 @@ class ControlService:
                 unknown.append(entry.pipeline)
                 continue
             try:
-                controller.replay(entry.pipeline, entry.body, entry.at)
+                decided = controller.replay(entry.pipeline, entry.body, entry.at)
             except Exception as error:
                 raise self._unreadable(f"event {entry.seq} of {entry.pipeline}", error) from error
             count += 1
+            self.evicted |= {one.member: one.reason for one in decided if isinstance(one, effects.EvictMember)}
         if unknown:
             raise RunFailed(
                 f"journal {self.journal.path} has the pipelines {sorted(set(unknown))}, which this configuration "
@@ -151,6 +157,12 @@ class ControlService:
             )
         self._snapshot_seq = recovered.seq
         return recovered.seq + count
+
+    def _recall_failure(self) -> None:
+        """Fails again if the run had failed: the supervisor may not have read of it."""
+        for machine in self.controller.pipelines.values():
+            if machine.state.failure:
+                self._fail(machine.state.failure)
 
     def _unreadable(self, what: str, error: Exception) -> RunFailed:
         return RunFailed(
