@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -54,6 +55,40 @@ def test_from_a_run_to_a_model_and_a_report(tmp_path: Path):
     assert "Accounting: adds up" in page
     assert page.count("<svg") > 3
     assert not re.search(r"(src|href)=|@import|url\(", page), "the page must not fetch anything"
+
+
+REWARD = """
+def seen(prompts, completions, *, row, **columns):
+    with open("seen", "a") as file:
+        file.writelines(f"{one}\\n" for one in row)
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.mark.parametrize("every_steps", [0, 5])
+def test_rows_that_were_trained_on_are_not_evaluated_on(tmp_path: Path, every_steps: int):
+    rows = [{"prompt": f"{'abcd'[row % 4]}>", "answer": "a", "row": row} for row in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "seeing.py").write_text(REWARD)
+    env = 'name = "jsonl"\nrewards = ["seeing:seen"]\noptions = { path = "rows.jsonl" }'
+    evaluation = f"[pipeline.evaluation]\nevery_steps = {every_steps}\nprompts = 4\n"
+    path = letters(tmp_path, steps=5, run='extra_path = ["."]', extra=evaluation)
+    path.write_text(path.read_text().replace('name = "copy"', env))
+    running = start(tmp_path, path)
+    assert running.end()[0] == 0
+    held_out = 4 if every_steps else 0
+    refused = evaluated(tmp_path, running.directory, held_out + 1)
+    assert refused.returncode == 2
+    assert f"the run held out {held_out} rows" in refused.stderr
+    if every_steps:
+        (tmp_path / "seen").unlink()
+        assert evaluated(tmp_path, running.directory, 3).returncode == 0
+        assert {int(row) for row in (tmp_path / "seen").read_text().split()} == {6, 7, 8}
+
+
+def evaluated(folder: Path, run: Path, prompts: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock.cli.main", "eval", str(run), "--prompts", str(prompts)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_mistakes_say_what_there_is(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -206,3 +207,28 @@ def test_after_the_loss_of_the_head_node_the_user_is_told_how_to_go_on(folder: P
     assert f"penstock run --resume {run.directory}" in output
     wait_for(lambda: not left_behind(folder), 180, "all processes to end with the cluster")
     assert sweep(RunDir.open(run.directory).run_id), "the process that removes rings ended with the cluster"
+
+
+def test_a_log_that_never_ends_does_not_delay_the_end_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from penstock.config.load import dump, load
+    from penstock.launch import ray_placer
+
+    config = load(letters(tmp_path))
+    run = RunDir.create(tmp_path, "run", dump(config), "0")
+    placer = ray_placer.RayPlacer(run, config, print)
+    copied, cleared = [], []
+
+    async def exchange() -> bool:
+        copied.append(1)
+        await asyncio.sleep(0.001)
+        return True
+
+    async def clear(*_: Any) -> None:
+        cleared.append(1)
+
+    monkeypatch.setattr(ray_placer, "LAST_LOGS_S", 0.05)
+    monkeypatch.setattr(ray_placer, "clear", clear)
+    monkeypatch.setattr(placer, "_exchange", exchange)
+    asyncio.run(placer.close())
+    assert copied
+    assert cleared

@@ -30,8 +30,10 @@ CONFIG = validate(
 class Stubborn:
     """Ends when its tree is killed, or as it is told; never because it is asked to."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, killers: set[str]) -> None:
         self.where = name
+        self.killers = killers
+        """Processes whose trees are being killed: each waits for the others."""
         self.asked = False
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
@@ -49,6 +51,8 @@ class Stubborn:
         self.end(-9)
 
     async def kill_tree(self, timeout_s: float) -> None:
+        self.killers.add(self.where)
+        await until(lambda: len(self.killers) == 3)
         self.end(-9)
 
     def end(self, exit_code: int) -> None:
@@ -59,15 +63,17 @@ class Stubborn:
 class Stage:
     """Places the processes of a run, and keeps what is noted of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDir) -> None:
+        self.run_dir = run
         self.placed: dict[str, list[Stubborn]] = {}
+        self.killers: set[str] = set()
         self.notes: list[str] = []
         self.stop = ShutdownSignal()
 
     async def open(self) -> None: ...
 
     async def place(self, spec: ProcessSpec, member: str, session: str) -> Stubborn:
-        self.placed.setdefault(spec.name, []).append(Stubborn(spec.name))
+        self.placed.setdefault(spec.name, []).append(Stubborn(spec.name, self.killers))
         return self.placed[spec.name][-1]
 
     async def run(self) -> None: ...
@@ -89,7 +95,9 @@ class View:
 
 @asynccontextmanager
 async def supervised(folder: Path) -> AsyncIterator[tuple[Stage, asyncio.Task[Outcome]]]:
-    stage, run = Stage(), RunDir.create(folder, "run", dump(CONFIG), "0")
+    run = RunDir.create(folder, "run", dump(CONFIG), "0")
+    run.write_failure("controller", "RunFailed", "the disk was full in an earlier session", 1)
+    stage = Stage(run)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(supervise(run, CONFIG, stage, View(stage.notes), stage.stop))
         await until(lambda: len(stage.placed) == 3)
@@ -120,3 +128,16 @@ async def test_a_process_that_leaves_early_is_started_again_however_friendly_its
         stage.stop.request("that is all")
         stage.stop.insisted.set()
     assert any("p.rollout.0 ended (it exited although its pipeline has not ended" in note for note in stage.notes)
+
+
+async def test_a_failure_that_a_restart_follows_is_not_that_of_the_run(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as (stage, running):
+        stage.killers.add("p.trainer")  # it waits for its restart, so there is nothing to kill
+        stage.run_dir.write_failure("p.trainer", "OSError", "a file system was away for a moment", 1)
+        stage.placed["p.trainer"][0].end(1)
+        await until(lambda: any("away for a moment); starting it again" in note for note in stage.notes))
+        stage.stop.request("received SIGINT")
+        stage.stop.insisted.set()
+        outcome = await running
+    assert outcome.interrupted
+    assert len(stage.placed["p.trainer"]) == 1

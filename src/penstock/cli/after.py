@@ -44,6 +44,8 @@ def eval_command(
     table: dict[str, Any] | None = None
     if env is not None:
         table = {"name": env, "options": dict(_option("--option", text) for text in options)}
+    elif options:
+        raise ConfigError("--option is for the environment of --env: name one")
     elif (path / "config.json").exists() and not (path / "run.json").exists():
         raise ConfigError(f"{path} is a model without an environment: name one with --env")
     one = _offline().saved(path, pipeline=pipeline, step=step, env=table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,8 +53,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    _resolve_paths(tree, path.parent)
+    resolve_paths(tree, path.parent)
     applied = {_apply(tree, override): override for override in overrides}
+    resolve_paths(tree, Path.cwd())
     return validate(tree, source=str(path), text=text, applied=applied)
 
 
@@ -72,26 +74,32 @@ def validate(
         raise ConfigError("\n".join(_explain(tree, text, source, one, applied or {}) for one in problems)) from None
 
 
-def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
-    """Paths are relative to the file; one that does not exist there stays relative to the working directory."""
+def resolve_paths(tree: dict[str, Any], folder: Path) -> None:
+    """Makes each path that exists in the folder absolute: first in that of the file, then in the working directory.
+    The copy in the run directory is read again, from any working directory."""
     run = tree.get("run")
     if isinstance(run, dict) and isinstance(run.get("extra_path"), list):
         run["extra_path"] = [_beside(folder, one) for one in run["extra_path"]]
     pipelines = tree.get("pipeline")
     for pipeline in pipelines if isinstance(pipelines, list) else ():
-        tables = [pipeline.get(name) for name in ("model", "env")] if isinstance(pipeline, dict) else []
-        for table in tables:
-            options = table.get("options") if isinstance(table, dict) else None
-            for one in (table, options):
-                if isinstance(one, dict) and isinstance(one.get("path"), str):
+        evaluation = _table(pipeline, "evaluation")
+        for table in (_table(pipeline, "model"), _table(pipeline, "env"), _table(evaluation, "env")):
+            for one in (table, _table(table, "options")):
+                if "path" in one:
                     one["path"] = _beside(folder, one["path"])
-        train = pipeline.get("train") if isinstance(pipeline, dict) else None
-        if isinstance(train, dict) and "teacher" in train:
+        train = _table(pipeline, "train")
+        if "teacher" in train:
             train["teacher"] = _beside(folder, train["teacher"])
 
 
+def _table(table: Any, name: str) -> dict[str, Any]:
+    """An empty one if there is none; validation reports a value that is no table."""
+    inner = table.get(name) if isinstance(table, dict) else None
+    return inner if isinstance(inner, dict) else {}
+
+
 def _beside(folder: Path, path: Any) -> Any:
-    found = isinstance(path, str) and not Path(path).is_absolute() and (folder / path).exists()
+    found = isinstance(path, str | os.PathLike) and not Path(path).is_absolute() and (folder / path).exists()
     return str((folder / path).resolve()) if found else path
 
 

@@ -160,6 +160,12 @@ class PipelineSection(Section):
         self._check_ranks()
         self._check_train_ranks()
         self._check_evaluation()
+        if self.weights.min_healthy > self.rollout.workers:
+            raise ValueError(
+                f"weights.min_healthy is {self.weights.min_healthy}, but rollout.workers is {self.rollout.workers}: that "
+                "number can never serve"
+            )
+        self._check_cache()
         if self.rollout.preparation_processes and self.kind == "gymnasium":
             raise ValueError("rollout.preparation_processes prepare prompts, and gymnasium environments have none")
         if self.env.reward_weights and len(self.env.reward_weights) != len(self.env.rewards):
@@ -206,6 +212,16 @@ class PipelineSection(Section):
         if self.kind == "gymnasium" and section.temperature not in (0.0, 1.0):
             raise ValueError(f"evaluation.temperature of a gymnasium policy is 0 or 1, found {section.temperature}")
 
+    def _check_cache(self) -> None:
+        engine, new_tokens = self.engine, self.rollout.max_new_tokens
+        if isinstance(self.model, MlpModel) or not isinstance(engine, TorchEngineSection):
+            return
+        if engine.cache_tokens <= new_tokens:
+            raise ValueError(
+                f"engine.cache_tokens is {engine.cache_tokens}, which does not hold a prompt and "
+                f"rollout.max_new_tokens = {new_tokens}: raise it"
+            )
+
     def _check_train_ranks(self) -> None:
         ranks = self.train_ranks
         if len(set(self.train_devices)) < len(self.train_devices):
@@ -217,6 +233,11 @@ class PipelineSection(Section):
         sharded = ranks > 1 or self.train.fsdp
         if self.optimizer.offload and sharded:
             raise ValueError("optimizer.offload is for one rank without train.fsdp; several ranks shard the state")
+        if self.optimizer.offload and isinstance(self.model, MlpModel):
+            raise ValueError(
+                "optimizer.offload is for language models: a gymnasium policy rescales its critic on the device, which "
+                "the masters in host memory would undo. Remove optimizer.offload; the policy is small"
+            )
         if sharded and self.optimizer.name in WHOLE_MATRICES:
             raise ValueError(
                 f"optimizer.name = {self.optimizer.name!r} needs whole matrices, and a rank holds only some rows: "

@@ -14,9 +14,14 @@ from penstock.config.launch import LaunchSection
 from penstock.config.metrics import MetricsSection
 from penstock.config.pipeline import PipelineSection
 from penstock.control.settings import ControlSection
+from penstock.errors import ConfigError
 from penstock.journal.settings import JournalSection
 from penstock.payload.settings import PayloadSection
+from penstock.pool.checks import check_shape
+from penstock.pool.events import PipelineOpened
 from penstock.pool.settings import PoolSection
+from penstock.records.ids import PipelineName
+from penstock.records.pool import DeviceId, Topology
 from penstock.records.section import NonNegative, Positive, Seconds, Section
 from penstock.runtime.settings import LagSection
 
@@ -34,7 +39,8 @@ class RunSection(Section):
     grace_s: Seconds = 10.0
     """How long processes may take for a graceful shutdown before they are killed."""
     log_mb: Positive = 64
-    """Size at which the log of a process is moved to `NAME.log.1`, replacing an earlier one. Local launcher only."""
+    """Size at which the log of a process is emptied. Its last `log_mb` megabytes are kept in `NAME.log.1`, which
+    replaces an earlier one. Local launcher only."""
     extra_path: list[Path] = []
     """Directories added to the import path of every process, for your environments and rewards."""
 
@@ -89,4 +95,14 @@ class Config(Section):
                 raise ValueError(
                     f"pipeline {pipeline.name!r} uses devices {beyond}, but pool.devices is {self.pool.devices}"
                 )
+            if self.pool.devices:
+                self._check_bundle(pipeline)
         return self
+
+    def _check_bundle(self, pipeline: PipelineSection) -> None:
+        devices = tuple(map(DeviceId, pipeline.rollout_devices or range(self.pool.devices)))
+        shape = PipelineOpened(PipelineName(pipeline.name), devices, bundle=pipeline.worker_devices)
+        try:
+            check_shape(shape, Topology((self.pool.devices,)))
+        except ConfigError as error:
+            raise ValueError(error.message) from None

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from penstock.dashboard.series import Series
+from penstock.runtime.metrics import PAUSE_S
 
 MOST_SERIES = 1000
 MOST_PROCESSES = 100
@@ -54,6 +55,7 @@ class MetricsFold:
         self.steps: dict[str, dict[str, Any]] = {}
         """The latest training step of each pipeline."""
         self.pace: dict[str, deque[Trained]] = defaultdict(lambda: deque(maxlen=PACE_STEPS))
+        """The latest steps of each pipeline, without an interruption between them."""
         self.began_at: float | None = None
         self.latest_at: float | None = None
         self.lines = 0
@@ -87,6 +89,8 @@ class MetricsFold:
 
     def _take(self, record: dict[str, Any]) -> None:
         at = float(record["at"])
+        if self.latest_at is not None and at - self.latest_at > PAUSE_S:
+            self.pace.clear()
         if record.get("kind") == "gauges":
             for owner, values in record["pipelines"].items():
                 self.gauges[owner] = values
@@ -110,8 +114,8 @@ class MetricsFold:
         if pipeline in self.steps and step <= self.steps[pipeline]["step"]:
             self._settle()  # the trainer resumed from an earlier step: repeated steps replace the old ones
             for key, series in self.series.items():
-                if key.of == "step" and key.owner == pipeline:
-                    series.forget_from(step)
+                if key.of == "step" and key.owner == pipeline:  # it resumed with the version of the step's number
+                    series.forget_from(step + 1 if key.name.startswith("eval/") else step)
             self.pace[pipeline].clear()
         self.steps[pipeline] = record
         samples, turn_s = int(record.get("samples") or 0), float(record.get("turn_s") or 0.0)

@@ -35,6 +35,7 @@ class Series:
         self._origin: float | None = None
         self._count = np.zeros(capacity, np.int64)
         self._sum_x = np.zeros(capacity)
+        self._last_x = np.full(capacity, -np.inf)
         self._sum = np.zeros(capacity)
         self._low = np.full(capacity, np.inf)
         self._high = np.full(capacity, -np.inf)
@@ -55,17 +56,16 @@ class Series:
         self._count += np.bincount(bucket, minlength=size)
         self._sum_x += np.bincount(bucket, x - self._origin, size)
         self._sum += np.bincount(bucket, y, size)
+        np.maximum.at(self._last_x, bucket, x)
         np.minimum.at(self._low, bucket, y)
         np.maximum.at(self._high, bucket, y)
 
     def forget_from(self, x: float) -> None:
-        """Clears every bucket that reaches to `x` or beyond: those steps will be repeated."""
-        if self._origin is None:
-            return
-        first = max(0, int((x - self._origin) / self.width))
+        """Clears every bucket with a point at `x` or beyond: those steps will be repeated."""
+        gone = self._last_x >= x
         for sums in (self._count, self._sum_x, self._sum):
-            sums[first:] = 0
-        self._low[first:], self._high[first:] = np.inf, -np.inf
+            sums[gone] = 0
+        self._low[gone], self._high[gone], self._last_x[gone] = np.inf, -np.inf, -np.inf
 
     def points(self, at_most: int = CAPACITY) -> Points:
         """The curve in at most that many points."""
@@ -94,6 +94,7 @@ class Series:
             sums[:half] = sums.reshape(-1, 2).sum(1)
             sums[half:] = 0
         self._low[:half], self._low[half:] = self._low.reshape(-1, 2).min(1), np.inf
+        self._last_x[:half], self._last_x[half:] = self._last_x.reshape(-1, 2).max(1), -np.inf
         self._high[:half], self._high[half:] = self._high.reshape(-1, 2).max(1), -np.inf
 
     def __repr__(self) -> str:

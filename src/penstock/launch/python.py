@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import html
 import os
 import signal
@@ -26,7 +25,7 @@ import orjson
 
 import penstock
 from penstock.config.check import check_environment
-from penstock.config.load import dump, load, validate
+from penstock.config.load import dump, load, resolve_paths, validate
 from penstock.config.pipeline import PipelineSection
 from penstock.config.run import Config
 from penstock.errors import INTERRUPTED, ConfigError, PenstockError, RunFailed
@@ -81,8 +80,10 @@ def train(
     """
     code = UserCode()
     tree = _tree(config)
-    _place(tree, _settings(environment, reward, model, steps, name) | settings)
+    _place(tree, settings)
+    _place(tree, _settings(environment, reward, model, steps, name))
     tree = code.resolve(tree)
+    resolve_paths(tree, Path.cwd())
     _check_complete(tree)
     run_table = tree.setdefault("run", {})
     run_table["extra_path"] = [*map(str, run_table.get("extra_path", [])), *map(str, code.paths)]
@@ -145,6 +146,7 @@ def _tree(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str
             tree = tomllib.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read the configuration {config}: {error}") from error
+        resolve_paths(tree, Path(config).parent)
     pipelines = tree.get("pipeline", [{"name": "train"}])
     tree["pipeline"] = [dict(one) for one in pipelines] if isinstance(pipelines, list | tuple) else pipelines
     return tree
@@ -270,14 +272,9 @@ class Run:
             return self._process.poll() is None
         if self.config.launch.kind == "ray":
             return self._run.read_ending() is None
-        try:
-            with self._run.lock_path.open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a live supervisor holds it exclusively
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:  # no supervisor yet
+        if not self._run.lock_path.exists():  # no supervisor yet
             return self._run.read_ending() is None and time.time() - self.path.stat().st_mtime < START_S
-        return False
+        return self._run.is_supervised()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self.steps()

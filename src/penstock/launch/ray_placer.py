@@ -42,6 +42,8 @@ CALL_S = 10.0
 PREVIOUS_PROCESSES_S = 60.0
 POLL_S = 0.2
 EXCHANGE_EVERY_S = 0.5
+LAST_LOGS_S = 30.0
+"""How long the rest of the logs may be copied at the end: a process that could not be killed may still write."""
 REMOTE_HOST: Any = ray.remote(RoleHost)
 HOST_CALLS = 4
 """Concurrent calls of a host: one of them always waits for the process to end."""
@@ -278,8 +280,10 @@ class RayPlacer:
         return grew
 
     async def close(self) -> None:
-        while await self._exchange():  # the processes have ended, so their logs are finite
-            pass
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_LOGS_S):
+                while await self._exchange():
+                    pass
         for host in self._hosts.values():
             host.end()
         for places in {id(places): places for _, places, _ in self._places.values()}.values():

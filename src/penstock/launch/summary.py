@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from penstock.launch.view import figure as shown
 from penstock.launch.view import shortened
+from penstock.runtime.metrics import PAUSE_S
 from penstock.runtime.rundir import RunDir
 
 SMOOTHING_STEPS = 10
@@ -35,18 +37,32 @@ class Curve:
     staleness_max: dict[int, int] = field(default_factory=dict)
     evaluations: dict[int, tuple[float, float]] = field(default_factory=dict)
     """By version: the mean reward and its standard error."""
-    times: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of each step: when it was completed, and the seconds that its parts took."""
+    first_at: float | None = None
+    latest: tuple[int, float] | None = None
+    """The latest step since the run was started or resumed, and when it was completed."""
+    whole_s: float = 0.0
+    """Time between consecutive steps, without the time in which the run was interrupted."""
+    parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """How much of it the parts of the steps took."""
+
+    def took(self, step: int, entry: dict[str, Any]) -> None:
+        """Adds the time since the previous step; none if the steps between them are trained again."""
+        at = entry["at"]
+        self.first_at = at if self.first_at is None else self.first_at
+        if self.latest is not None and step == self.latest[0] + 1:
+            self.whole_s += at - self.latest[1]
+            for part in PARTS:
+                self.parts_s[part] += entry.get(part) or 0.0
+        self.latest = step, at
 
     def shares(self, throttled_s: float) -> str:
         """How the time from the first step to the last was spent, as shares; empty for a run of one step."""
-        steps = [self.times[step] for step in sorted(self.times)]
-        if len(steps) < 2 or (whole_s := steps[-1]["at"] - steps[0]["at"]) <= 0:
+        if self.whole_s <= 0:
             return ""
-        trained, devices = (sum(step.get(part, 0.0) for step in steps[1:]) / whole_s for part in PARTS)
+        trained, devices = (self.parts_s[part] / self.whole_s for part in PARTS)
         waited = f"waited for samples {max(0.0, 1 - trained - devices):.0%}"
         waited += f" and for devices {devices:.0%}" if devices >= 0.005 else ""
-        leases = f"the staleness bound held leases back {min(1.0, throttled_s / whole_s):.0%}"
+        leases = f"the staleness bound held leases back {min(1.0, throttled_s / self.whole_s):.0%}"
         return f"the trainer trained {min(1.0, trained):.0%} of the time and {waited}; {leases}"
 
     def points(self) -> list[tuple[int, float]]:
@@ -72,19 +88,25 @@ def read_curves(metrics: Path) -> dict[str, Curve]:
     curves: dict[str, Curve] = defaultdict(Curve)
     if not metrics.exists():
         return curves
+    latest_at = math.inf
     with metrics.open("rb") as lines:
         for line in lines:
             try:
                 entry = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
+            at = entry.get("at", latest_at)
+            if at - latest_at > PAUSE_S:
+                for curve in curves.values():
+                    curve.latest = None
+            latest_at = at
             if entry.get("kind") == "step" and entry.get("reward") is not None:  # null: it was not finite
                 curve = curves[entry["pipeline"]]
                 curve.rewards[entry["step"]] = entry["reward"]
                 curve.staleness_mean[entry["step"]] = entry["staleness_mean"]
                 curve.staleness_max[entry["step"]] = entry["staleness_max"]
-                timed = {name: entry[name] for name in ("at", *PARTS) if isinstance(entry.get(name), int | float)}
-                curve.times[entry["step"]] = timed
+                if "at" in entry:
+                    curve.took(entry["step"], entry)
             elif entry.get("kind") == "evaluation" and entry.get("eval/reward") is not None:
                 point = (entry["eval/reward"], entry.get("eval/reward_stderr") or 0.0)
                 curves[entry["pipeline"]].evaluations[entry["version"]] = point
@@ -170,7 +192,7 @@ def print_summary(
     for name, one in status.get("pipelines", {}).items():
         if shares := curves.get(name, Curve()).shares(one.get("throttled_s", 0.0)):
             console.print(f"{name}: {shares}" if several else shares, highlight=False, markup=False, soft_wrap=True)
-    first = min((step["at"] for curve in curves.values() for step in curve.times.values() if "at" in step), default=0.0)
+    first = min((curve.first_at for curve in curves.values() if curve.first_at is not None), default=0.0)
     if gpus := ", ".join(f"GPU {gpu} {share:.0%}" for gpu, share in busy(first).items()):
         console.print(f"busy since the first step: {gpus}", highlight=False)
     lag = status.get("lag")

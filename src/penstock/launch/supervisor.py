@@ -35,6 +35,7 @@ from penstock.launch.restarts import (
 from penstock.launch.view import Tolerated, View, loops_of
 from penstock.records.ids import MemberId, PipelineName
 from penstock.runtime.clock import monotonic
+from penstock.runtime.following import Following
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.rundir import Ending, RunDir, write_atomically
 from penstock.runtime.shutdown import ShutdownSignal
@@ -147,6 +148,8 @@ class Supervisor:
         """Returns when training is complete or was interrupted; raises a `PenstockError` if the run failed."""
         started = monotonic()
         self._run.endpoint_path.unlink(missing_ok=True)
+        for report in (self._run.root / "failures").glob("*.json"):
+            report.unlink(missing_ok=True)
         try:
             async with Tasks() as tasks:
                 tasks.spawn("wait for a signal", self._wait_for_signal())
@@ -192,12 +195,12 @@ class Supervisor:
                 case RestartAfter(delay_s, why):
                     self._view.note(f"{spec.name} ended ({why}); starting it again in {delay_s:g} s")
                     log.warning("%s ended (%s); starting it again in %g s", spec.name, why, delay_s)
+                    self._run.failure_path(spec.name).unlink(missing_ok=True)  # it is no failure of the run
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._over.wait(), delay_s)
 
     async def _run_once(self, spec: ProcessSpec, policy: RestartPolicy) -> Verdict | None:
         """Runs the process once and returns the verdict on its end; None if the run is ending anyway."""
-        self._run.failure_path(spec.name).unlink(missing_ok=True)
         began = monotonic()
         member = f"{spec.name}-{self._random.randbytes(4).hex()}"
         try:
@@ -353,9 +356,10 @@ class Supervisor:
                 task.cancel()
 
     async def _kill_leftovers(self) -> None:
-        for placed in self._placed.values():
-            if placed.running:
-                await placed.kill_tree(KILL_TREE_S)
+        async with asyncio.TaskGroup() as group:
+            for placed in self._placed.values():
+                if placed.running:
+                    group.create_task(placed.kill_tree(KILL_TREE_S))
 
 
 async def supervise(run: RunDir, config: Config, placer: Placer, view: View, stop: ShutdownSignal) -> Outcome:
@@ -407,19 +411,31 @@ def _write_ending(run: RunDir, how: Ending, sentence: str = "", **details: Any) 
 
 @contextlib.contextmanager
 def configured(run: RunDir, config_toml: str) -> Iterator[None]:
-    """Writes this configuration to the run directory; restores the previous one if the body raises `ConfigError`.
+    """Writes this configuration to the run directory; restores the previous one if the body raises `ConfigError` before
+    a step was trained.
 
     Then a complete run also stays complete: for example when more steps were requested by mistake.
     """
     former, ending = run.config_path.read_text(encoding="utf-8"), run.read_ending()
+    since = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
     write_atomically(run.config_path, config_toml)
     try:
         yield
     except ConfigError:
-        write_atomically(run.config_path, former)
-        if ending is not None and ending["how"] == "complete":
-            write_atomically(run.ending_path, json.dumps(ending))
+        if not _has_trained(run, since):
+            write_atomically(run.config_path, former)
+            if ending is not None and ending["how"] == "complete":
+                write_atomically(run.ending_path, json.dumps(ending))
         raise
+
+
+def _has_trained(run: RunDir, since: int) -> bool:
+    """Whether there is a line of a step after that byte of the metrics."""
+    metrics = Following(run.metrics_path, since)
+    while lines := metrics.read():
+        if any(b'"kind":"step"' in line for line in lines):
+            return True
+    return False
 
 
 @contextlib.contextmanager

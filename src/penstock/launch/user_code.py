@@ -37,6 +37,8 @@ class UserCode:
         """Directories from which the user's own modules were imported."""
         self._sources: dict[str, str] = {}
         """By name, in the order of definition."""
+        self._objects: dict[str, Any] = {}
+        """The object of each name."""
 
     @property
     def text(self) -> str:
@@ -63,7 +65,8 @@ class UserCode:
         if value.__module__ != "__main__" and module is not None and _found_in(module, value):
             self._remember_path(module)
             return f"{value.__module__}:{value.__qualname__}"
-        self._write(value, owner)
+        if not self._is_known(value.__name__, value, owner):
+            self._write(value, owner)
         return f":{value.__qualname__}"
 
     def resolve(self, tree: Any) -> Any:
@@ -100,17 +103,21 @@ class UserCode:
 
     def _write(self, value: FunctionType | type, owner: str) -> None:
         """Adds its source, after that of all names it refers to."""
-        if value.__name__ in self._sources:
-            return
         source, namespace = _source(value, owner)
-        self._sources[value.__name__] = ""  # it may refer to itself
+        self._objects[value.__name__] = value  # first: it may refer to itself
         for name in _global_names(source):
-            if name in namespace and name not in self._sources:
+            if name in namespace and not self._is_known(name, namespace[name], owner):
                 self._write_global(name, namespace[name], owner)
-        del self._sources[value.__name__]
         self._sources[value.__name__] = source
 
+    def _is_known(self, name: str, value: Any, owner: str) -> bool:
+        """Raises `ConfigError` if the name belongs to another object: all are written to one module."""
+        if name in self._objects and self._objects[name] is not value:
+            raise ConfigError(f"{owner} needs two different objects named {name!r}; rename one of them")
+        return name in self._objects
+
     def _write_global(self, name: str, value: Any, owner: str) -> None:
+        self._objects[name] = value
         if isinstance(value, ModuleType):
             self._remember_path(value)
             self._sources[name] = f"import {value.__name__} as {name}\n"

@@ -31,6 +31,7 @@ from penstock.engines.requests import Completion, Sampling
 from penstock.engines.section import EngineSection
 from penstock.engines.settings import HubModel, PathModel, TinyModel
 from penstock.engines.tokenizer import load_tokenizer
+from penstock.envs.protocol import DividedEnvironment
 from penstock.errors import ConfigError, RunFailed
 from penstock.records.ids import MemberId, PipelineName, PromptIndex, RunId, SampleId, Version
 from penstock.records.prompt import PromptLease
@@ -216,7 +217,7 @@ def sample(one: Saved, prompt: str, *, count: int, temperature: float, max_new_t
     if not isinstance(policy, LanguagePolicy):
         raise ConfigError(f"pipeline {one.pipeline.name!r} has a gymnasium policy, which takes no text prompts")
     inner = getattr(policy.tokenizer, "inner", None)
-    ids = policy.tokenizer.encode(prompt)
+    ids = [*policy.tokenizer.bos_ids, *policy.tokenizer.encode(prompt)]  # as in training
     if inner is not None and inner.chat_template:
         message = [{"role": "user", "content": prompt}]
         ids = inner.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
@@ -253,15 +254,14 @@ def evaluate(one: Saved, *, prompts: int | None, samples: int, temperature: floa
 
 
 async def _evaluate(one: Saved, prompts: int | None, samples: int, temperature: float, seed: int) -> Measured:
-    section = one.pipeline.evaluation.model_copy(
-        update={"prompts": prompts or one.pipeline.evaluation.prompts, "every_steps": 1}
-    )
-    pipeline = one.pipeline.model_copy(update={"evaluation": section})
-    policy = policy_at(one, environment_of(one.config, pipeline))
+    trained = environment_of(one.config, one.pipeline)
+    count = prompts or one.pipeline.evaluation.prompts
+    pipeline = _evaluating(one.pipeline, trained, count)
+    policy = policy_at(one, trained)
     environment = evaluation_environment_of(one.config, pipeline)
     drawn = {"temperature": temperature or 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
     rollout = pipeline.rollout.model_copy(update=drawn)
-    env = section.env or pipeline.env
+    env = pipeline.evaluation.env or pipeline.env
     rewards: list[list[float]] = []
     failed, reason = 0, ""
     size = max(1, rollout.batch_samples // samples, _engine_section(pipeline).requests_at_once // samples)
@@ -269,8 +269,8 @@ async def _evaluate(one: Saved, prompts: int | None, samples: int, temperature: 
         workload: Any = workload_of(env, rollout, environment, policy, engine, None, greedy=not temperature)
         try:
             await asyncio.to_thread(workload.preflight)
-            for start in range(0, section.prompts, size):
-                leases = [_lease(position, samples) for position in range(start, min(start + size, section.prompts))]
+            for start in range(0, count, size):
+                leases = [_lease(position, samples) for position in range(start, min(start + size, count))]
                 prepared = [await asyncio.to_thread(workload.prepare, lease) for lease in leases]
                 usable = [one for one in prepared if not isinstance(one, Unusable)]
                 failed += (len(prepared) - len(usable)) * samples
@@ -287,8 +287,24 @@ async def _evaluate(one: Saved, prompts: int | None, samples: int, temperature: 
             close_workload(workload)
     if not rewards:
         why = f": {reason.strip().splitlines()[-1]}" if reason else ""
-        raise RunFailed(f"no sample of {section.prompts} prompts could be scored{why}")
+        raise RunFailed(f"no sample of {count} prompts could be scored{why}")
     return _measured(rewards, failed)
+
+
+def _evaluating(pipeline: PipelineSection, trained: Any, prompts: int) -> PipelineSection:
+    """The pipeline with an evaluation of at least so many prompts, none of which was trained on."""
+    section = pipeline.evaluation
+    if section.env is None and isinstance(trained, DividedEnvironment):
+        held_out = section.prompts if section.every_steps else 0
+        if prompts > held_out:
+            lower = "lower --prompts, or " if held_out else ""
+            raise ConfigError(
+                f"the run held out {held_out} rows of {pipeline.env.name!r} from training, and {prompts} prompts are "
+                f"requested: {lower}name another environment with --env"
+            )
+        prompts = held_out  # which rows these are depends on their number
+    section = section.model_copy(update={"prompts": prompts, "every_steps": 1})
+    return pipeline.model_copy(update={"evaluation": section})
 
 
 async def _generate(workload: Any, batch: Any) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 MOST_BYTES = 1 << 20
 
 
 class Following:
-    """Returns each complete line once. Store `offset` to continue from there in another process."""
+    """Returns each complete line once. Store `offset` to continue from there in another process.
+
+    A file that became shorter was emptied, as a log that is rotated: it is read from its start.
+    """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
@@ -21,6 +25,8 @@ class Following:
         """The next complete lines, about a megabyte at most; empty if there are none."""
         try:
             with self._path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self.offset:
+                    self.offset = 0
                 file.seek(self.offset)
                 text = file.read(MOST_BYTES)
                 if b"\n" not in text:

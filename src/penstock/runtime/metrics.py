@@ -15,6 +15,9 @@ import orjson
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S = 6.0
+"""A longer time between two lines of a run: it was interrupted, since gauges are written every 2 s."""
+
 
 class JsonLines:
     """Appends records to a file in a separate thread: writing never blocks the caller.

@@ -174,6 +174,19 @@ class RunDir:
         """Whether the directory still exists."""
         return (self.root / "run.json").exists()
 
+    def is_supervised(self) -> bool:
+        """Whether a supervisor on this machine holds the lock of the run.
+
+        Reads the kernel's list of locks: taking the lock, even briefly, could make a starting supervisor fail.
+        """
+        try:
+            inode = self.lock_path.stat().st_ino
+            locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+        except OSError:
+            return False
+        # For instance: 4: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
+        return any(lock[1] == "FLOCK" and lock[5].endswith(f":{inode}") for lock in locks if len(lock) > 5)
+
     def write_endpoint(self, endpoint: Endpoint) -> None:
         body = {"host": endpoint.host, "port": endpoint.port, "pid": endpoint.pid}
         write_atomically(self.endpoint_path, json.dumps(body))

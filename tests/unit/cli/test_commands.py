@@ -50,6 +50,11 @@ def test_a_directory_that_is_neither_run_nor_model(tmp_path: Path):
     assert "neither a run directory (run.json) nor a model (config.json)" in str(result.exception)
 
 
+def test_options_without_an_environment_are_refused(run: RunDir):
+    result = CliRunner().invoke(app, ["eval", str(run.root), "--option", "length=8"])
+    assert "--option is for the environment of --env" in str(result.exception)
+
+
 def test_a_simulation_takes_no_configuration():
     result = CliRunner().invoke(app, ["simulate", "run.toml"])
     assert "--capacity predicts the throughput of run.toml" in str(result.exception)

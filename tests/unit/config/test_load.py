@@ -141,6 +141,22 @@ def test_devices_beyond_the_pool():
         validate(tree)
 
 
+@pytest.mark.parametrize(
+    ("pool", "more", "said"),
+    [
+        (0, {"weights": {"min_healthy": 2}}, "weights.min_healthy is 2, but rollout.workers is 1"),
+        (0, {"engine": {"cache_tokens": 64}, "rollout": {"max_new_tokens": 64}}, "engine.cache_tokens is 64"),
+        (1, {"rollout": {"devices_per_worker": 2}}, "no 2 neighbouring devices of one node"),
+        (4, {"rollout_devices": [0, 2], "rollout": {"devices_per_worker": 2}}, "no 2 neighbouring devices of one node"),
+        (2, {"rollout_devices": [0, 0]}, "must be distinct"),
+    ],
+)
+def test_keys_that_do_not_fit_each_other(pool: int, more: dict[str, Any], said: str):
+    pipeline = {"name": "a", "steps": 1, "env": {"name": "copy"}, "model": {"kind": "tiny"}}
+    with pytest.raises(ConfigError, match=said):
+        validate({"pool": {"devices": pool}, "pipeline": [pipeline | more]})
+
+
 @pytest.mark.parametrize("text", ["[run", "a = ", "\x00"])
 def test_what_is_not_toml(tmp_path: Path, text: str):
     assert "not valid TOML" in mistake(tmp_path, text)
@@ -190,6 +206,42 @@ def test_import_paths_survive_a_change_of_directory(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     config = load(write(tmp_path, GOOD), ['run.extra_path=["mine"]'])
     assert config.run.extra_path == [tmp_path / "mine"]
+
+
+PATHS = """\
+[[pipeline]]
+name = "p"
+steps = 1
+[pipeline.env]
+name = "jsonl"
+options = { path = "rows.jsonl" }
+[pipeline.model]
+kind = "tiny"
+[pipeline.evaluation]
+every_steps = 1
+[pipeline.evaluation.env]
+name = "jsonl"
+options = { path = "test.jsonl" }
+"""
+
+
+def test_paths_are_beside_the_file_or_in_the_working_directory_and_then_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    project, here = tmp_path / "project", tmp_path / "here"
+    for path in (project / "rows.jsonl", project / "test.jsonl", here / "test.jsonl", here / "more.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    monkeypatch.chdir(here)
+    [pipeline] = load(write(project, PATHS)).pipeline
+    assert pipeline.env.options["path"] == str(project / "rows.jsonl")
+    assert pipeline.evaluation.env is not None
+    assert pipeline.evaluation.env.options["path"] == str(project / "test.jsonl")
+    [pipeline] = load(write(project, PATHS), ["pipeline.p.env.options.path=more.jsonl"]).pipeline
+    assert pipeline.env.options["path"] == str(here / "more.jsonl")
+    (project / "rows.jsonl").rename(here / "rows.jsonl")
+    [pipeline] = load(write(project, PATHS)).pipeline
+    assert pipeline.env.options["path"] == str(here / "rows.jsonl")
 
 
 def test_one_bracket_instead_of_two_is_told_how_to_be_written(tmp_path: Path):

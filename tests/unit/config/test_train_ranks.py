@@ -39,6 +39,10 @@ def test_ranks_without_named_devices_take_the_first_of_the_pool_or_one_each():
             {"train": {"ranks": 2}, "model": {"kind": "mlp"}, "env": "gymnasium"},
             "2 ranks train language models only",
         ),
+        (
+            {"optimizer": {"offload": True}, "model": {"kind": "mlp"}, "env": "gymnasium"},
+            "optimizer.offload is for language models",
+        ),
     ],
 )
 def test_nonsense_is_refused(wrong: dict[str, object], message: str):

@@ -14,6 +14,11 @@ def step(number: int, **more: Any) -> bytes:
     return orjson.dumps({"kind": "step", "at": 100.0 + number, "pipeline": "p", "step": number, "samples": 8} | more)
 
 
+def evaluation(version: int, reward: float) -> bytes:
+    line = {"kind": "evaluation", "at": 100.0 + version, "pipeline": "p", "due": version, "version": version}
+    return orjson.dumps(line | {"eval/reward": reward})
+
+
 def gauges(at: float, pipelines: dict[str, Any], processes: dict[str, Any] | None = None) -> bytes:
     return orjson.dumps({"kind": "gauges", "at": at, "pipelines": pipelines, "processes": processes or {}})
 
@@ -69,6 +74,29 @@ def test_a_rollback_replaces_what_is_trained_again():
     assert values_of(fold, "step", "reward") == [1.0] * 6 + [3.0] * 2
     assert fold.steps["p"]["step"] == 7
     assert [one.step for one in fold.pace["p"]] == [6, 7]
+
+
+def test_an_evaluation_of_the_version_that_is_resumed_from_stays():
+    """Version 10 is what step 10 starts from; steps from 10 on are trained again, in buckets of any width."""
+    for stride in (1, 400):
+        fold = MetricsFold()
+        fold.take([step(number, reward=1.0) for number in range(15 * stride)])
+        fold.take([evaluation(version * stride, version / 10) for version in (0, 5, 10, 14)])
+        fold.take([step(10 * stride, reward=3.0)])
+        points = fold.series[Key("step", "p", "eval/reward")].points()
+        assert points.x.tolist() == [0.0, 5.0 * stride, 10.0 * stride]
+        assert points.mean.tolist() == [0.0, 0.5, 1.0]
+        reward = fold.series[Key("step", "p", "reward")].points()
+        assert (reward.x.max(), reward.mean[-1]) == (10.0 * stride, 3.0)
+
+
+def test_the_pace_is_that_since_the_last_start():
+    fold = MetricsFold()
+    fold.take([step(0), step(1), gauges(102.0, {}), gauges(900.0, {}), step(2, at=930.0), gauges(931.0, {})])
+    assert [one.step for one in fold.pace["p"]] == [2]
+    fold.take([gauges(931.0 + number, {}) for number in range(0, 60, 2)])  # a long step
+    fold.take([step(3, at=990.0)])
+    assert [one.step for one in fold.pace["p"]] == [2, 3]
 
 
 def test_the_number_of_series_is_bounded(monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.dashboard.io.answers import ANSWERS, answer
 from penstock.dashboard.io.export import export
-from penstock.dashboard.io.run_reader import RunReader, is_alive
+from penstock.dashboard.io.run_reader import RunReader
 from penstock.dashboard.io.shelf import Shelf
 from penstock.errors import ConfigError
 from penstock.journal.writer import Journal
@@ -243,11 +243,11 @@ def test_nothing_new_is_said_in_a_few_bytes(run: RunDir):
 
 
 def test_a_held_lock_is_a_live_run_and_looking_does_not_take_it(run: RunDir):
-    assert not is_alive(run)
+    assert not run.is_supervised()
     with run.lock_path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert is_alive(run)
-    assert not is_alive(run)
+        assert run.is_supervised()
+    assert not run.is_supervised()
 
 
 def test_the_end_of_a_log_is_read_and_no_more(run: RunDir):

@@ -68,6 +68,15 @@ def test_steps_that_are_done_again_replace_the_first_try():
     assert series.points().mean.tolist() == [1.0] * 6 + [2.0, 2.0]
 
 
+def test_a_wide_bucket_of_earlier_points_stays():
+    series = Series(capacity=4)
+    series.add([0, 8, 10, 15], [1.0, 2.0, 3.0, 4.0])  # buckets of four
+    series.forget_from(11)
+    assert series.points().x.tolist() == [0.0, 9.0]
+    series.forget_from(10)
+    assert series.points().x.tolist() == [0.0]
+
+
 def test_the_recent_mean_is_of_recent_points_only():
     series = Series()
     series.add([100.0, 101.0, 150.0, 151.0], [0.0, 0.0, 3.0, 5.0])

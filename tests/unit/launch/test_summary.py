@@ -112,6 +112,24 @@ def test_the_summary_says_who_waited_for_whom_and_how_busy_the_gpus_were(tmp_pat
     assert "busy since the first step: GPU 0 85%" in text
 
 
+def test_time_without_the_run_is_not_waited(tmp_path: Path):
+    """Neither the pause before a resume with the start after it, nor steps that are trained again."""
+    metrics = tmp_path / "metrics.jsonl"
+
+    def trained(number: int, at: float) -> str:
+        return json.dumps(json.loads(step(number, 0.5)) | {"at": at, "step_s": 0.75})
+
+    def gauges(at: float) -> str:
+        return json.dumps({"kind": "gauges", "at": at, "pipelines": {}, "processes": {}})
+
+    first = [trained(number, float(number)) for number in range(5)]
+    resumed = [gauges(5.0), *(gauges(900.0 + 2 * number) for number in range(20)), trained(5, 940.0)]
+    again = [trained(4, 950.0), trained(5, 951.0)]
+    metrics.write_text("\n".join([*first, *resumed, trained(6, 941.0), *again]))
+    shares = read_curves(metrics)["letters"].shares(0.0)
+    assert shares.startswith("the trainer trained 75% of the time and waited for samples 25%;")
+
+
 def test_the_driver_is_asked_how_busy_the_gpus_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho '0, 40'\necho '1, 0'\n")

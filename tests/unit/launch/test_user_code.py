@@ -63,6 +63,17 @@ def outer():
     return inner
 
 nameless = lambda prompts, completions: [0.0]
+
+def graded(prompts, completions, **columns):
+    return [0.5 for _ in completions]
+
+loose = graded
+
+def graded(prompts, completions, **columns):
+    return [1.0 for _ in completions]
+
+def uses_graded(prompts, completions, **columns):
+    return graded(prompts, completions)
 """
 
 
@@ -124,6 +135,13 @@ def test_a_module_beside_the_notebook_is_put_on_the_path(tmp_path: Path, monkeyp
     code = UserCode()
     assert code.resolve(beside.mine) == "my_rewards_of_this_test:mine"
     assert code.paths == [tmp_path]
+
+
+@pytest.mark.parametrize("other", ["graded", "uses_graded"])
+def test_two_functions_of_one_name_are_refused(cell: dict[str, Any], other: str):
+    with pytest.raises(ConfigError, match="two different objects named 'graded'"):
+        UserCode().resolve([cell["loose"], cell[other]])
+    assert len(UserCode().resolve([cell["graded"], cell[other]])) == 2
 
 
 @pytest.mark.parametrize(

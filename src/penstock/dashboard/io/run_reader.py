@@ -221,7 +221,7 @@ class RunReader:
                 directory=str(self.run.root),
                 pipelines=self.pipelines,
                 ending=ending_of(self.run),
-                alive=is_alive(self.run),
+                alive=self.run.is_supervised(),
                 failure_reports=self.failure_reports(),
                 steps=latest.trained(),
                 gauges=latest.gauges,
@@ -254,20 +254,6 @@ class RunReader:
         with (self.run.rollouts(pipeline) / f"{stem}.jsonl").open("rb") as file:
             file.seek(row.offset)
             return orjson.loads(file.read(row.size))
-
-
-def is_alive(run: RunDir) -> bool:
-    """Whether a supervisor on this machine holds the lock of the run.
-
-    Reads the kernel's list of locks: taking the lock, even briefly, could make a starting supervisor fail.
-    """
-    try:
-        inode = run.lock_path.stat().st_ino
-        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
-    except OSError:
-        return False
-    # For instance: 4: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
-    return any(lock[1] == "FLOCK" and lock[5].endswith(f":{inode}") for lock in locks if len(lock) > 5)
 
 
 def silent_s(run: RunDir) -> float | None:

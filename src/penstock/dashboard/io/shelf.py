@@ -8,7 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from penstock.dashboard.io.run_reader import RunReader, ending_of, is_alive, tail_of
+from penstock.dashboard.io.run_reader import RunReader, ending_of, tail_of
 from penstock.dashboard.metrics_fold import MetricsFold
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.rundir import RunDir
@@ -70,7 +70,7 @@ class Shelf:
             "id": name,
             "made_at": made.get("made_at"),
             "penstock": made.get("penstock"),
-            "alive": is_alive(run),
+            "alive": run.is_supervised(),
             "ended": ending.get("how"),
             "steps": latest_steps(run.metrics_path),
         }
