@@ -28,7 +28,7 @@ async def test_an_engine_that_a_failed_write_left_torn_is_not_taken_for_the_vers
 
 
 async def test_a_version_that_arrives_after_a_sleep_order_is_not_loaded() -> None:
-    """The poll is held by the controller for seconds: the pool may take the device meanwhile, and the trainer publish."""
+    """The controller holds the poll for seconds: meanwhile the pool may take the device, and the trainer publish."""
     polled, published = asyncio.Event(), asyncio.Event()
     generation: Any = object.__new__(Generation)
     generation._awake = asyncio.Event()

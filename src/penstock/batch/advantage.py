@@ -76,8 +76,11 @@ def compute(
     lengths: Sequence[int] = (),
     truncated: np.ndarray | None = None,
 ) -> np.ndarray:
-    """float32[samples]. RunFailed if the function raised, or returned values that cannot be trained on."""
+    """float32[samples]. RunFailed if the function raised, or returned values that cannot be trained on. Without
+    samples, the function is not called."""
     rewards_array = np.asarray(rewards, np.float64)
+    if not len(rewards_array):
+        return np.zeros(0, np.float32)
     cut = np.zeros(len(rewards_array), bool) if truncated is None else truncated
     available = dict(zip(TOLD, (np.asarray(lengths, np.int64), cut), strict=True))
     sizes_array = np.asarray(group_sizes, np.int64)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import xxhash
 
 from penstock.batch.codec import MAX_NAME_BYTES
 
@@ -49,5 +50,9 @@ def reward_part_arrays(parts: Mapping[str, float | None]) -> dict[str, np.ndarra
 
 
 def array_name(function: str) -> str:
-    """The name of one reward function's array: ASCII, at most `MAX_NAME_BYTES`."""
-    return (REWARD_PART + function.encode("ascii", "replace").decode())[:MAX_NAME_BYTES]
+    """The name of one reward function's array: ASCII, at most `MAX_NAME_BYTES`. A changed one ends in a digest."""
+    name = REWARD_PART + function
+    if name.isascii() and len(name) <= MAX_NAME_BYTES:
+        return name
+    digest = xxhash.xxh32(function.encode()).hexdigest()
+    return f"{name.encode('ascii', 'replace').decode()[: MAX_NAME_BYTES - len(digest) - 1]}-{digest}"

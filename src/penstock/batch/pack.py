@@ -343,10 +343,15 @@ def _halves_of_rows(batch: TokenMicroBatch) -> list[tuple[tuple[np.ndarray, np.n
 def _halves_of_forest(
     batch: TokenMicroBatch,
 ) -> list[tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]]:
-    """Half of the leaves each, with all their ancestors; a segment in both halves is trained in the first."""
+    """Half of the leaves each, with all their ancestors; a segment in both halves is trained in the first.
+
+    In the order of their sequences, which is depth-first, the trained tokens of a sequence all are in one half: losses
+    over whole sequences need them together.
+    """
     segments = batch.segments_K3
     assert segments is not None
     leaves = np.setdiff1d(np.arange(len(segments)), segments[:, 2])
+    leaves = leaves[np.argsort(batch.sequences_RT[0, segments[leaves, 0]])]
     sizes = np.cumsum(segments[leaves, 1] - segments[leaves, 0])
     middle = min(max(1, int(np.searchsorted(sizes, sizes[-1] / 2))), len(leaves) - 1)
     halves: list[tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]] = []

@@ -34,8 +34,9 @@ from penstock.records.pool import DeviceId, Topology
 from penstock.records.section import Section
 from penstock.roles.live_settings import LiveSettings
 from penstock.roles.process import RoleProcess
-from penstock.runtime.clock import Clock, SystemClock
+from penstock.runtime.clock import Clock, SystemClock, monotonic
 from penstock.runtime.lag import LagMonitor
+from penstock.runtime.member import POLL_EVERY_S
 from penstock.runtime.metrics import JsonLines
 from penstock.runtime.rundir import Endpoint, write_atomically
 from penstock.runtime.shutdown import teardown
@@ -44,6 +45,8 @@ from penstock.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 TEARDOWN_S = 5.0
+STAY_SHARE = 0.8
+"""Of `run.grace_s`: how long the controller waits for trainers to leave. The rest is for its own shutdown."""
 
 
 async def main(process: RoleProcess) -> None:
@@ -149,6 +152,12 @@ def _is_new_session(process: RoleProcess) -> bool:
 
 
 async def until_over(process: RoleProcess, service: ControlService) -> None:
+    """Returns when the run failed, or when a stop was requested and all trainers have left.
+
+    A trainer needs the controller to complete its last step and to save it. A signal to all processes at once reaches
+    the controller before that. It ends without a trainer that does not leave in time, and after a second signal.
+    """
+
     async def heed_failure() -> None:
         await service.failed.wait()
         process.stop.request(service.failure)
@@ -156,4 +165,10 @@ async def until_over(process: RoleProcess, service: ControlService) -> None:
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(heed_failure())
         await process.stop.wait()
+        ends_at = monotonic() + STAY_SHARE * process.config.run.grace_s
+        pipelines = service.controller.pipelines.values()
+        while monotonic() < ends_at and any(one.members.trainer() is not None for one in pipelines):
+            if service.failure or process.stop.insisted.is_set():
+                break
+            await asyncio.sleep(POLL_EVERY_S)
         watching.cancel()

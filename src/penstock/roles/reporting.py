@@ -105,8 +105,13 @@ async def watch_for_stop(
 async def report_gauges(
     process: RoleProcess, client: ControlClient, lag: LagMonitor, more: Callable[[], dict[str, float]] = dict
 ) -> None:
-    """Sends this process's figures every few seconds, until cancelled."""
+    """Sends this process's figures every few seconds, until cancelled or until the controller ends in a shutdown."""
     while True:
         await asyncio.sleep(REPORT_EVERY_S)
         values = {**lag.report().values(), **more()}
-        await client.call(ReportMetrics(pipeline=client.pipeline, member=process.member, values=values))
+        try:
+            await client.call(ReportMetrics(pipeline=client.pipeline, member=process.member, values=values))
+        except PeerLost:
+            if process.stop.requested:
+                return
+            raise

@@ -64,7 +64,7 @@ def durations_in(root: Path, pipeline: str) -> Work:
     ended: list[float] = []
     fetched: list[float] = []
     published: list[float] = []
-    awaited: list[float] = []
+    answered: list[float] = []
     scored: list[float] = []
     delivered: list[float] = []
     generated: dict[str, list[tuple[float, float]]] = {}
@@ -77,7 +77,7 @@ def durations_in(root: Path, pipeline: str) -> Work:
             ended.append(entry["at"])
             published.append(entry.get("publish_s", 0.01))
             fetched.append(entry["fetch_s"])
-            awaited.append(entry.get("wait_s", 0.0))
+            answered.append(entry.get("batch_s", 0.0))
             scored.append(entry.get("score_s", 0.0))
             delivered.append(entry.get("deliver_s", 0.0))
         elif entry["kind"] == "gauges":
@@ -98,7 +98,7 @@ def durations_in(root: Path, pipeline: str) -> Work:
     # where the batch was ready before the previous step ended; if there is no such step, it is one call.
     deliver_s = statistics.mean(delivered[warm:])
     between = [
-        ended[k] - ended[k - 1] - steps[k] for k in range(warm, len(steps)) if awaited[k] + fetched[k] < steps[k - 1]
+        ended[k] - ended[k - 1] - steps[k] for k in range(warm, len(steps)) if answered[k] + fetched[k] < steps[k - 1]
     ]
     between_s = max(0.0, statistics.mean(between)) if len(between) > 2 else deliver_s
     return Work(

@@ -5,8 +5,9 @@
         .metadata, *.distcp     the learner, as torch.distributed.checkpoint (DCP) writes it
         checkpoint.json         step, sizes and digests of the files above
 
-A checkpoint is written under another name, flushed to disk and renamed. A damaged one is skipped with a warning, and
-the previous one is used.
+A checkpoint is written under another name, flushed to disk and renamed. If a step is saved again, its former checkpoint
+has another name until then, and counts if the new one does not follow. A damaged one is skipped with a warning, and the
+previous one is used.
 
 The ranks of a trainer write it together, each its own part, and any number of ranks can resume from it. DCP's
 `.metadata` is pickled. It is read only after the digests of all files were verified, and is never sent over a network.
@@ -18,7 +19,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -50,6 +51,7 @@ MODEL_FILE = "model.safetensors"
 RECORD_FILE = "checkpoint.json"
 _PREFIX = "step-"
 _PARTIAL_PREFIX = ".partial-"
+_REPLACED_PREFIX = ".replaced-"
 _LEARNER_FILES = (".metadata", ".distcp")
 _MASTER = "master/"
 
@@ -85,17 +87,21 @@ class Checkpoint(msgspec.Struct, frozen=True):
 def save(
     directory: Path, learner: Learner, *, keep: int = CheckpointSection().keep, world: World = ALONE
 ) -> Checkpoint:
-    """Writes the learner and its policy, then removes all but the newest `keep` checkpoints.
+    """Writes the learner and its policy, then removes all but the newest `keep` checkpoints up to this one.
+
+    Newer ones are damaged: the learner would have resumed from them.
 
     With several ranks, rank 0 calls this while each of the others calls `save_part`. Raises RunFailed if a write fails
     (for example on a full disk); earlier checkpoints are untouched then.
     """
     final = directory / f"{_PREFIX}{learner.steps:08d}"
+    replaced = directory / f"{_REPLACED_PREFIX}{final.name}"
     partial = _partial(directory, learner)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for abandoned in directory.glob(f"{_PARTIAL_PREFIX}*"):
             shutil.rmtree(abandoned)
+        _restore(directory)
         partial.mkdir()
         learner.policy.save_config(partial)
         lay_out(partial / MODEL_FILE, specs_of(learner.policy.named_tensors()), marked=True)
@@ -106,17 +112,22 @@ def save(
         for path in [*partial.iterdir(), partial]:
             flush(path)
         if final.exists():
-            final.rename(directory / f"{_PARTIAL_PREFIX}replaced")
+            final.rename(replaced)
         partial.rename(final)
         flush(directory)
     except (OSError, CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            _restore(directory)
         raise RunFailed(
             f"cannot write the checkpoint of step {learner.steps} to {directory}: {_cause(error)}. Earlier checkpoints "
             "are untouched; free some space and resume"
         ) from error
-    for old in _candidates(directory)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    candidates = _candidates(directory)
+    kept = candidates[candidates.index(final) :][:keep]
+    for other in (replaced, *candidates):
+        if other not in kept:
+            shutil.rmtree(other, ignore_errors=True)
     return Checkpoint(final, record)
 
 
@@ -243,8 +254,20 @@ def export(directory: Path, target: Path) -> None:
 
 
 def _candidates(directory: Path) -> list[Path]:
-    """Newest first, without partial ones."""
-    return sorted(directory.glob(f"{_PREFIX}*"), reverse=True)
+    """Newest first, without partial ones, and with a replaced one only if its replacement is absent."""
+    found = {path.name.removeprefix(_REPLACED_PREFIX): path for path in directory.glob(f"{_REPLACED_PREFIX}{_PREFIX}*")}
+    found |= {path.name: path for path in directory.glob(f"{_PREFIX}*")}
+    return [found[name] for name in sorted(found, reverse=True)]
+
+
+def _restore(directory: Path) -> None:
+    """Gives replaced checkpoints their name back if they have no replacement, and removes the others."""
+    for replaced in directory.glob(f"{_REPLACED_PREFIX}{_PREFIX}*"):
+        final = directory / replaced.name.removeprefix(_REPLACED_PREFIX)
+        if final.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(final)
 
 
 def _partial(directory: Path, learner: Learner) -> Path:

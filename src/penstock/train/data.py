@@ -13,7 +13,7 @@ from penstock.batch.codec import decode
 from penstock.batch.pack import MicroBatch, PackSettings, pack
 from penstock.batch.truncation import masked, overlong
 from penstock.control.io.client import ControlClient
-from penstock.errors import PeerLost, RemoteProtocolError
+from penstock.errors import PeerLost, RemoteProtocolError, Transient
 from penstock.payload.io.fetch import BatchFetcher, FetchReport
 from penstock.payload.io.received import Buffers
 from penstock.records.batch import Batch, BatchGroup
@@ -46,17 +46,30 @@ class PreparedBatch:
     missing_prompts: tuple[PromptIndex, ...]
     missing_reason: str
     report: FetchReport
-    waited_s: float
+    answered_s: float
+    """From the request for it, which is sent when the step before begins, to the controller's answer."""
     prepared_s: float
     final: bool
     memory: list[np.ndarray]
     buffers: Buffers
     figures: dict[str, float]
     """Metrics of its samples."""
+    unfreed: list[FetchReport]
+    """Of earlier steps, whose payloads are not freed yet; the same list in all batches of a loader."""
 
     def done(self) -> None:
-        """The step was trained and acknowledged: the payloads may be overwritten, and so may the micro-batches."""
-        self.report.consumed()
+        """The step was trained and acknowledged: the payloads may be overwritten, and so may the micro-batches.
+
+        Payloads in slots that another process has locked are freed with a later step.
+        """
+        self.unfreed.append(self.report)
+        for report in list(self.unfreed):
+            try:
+                report.consumed()
+            except Transient as error:
+                log.warning("payloads of a trained step are freed later: %s", error)
+            else:
+                self.unfreed.remove(report)
         while self.memory:
             self.buffers.give_back(self.memory.pop())
 
@@ -96,6 +109,7 @@ class BatchLoader:
         self._advantage = advantage
         self._settings = settings
         self._buffers = Buffers()
+        self._unfreed: list[FetchReport] = []
 
     async def load(self, batch: Batch, rings: tuple[RingAddress, ...]) -> PreparedBatch:
         """Fetches and packs in a background thread."""
@@ -148,6 +162,7 @@ class BatchLoader:
             memory,
             self._buffers,
             figures_of(kept, samples),
+            self._unfreed,
         )
 
 
@@ -172,10 +187,10 @@ class DataLoader:
         ready = await self._request(step)
         if ready is None:
             return None
-        waited_s = monotonic() - began
+        answered_s = monotonic() - began
         share, answers = self._ranks.prepare(ready.batch, ready.rings)
         own = await self._loader.load(share, ready.rings)
-        own.waited_s = waited_s
+        own.answered_s = answered_s
         for answer in answers:
             other = await answer
             assert isinstance(other, Prepared)

@@ -61,6 +61,8 @@ class TrainingLoop:
         self._directory = process.run.checkpoints(process.pipeline_name)
         self._saved_step = StepIndex(learner.steps)
         self._last_ended = monotonic()
+        self._waited_s = 0.0
+        """For the last batch, after the step before it had ended."""
         self._between_steps = asyncio.Lock()
         """Held while the learner and the controller's record of it differ."""
 
@@ -70,6 +72,8 @@ class TrainingLoop:
             upcoming = group.create_task(self._data.prepare(step))
             if await self._start(upcoming):
                 while (batch := await self._await(upcoming, step)) is not None:
+                    if self._process.stop.requested:  # its prompts are issued again
+                        break
                     upcoming = group.create_task(self._data.prepare(StepIndex(step + 1)))
                     if not await self._train(batch):
                         break
@@ -84,11 +88,13 @@ class TrainingLoop:
     async def _await(self, upcoming: asyncio.Task[PreparedBatch | None], step: StepIndex) -> PreparedBatch | None:
         if not upcoming.done():
             self._process.progress.moved(f"waiting for the batch of step {step}")
+        began = monotonic()
         self._data.awaited = True
         try:
             return await upcoming
         finally:
             self._data.awaited = False
+            self._waited_s = monotonic() - began
 
     async def _start(self, first_batch: asyncio.Task[PreparedBatch | None]) -> bool:
         """Moves to the devices for the first time and publishes the initial weights; False if stopped before.
@@ -133,8 +139,9 @@ class TrainingLoop:
             metrics, _ = await self._ranks.together(Train(batch.step), *work)
             step_s = monotonic() - began - turn_s
             await self._turns.release()  # before publishing: the published weights are in host memory then
-            metrics |= {"step_s": step_s, "wait_s": batch.waited_s, "fetch_s": batch.prepared_s, "turn_s": turn_s}
-            metrics |= batch.figures | {"publish_s": self._publishing.last_s} | device_figures()
+            metrics |= {"wait_s": self._waited_s, "batch_s": batch.answered_s, "fetch_s": batch.prepared_s}
+            metrics |= {"step_s": step_s, "turn_s": turn_s, "publish_s": self._publishing.last_s}
+            metrics |= batch.figures | device_figures()
             ended = monotonic()
             metrics["tokens_per_s"] = batch.figures.get("tokens", 0.0) / max(1e-9, ended - self._last_ended)
             self._last_ended = ended

@@ -7,7 +7,6 @@ environment steps), cut into the minibatches of its updates.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
@@ -243,13 +242,13 @@ class TokenWork:
     ) -> None:
         self._objective = objective
         self._device = device
-        self._tokens = sys.maxsize
-        """Tokens of the forward pass that is being computed."""
+        self._computing: TokenMicroBatch | None = None
+        """The part that is being computed."""
         pairs = zip(batches, scores, strict=True)
         sharded = isinstance(objective.policy, ShardedPolicy)
         self._scored = [[one] if _trains(one[0]) else [] for one in pairs if sharded or _trains(one[0])]
         """For each unit, the parts that are computed in sequence; empty if there is nothing to train on."""
-        self._divide()
+        self._split()
         self.units = len(self._scored)
         self.totals = self.totals_of(np.arange(self.units))
 
@@ -263,27 +262,29 @@ class TokenWork:
             if not self._scored[i]:
                 yield idle_pass(self._objective.policy.module), {}
             for batch, score in self._scored[i]:
-                self._tokens = batch.token_ids_RT.size
+                self._computing = batch
                 yield self._objective.share(TokenTensors(batch, self._device), score, totals)
 
     def shrink(self) -> None:
-        if self._objective.recompute(self._tokens):
+        failed = self._computing
+        assert failed is not None
+        tokens = failed.token_ids_RT.size
+        if self._objective.recompute(tokens):
             return
-        self._objective.fit(self._tokens)
-        if not self._divide():
+        self._objective.fit(tokens)
+        self._split()
+        if any(batch is failed for unit in self._scored for batch, _ in unit):
             advice = "" if self._objective.policy.recomputes else "set train.activation_checkpointing = true, or "
             raise RunFailed(
-                f"a single sequence of {self._tokens} tokens does not fit into the device's memory: {advice}train "
-                "shorter sequences"
+                f"a single sequence of {tokens} tokens does not fit into the device's memory: {advice}train shorter "
+                "sequences"
             )
 
-    def _divide(self) -> bool:
-        """Splits parts that exceed the limit; False if a part of the size that failed cannot be split."""
+    def _split(self) -> None:
+        """Splits parts that exceed the limit, as far as they can be split."""
         limit = self._objective.limit_tokens
-        if limit is None:
-            return True
-        self._scored = [[part for one in unit for part in _pieces(*one, limit)] for unit in self._scored]
-        return all(batch.token_ids_RT.size < self._tokens for unit in self._scored for batch, _ in unit)
+        if limit is not None:
+            self._scored = [[part for one in unit for part in _pieces(*one, limit)] for unit in self._scored]
 
 
 def _pieces(batch: TokenMicroBatch, score: PriorLogprobs, limit: int) -> list[tuple[TokenMicroBatch, PriorLogprobs]]:

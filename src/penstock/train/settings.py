@@ -141,7 +141,7 @@ class OptimizerSection(Section):
     """Updates per pass. Language models: a batch has at least this many micro-batches if it has enough samples."""
     offload: bool = False
     """Keep float32 masters and the optimiser's state in host memory and update there. Saves 12 bytes of GPU memory for
-    each trained parameter; the update is slower (raise `train.threads`). For one rank."""
+    each trained parameter; the update is slower (raise `train.threads`). For language models on one rank."""
     skip_updates: NonNegative = 3
     """Consecutive updates that are skipped because their loss or gradient is not finite. One more fails the run."""
 

@@ -83,6 +83,17 @@ def test_a_function_that_returns_rubbish_stops_the_run(bad: list[float]) -> None
         advantage.compute(lambda rewards, group_sizes: np.array(bad), [0.0, 1.0], [2])
 
 
+def test_a_function_is_not_called_without_samples() -> None:
+    """All payloads of a step can be missing."""
+
+    def scaled(rewards: np.ndarray, group_sizes: np.ndarray) -> np.ndarray:
+        return rewards / np.abs(rewards).max()
+
+    assert advantage.compute(scaled, [], []).tolist() == []
+    assert advantage.compute(scaled, [], []).dtype == np.float32
+    assert advantage.compute(scaled, [2.0], [1]).tolist() == [1.0]
+
+
 def test_a_function_that_raises_fails_the_run_by_name() -> None:
     def of_rewards_only(rewards: np.ndarray) -> np.ndarray:
         return rewards

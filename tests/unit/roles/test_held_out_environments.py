@@ -87,7 +87,31 @@ def test_a_pole_starts_elsewhere(both):
     assert not seeds & {held_out.episode_seed(position) for position in range(50)}
 
 
+TOOLS = """
+from penstock import WithTools
+from penstock.envs.io.datasets import Dataset
+
+def add(a: int, b: int) -> int:
+    "The sum."
+    return a + b
+
+def tools(path, seed=0):
+    return WithTools(Dataset(path=path, seed=seed), [add], introduce=False)
+"""
+
+
+def test_rows_are_held_out_of_a_dataset_with_tools(both, rows: str, tmp_path: Path, monkeypatch):
+    (tmp_path / "tools_environments.py").write_text(TOOLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trained, held_out = both(config({"name": "tools_environments:tools", "options": {"path": rows}}))
+    assert [held_out.prompt(position).text for position in range(4)] == ["row 6", "row 7", "row 8", "row 9"]
+    assert {trained.prompt(position).text for position in range(12)} == {f"row {row}" for row in range(6)}
+    assert [*held_out.tools] == ["add"]
+    assert not hasattr(held_out, "hold_out")
+
+
 FINITE = """
+from penstock import WithTools
 from penstock.envs.tasks import Copy
 from penstock.envs.mixture import Mixture
 
@@ -96,13 +120,31 @@ class Finite(Copy):
     def __init__(self, seed=0):
         super().__init__(seed=seed)
 
+class Shuffled(Copy):
+    rows = 5
+    def __init__(self, seed=0):
+        super().__init__(seed=seed)
+
+def tools(seed=0):
+    return WithTools(Shuffled(seed), [])
+
 def mixed(seed=0):
     return Mixture({"copy": (Copy(), 1.0)}, seed=seed)
+
+def mixed_tools(seed=0):
+    return WithTools(mixed(seed), [])
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"), [("Finite", "no method hold_out"), ("mixed", "a mixture cannot hold prompts out")]
+    ("name", "sentence"),
+    [
+        ("Finite", "has only 5 prompts and no method hold_out"),
+        ("Shuffled", "has only 5 prompts and no method hold_out"),
+        ("tools", "has only 5 prompts and no method hold_out"),
+        ("mixed", "a mixture cannot hold prompts out"),
+        ("mixed_tools", "a mixture cannot hold prompts out"),
+    ],
 )
 def test_an_environment_that_cannot_hold_out_is_refused(tmp_path: Path, monkeypatch, name: str, sentence: str):
     (tmp_path / "finite_environments.py").write_text(FINITE)

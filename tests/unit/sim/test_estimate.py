@@ -44,3 +44,11 @@ def test_each_pipeline_has_its_own_durations(tmp_path: Path) -> None:
     assert samples_per_s_in(run.root, "a") == pytest.approx(4 / 1.5)
     with pytest.raises(ConfigError, match="too few steps"):
         durations_in(run.root, "c")
+
+
+def test_a_wait_for_samples_is_not_counted_between_two_steps(tmp_path: Path) -> None:
+    """It is simulated. A batch that took longer than the step before was waited for."""
+    run = RunDir.create(tmp_path, "run", "", "0")
+    late = [one | {"batch_s": 1.2} if one["kind"] == "step" else one for one in lines("a", 1.0)]
+    run.metrics_path.write_bytes(b"\n".join(map(orjson.dumps, late)) + b"\n")
+    assert durations_in(run.root, "a").step_s == pytest.approx(1.005)

@@ -282,6 +282,70 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     assert again.directory == first.directory
 
 
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_a_kill_while_a_step_is_saved_again_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    owner = small()
+    checkpoint.save(tmp_path, owner, keep=1)
+    rename, calls = Path.rename, []
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.is_dir():  # a checkpoint, not one of its files
+            calls.append(path.name)
+            if len(calls) == killed_at:
+                raise SystemExit
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(SystemExit):
+            checkpoint.save(tmp_path, owner, keep=1)
+    assert len(calls) == killed_at
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    checkpoint.load(found, small())
+    owner.step(control_batches(0))
+    checkpoint.save(tmp_path, owner, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000000", "step-00000001"]
+
+
+def test_a_step_that_cannot_be_saved_again_keeps_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = small()
+    first = checkpoint.save(tmp_path, owner)
+    rename = Path.rename
+
+    def broken(path: Path, target: Path) -> Path:
+        if path.name.startswith(".partial-"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", broken)
+    with pytest.raises(RunFailed, match="Earlier checkpoints are untouched"):
+        checkpoint.save(tmp_path, owner)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+    assert checkpoint.latest(tmp_path) == first
+
+
+def test_a_damaged_newer_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path) -> None:
+    owner = small()
+    for step in (20, 40):
+        owner.steps = step
+        checkpoint.save(tmp_path, owner)
+    flip(tmp_path / "step-00000040" / checkpoint.MODEL_FILE)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    resumed = small()
+    checkpoint.load(found, resumed)
+    resumed.steps = 25
+    saved = checkpoint.save(tmp_path, resumed, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000025"]
+    assert checkpoint.latest(tmp_path) == saved
+    assert checkpoint.last_resort(tmp_path, keep=1) == 25
+
+
 DAMAGES = {
     "cut short": lambda path: os.truncate(path / checkpoint.MODEL_FILE, 100),
     "one bit": lambda path: flip(next(path.glob("*.distcp"))),

@@ -199,6 +199,28 @@ def test_a_sequence_that_never_fits_fails_with_a_sentence(monkeypatch: pytest.Mo
         trained(groups(0, [2]), "prefix")
 
 
+def test_a_longer_sequence_in_the_same_step_does_not_keep_passes_from_being_halved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What does not fit is a forest of 16 tokens with more keys. A single sequence of 20 tokens does fit."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, 10, 8).tolist()
+    samples = [sample(prompt, rng.integers(3, 10, 2).tolist()) for _ in range(4)]
+    samples.append(sample(rng.integers(3, 10, 10).tolist(), rng.integers(3, 10, 10).tolist()))
+    wanted = trained(samples, "prefix", 16, may_recompute=False)
+    share, fits = TokenObjective.share, []
+
+    def cramped(self: TokenObjective, batch: Any, score: PriorLogprobs, totals: Any) -> Any:
+        fits.append(int(batch.options["layout"].key_bounds[-1]) <= 25)
+        if not fits[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return share(self, batch, score, totals)
+
+    monkeypatch.setattr(TokenObjective, "share", cramped)
+    assert_equal(trained(samples, "prefix", 16, may_recompute=False), wanted)
+    assert False in fits
+
+
 def test_recomputed_activations_give_the_same_step() -> None:
     plain, checkpointed = policy(), policy()
     checkpointed.checkpoint_activations()
