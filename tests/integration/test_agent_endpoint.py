@@ -125,6 +125,35 @@ async def test_what_an_agent_saw_of_a_stream_that_it_left_is_recorded() -> None:
     assert len(seen) <= len(left.drawn.token_ids) < 24
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+async def test_a_call_that_its_client_left_is_cancelled_and_not_recorded(path: str) -> None:
+    """A client that timed out asks again: only the answer that it received may be trained."""
+    async with served() as (endpoint, _):
+        complete, cancelled = endpoint._engine.complete, asyncio.Event()
+
+        async def hanging(*arguments: Any, **options: Any) -> Completion:
+            try:
+                await asyncio.sleep(60.0)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+            raise AssertionError("not cancelled")
+
+        key, recorded = endpoint.open()
+        body = {"prompt": "ab>", "messages": [user("ab>")], "token_ids": [3, 4]}
+        url, headers = endpoint.base_url.removesuffix("/v1") + path, {"Authorization": f"Bearer {key}"}
+        endpoint._engine.complete = hanging
+        async with httpx.AsyncClient(timeout=0.5) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(url, json=body, headers=headers)
+        async with asyncio.timeout(30.0):
+            await cancelled.wait()
+        endpoint._engine.complete = complete
+        async with httpx.AsyncClient(timeout=30.0) as client:
+            assert (await client.post(url, json=body, headers=headers)).status_code == 200
+    assert len(recorded.calls) == 1
+
+
 async def test_models_completions_and_token_ids() -> None:
     async with served() as (endpoint, policy):
         key, recorded = endpoint.open()

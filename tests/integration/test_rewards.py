@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import multiprocessing
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.envs.settings import RewardSection
 from penstock.errors import RunFailed
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished
+from penstock.rollout.io import scoring as scoring_module
 from penstock.rollout.io.language_workload import outcomes_of
 from penstock.rollout.io.scoring import Scoring, _Child
 
@@ -148,6 +150,78 @@ def test_threads_that_cannot_be_replaced_end_the_run_when_none_is_left() -> None
     assert "did not answer" in first[0].error
     with pytest.raises(RunFailed, match="reward_processes"):
         score(scoring, ["hang"])
+    scoring.close()
+
+
+def test_calls_that_were_late_but_returned_do_not_end_the_run() -> None:
+    def late(prompts: Any, completions: Sequence[str]) -> list[float]:
+        assert may_return.wait(WAIT_S)
+        return [1.0] * len(completions)
+
+    may_return = threading.Event()
+    scoring = Scoring(Rubric([late]), RewardSection(reward_timeout_s=0.2, reward_concurrency=2, reward_processes=0))
+    for _ in range(3):
+        may_return.clear()
+        [scored] = score(scoring, ["a"])
+        assert "did not answer" in scored[0].error
+        may_return.set()
+        wait_until(lambda: not scoring._abandoned)
+    [scored] = score(scoring, ["a"])
+    assert scored[0].reward == 1.0
+    scoring.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.01)
+
+
+def test_a_process_that_cannot_be_started_costs_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = _Child.__init__
+    failures = iter([OSError(errno.EMFILE, "Too many open files")])
+
+    def start(child: _Child, *arguments: Any) -> None:
+        for failure in failures:
+            raise failure
+        starting(child, *arguments)
+
+    monkeypatch.setattr(_Child, "__init__", start)
+    scoring = Scoring(Rubric([picky]), RewardSection(reward_processes=1), elsewhere=(picky_rubric, ()))
+    [failed] = score(scoring, ["a"])
+    assert failed[0].error.startswith("a process for reward functions could not be started: Too many open files")
+    [fine] = score(scoring, ["a"])
+    assert fine[0].reward == 1.0
+    scoring.close()
+
+
+def test_an_async_function_that_blocks_its_loop_has_a_deadline_and_others_a_new_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scoring_module, "BLOCKED_S", 0.2)
+    may_return, called = threading.Event(), threading.Event()
+
+    async def blocking(prompts: Any, completions: Sequence[str]) -> list[float]:
+        called.set()
+        if completions[0] == "block":
+            may_return.wait(WAIT_S)
+        return [1.0] * len(completions)
+
+    scoring = Scoring(Rubric([blocking]), RewardSection(reward_timeout_s=0.5, reward_concurrency=1))
+    blocked = scoring.score(["p"], ["block"], {})
+    assert called.wait(WAIT_S)
+    lost = scoring._loop
+    [waited] = score(scoring, ["a"])  # begins on the next loop
+    assert waited[0].reward == 1.0
+    assert isinstance(blocked, Future)
+    assert "did not answer within 0.5 s" in blocked.result(WAIT_S)[0].error
+    assert re.search(r"blocked its event loop for over .* s, at test_rewards.py:\d+ blocking", caplog.text)
+    assert lost is not None
+    may_return.set()
+    wait_until(lost.is_closed)
+    [fine] = score(scoring, ["a"])
+    assert fine[0].reward == 1.0
     scoring.close()
 
 

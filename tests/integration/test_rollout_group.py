@@ -329,6 +329,15 @@ async def test_what_the_desk_refuses_is_discarded_in_the_ring_it_lies_in() -> No
         assert all(isinstance(ref, PayloadRef) for _, refs in made.did("discard") for ref in refs)
 
 
+async def test_what_the_controller_says_is_unread_is_discarded_by_every_rank() -> None:
+    async with group(ScriptedController(4)) as made:
+        unread = [PayloadRef(f"ring-{rank}", 0, 3, 0, 0, 0) for rank in range(RANKS)]
+        made.runner.discard(unread)
+        await until(lambda: len(made.did("discard")) == RANKS)
+        assert sorted(made.did("discard")) == [(rank, tuple(unread)) for rank in range(RANKS)]
+        await made.runner.run()
+
+
 async def test_traces_of_every_rank_tell_what_happened() -> None:
     controller = ScriptedController(12)
     async with group(controller) as made:

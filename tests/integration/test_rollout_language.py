@@ -189,6 +189,41 @@ def test_kept_episodes_that_are_too_old_or_damaged_are_not_used(tmp_path: Path) 
     assert kept.take(0, 0, 0) is None
 
 
+@pytest.mark.parametrize("change", [{"environment": Copy(seed=1)}, {"max_new_tokens": 2}])
+def test_a_kept_episode_of_other_settings_is_not_continued(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A run resumed with `--set`: the same position is another prompt, or a completion may not be as long."""
+    first = workload_for(Copy(seed=0), kept=KeptEpisodes(tmp_path))
+    steps = iter(range(100))
+    first.engine._progressed = lambda: first.engine.interrupt() if next(steps) == 2 else None  # type: ignore[attr-defined]
+    with pytest.raises(Aborted, match="kept tokens"):
+        asyncio.run(first.generate([first.prepare(lease(2, samples=8))]))  # type: ignore[list-item]
+    assert len([*tmp_path.iterdir()]) == 8
+    second = workload_for(**({"environment": Copy(seed=0)} | change), kept=KeptEpisodes(tmp_path))
+    prepared = second.prepare(lease(2, samples=8))
+    assert isinstance(prepared, PreparedPrompt)
+    [outcomes] = play(second, [lease(2, samples=8)])
+    limit = second.sampling.max_new_tokens
+    for outcome in outcomes:
+        assert isinstance(outcome, Finished)
+        assert outcome.arrays["token_ids"][outcome.arrays["loss_mask"] == 0].tolist() == prepared.token_ids
+        assert outcome.length <= limit or not outcome.arrays["truncated"][0]  # or it had ended before
+
+
+class Cancelling(Echo):
+    def reply(self, prompt: Prompt, completions: Sequence[str]) -> str | None:
+        if completions[-1]:
+            raise asyncio.CancelledError("a task of the environment was cancelled")
+        return None
+
+
+def test_an_environment_that_raises_a_cancellation_costs_that_episode_alone() -> None:
+    workload = workload_for(Cancelling(), max_turns=3)
+    outcomes = [outcome for group in play(workload, [lease(k, 8) for k in range(8)]) for outcome in group]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    assert 0 < len(failed) < len(outcomes)
+    assert all("a task of the environment was cancelled" in outcome.error for outcome in failed)
+
+
 def test_prompts_that_cannot_work_are_set_aside_or_refused_at_preflight() -> None:
     class Long(Copy):
         def prompt(self, position: int) -> Prompt:

@@ -393,6 +393,41 @@ async def test_payloads_of_leases_that_go_back_are_discarded_in_whatever_stage_t
     await until(lambda: len(store.written) - in_delivery == len(set(store.discarded)))
 
 
+async def test_a_payload_whose_lease_goes_back_while_it_is_written_is_discarded() -> None:
+    controller, store = ScriptedController(2), NumberedStore()
+    store.gate.clear()
+    writing = threading.Event()
+    write = store.write
+
+    def watched(arrays: dict[str, np.ndarray]) -> PayloadRef:
+        writing.set()
+        return write(arrays)
+
+    store.write = watched  # type: ignore[method-assign]
+    runner = Runner(ToyWorkload(), controller, store, settings(batch_samples=2))
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(runner.run())
+        await until(writing.is_set)
+        runner.abandon("asleep by order of the pool")
+        await until(lambda: controller.returned)
+        store.gate.set()
+        await running
+    await until(lambda: len(store.written) == GROUP)
+    await until(lambda: sorted(store.discarded) == [1, 2])
+
+
+async def test_a_cancellation_that_nobody_requested_is_an_error_of_the_hook() -> None:
+    class Leaking(ToyWorkload):
+        async def generate(self, batch: Sequence[PromptLease]) -> Any:
+            raise asyncio.CancelledError("a task of the hook was cancelled")
+
+    controller = ScriptedController(4)
+    with pytest.raises(RunFailed, match="generate raised CancelledError: a task of the hook was cancelled"):
+        async with asyncio.timeout(20.0):
+            await Runner(Leaking(), controller, NumberedStore(), settings()).run()
+    assert controller.settled() == list(range(controller.issued * GROUP))
+
+
 async def test_a_completed_run_abandons_what_is_left() -> None:
     controller = ScriptedController(1000)
     controller.phase = "complete"

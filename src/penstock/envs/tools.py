@@ -11,6 +11,7 @@ With prompts of messages, the model's chat template defines the format of tools,
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 
 from penstock.envs.chat import tool_calls
-from penstock.envs.protocol import GoBack, Message, Prompt, TextEnvironment, prompts_per_pass
+from penstock.envs.protocol import DividedEnvironment, GoBack, Message, Prompt, TextEnvironment, prompts_per_pass
 from penstock.envs.rewards import acceptable
 from penstock.errors import ConfigError
 
@@ -41,6 +42,9 @@ class ToolCall(msgspec.Struct, frozen=True):
 class WithTools:
     """A text environment with functions that its policy may call. A completion without a call ends the episode."""
 
+    hold_out: Callable[[int], WithTools]
+    """As of the environment; only if it has this method."""
+
     def __init__(
         self,
         environment: TextEnvironment,
@@ -55,12 +59,21 @@ class WithTools:
             raise ConfigError(f"two tools share a name: {sorted(tool.__name__ for tool in tools)}")
         self.introduce = introduce
         self.forget_mistakes = forget_mistakes
+        if isinstance(environment, DividedEnvironment):
+            self.hold_out = self._hold_out
 
     def __getattr__(self, name: str) -> Any:
-        """An `alphabet`, if the environment has one."""
-        if name != "alphabet":
+        """An `alphabet` and a `close`, if the environment has them."""
+        if name not in ("alphabet", "close"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._with_own_letters(self.environment.alphabet)  # type: ignore[attr-defined]
+        found = getattr(self.environment, name)
+        return self._with_own_letters(found) if name == "alphabet" else found
+
+    def _hold_out(self, count: int) -> WithTools:
+        held_out = copy.copy(self)
+        held_out.environment = self.environment.hold_out(count)  # type: ignore[attr-defined]
+        del held_out.hold_out  # it is bound to this object, and a held-out part is not divided again
+        return held_out
 
     def _with_own_letters(self, alphabet: str) -> str:
         """Adds the characters of tools and their descriptions."""

@@ -52,12 +52,13 @@ def _held_out(config: Config, pipeline: PipelineSection) -> Any:
     environment = made(config, pipeline, pipeline.env)
     if isinstance(environment, DividedEnvironment):
         return environment.hold_out(section.prompts)
-    if environment.count is not None:
+    prompts = prompts_per_pass(environment)
+    _close(environment)  # it was made only to read its size
+    if prompts is not None:
         raise ConfigError(
-            f"environment {pipeline.env.name!r} has only {environment.count} prompts and no method hold_out(count): "
+            f"environment {pipeline.env.name!r} has only {prompts} prompts and no method hold_out(count): "
             "name another environment in evaluation.env, or give it that method"
         )
-    _close(environment)  # it was made only to read its count
     seed = pipeline.env.options.get("seed", config.run.seed)
     options = pipeline.env.options | {"seed": draw(int(seed), 0, HELD_OUT) & 0x7FFF_FFFF}  # type: ignore[arg-type]
     return made(config, pipeline, pipeline.env.model_copy(update={"options": options}))

@@ -205,7 +205,8 @@ class Cadence:
         dropped, self._queued = list(self._queued), deque()
         if dropped:
             self.branches["batch_dropped"] += len(dropped)
-            tickets = tuple(ticket for batch in dropped for ticket in batch.tickets)
+            # A lease whose preparation failed may be reported already.
+            tickets = tuple(ticket for batch in dropped for ticket in batch.tickets if ticket in self.held)
             for ticket in tickets:
                 self.held.leave(self.held[ticket], Stage.RETURNED)
             effects.append(Drop(tickets, tuple(sample for batch in dropped for sample in batch.samples)))
@@ -220,10 +221,11 @@ class Cadence:
 
     def _on_batch_prepared(self, number: int, now: float) -> list[Effect]:
         batch = self._due.pop(number)
-        unprepared = [ticket for ticket in batch.tickets if self.held[ticket].stage is Stage.PREPARING]
+        stages = {ticket: held.stage for ticket in batch.tickets if (held := self.held.get(ticket)) is not None}
+        unprepared = [ticket for ticket, stage in stages.items() if stage is Stage.PREPARING]
         if unprepared:
             raise InvalidTransition(f"batch {number} was reported as prepared, but leases {unprepared} are not")
-        ready = tuple(ticket for ticket in batch.tickets if self.held[ticket].stage is Stage.READY)
+        ready = tuple(ticket for ticket, stage in stages.items() if stage is Stage.READY)
         self._release_unreported()
         return [self._generate(ready, now)] if ready else []
 

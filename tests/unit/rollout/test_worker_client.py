@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
 from penstock.errors import PeerLost, PenstockError
 from penstock.records.ids import PromptIndex, SampleId, Version
+from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
+from penstock.records.rollout import Rollout
 from penstock.rollout.io.worker_client import WorkerClient
 from penstock.runtime.tasks import Tasks
 from penstock.wire.messages import AskLease, Deliver, Delivered, Leased
@@ -52,6 +55,42 @@ async def test_a_delivery_that_was_cut_off_is_made_again() -> None:
 
 async def test_a_worker_that_stops_does_not_deliver_again() -> None:
     assert len(await cut_off(stopping=True)) == 1  # its leases go back when it unregisters
+
+
+class Ring:
+    """The ring of rank 0: remembers what it was told to free."""
+
+    def __init__(self) -> None:
+        self.discarded: list[PayloadRef] = []
+
+    def discard(self, payloads: Iterable[PayloadRef]) -> None:
+        self.discarded += payloads
+
+
+async def test_payloads_that_nobody_reads_are_freed_in_the_rings_of_all_ranks() -> None:
+    """The controller names them with a grant, expired ones this worker remembers, and refused ones of a delivery whose
+    loop has ended have no other reader."""
+    unread, expired, refused = (PayloadRef(f"ring-{rank}", 0, slot, 0, 0, 0) for slot, rank in enumerate((1, 0, 1)))
+    leased = Leased((), "throttled", "running", discard=(unread,), oldest=Version(5))
+    rollouts = [
+        Rollout(SampleId(sample), Version(4), "d", 0.0, 1, payload) for sample, payload in enumerate((expired, refused))
+    ]
+    controller = cast(Any, SimpleNamespace(pipeline="p", member="p.rollout.0-1"))
+    answers: list[Any] = [Delivered(refused=(SampleId(1),)), leased]
+
+    async def call(message: Any) -> Any:
+        return answers.pop(0)
+
+    controller.call = call
+    ring = Ring()
+    elsewhere: list[PayloadRef] = []
+    process = cast(Any, SimpleNamespace(stop=SimpleNamespace(requested=False)))
+    async with Tasks() as tasks:
+        worker = WorkerClient(process, controller, tasks, cast(Any, SimpleNamespace(version=0)), cast(Any, ring))
+        worker.discard_elsewhere = elsewhere.extend
+        await worker.deliver(rollouts, (), ())
+        await worker.lease(1, 1.0)
+    assert ring.discarded == elsewhere == [refused, unread, expired]
 
 
 class Granting:

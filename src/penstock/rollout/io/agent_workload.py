@@ -17,9 +17,13 @@ from penstock.records.prompt import PromptLease
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome
 from penstock.rollout.io.endpoint import Call, Endpoint
+from penstock.rollout.io.hook_calls import is_cancellation
 from penstock.rollout.io.language_workload import LanguageHooks, PreparedPrompt
 from penstock.rollout.settings import RolloutSection
 from penstock.runtime.offload import Offload
+
+LATE_S = 5.0
+"""Wait for a result beyond the episode's own deadline."""
 
 
 class Played(msgspec.Struct):
@@ -42,6 +46,7 @@ class AgentWorkload(LanguageHooks):
         """At most `threads` agents run concurrently. Other options as for `LanguageHooks`."""
         super().__init__(environment, engine, tokenizer, settings, **options)
         self._threads = Offload(threads, "agent")
+        self._free_threads = asyncio.Semaphore(threads)
         self._endpoint: Endpoint | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -51,37 +56,57 @@ class AgentWorkload(LanguageHooks):
         return PreparedPrompt(lease, self.environment.prompt(lease.prompt), [])
 
     async def generate(self, batch: Sequence[PreparedPrompt]) -> list[list[Played | Failed]]:
-        """Raises Aborted when the engine was interrupted: the agents are then restarted."""
+        """Raises Aborted when the engine was interrupted: the agents are then restarted. Raises PeerLost or RunFailed
+        when the engine is lost."""
         if self._endpoint is None:
             self._endpoint = Endpoint(self.engine, self.tokenizer, self.sampling, self.chat, self.stop_strings)
             self._serving = asyncio.get_running_loop().create_task(self._endpoint.run(), name="endpoint for agents")
-        played = await asyncio.gather(
-            *[self._play(self._endpoint, one.lease.prompt) for one in batch for _ in one.lease.members]
-        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._play(self._endpoint, one.lease.prompt))
+                    for one in batch
+                    for _ in one.lease.members
+                ]
+        except BaseExceptionGroup as errors:  # the engine is lost: one error, not one per episode
+            raise errors.exceptions[0] from errors
+        played = [task.result() for task in tasks]
         if None in played:
             raise Aborted("generation was interrupted; the agents are restarted")
         done = iter(played)
         return [[made for _ in one.lease.members if (made := next(done)) is not None] for one in batch]
 
     async def _play(self, endpoint: Endpoint, position: int) -> Played | Failed | None:
-        environment: Any = self.environment
-        count = environment.count
         key, recorded = endpoint.open()
         try:
-            play = self._threads.run(environment.play, endpoint.base_url, key, position % count if count else position)
-            async with asyncio.timeout(environment.timeout_s + 5.0):
-                result = await play
+            result = await self._result(endpoint.base_url, key, position)
             # The agent may have continued after a refused request.
+            if recorded.lost is not None:
+                raise recorded.lost
             if recorded.interrupted:
                 return None
             if recorded.failure:
                 return Failed(recorded.failure)
             calls = [call for call in recorded.calls if not result.session or call.session == result.session]
             return Played(episode_of(calls), result)
-        except Exception:  # noqa: BLE001 - fails this episode, recorded with its traceback
-            return None if recorded.interrupted else Failed(traceback.format_exc())
+        except (Exception, asyncio.CancelledError) as error:  # fails this episode, recorded with its traceback
+            if is_cancellation(error):
+                raise
+            if recorded.lost is not None:
+                raise recorded.lost from None
+            return None if recorded.interrupted else Failed(recorded.failure or traceback.format_exc())
         finally:
             endpoint.finish(key)
+
+    async def _result(self, base_url: str, key: str, position: int) -> AgentResult:
+        """Waits for a free thread, then for the agent. One that is late keeps its thread until it returns."""
+        environment: Any = self.environment
+        count, loop = environment.count, asyncio.get_running_loop()
+        await self._free_threads.acquire()
+        play = self._threads.submit(environment.play, base_url, key, position % count if count else position)
+        play.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._free_threads.release))
+        async with asyncio.timeout(environment.timeout_s + LATE_S):
+            return await asyncio.wrap_future(play)
 
     def postprocess(self, prepared: PreparedPrompt, generated: Sequence[Any]) -> list[Outcome]:
         return [self._finished(made) if isinstance(made, Played) else made for made in generated]

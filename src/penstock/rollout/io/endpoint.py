@@ -9,6 +9,7 @@ tokenised again. A stream sends tokens as they are generated; reasoning and tool
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import secrets
@@ -26,7 +27,7 @@ from starlette.routing import Route
 
 from penstock.engines.requests import Completion, RequestEngine, Sampling
 from penstock.envs.chat import Chat, ChatMessage, assistant_message
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PeerLost, PenstockError, RunFailed
 from penstock.rollout.completions import cut_at, joined
 from penstock.runtime.http_guard import PortGuard, bearer
 
@@ -59,6 +60,8 @@ class Recorded(msgspec.Struct):
     interrupted: bool = False
     failure: str = ""
     """Why a completion could not be generated; not an error of the agent."""
+    lost: PenstockError | None = None
+    """The error of an engine that generates no more."""
 
 
 def completion_text(tokenizer: Any, stop_ids: Sequence[int], drawn: Completion) -> str:
@@ -206,7 +209,7 @@ class Endpoint:
 
         if body.get("stream"):
             return _stream(self._chat_chunks(call, message))
-        drawn = await self._completed(call)
+        drawn = await self._completed(request, call)
         answer = message(call.text_so_far(drawn))
         choice = {"index": 0, "message": answer, "finish_reason": _chat_reason(answer, drawn)}
         return JSONResponse({"object": "chat.completion", "choices": [choice]} | call.head | call.usage(drawn))
@@ -252,7 +255,7 @@ class Endpoint:
         call = self._engine_request(request, episode, text, ids, body)
         if body.get("stream"):
             return _stream(self._text_chunks(call))
-        drawn = await self._completed(call)
+        drawn = await self._completed(request, call)
         choice = {"index": 0, "text": call.text_so_far(drawn), "finish_reason": _reason(drawn)}
         return JSONResponse({"object": "text_completion", "choices": [choice]} | call.head | call.usage(drawn))
 
@@ -272,7 +275,8 @@ class Endpoint:
         params = body.get("sampling_params") or {}
         if not isinstance(params, dict):
             raise _Refused(400, "'sampling_params' must be an object")
-        drawn = await self._completed(self._engine_request(request, episode, self._tokenizer.decode(ids), ids, params))
+        call = self._engine_request(request, episode, self._tokenizer.decode(ids), ids, params)
+        drawn = await self._completed(request, call)
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, logprobs, strict=True)]
         reason = _reason(drawn)
@@ -366,19 +370,29 @@ class Endpoint:
         session = request.headers.get("x-session-id", "")
         return _EngineRequest(episode, text, ids, sampling, session, tuple(stops), self._tokenizer)
 
-    async def _completed(self, call: _EngineRequest) -> Completion:
-        return [drawn async for drawn in self._drawn(call, whole=True)][-1]
+    async def _completed(self, request: Request, call: _EngineRequest) -> Completion:
+        """The whole completion. It is cancelled, and not recorded, if the client disconnects: a client that timed out
+        repeats its call, and the agent sees only that answer."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(_raise_when_disconnected(request))
+                [*_, drawn] = [drawn async for drawn in self._drawn(call, whole=True)]
+                watching.cancel()
+        except BaseExceptionGroup as errors:  # the engine's error, or the disconnection
+            raise errors.exceptions[0] from errors
+        self._record(call, drawn)
+        return drawn
 
     async def _drawn(self, call: _EngineRequest, *, whole: bool = False) -> AsyncIterator[Completion]:
-        """Yields the completion as it grows, or only the `whole` of it. It is recorded at its end, and also if the
-        agent disconnects, since the agent has seen the tokens so far.
+        """Yields the completion as it grows, or only the `whole` of it, which the caller records. A stream is recorded
+        at its end, and also if the agent disconnects, since the agent has seen the tokens so far.
 
         An engine answers whole requests: a stream is several requests, each continuing the last with the same cache.
         """
         episode, sampling, key = call.episode, call.sampling, None if whole else object()
         left, piece = sampling.max_new_tokens, sampling.max_new_tokens if whole else 1
         drawn: Completion | None = None
-        recorded = False
+        recorded = whole
         try:
             while True:
                 context = call.ids if drawn is None else [*call.ids, *drawn.token_ids.tolist()]
@@ -387,6 +401,8 @@ class Endpoint:
                     more = await self._engine.complete(context, piece_sampling, cache_key=key)
                 except PenstockError as error:
                     episode.failure = str(error)
+                    if isinstance(error, PeerLost | RunFailed):
+                        episode.lost = error
                     raise _Refused(503, str(error)) from error
                 if more.ending == "interrupted":
                     episode.interrupted = True
@@ -396,7 +412,8 @@ class Endpoint:
                 drawn = cut_at(self._tokenizer, [*self._stop_strings, *call.stops], joined(drawn, more))
                 left = sampling.max_new_tokens - len(drawn.token_ids)
                 piece = min(2 * piece, STREAMED_TOKENS)
-                if done := drawn.ending == "stop" or not left:
+                done = drawn.ending == "stop" or not left
+                if done and not recorded:
                     recorded = True
                     self._record(call, drawn)
                 yield drawn
@@ -426,6 +443,13 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _Refused(400, "the request must be a JSON object")
     return found
+
+
+async def _raise_when_disconnected(request: Request) -> None:
+    """Call it after the body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    raise _Refused(499, "the client disconnected")
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -99,6 +99,10 @@ class GroupRunner:
         """Sends this manifest to every rank with the next fetch."""
         self._manifest = manifest
 
+    def discard(self, payloads: Sequence[PayloadRef]) -> None:
+        """Sends the payloads to discard to all ranks with the next fetch; each frees those in its own ring."""
+        self._discards += payloads
+
     async def run(self) -> str:
         """Generates until no work is left and every rank is paused; returns the reason."""
         self._finished = self._deadline = None
@@ -266,10 +270,7 @@ class GroupRunner:
             self._lease_s.pop(sample, None)
 
     def _discard(self, samples: frozenset[SampleId], outcomes: Outcomes) -> None:
-        """Sends the payloads to discard to all ranks with the next fetch; each frees those in its own ring."""
-        self._discards += [
-            one.payload for one in outcomes.values() if one.sample in samples and isinstance(one, Rollout)
-        ]
+        self.discard([one.payload for one in outcomes.values() if one.sample in samples and isinstance(one, Rollout)])
 
     async def _return_samples(self, samples: tuple[SampleId, ...]) -> None:
         self._forget(samples)

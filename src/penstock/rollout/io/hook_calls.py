@@ -107,6 +107,12 @@ def is_infrastructure_error(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(error, PeerLost | RunFailed)
 
 
+def is_cancellation(error: BaseException) -> bool:
+    """Whether the current task was cancelled; otherwise a CancelledError is an error of the code that raised it."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
 class HookCalls:
     """Calls the five hooks of one workload and turns their outcomes into events for the prefetch machine."""
 
@@ -233,9 +239,9 @@ class HookCalls:
 
     def drop(self, work: Work) -> None:
         """Discards the payloads of a lease whose samples will not be reported."""
-        payloads, work.rollouts = [rollout.payload for rollout in work.rollouts], []
-        if payloads:
-            self._store.discard(payloads)
+        rollouts, work.rollouts = work.rollouts, []
+        if rollouts:
+            self._store.discard([rollout.payload for rollout in rollouts])
 
     def generate(self, batch: int, tickets: Sequence[flow.Ticket]) -> None:
         """For a workload whose `generate` blocks."""
@@ -266,9 +272,9 @@ class HookCalls:
             hook = "generate"
             answer: Any = workload.generate(collated)
             self._left(batch, works, await answer, started)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - sorted out by kind
+        except BaseException as error:  # sorted out by kind
+            if is_cancellation(error):
+                raise
             self._raised(batch, works, hook, error, started)
 
     def _entered(self, batch: int, tickets: Sequence[flow.Ticket]) -> list[Work]:
@@ -325,7 +331,8 @@ class HookCalls:
                 elif work.lease.evaluation is not None:
                     work.scores.append(self._scored(work, sample, member, outcome))
                 else:
-                    work.rollouts.append(self._stored(work, sample, outcome, started))
+                    stored = self._stored(work, sample, outcome, started)  # may block, and `drop` replaces the list
+                    work.rollouts.append(stored)
         except BaseException:
             self.drop(work)  # the lease fails as a whole
             raise

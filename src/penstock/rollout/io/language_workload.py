@@ -30,6 +30,7 @@ from penstock.records.prompt import PromptLease
 from penstock.rollout.completions import cut_at
 from penstock.rollout.episode import Episode
 from penstock.rollout.hooks import Failed, Finished, Outcome, Unusable
+from penstock.rollout.io.hook_calls import is_cancellation
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.scoring import Scoring
 from penstock.rollout.settings import RolloutSection
@@ -165,9 +166,14 @@ class LanguageHooks:
         lease = prepared.lease
         if self.kept is not None:
             episode = self.kept.take(lease.prompt, lease.attempt, member, min_version=lease.min_version)
-            if episode is not None:
+            if episode is not None and self._continues(episode, prepared):
                 return episode
         return Episode.start(prepared.token_ids)
+
+    def _continues(self, episode: Episode, prepared: PreparedPrompt) -> bool:
+        """Whether a kept episode fits the settings of this run, which may have changed when it was resumed."""
+        same_prompt = np.array_equal(episode.pieces[0].token_ids, prepared.token_ids)
+        return same_prompt and episode.turn_tokens < self.sampling.max_new_tokens
 
     def keep(self, prepared: PreparedPrompt, member: int, episode: Episode) -> None:
         """Stores the episode for the worker that generates this member next, if `kept` is set."""
@@ -371,7 +377,9 @@ class LanguageWorkload(LanguageHooks):
                 active = await self._take_reply(prepared, episode)
         except (PeerLost, RunFailed):
             raise
-        except Exception:  # noqa: BLE001 - fails this episode, recorded with its traceback
+        except (Exception, asyncio.CancelledError) as error:  # fails this episode, recorded with its traceback
+            if is_cancellation(error):
+                raise
             return Failed(traceback.format_exc())
         finally:
             if key is not None:

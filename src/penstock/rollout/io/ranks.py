@@ -139,6 +139,7 @@ class RankGroup:
             self._children.signal(INTERRUPT)
 
         self._runner = GroupRunner(controller, settings, progressed=moved, interrupt=interrupt)
+        controller.discard_elsewhere = self._runner.discard
         lockstep = Lockstep(
             workload,
             RingStore(ring, moved),

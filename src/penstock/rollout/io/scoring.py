@@ -5,7 +5,8 @@ Where a reward function runs:
 | function               | runs in                                      | over its deadline                      |
 |------------------------|----------------------------------------------|----------------------------------------|
 | marked `inline`        | the postprocessing thread, at once           | (has none: it takes microseconds)      |
-| `async def`            | one event loop in a separate thread          | is cancelled                           |
+| `async def`            | one event loop in a separate thread          | is cancelled; if it blocks the loop,   |
+|                        |                                              | the others continue on a new loop      |
 | any other              | threads of the worker, `concurrency` at most | is abandoned; moves into processes     |
 | other, `processes` set | that many processes, started when needed     | its process is killed and replaced     |
 
@@ -35,7 +36,7 @@ import msgspec
 from penstock.envs import rewards
 from penstock.envs.rewards import Columns, NoReward, Rubric, Scored, Values, awaited_values_of, is_async, values_of
 from penstock.envs.settings import RewardSection
-from penstock.errors import PenstockError, RunFailed
+from penstock.errors import PenstockError, RunFailed, sentence_of
 from penstock.runtime.parent import watch_parent
 from penstock.runtime.process import exit_cause
 from penstock.wire.messages import REWARD
@@ -51,6 +52,8 @@ IDLE_S = 60.0
 """An idle thread ends after this time, and its process with it."""
 OWN_FILES = {__file__, rewards.__file__, threading.__file__}
 """Source files left out of the reported stack of a call."""
+BLOCKED_S = 5.0
+"""A coroutine that is not cancelled this long after its deadline is on a loop that is blocked."""
 START_S = 300.0
 """A process may take this long to import the reward functions."""
 
@@ -69,7 +72,7 @@ class _Call(msgspec.Struct, eq=False):
     """It can be stopped: it runs in a process, or as a coroutine."""
     abandoned: bool = False
     thread: int = 0
-    """Id of its thread, if it runs in a thread of the worker."""
+    """Id of its thread, if it runs in a thread of the worker; the loop's, if it is a coroutine."""
     task: asyncio.Task[Any] | None = None
     """Its task, if it is a coroutine."""
 
@@ -105,7 +108,9 @@ class Scoring:
         self._gathered: dict[int, list[_Call]] = {}
         """For each `batched` function, the calls that wait for the one in flight."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._slots: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(settings.reward_concurrency)
+        self._on_loop: set[_Call] = set()
+        """The calls that run on the loop, or wait for one of its slots."""
         self._watching = False
         self._closed = False
 
@@ -180,7 +185,7 @@ class Scoring:
                 self._watching = True
                 threading.Thread(target=self._watch, name="reward-watch", daemon=True).start()
         if is_async(function):
-            asyncio.run_coroutine_threadsafe(self._await(call), self._own_loop())
+            self._start_on_loop(call)
             return
         with self._lock:
             self._waiting.append(call)
@@ -237,13 +242,20 @@ class Scoring:
                 if not call.stoppable:
                     self._end(call, *self._call_here(call))
                 else:
-                    child = child or self._new_child()
+                    try:
+                        child = child or self._new_child()
+                    except OSError as error:
+                        reason = f"a process for reward functions could not be started: {sentence_of(error)}"
+                        self._end(call, [NoReward(reason)] * len(call.completions))
+                        continue
                     values, error = child.call(call, self.rubric.names[call.function], self.settings.reward_timeout_s)
                     if not child.alive:
                         self._drop_child(child)
                         child = None
                     self._end(call, values, error)
                 if call.abandoned:  # it returned after all; another thread replaced this one
+                    with self._lock:
+                        self._abandoned -= 1
                     return
         finally:
             if child is not None:
@@ -275,6 +287,7 @@ class Scoring:
     def _end(self, call: _Call, values: Values, error: BaseException | None = None) -> None:
         with self._lock:
             self._running.discard(call)
+            self._on_loop.discard(call)
             if call.abandoned:
                 return
         if error is not None:
@@ -300,7 +313,7 @@ class Scoring:
     # -- deadlines of threads, and progress --------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Reports the longest-running call, and abandons overdue calls in threads."""
+        """Reports the longest-running call, and abandons overdue calls in threads and a loop that is blocked."""
         while not self._closed:
             time.sleep(POLL_EVERY_S)
             now = time.monotonic()
@@ -314,8 +327,11 @@ class Scoring:
                 calls = f"{len(running)} calls in flight" if len(running) > 1 else "one call in flight"
                 self._progressed(f"{REWARD} {name} running for {ran_s:.0f} s, {calls}{_location(oldest)}")
             for call in running:
-                if now - call.began > self.settings.reward_timeout_s and not call.stoppable:
+                late_s = now - call.began - self.settings.reward_timeout_s
+                if late_s > 0 and not call.stoppable:
                     self._abandon(call)
+                elif late_s > BLOCKED_S and call.task is not None:
+                    self._abandon_loop(call)
 
     def _abandon(self, call: _Call) -> None:
         """Handles a missed deadline in a thread. The thread continues, and its result is ignored."""
@@ -344,22 +360,51 @@ class Scoring:
 
     # -- async functions ---------------------------------------------------------------------------------------------
 
-    def _own_loop(self) -> asyncio.AbstractEventLoop:
+    def _start_on_loop(self, call: _Call) -> None:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._slots = asyncio.Semaphore(self.settings.reward_concurrency)
                 threading.Thread(target=_run, args=(self._loop,), name="reward-loop", daemon=True).start()
-            return self._loop
+            self._on_loop.add(call)
+            asyncio.run_coroutine_threadsafe(self._await(call, self._slots), self._loop)
 
-    async def _await(self, call: _Call) -> None:
+    def _abandon_loop(self, call: _Call) -> None:
+        """Handles a coroutine that was not cancelled at its deadline, since it or another one blocks the loop. All that
+        run end without a reward, and those that wait for a slot start on a new loop. The old loop ends if it continues.
+        """
+        with self._lock:
+            if call not in self._running:
+                return
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+            calls, self._on_loop = self._on_loop, set()
+            self._running -= calls
+            for one in calls:
+                one.abandoned = True
+        timeout_s = self.settings.reward_timeout_s
+        on_thread = msgspec.structs.replace(call, task=None)  # another call may be the one that blocks
+        log.warning(
+            "an async reward function blocked its event loop for over %g s%s; it must await, or be a plain function",
+            BLOCKED_S,
+            _location(on_thread),
+        )
+        for one in calls:
+            if one.began:
+                one.values.set_result(_missed(self.rubric.names[one.function], timeout_s, len(one.completions)))
+            else:
+                self._start_on_loop(msgspec.structs.replace(one, abandoned=False))
+
+    async def _await(self, call: _Call, slots: asyncio.Semaphore) -> None:
         name, function = self.rubric.names[call.function], self.rubric.functions[call.function]
-        assert self._slots is not None
-        async with self._slots:
-            call.began = time.monotonic()
-            call.stoppable = True
-            call.task = asyncio.current_task()
+        async with slots:
             with self._lock:
+                if call.abandoned:  # it started on another loop, since this one was blocked
+                    return
+                call.began = time.monotonic()
+                call.stoppable = True
+                call.task, call.thread = asyncio.current_task(), threading.get_ident()
                 self._running.add(call)
             values: Values = []
             failure: BaseException | None = None

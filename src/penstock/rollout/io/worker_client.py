@@ -58,6 +58,8 @@ class WorkerClient:
         """Incremented with every grant that arrived. If the answer was lost, or a repeated call was answered twice, the
         controller returns the same grant again for the same number."""
         self._unread = Unread()
+        self.discard_elsewhere: Callable[[Sequence[PayloadRef]], object] = lambda payloads: None
+        """Receives every payload to discard: it may be in the ring of another rank of this worker."""
         self._returning: asyncio.Task[None] | None = None
 
     async def lease(self, samples: int, wait_s: float) -> Leased:
@@ -100,8 +102,12 @@ class WorkerClient:
             self._request = ask.request + 1
         expired = self._unread.expire(reply.oldest, monotonic()) if reply.oldest is not None else []
         if reply.discard or expired:
-            self._ring.discard((*reply.discard, *expired))
+            self._discard((*reply.discard, *expired))
         return reply
+
+    def _discard(self, payloads: Sequence[PayloadRef]) -> None:
+        self._ring.discard(payloads)
+        self.discard_elsewhere(payloads)
 
     async def _return_granted(self, asking: asyncio.Task[Leased | PenstockError]) -> None:
         answer = await asking
@@ -144,7 +150,7 @@ class WorkerClient:
             if rollout.sample not in refused:
                 self._unread.delivered(rollout.version, rollout.payload)
         if reply.refused:
-            self._ring.discard(rollout.payload for rollout in message.rollouts if rollout.sample in refused)
+            self._discard([rollout.payload for rollout in message.rollouts if rollout.sample in refused])
         return reply
 
     async def next_manifest(self, held: Held, wait_s: float) -> Manifest | None:

@@ -1,0 +1,171 @@
+"""Agents as a workload: whose fault a failed episode is, and from when its time counts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from test_rollout_runner import NumberedStore, ScriptedController, settings
+
+from penstock.engines.models import LanguagePolicy, TinyLanguageModel, build
+from penstock.engines.requests import Completion, Sampling
+from penstock.envs.io.agents import Agent, AgentResult
+from penstock.envs.protocol import Prompt
+from penstock.errors import PeerLost, PenstockError, RunFailed, Transient
+from penstock.rollout.io import agent_workload
+from penstock.rollout.io.agent_workload import AgentWorkload
+from penstock.rollout.io.runner import Runner
+from penstock.rollout.settings import RolloutSection
+
+
+class Engine:
+    """Answers at once, or raises."""
+
+    max_positions = None
+
+    def __init__(self, error: PenstockError | None = None) -> None:
+        self.error = error
+
+    async def complete(self, context: Sequence[int], sampling: Sampling, *, cache_key: object = None) -> Completion:
+        if self.error is not None:
+            raise self.error
+        return Completion(np.array([3, 4]), np.zeros(2, np.float32), np.array([[0, 3]], np.int32), "stop", 3, "d")
+
+    def forget(self, cache_key: object) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def ask(base_url: str, api_key: str) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {api_key}"}
+    return httpx.post(f"{base_url}/completions", json={"prompt": "ab>"}, headers=headers, timeout=30.0)
+
+
+class Player:
+    """An environment whose agent is a method of the test."""
+
+    count = None
+
+    def __init__(self, play: Callable[[str, str, int], float], timeout_s: float = 30.0) -> None:
+        self._play = play
+        self.timeout_s = timeout_s
+
+    def prompt(self, position: int) -> Prompt:
+        return Prompt(text=f"agent {position}")
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+        raise AssertionError("an agent returns its own reward")
+
+    def play(self, base_url: str, api_key: str, position: int) -> AgentResult:
+        return AgentResult(self._play(base_url, api_key, position))
+
+
+async def generate(
+    environment: Any, engine: Engine, controller: ScriptedController, *, threads: int = 8
+) -> ScriptedController:
+    """Generates all prompts; returns the controller, which has the results."""
+    policy = build(TinyLanguageModel(alphabet="ab>", hidden_size=16, layers=1, heads=2, max_positions=48))
+    assert isinstance(policy, LanguagePolicy)
+    section = RolloutSection(max_new_tokens=4)
+    workload = AgentWorkload(environment, engine, policy.tokenizer, section, threads=threads)
+    runner = Runner(workload, controller, NumberedStore(), settings(batch_samples=2, concurrency=8))
+    try:
+        async with asyncio.timeout(30.0):
+            await runner.run()
+    finally:
+        workload.close()
+        assert controller.settled() == list(range(2 * controller.issued))
+        if workload._serving is not None:
+            await workload._serving
+    return controller
+
+
+@pytest.mark.parametrize("error", [PeerLost("the engine has ended"), RunFailed("no such model")])
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_a_lost_engine_ends_the_worker_and_fails_no_prompt(error: PenstockError, gives_up: bool) -> None:
+    asked: list[int] = []
+
+    def play(base_url: str, api_key: str, position: int) -> float:
+        asked.append(ask(base_url, api_key).status_code)
+        if gives_up:
+            raise ValueError("the agent gives up")
+        return 1.0
+
+    controller = ScriptedController(40)
+    with pytest.raises(type(error), match=str(error)):
+        await generate(Player(play), Engine(error), controller)
+    assert 503 in asked
+    assert not controller.failures
+    assert controller.issued < 40
+
+
+async def test_an_episode_that_failed_for_the_engine_is_recorded_with_the_engines_error() -> None:
+    def play(base_url: str, api_key: str, position: int) -> float:
+        ask(base_url, api_key).raise_for_status()
+        return 1.0
+
+    controller = await generate(Player(play), Engine(Transient("the engine is full")), ScriptedController(4))
+    assert {failure.error for failure in controller.failures} == {"the engine is full"}
+    assert len(controller.failures) == 8
+
+
+async def cancels(base_url: str, api_key: str, position: int) -> float:
+    await asyncio.to_thread(ask, base_url, api_key)
+    if position == 1:
+        inner = asyncio.ensure_future(asyncio.sleep(60.0))
+        inner.cancel()
+        await inner
+    return 1.0
+
+
+async def test_an_agent_that_cancels_its_own_task_costs_its_episodes_alone() -> None:
+    controller = await generate(Agent(function=f"{__name__}:cancels"), Engine(), ScriptedController(4))
+    assert sorted(failure.sample for failure in controller.failures) == [2, 3]
+    assert all("CancelledError" in failure.error for failure in controller.failures)
+    assert len(controller.rollouts) == 6
+
+
+async def test_the_time_of_an_agent_counts_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More samples than threads: the last ones wait for longer than an agent may take."""
+    monkeypatch.setattr(agent_workload, "LATE_S", 0.0)
+    running = threading.Semaphore(2)
+
+    def play(base_url: str, api_key: str, position: int) -> float:
+        assert running.acquire(blocking=False), "more agents than threads"
+        try:
+            ask(base_url, api_key)
+            threading.Event().wait(0.3)
+        finally:
+            running.release()
+        return 1.0
+
+    controller = await generate(Player(play, timeout_s=1.0), Engine(), ScriptedController(8), threads=2)
+    assert not controller.failures
+    assert len(controller.rollouts) == 16
+
+
+async def test_an_agent_that_is_late_keeps_its_thread_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_workload, "LATE_S", 0.0)
+    answers: list[int] = []
+
+    def play(base_url: str, api_key: str, position: int) -> float:
+        if not answers:
+            while (answered := ask(base_url, api_key).status_code) == 200:
+                answers.append(answered)
+            answers.append(answered)
+            threading.Event().wait(1.5)  # longer than three agents may take
+        else:
+            ask(base_url, api_key)
+        return 1.0
+
+    controller = await generate(Player(play, timeout_s=0.5), Engine(), ScriptedController(2), threads=1)
+    assert answers[-1] == 401, "its episode has ended"
+    assert ["TimeoutError" in failure.error for failure in controller.failures] == [True]
+    assert len(controller.rollouts) == 3
