@@ -96,11 +96,14 @@ def test_the_last_checkpoint_is_damaged_when_the_workers_have_left() -> None:
 
 def test_a_trainer_that_hangs_on_its_devices_keeps_them_until_it_has_ended() -> None:
     """It could not move off, unregistered all the same, and another moved on while its step still ran there."""
-    faults = (Fault(8.3, "hang_trainer", for_s=1.0), Fault(9.8, "cut", "p0.trainer", for_s=8.0))
     settings = {"pool.devices": 2, "control.reconnect_s": 5.0, "control.wedged_after_s": 40.0}
-    report = simulate(Plan(seed=3, steps=8, pipelines=2, faults=faults, settings=settings))
-    assert report.complete
-    assert report.first_said("unregister: Transient: it is still on its devices") is not None
+    hung = 0
+    for seed, at in ((1, 7.0), (2, 7.0), (4, 5.0), (6, 9.0)):
+        faults = (Fault(at, "hang_trainer", for_s=3.0), Fault(at + 1.5, "cut", "p0.trainer", for_s=8.0))
+        report = simulate(Plan(seed=seed, steps=8, pipelines=2, faults=faults, settings=settings))
+        assert report.complete
+        hung += report.first_said("unregister: Transient: it is still on its devices") is not None
+    assert hung > 0, "in no run did the trainer hang in a step as it left"
 
 
 def test_the_supervisor_reports_the_end_of_a_worker_that_could_not_move_off_its_devices(
