@@ -14,6 +14,7 @@ from penstock.batch.advantage import dr_grpo
 from penstock.batch.codec import encode
 from penstock.batch.pack import PackSettings, TokenMicroBatch
 from penstock.payload.io.fetch import BatchFetcher
+from penstock.payload.io.mapping import Mapping
 from penstock.payload.io.shm import Ring
 from penstock.records.batch import Batch, BatchGroup
 from penstock.records.ids import PromptIndex, SampleId, StepIndex, Version
@@ -102,6 +103,21 @@ def test_memory_is_used_again_only_after_the_step_is_done(bench: Bench) -> None:
     assert packed_sequences(third) == wanted(2)
     second.done()
     third.done()
+    assert bench.ring.statistics().free == 16
+
+
+def test_payloads_in_locked_slots_are_freed_with_the_next_step(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.payload.io.mapping.SLOT_LOCK_TIMEOUT_S", 0.01)
+    first, second = bench.prepare(0), bench.prepare(1)
+    stopped = Mapping.open(bench.ring.name, str(tmp_path))
+    stopped.lock(0)
+    first.done()
+    assert bench.ring.statistics().reading == 16
+    stopped.unlock(0)
+    stopped.close()
+    second.done()
     assert bench.ring.statistics().free == 16
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Transient
 from penstock.payload.exchange import ExchangeLimits
 from penstock.payload.io.fetch import BatchFetcher, FetchReport, Transport
 from penstock.payload.io.mapping import Mapping
@@ -327,7 +327,7 @@ class TestOnAWire:
         ports = world.server.ports
         world.server.close()
         report.consumed()
-        eventually(lambda: world.fetcher._consumption._backoff.attempts > 0, 30)  # it was tried, in vain
+        eventually(lambda: bool(world.fetcher._consumption._failing), 30)  # it was tried, in vain
         assert world.ring.statistics().free == 13
         world.server = world.serve(ports=ports)
         eventually(lambda: world.ring.statistics().free == 16, 30)
@@ -366,6 +366,31 @@ class TestOnAWire:
         report = world.fetcher.fetch([ref], [world.address])
         assert bytes(report.views[ref]) == b"later"
         report.consumed()
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_locked_slot_delays_only_the_payloads_of_its_ring(
+    used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.payload.io.mapping.SLOT_LOCK_TIMEOUT_S", 0.01)
+    rings = [Ring.create("run-1", capacity_bytes=1 << 16, slots=4, directory=str(tmp_path)) for _ in range(3)]
+    refs = [ring.write([b"x"], timeout_s=0) for ring in rings for _ in range(4)]
+    fetcher = BatchFetcher(host_id="here", directory=str(tmp_path))
+    report = fetcher.fetch(refs, [ring.address(host_id="here") for ring in rings])
+    assert not report.missing
+    stopped = Mapping.open(rings[1].name, str(tmp_path))
+    stopped.lock(2)
+    end = report.consumed if used else report.released
+    with pytest.raises(Transient, match="has been locked for"):
+        end()
+    assert [ring.statistics().reading for ring in rings] == [0, 4, 0]
+    stopped.unlock(2)
+    stopped.close()
+    end()
+    assert [ring.statistics().free if used else ring.statistics().ready for ring in rings] == [4, 4, 4]
+    fetcher.close()
+    for ring in rings:
+        ring.close()
 
 
 def test_the_nearest_transport_is_chosen_with_a_way_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

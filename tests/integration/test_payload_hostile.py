@@ -20,11 +20,11 @@ import psutil
 import pytest
 from running import outside_address
 
-from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale
+from penstock.errors import LocalProtocolError, RemoteProtocolError, RunFailed, Stale, Transient
 from penstock.payload.exchange import REQUEST, STATUS, Code, ExchangeLimits, consume, hello, read
 from penstock.payload.io.fetch import BatchFetcher
 from penstock.payload.io.mapping import Mapping
-from penstock.payload.io.reader import RingReader
+from penstock.payload.io.reader import Finalisation, Lease, RingReader
 from penstock.payload.io.received import Buffers, Cancellation, Received
 from penstock.payload.io.shm import Ring
 from penstock.payload.io.tcp import RECEIVE_BYTES, TcpServer
@@ -194,6 +194,28 @@ def test_a_consumption_that_cannot_be_done_is_not_confirmed(world: World, monkey
     stopped.unlock(ref.slot)
     stopped.close()
     assert world.ring.statistics().ready == 1
+
+
+def test_a_slot_that_is_locked_when_its_body_was_sent_is_released_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [Transient("slot 0 has been locked"), Transient("slot 0 has been locked")]
+    finalise = RingReader.finalise
+
+    def locked(reader: RingReader, leases: list[Lease], action: Finalisation) -> int:
+        if failures:
+            raise failures.pop()
+        return finalise(reader, leases, action)
+
+    monkeypatch.setattr(RingReader, "finalise", locked)
+    server = world.serve(PATIENT)
+    ref = world.ring.write([b"body"], timeout_s=5)
+    with connected(server, hello("secret") + read(ref)) as connection:
+        assert receive(connection, STATUS.size + 4).endswith(b"body")
+        eventually(lambda: world.ring.statistics().ready == 1)
+        connection.sendall(read(ref))
+        assert receive(connection, STATUS.size + 4).endswith(b"body")
+    assert not failures
 
 
 def test_a_fresh_connection_is_served_while_the_first_is_still_sending(world: World) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -171,6 +174,52 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     server.close(5.0)
     assert threads() == []
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@contextmanager
+def spare_descriptors(count: int) -> Iterator[None]:
+    """This process can open no more than about `count` files in addition to those that are open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def many_buckets(run_dir: Path, version: int) -> Manifest:
+    publisher = Publisher(run_dir, "l1", keep=1, bucket_bytes=64)
+    return publisher.publish(Version(version), {f"w{i:03d}": torch.full((16,), float(version)) for i in range(60)})
+
+
+def test_no_more_than_the_kept_versions_are_ever_open(tmp_path: Path, server: ArtifactServer) -> None:
+    with spare_descriptors(2 * 60 + 20):
+        for version in range(4):
+            server.offer(many_buckets(tmp_path, version))
+
+
+def test_a_lack_of_descriptors_is_named_with_what_to_do(tmp_path: Path, server: ArtifactServer) -> None:
+    manifest = many_buckets(tmp_path, 0)
+    with spare_descriptors(40), pytest.raises(RemoteProtocolError, match=r"cannot be opened.*ulimit -n"):
+        server.offer(manifest)
+
+
+def test_parallel_streams_do_not_mix_where_the_file_system_has_no_sendfile(
+    tmp_path: Path, server: ArtifactServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> int:
+        refused.append(arguments)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    refused: list[object] = []
+    monkeypatch.setattr(os, "sendfile", refuse)
+    weights = {f"w{i:02d}": torch.randn(1 << 18) for i in range(16)}
+    manifest = Publisher(tmp_path, "l1", addresses=(server.address,)).publish(Version(0), weights)
+    server.offer(manifest)
+    for _ in range(5):
+        assert digest_of(PullTransport(TOKEN, streams=4).fetch(manifest, 20.0)) == manifest.digest
+    assert refused
 
 
 def test_the_nearest_way_is_taken(tmp_path: Path, server: ArtifactServer) -> None:

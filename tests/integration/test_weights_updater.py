@@ -21,7 +21,7 @@ from penstock.runtime.tensors import module_tensors
 from penstock.weights.io.digest import digest_of
 from penstock.weights.io.files import FileTransport, Publisher
 from penstock.weights.io.updater import ReplicaReport, ReplicaUpdater, Way
-from penstock.weights.replica import ReplicaState
+from penstock.weights.replica import MAX_INTERRUPTIONS, ReplicaState
 
 WAYS: list[Way] = ["staged", "in_place"]
 
@@ -241,6 +241,26 @@ async def test_a_version_removed_before_it_was_read_is_no_failure(tmp_path: Path
     await drive(bench, two_versions(bench))
     assert transport.fired == bench.updater.statistics.overtaken == 2
     assert bench.updater.statistics.failures == 0
+
+
+async def test_a_newest_version_with_a_missing_file_is_reported_so_that_it_is_published_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "staged")
+
+    async def story() -> None:
+        bench.publish(0)
+        await bench.serving(0)
+        newest = bench.publisher.publish(Version(1), module_tensors(policy(1)))
+        (tmp_path / newest.directory / newest.buckets[0].file).unlink()
+        bench.source.publish(newest)
+        await bench.until(lambda: bench.reports[-1].damaged == newest.held)
+        assert bench.reports[-1].state is ReplicaState.SERVING
+        bench.assert_serves(0)
+        assert bench.publish(1) == newest
+        await bench.serving(1)
+        bench.assert_serves(1)
+
+    await drive(bench, story())
+    assert bench.updater.statistics.overtaken >= MAX_INTERRUPTIONS
 
 
 async def test_a_file_server_that_gives_up_costs_this_update_and_not_the_process(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class RetryMachine(RuleBasedStateMachine):
     @initialize(count=st.integers(0, 6), concurrency=st.integers(1, 3), rounds=st.integers(1, 3))
     def begin(self, count: int, concurrency: int, rounds: int) -> None:
         self.policy = RetryPolicy(5, 12, 30, rounds, 2, 0.5, concurrency)
-        self.refs = [PayloadRef("ring", 1, slot, 1, 10, 0) for slot in range(count)]
+        self.refs = [PayloadRef("ring", 1, slot, 1, 0, 0) for slot in range(count)]
         self.now = 0.0
         self.retry = BatchRetry(self.refs, self.policy, 0.0)
         self.in_flight: dict[PayloadRef, float] = {}
@@ -138,14 +138,14 @@ class RetryMachine(RuleBasedStateMachine):
             del self.in_flight[ref]
             self.note(self.retry.handle(CallSucceeded(ref), self.now))
 
-    @rule(which=st.integers(0, 5), kind=st.sampled_from(KINDS))
-    def fail(self, which: int, kind: FailureKind) -> None:
+    @rule(which=st.integers(0, 5), kind=st.sampled_from(KINDS), partial=st.booleans())
+    def fail(self, which: int, kind: FailureKind, partial: bool) -> None:
         ref = self.pick(which)
         if ref is not None:
             del self.in_flight[ref]
             if kind == "stale":
                 self.stale.add(ref)
-            self.note(self.retry.handle(CallFailed(ref, Failure(kind, "")), self.now))
+            self.note(self.retry.handle(CallFailed(ref, Failure(kind, "", partial)), self.now))
 
     @rule(seconds=st.floats(0.01, 6))
     def time_passes(self, seconds: float) -> None:

@@ -14,6 +14,7 @@ from penstock.weights.events import (
     FailRun,
     FenceReplica,
     MembershipReconciled,
+    NewestHeld,
     OfferVersion,
     ReplicaReported,
     Ticked,
@@ -108,6 +109,30 @@ class TransactionMachine(RuleBasedStateMachine):
         held = self.holds[member]
         self.offers.pop(member, None)
         self.tell(WeightsAsked(member, held.held if held else NOTHING_HELD))
+
+    @precondition(lambda self: any(held and held == self.transaction.newest for held in self.holds.values()))
+    @rule(data=st.data())
+    def ask_with_the_newest(self, data: st.DataObject) -> None:
+        newest = self.transaction.newest
+        assert newest is not None
+        member = data.draw(st.sampled_from(sorted(member for member, held in self.holds.items() if held == newest)))
+        self.tell(NewestHeld(member, newest.held))
+        record = self.transaction.replicas[member]
+        assert record.requested
+        assert record.admitted or record.evicting
+
+    @rule()
+    def restart_the_controller(self) -> None:
+        """Only the newest manifest is left of what it knew; the supervisor still ends the processes it was told to."""
+        newest = self.transaction.newest
+        self.transaction = WeightTransaction(self.settings, lambda: self.versions)
+        self.admitted.clear()
+        self.offers.clear()
+        self.failed = ""
+        self.evicted -= self.holds.keys()
+        if newest is not None:
+            self.tell(VersionPublished(newest))
+        self.tell(MembershipReconciled(frozenset(self.holds)))
 
     @precondition(lambda self: self.offers)
     @rule(

@@ -157,6 +157,10 @@ class ExchangeLimits(NamedTuple):
     send_bytes_per_s: float = 4e6
     """A body may take `send_s` plus its size at this rate; a slower client is disconnected."""
 
+    def body_s(self, size_bytes: int) -> float:
+        """How long a body of this size may take."""
+        return self.send_s + size_bytes / self.send_bytes_per_s
+
 
 class ServerExchange:
     """One connection, seen from the server of one ring."""
@@ -189,7 +193,7 @@ class ServerExchange:
             return self._check_hello(event.data, now)
         if isinstance(event, SlotTaken):
             self._enter(ExchangeState.SENDING)
-            self.deadline = now + self._limits.send_s + event.size_bytes / self._limits.send_bytes_per_s
+            self.deadline = now + self._limits.body_s(event.size_bytes)
             return [SendBody(STATUS.pack(Code.OK, event.size_bytes))]
         if isinstance(event, BodySent):
             self.served += 1

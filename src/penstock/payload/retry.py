@@ -4,6 +4,9 @@ Three nested deadlines: of one call, of all calls for one payload (the slot), of
 more time than is left of the other two. A failed call is repeated immediately (on another port); a payload that failed
 again waits for the next round. A stale payload is never requested again. At the end every payload has arrived or is
 missing for a stated reason.
+
+All three grow with the size, as those of a server do. Calls share the link: when one times out although its payload was
+arriving, half as many are made at once.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from penstock.errors import InvalidTransition, LocalProtocolError
+from penstock.payload.exchange import ExchangeLimits
 from penstock.payload.ports import Fault
 from penstock.records.payload import PayloadRef
 
@@ -33,6 +37,8 @@ class RetryPolicy:
     pause_s: float = 0.25
     """Before the second round; doubles for each further one."""
     concurrency: int = 8
+    bytes_per_s: float = ExchangeLimits().send_bytes_per_s
+    """Each deadline is extended by the size of the payload at this rate, that of the batch by its largest payload."""
 
     def __post_init__(self) -> None:
         if not 0 < self.call_s < self.slot_s < self.batch_s:
@@ -40,6 +46,8 @@ class RetryPolicy:
                 f"deadlines must nest, each shorter than the next: call_s={self.call_s}, slot_s={self.slot_s}, "
                 f"batch_s={self.batch_s}"
             )
+        if self.bytes_per_s <= 0:
+            raise LocalProtocolError(f"bytes_per_s must be positive, found {self.bytes_per_s}")
         if min(self.rounds, self.calls_per_round, self.concurrency) < 1 or self.pause_s < 0:
             raise LocalProtocolError(f"rounds, calls_per_round, concurrency must be >= 1 and pause_s >= 0: {self}")
 
@@ -49,6 +57,8 @@ class Failure(NamedTuple):
 
     kind: FailureKind
     detail: str
+    partial: bool = False
+    """Part of the answer had arrived."""
 
 
 # Events
@@ -95,6 +105,10 @@ Effect = BeginCall | ReportMissing
 class _Pending:
     ref: PayloadRef
     calls: int = 0
+    began: float = float("-inf")
+    """The last call."""
+    allowed_s: float = 0.0
+    """From the first call to the deadline."""
     deadline: float = float("inf")
     not_before: float = float("-inf")
     failures: list[Failure] = field(default_factory=list)
@@ -105,8 +119,12 @@ class BatchRetry:
 
     def __init__(self, refs: Iterable[PayloadRef], policy: RetryPolicy, now: float) -> None:
         self._policy = policy
-        self.deadline = now + policy.batch_s
         self._fresh = deque(_Pending(ref) for ref in dict.fromkeys(refs))
+        largest = max((pending.ref.size_bytes for pending in self._fresh), default=0)
+        self._allowed_s = policy.batch_s + largest / policy.bytes_per_s
+        self.deadline = now + self._allowed_s
+        self._concurrency = policy.concurrency
+        self._slowed_at = now
         self._at_once: deque[_Pending] = deque()
         self._next_round: list[_Pending] = []
         self._in_flight: dict[PayloadRef, _Pending] = {}
@@ -162,6 +180,9 @@ class BatchRetry:
     def _failed(self, pending: _Pending, failure: Failure, now: float) -> list[Effect]:
         pending.failures.append(failure)
         policy = self._policy
+        if failure.kind == "timed_out" and failure.partial and pending.began >= self._slowed_at:
+            self._concurrency = max(1, self._concurrency // 2)
+            self._slowed_at = now
         if failure.kind in FINAL or pending.calls >= policy.rounds * policy.calls_per_round:
             return [self._mark_missing(pending, failure)]
         if pending.calls % policy.calls_per_round:
@@ -175,7 +196,7 @@ class BatchRetry:
         """Marks late payloads as missing. Payloads never called have only the batch's deadline."""
         if self._cancelled is not None or now >= self.deadline:
             failure = (
-                Failure("timed_out", f"batch deadline of {self._policy.batch_s} s passed")
+                Failure("timed_out", f"batch deadline of {self._allowed_s:g} s passed")
                 if self._cancelled is None
                 else Failure("cancelled", self._cancelled)
             )
@@ -188,7 +209,7 @@ class BatchRetry:
         for pending in late:
             (self._at_once if pending in self._at_once else self._next_round).remove(pending)
         return [
-            self._mark_missing(pending, Failure("timed_out", f"payload deadline of {self._policy.slot_s} s passed"))
+            self._mark_missing(pending, Failure("timed_out", f"payload deadline of {pending.allowed_s:g} s passed"))
             for pending in late
         ]
 
@@ -203,13 +224,18 @@ class BatchRetry:
 
     def _begin(self, now: float) -> list[Effect]:
         begun: list[Effect] = []
-        while len(self._in_flight) < self._policy.concurrency:
+        policy = self._policy
+        while len(self._in_flight) < self._concurrency:
             pending = self._take_next(now)
             if pending is None:
                 break
+            transfer_s = pending.ref.size_bytes / policy.bytes_per_s
             if pending.calls == 0:
-                pending.deadline = min(now + self._policy.slot_s, self.deadline)
-            begun.append(BeginCall(pending.ref, min(now + self._policy.call_s, pending.deadline), pending.calls))
+                pending.allowed_s = policy.slot_s + transfer_s
+                pending.deadline = min(now + pending.allowed_s, self.deadline)
+            deadline = min(now + policy.call_s + transfer_s, pending.deadline)
+            begun.append(BeginCall(pending.ref, deadline, pending.calls))
+            pending.began = now
             pending.calls += 1
             self._in_flight[pending.ref] = pending
         return begun

@@ -7,12 +7,12 @@ the reports it had not forwarded. The samples concerned soon exceed the stalenes
 
 from __future__ import annotations
 
-from collections import deque
-
+from penstock.payload.exchange import ExchangeLimits
 from penstock.records.payload import PayloadRef
 
 LONGEST_READ_S = 120.0
-"""A read is assumed to take less than this."""
+"""A read is assumed to take less than this, or than a server allows for its size."""
+LIMITS = ExchangeLimits()
 
 
 class Unread:
@@ -21,7 +21,8 @@ class Unread:
 
     def __init__(self) -> None:
         self._by_version: dict[int, list[PayloadRef]] = {}
-        self._to_repeat: deque[tuple[float, list[PayloadRef]]] = deque()
+        self._to_repeat: list[tuple[float, list[PayloadRef]]] = []
+        """When to repeat, and which."""
 
     def delivered(self, version: int, payload: PayloadRef) -> None:
         self._by_version.setdefault(version, []).append(payload)
@@ -29,16 +30,16 @@ class Unread:
     def expire(self, oldest: int, now: float) -> list[PayloadRef]:
         """Returns the payloads to free: those of samples generated with versions below `oldest`.
 
-        Each is returned again after `LONGEST_READ_S`: the first time, a server may still have been sending it to a
+        Each is returned again after the longest read: the first time, a server may still have been sending it to a
         reader that has timed out.
         """
-        expired: list[PayloadRef] = []
-        while self._to_repeat and now - self._to_repeat[0][0] >= LONGEST_READ_S:
-            expired += self._to_repeat.popleft()[1]
+        expired = [payload for at, payloads in self._to_repeat if at <= now for payload in payloads]
+        self._to_repeat = [(at, payloads) for at, payloads in self._to_repeat if at > now]
         expired_versions = [version for version in self._by_version if version < oldest]
         if expired_versions:
             fresh = [payload for version in expired_versions for payload in self._by_version.pop(version)]
-            self._to_repeat.append((now, fresh))
+            longest_s = max(LONGEST_READ_S, LIMITS.body_s(max(payload.size_bytes for payload in fresh)))
+            self._to_repeat.append((now + longest_s, fresh))
             expired += fresh
         return expired
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -14,6 +15,18 @@ import psutil
 POLL_S = 0.01
 GPUS_VARIABLE = "PENSTOCK_GPUS"
 """Number of GPUs of the machine, in the environment of processes that see only their own."""
+
+
+MAX_FILES = 1 << 16
+"""Enough for the files of large models. Some programs that a process starts take long if it may open many more."""
+
+
+def raise_file_limit() -> None:
+    """Raises the limit of open files, often 1,024, to the hard limit, `MAX_FILES` at most; children inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def start_time(pid: int) -> float | None:

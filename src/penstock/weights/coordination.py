@@ -49,7 +49,10 @@ class Coordination:
     def offer(self, member: MemberId, held: Held, now: float) -> Manifest | None:
         """The version for a replica that waits for weights; None while it holds the newest, or must not get one."""
         newest = self.transaction.newest
-        if newest is None or newest.held == held:
+        if newest is None:
+            return None
+        if newest.held == held:
+            self.tell(events.NewestHeld(member, held), now)
             return None
         offered = self.tell(events.WeightsAsked(member, held), now)
         return offered.manifest if offered is not None else None

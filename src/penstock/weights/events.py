@@ -49,6 +49,13 @@ class WeightsAsked(msgspec.Struct, frozen=True):
     held: Held
 
 
+class NewestHeld(msgspec.Struct, frozen=True):
+    """A replica waits for weights and holds the newest version: after a restart this may be the first record of it."""
+
+    member: MemberId
+    held: Held
+
+
 class ReplicaReported(msgspec.Struct, frozen=True):
     """The version that a replica found in its own memory, or the error that ended an update."""
 
@@ -91,6 +98,7 @@ TransactionEvent: TypeAlias = (
     | TrainerReturned
     | MembershipReconciled
     | WeightsAsked
+    | NewestHeld
     | ReplicaReported
     | Ticked
 )

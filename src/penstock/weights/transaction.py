@@ -7,6 +7,7 @@ Promises, checked by `check`:
   for it;
 - there is no barrier: replicas update independently, and a failure affects only its replica;
 - every open offer and every fenced replica has a deadline;
+- admission is stopped only while no replica is admitted, unless the run failed;
 - a replica that serves is not evicted while fewer than `min_healthy` others do, unless the whole fleet is restarted.
 
 The machine receives the members (`MembershipReconciled`) before requests for weights, so it never addresses a dead
@@ -28,6 +29,7 @@ from penstock.weights.events import (
     FailRun,
     FenceReplica,
     MembershipReconciled,
+    NewestHeld,
     OfferVersion,
     OpenAdmission,
     ReplicaReported,
@@ -131,6 +133,9 @@ class WeightTransaction:
                 effects = self._reconciled(event, now)
             case WeightsAsked():
                 effects = self._asked(event, now)
+            case NewestHeld():
+                self.replicas.setdefault(event.member, ReplicaRecord(since=now)).requested = True
+                effects = self._record_held(event, now)
             case ReplicaReported():
                 effects = self._reported(event, now)
             case Ticked(excused):
@@ -167,7 +172,7 @@ class WeightTransaction:
         replica.offered = ""
         return [*self._record_held(event, now), *self._offer(event.member, now, event.held)]
 
-    def _record_held(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
+    def _record_held(self, event: WeightsAsked | NewestHeld, now: float) -> list[TransactionEffect]:
         """Records the version that a request states, as a report does: after a restart it may be the first record."""
         replica, held = self.replicas[event.member], event.held
         serving = replica.state is ReplicaState.SERVING
@@ -218,20 +223,18 @@ class WeightTransaction:
             replica.damages = 0
             if event.digest != self._substitute:
                 self.fleet_failures = self.fleet_restarts = self._restarted = 0
-            if self.admission_stopped:
-                self.admission_stopped = False
-                effects.append(OpenAdmission())
         return effects
 
     def _admission(self, member: MemberId) -> list[TransactionEffect]:
-        """Fences a replica that may not serve, admits one that may."""
+        """Fences a replica that may not serve, admits one that may and opens admission."""
         replica = self.replicas[member]
         may = replica.state is ReplicaState.SERVING and not replica.evicting
         if may == replica.admitted:
             return []
         replica.admitted = may
         if may:
-            return [AdmitReplica(member, replica.version, replica.digest)]
+            opened, self.admission_stopped = [OpenAdmission()] if self.admission_stopped else [], False
+            return [AdmitReplica(member, replica.version, replica.digest), *opened]
         return [FenceReplica(member, replica.first_error or f"is {replica.state}")]
 
     def _load_failed(self, event: ReplicaReported, now: float) -> list[TransactionEffect]:
@@ -412,6 +415,8 @@ class WeightTransaction:
     def check(self) -> None:
         for member, replica in self.replicas.items():
             replica.check(member)
+        if self.admission_stopped and self.healthy and not self.failed:
+            raise LocalProtocolError(f"admission is stopped although a replica may serve: {self!r}")
 
     def __repr__(self) -> str:
         states = Counter(str(replica.state) for replica in self.replicas.values())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import InvalidTransition, LocalProtocolError
+from penstock.payload.exchange import ExchangeLimits
 from penstock.payload.retry import (
     BatchCancelled,
     BatchRetry,
@@ -19,7 +22,7 @@ from penstock.payload.retry import (
 )
 from penstock.records.payload import PayloadRef
 
-A, B, C = (PayloadRef("ring", 1, slot, 1, 10, 0) for slot in range(3))
+A, B, C = (PayloadRef("ring", 1, slot, 1, 0, 0) for slot in range(3))
 POLICY = RetryPolicy(call_s=10, slot_s=25, batch_s=40, rounds=3, calls_per_round=2, pause_s=1, concurrency=2)
 RESET = Failure("reset", "by peer")
 
@@ -95,6 +98,45 @@ def test_no_slot_is_given_more_time_than_the_batch_has() -> None:
     assert {effect.ref for effect in effects if isinstance(effect, ReportMissing)} == {B, C}
     assert retry.missing[C] == Failure("timed_out", "batch deadline of 40 s passed")
     assert retry.done
+
+
+def test_deadlines_grow_with_the_size_as_those_of_the_server_do() -> None:
+    rate = ExchangeLimits().send_bytes_per_s
+    large, small = (PayloadRef("ring", 1, slot, 1, int(seconds * rate), 0) for slot, seconds in enumerate((100, 2)))
+    retry = BatchRetry([large, small], POLICY, 0.0)
+    assert begun(retry.handle(TimePassed(), 0.0)) == [(large, 110), (small, 12)]
+    timed_out = Failure("timed_out", "no answer")
+    assert begun(retry.handle(CallFailed(small, timed_out), 12.0)) == [(small, 24)]
+    assert begun(retry.handle(CallFailed(small, timed_out), 24.0)) == []
+    assert begun(retry.handle(TimePassed(), 25.0)) == [(small, 27)]
+    assert begun(retry.handle(CallFailed(large, timed_out), 110.0)) == [(large, 125)]
+    assert retry.deadline == 140.0
+
+
+SLOW = Failure("timed_out", "after 3 of 9 bytes", partial=True)
+
+
+def test_fewer_calls_share_a_slow_link() -> None:
+    """They slow each other down: as many as before would time out again."""
+    refs = [PayloadRef("ring", 1, slot, 1, 0, 0) for slot in range(8)]
+    retry = BatchRetry(refs, replace(POLICY, concurrency=8), 0.0)
+    assert len(begun(retry.handle(TimePassed(), 0.0))) == 8
+    effects = [effect for ref in refs for effect in retry.handle(CallFailed(ref, SLOW), 10.0)]
+    assert [ref for ref, _ in begun(effects)] == refs[:4], "calls of one time count once"
+    assert [ref for ref, _ in begun(retry.handle(CallSucceeded(refs[0]), 11.0))] == [refs[4]]
+    for ref in refs[1:4]:
+        effects = retry.handle(CallFailed(ref, SLOW), 20.0)
+    assert len(retry.arrived) == 1
+    assert begun(effects) == [(refs[5], 25)]
+    retry.check()
+
+
+def test_a_server_that_does_not_answer_slows_no_other() -> None:
+    refs = [PayloadRef("ring", 1, slot, 1, 0, 0) for slot in range(8)]
+    retry = BatchRetry(refs, replace(POLICY, concurrency=4), 0.0)
+    retry.handle(TimePassed(), 0.0)
+    for ref in refs[:4]:
+        assert len(begun(retry.handle(CallFailed(ref, Failure("timed_out", "no answer")), 10.0))) == 1
 
 
 def test_cancelling_gives_up_what_is_queued_and_waits_for_what_is_not() -> None:

@@ -365,6 +365,22 @@ def test_a_slot_locked_for_ever_is_an_error_and_not_a_hang(
     stopped.close()
 
 
+def test_leases_of_locked_slots_can_be_ended_later(
+    ring: Ring, reader: RingReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.payload.io.mapping.SLOT_LOCK_TIMEOUT_S", 0.01)
+    leases = [reader.take(ring.write([b"x"], timeout_s=0)) for _ in range(3)]
+    stopped = Mapping.open(ring.name, str(tmp_path))
+    stopped.lock(leases[1].ref.slot)
+    with pytest.raises(Transient, match="has been locked for"):
+        reader.finalise(leases, "consume")
+    assert (ring.statistics().reading, reader.leases) == (3, 3)
+    stopped.unlock(leases[1].ref.slot)
+    assert reader.finalise(leases, "consume") == 0
+    assert (ring.statistics().free, reader.leases) == (4, 0)
+    stopped.close()
+
+
 def test_a_full_file_system_is_a_full_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 0
     fallocate = os.posix_fallocate

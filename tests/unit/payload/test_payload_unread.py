@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from penstock.payload.exchange import ExchangeLimits
 from penstock.payload.unread import LONGEST_READ_S, Unread
 from penstock.records.payload import PayloadRef
 
 
-def payload(slot: int) -> PayloadRef:
-    return PayloadRef("ring", 1, slot, 1, 10, 0)
+def payload(slot: int, size_bytes: int = 10) -> PayloadRef:
+    return PayloadRef("ring", 1, slot, 1, size_bytes, 0)
 
 
 def test_payloads_expire_with_their_version() -> None:
@@ -28,6 +29,21 @@ def test_each_comes_once_more_when_no_read_of_it_can_still_be_going_on() -> None
     assert unread.expire(4, 9.9 + LONGEST_READ_S) == []
     assert unread.expire(4, 10.0 + LONGEST_READ_S) == [payload(0)]
     assert unread.expire(4, 11.0 + LONGEST_READ_S) == []
+
+
+def test_a_large_payload_comes_again_when_no_server_can_still_send_it() -> None:
+    unread = Unread()
+    large, small = payload(0, 1_000_000_000), payload(1)
+    longest_s = ExchangeLimits().body_s(large.size_bytes)
+    assert longest_s > LONGEST_READ_S
+    unread.delivered(3, large)
+    unread.delivered(4, small)
+    assert unread.expire(4, 0.0) == [large]
+    assert unread.expire(5, 1.0) == [small]
+    assert unread.expire(5, 1.0 + LONGEST_READ_S) == [small]
+    assert unread.expire(5, longest_s - 0.1) == []
+    assert unread.expire(5, longest_s) == [large]
+    assert unread.expire(5, longest_s + 1.0) == []
 
 
 def test_a_step_back_of_the_trainer_brings_nothing_back() -> None:

@@ -31,8 +31,18 @@ class _Used(NamedTuple):
     until: float
 
 
+class _Failing:
+    """A ring whose producer did not confirm the last report."""
+
+    def __init__(self) -> None:
+        self.backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self.not_before = 0.0
+
+
 class Consumption:
     """Repeats each report of used payloads until the producer has confirmed it. Only `close` waits for this.
+
+    Reports to producers that answer go first: all reports to one that does not are postponed.
 
     Consumes: used payloads. Produces: free slots. Waits for: confirmations. Unblocked by: replies, time, `close`.
     A report that is not confirmed in time is logged: its payloads occupy the ring until the producer ends or discards
@@ -45,7 +55,7 @@ class Consumption:
         self._unconfirmed: list[_Used] = []
         self._end: float | None = None
         self._cancellation = Cancellation()
-        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._failing: dict[str, _Failing] = {}
         self._offload: Offload | None = None
         self._running = False
 
@@ -87,23 +97,44 @@ class Consumption:
                 self._changed.notify_all()
 
     def _send_all(self) -> None:
-        while True:
+        while (used := self._take_next()) is not None:
+            last = self._end is not None
+            failure = self._send(used)
+            ring = used.address.ring
             with self._changed:
+                if failure is not None and (last or monotonic() >= used.until):
+                    _warn(used, failure)
+                elif failure is not None:
+                    self._unconfirmed.insert(0, used)
+                if failure is None or all(other.address.ring != ring for other in self._unconfirmed):
+                    self._failing.pop(ring, None)
+                else:
+                    failing = self._failing.setdefault(ring, _Failing())
+                    failing.not_before = monotonic() + failing.backoff.next_s()
+
+    def _take_next(self) -> _Used | None:
+        """Waits for the next report that is due; None when there are none and the end was requested."""
+        with self._changed:
+            while True:
                 wait_for(self._changed, lambda: bool(self._unconfirmed) or self._end is not None)
                 if not self._unconfirmed:
-                    return
-                batch, self._unconfirmed = self._unconfirmed, []
-            left = [used for used in batch if not self._send(used)]
-            with self._changed:
-                self._unconfirmed = left + self._unconfirmed
-                if not left:
-                    self._backoff.reset()
-                elif self._end is None:
-                    wait_for(self._changed, lambda: self._end is not None, self._backoff.next_s())
+                    return None
+                used = min(self._unconfirmed, key=self._due_at)
+                wait_s = self._due_at(used) - monotonic()
+                if self._end is not None or wait_s <= 0:
+                    self._unconfirmed.remove(used)
+                    return used
+                wait_for(self._changed, lambda: self._end is not None or self._has_unfailing(), wait_s)
 
-    def _send(self, used: _Used) -> bool:
-        """True when the report is confirmed or abandoned."""
-        last = self._end is not None
+    def _has_unfailing(self) -> bool:
+        return any(used.address.ring not in self._failing for used in self._unconfirmed)
+
+    def _due_at(self, used: _Used) -> float:
+        failing = self._failing.get(used.address.ring)
+        return float("-inf") if failing is None else failing.not_before
+
+    def _send(self, used: _Used) -> Failure | None:
+        """Two attempts; None when the report is confirmed."""
         until = min(used.until, self._end or used.until)
         failure: Failure | None = Failure("timed_out", "no time was left")
         tried: set[int] = set()
@@ -112,11 +143,7 @@ class Consumption:
             if failure is not None and now < until:
                 deadline = min(until, now + CALL_S)
                 failure = used.client.consume(used.address, used.refs, deadline, tried, self._cancellation)
-        if failure is not None and not last and monotonic() < until:
-            return False
-        if failure is not None:
-            _warn(used, failure)
-        return True
+        return failure
 
 
 def _warn(used: _Used, failure: Failure) -> None:

@@ -44,7 +44,7 @@ KEEP_UNUSED_FETCHES = 16
 
 
 class Holding(Protocol):
-    """The payloads of one ring in one batch. Exactly one of the methods is called, once."""
+    """The payloads of one ring in one batch. Exactly one of the methods is called, again if it raised `Transient`."""
 
     def consumed(self) -> int: ...
 
@@ -109,16 +109,28 @@ class FetchReport:
     def consumed(self) -> int:
         """Frees all payloads; returns how many of them another reader had taken over.
 
-        Does not wait: remote producers are notified in the background.
+        Remote producers are notified in the background. Raises `Transient` if slots are locked by another process: the
+        payloads of their rings are kept, and the call can be repeated.
         """
-        holdings, self._holdings = self._holdings, []
-        return sum(holding.consumed() for holding in holdings)
+        return self._end(lambda holding: holding.consumed())
 
     def released(self) -> None:
-        """Releases all payloads unused."""
+        """Releases all payloads unused; raises as `consumed` does."""
+        self._end(lambda holding: holding.released())
+
+    def _end(self, end: Callable[[Holding], int | None]) -> int:
         holdings, self._holdings = self._holdings, []
+        locked: Transient | None = None
+        orphans = 0
         for holding in holdings:
-            holding.released()
+            try:
+                orphans += end(holding) or 0
+            except Transient as error:
+                self._holdings.append(holding)
+                locked = error
+        if locked is not None:
+            raise locked
+        return orphans
 
 
 class BatchFetcher:
@@ -195,7 +207,10 @@ class BatchFetcher:
             if remote:
                 self._fetch_remote(remote, report, cancellation or Cancellation())
         except BaseException:
-            report.released()
+            try:
+                report.released()
+            except Transient as error:
+                log.warning("payloads of a failed fetch stay taken: %s", error)
             raise
         return report
 

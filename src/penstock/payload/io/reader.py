@@ -112,14 +112,18 @@ class RingReader:
         return [self._verified(one) for one in taken] if self._verify else taken
 
     def finalise(self, leases: Sequence[Lease], action: Finalisation) -> int:
-        """Ends read attempts; returns the number of orphans, whose slots were not changed."""
+        """Ends read attempts; returns the number of orphans, whose slots were not changed.
+
+        Raises `Transient` if another process has one of the slots locked: no attempt is ended then.
+        """
         if not leases:
             return 0
         mapping = self._mapping
         orphans = 0
-        attempts = [(lease.ref.slot, lease.end(action)) for lease in leases]
-        first, count = self._lock([slot for slot, _ in attempts])
+        first, count = self._lock([lease.ref.slot for lease in leases])
         try:
+            attempts = [(lease.ref.slot, lease.end(action)) for lease in leases]
+            self.leases -= len(attempts)
             for slot, attempt in attempts:
                 word = slots.finalise(mapping.load(slot), action, attempt)
                 if word is not None:
@@ -129,7 +133,6 @@ class RingReader:
                     orphans += 1
         finally:
             mapping.unlock(first, count)
-        self.leases -= len(attempts)
         return orphans
 
     def consume(self, refs: Iterable[PayloadRef]) -> int:

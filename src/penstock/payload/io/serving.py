@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import NamedTuple, Protocol
 
-from penstock.errors import LocalProtocolError, PenstockError, Stale
+from penstock.errors import LocalProtocolError, PenstockError, Stale, Transient
 from penstock.payload.exchange import (
     CloseConnection,
     Code,
@@ -29,6 +29,9 @@ from penstock.payload.io.reader import Lease, RingReader
 from penstock.runtime.clock import monotonic
 
 log = logging.getLogger(__name__)
+
+RELEASE_TRIES = 3
+"""For a slot that is locked by another process; each takes `SLOT_LOCK_TIMEOUT_S`."""
 
 
 class ServerStatistics(NamedTuple):
@@ -140,9 +143,13 @@ class Handler:
         lease, self._lease = self._lease, None
         assert lease is not None
         self._service.count("broken_off" if self.closed else "sent")
-        try:
-            owned = lease.released()
-        except LocalProtocolError:
-            return  # the server was closed and has released all slots
-        if not owned:
-            self._service.count("orphans")
+        for attempt in range(1, RELEASE_TRIES + 1):
+            try:
+                if not lease.released():
+                    self._service.count("orphans")
+                return
+            except LocalProtocolError:
+                return  # the server was closed and has released all slots
+            except Transient as error:
+                if attempt == RELEASE_TRIES:
+                    log.warning("a payload stays taken until it is requested again or consumed: %s", error)

@@ -174,7 +174,7 @@ class WireClient:
             if cancellation.reason is not None:
                 return Failure("cancelled", cancellation.reason), exchange.memory_free
             self._rotation.failed(host, ports, port, broken.fault)
-            return Failure(broken.fault, f"{host}:{port}: {broken}"), exchange.memory_free
+            return Failure(broken.fault, f"{host}:{port}: {broken}", broken.answered), exchange.memory_free
         self._rotation.succeeded(host, ports, port)
         return failure, exchange.memory_free
 

@@ -174,13 +174,15 @@ class DeviceTransport:
         self._opened: dict[SlotHandle, torch.Tensor] = {}
         self._fetched: tuple[DeviceCopy, torch.Tensor] | None = None
         """The device file of the version that was fetched last, and the copy of it."""
-        self._refused = ""
+        self._refused: set[SlotHandle] = set()
+        """Slots that could not be opened: of a trainer that is dead, or all if the driver cannot share."""
         self.fetched = 0
         self.fallbacks = 0
 
     def __repr__(self) -> str:
         return (
-            f"DeviceTransport({self._device}, {self.fetched} on the device, {self.fallbacks} otherwise{self._refused})"
+            f"DeviceTransport({self._device}, {self.fetched} on the device, {self.fallbacks} otherwise, "
+            f"{len(self._refused)} slots refused)"
         )
 
     def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
@@ -236,7 +238,7 @@ class DeviceTransport:
         return copy if copy.slot.device_uuid == self._uuid and copy.digest == manifest.digest else None
 
     def _open(self, handle: SlotHandle) -> torch.Tensor | None:
-        if self._refused:
+        if handle in self._refused:
             return None
         if handle not in self._opened:
             if len(self._opened) >= 8:  # most are of earlier trainers
@@ -244,7 +246,7 @@ class DeviceTransport:
             try:
                 self._opened[handle] = _rebuild(handle, self._device)
             except RuntimeError as error:
-                self._refused = f", refused: {error}"
+                self._refused.add(handle)
                 logger.warning("the trainer's device memory cannot be opened, fetching through the host: %s", error)
                 return None
         return self._opened[handle]

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.errors import Damaged, LocalProtocolError, RemoteProtocolError, RunFailed, Stale, Transient
+from penstock.errors import Damaged, LocalProtocolError, RemoteProtocolError, RunFailed, Stale, Transient, sentence_of
 from penstock.records.ids import Version
 from penstock.records.weights import BucketSpec, Manifest
 from penstock.runtime.disk import flush
@@ -292,7 +292,7 @@ def _open_bucket(directory: Path, bucket: BucketSpec) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise RemoteProtocolError(f"weights file {path} cannot be opened: {error.strerror}") from error
+        raise RemoteProtocolError(f"weights file cannot be opened: {sentence_of(error)}") from error
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size != bucket.size_bytes:

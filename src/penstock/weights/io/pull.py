@@ -72,13 +72,12 @@ class OfferedVersions:
 
     def offer(self, manifest: Manifest) -> None:
         """Offers this version from now on, and only the newest `keep` of those offered."""
-        offered = Offered(self._run_dir, manifest)
-        with self._lock:
+        with self._lock:  # retires before it opens: each version has many files
             if manifest.digest in self._offered:
                 self._retire(manifest.digest)
-            self._offered[manifest.digest] = offered
-            while len(self._offered) > self._keep:
+            while len(self._offered) >= self._keep:
                 self._retire(next(iter(self._offered)))
+            self._offered[manifest.digest] = Offered(self._run_dir, manifest)
 
     def take(self, digest: bytes) -> Offered | None:
         """The version, to be released after use; None if it is not offered."""
@@ -182,7 +181,8 @@ class ArtifactServer:
         with self._lock:
             self.served_bytes += length  # counted first: a peer that has the bytes finds them counted
         connection.sendall(REPLY.pack(OK, length))
-        with open(offered.source.fileno(bucket), "rb", closefd=False) as file:
+        # Opened again: without `sendfile` the file is read at its position, which copies of a descriptor share.
+        with open(f"/proc/self/fd/{offered.source.fileno(bucket)}", "rb") as file:
             return connection.sendfile(file, offset, length) == length
 
 

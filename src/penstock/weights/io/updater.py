@@ -31,6 +31,7 @@ from penstock.weights.io.fetch import check_fit
 from penstock.weights.io.neighbours import Engine, ManifestSource, SelfVerifying, WeightTransport
 from penstock.weights.manifest import check_manifest, describe
 from penstock.weights.replica import (
+    MAX_INTERRUPTIONS,
     AbandonReplica,
     Mismatched,
     Paused,
@@ -133,6 +134,8 @@ class ReplicaUpdater:
         self._wedged = False
         self._abandoned = False
         self._unsent: ReplicaReport | None = None
+        self._gone: tuple[Manifest | None, int] = (None, 0)
+        """The version that was last found removed, and how often in a row."""
 
     def __repr__(self) -> str:
         return f"ReplicaUpdater({self._way}, at {self._step}, {self.replica}, {self.statistics})"
@@ -205,6 +208,8 @@ class ReplicaUpdater:
                 update = self._staged if self._way == "staged" else self._in_place
             await update(manifest, offload)
         except Stale as error:  # raised while fetching, before the served weights were touched: a newer one exists
+            if await self._report_missing(manifest, error, offload):
+                return
             self.statistics.overtaken += 1
             logger.info("%s", error)
             await asyncio.sleep(self._backoff.next_s())
@@ -220,6 +225,16 @@ class ReplicaUpdater:
             self.statistics.last_pause_s = self._pause_s
             self.statistics.last_update_s = self._clock.now() - began
             logger.debug("%s is served after a pause of %.1f ms", describe(manifest), 1e3 * self._pause_s)
+
+    async def _report_missing(self, manifest: Manifest, error: Stale, offload: Offload) -> bool:
+        """Reports a version that was removed and is still offered, to be published again; False if it may be old."""
+        last, times = self._gone
+        self._gone = (manifest, times + 1 if manifest == last else 1)
+        if self._gone[1] <= MAX_INTERRUPTIONS:
+            return False
+        self._gone = (None, 0)
+        await self._failed(Damaged(f"{error}; it is still the newest and must be published again"), offload, manifest)
+        return True
 
     async def _staged(self, manifest: Manifest, offload: Offload) -> None:
         # Verified once, in the memory that will serve. If that fails, the fetched bytes are verified to find the cause.
