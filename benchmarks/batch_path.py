@@ -281,7 +281,7 @@ async def trainer(pipe: Connection, folder: Path, workload: Workload, rounds: in
     async def train(number: int) -> dict[str, float]:
         """What a trainer does between two batches, without the training; and it asks for the next."""
         while memory:
-            buffers.give_back(memory.pop())
+            buffers.release(memory.pop())
         while reports:
             reports.pop().consumed()
         if number:

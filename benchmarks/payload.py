@@ -387,7 +387,7 @@ class Bench:
     def read(self, client: WireClient, ref: PayloadRef) -> None:
         answer = client.read(self.address, ref, time.monotonic() + DEADLINE_S, set(), self.cancellation)
         assert isinstance(answer, Received), answer
-        self.buffers.give_back(answer.memory)
+        self.buffers.release(answer.memory)
 
     def consume(self, client: WireClient, refs: list[PayloadRef]) -> None:
         failure = client.consume(self.address, refs, time.monotonic() + DEADLINE_S, set(), self.cancellation)

@@ -33,7 +33,7 @@ from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import Rollout
-from penstock.roles.preparing import PromptsMeasured
+from penstock.roles.preparing import PromptsByCpuTime
 from penstock.rollout.hooks import Finished, Outcome
 from penstock.rollout.io.preparation_pool import PreparationPool
 from penstock.rollout.io.runner import Runner, RunnerSettings
@@ -214,7 +214,7 @@ def mixes(table: Table, results: list[dict[str, Any]], batches: int, rounds: int
         """As a worker reads prompts: here, until they are measured to compute for long."""
         if seconds not in prompts:
             elsewhere: Any = Computing(compute_in_process, seconds)
-            prompts[seconds] = PromptsMeasured(Computing(compute, seconds), lambda: elsewhere)
+            prompts[seconds] = PromptsByCpuTime(Computing(compute, seconds), lambda: elsewhere)
         prompts[seconds].prompt(0)
 
     kinds: tuple[tuple[str, Stage, Stage, Sequence[Mix]], ...] = (

@@ -69,7 +69,7 @@ class Load:
         self.steps = self.samples = self.deaths = 0
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
-        self._timed("start", lambda: self.controller.start(0.0, resumed=False, new_life=True))
+        self._timed("start", lambda: self.controller.start(0.0, resumed=False, new_session=True))
         for number in range(pipelines):
             Trainer(self, PipelineName(f"p{number}"))
         for number in range(workers):

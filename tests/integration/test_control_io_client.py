@@ -90,8 +90,12 @@ def announce(endpoint: Path, body: str) -> None:
 
 
 @asynccontextmanager
-async def client_of(endpoint: Path, give_up_s: float = 20.0, attempt_s: float = 10.0) -> AsyncIterator[ControlClient]:
-    client = ControlClient(endpoint, "token", A, W, give_up_s=give_up_s, attempt_timeout_s=attempt_s)
+async def client_of(
+    endpoint: Path, unreachable_timeout_s: float = 20.0, attempt_s: float = 10.0
+) -> AsyncIterator[ControlClient]:
+    client = ControlClient(
+        endpoint, "token", A, W, unreachable_timeout_s=unreachable_timeout_s, attempt_timeout_s=attempt_s
+    )
     try:
         yield client
     finally:
@@ -156,13 +160,13 @@ async def test_a_connection_lost_before_the_answer_is_tried_again(endpoint: Path
 
 
 async def test_a_silent_controller_is_given_up_after_the_attempt_and_then_the_bound(endpoint: Path) -> None:
-    async with served(Script(b""), endpoint), client_of(endpoint, give_up_s=0.3, attempt_s=0.1) as client:
+    async with served(Script(b""), endpoint), client_of(endpoint, unreachable_timeout_s=0.3, attempt_s=0.1) as client:
         with pytest.raises(PeerLost, match=r"could not be reached in .*no answer within 0.1 s"):
             await client.call(REPORT)
 
 
 async def test_a_controller_that_is_not_there_is_lost_after_the_bound(endpoint: Path) -> None:
-    async with client_of(endpoint, give_up_s=0.2) as client:
+    async with client_of(endpoint, unreachable_timeout_s=0.2) as client:
         with pytest.raises(PeerLost, match="no controller has written its address"):
             await client.call(REPORT)
         announce(endpoint, '{"host": "127.0.0.1", "port": 9}')
@@ -187,7 +191,7 @@ async def test_time_in_which_this_process_stood_still_is_not_the_controllers_fau
         return 200, MSGPACK, msgspec.msgpack.encode(Ok())
 
     monkeypatch.setattr(ControlClient, "_attempt", attempt)
-    async with client_of(endpoint, give_up_s=1.0, attempt_s=0.1) as client:
+    async with client_of(endpoint, unreachable_timeout_s=1.0, attempt_s=0.1) as client:
         assert await client.call(REPORT) == Ok()
     assert len(attempts) == 2
 
@@ -196,7 +200,7 @@ async def test_the_token_of_another_run_means_look_again(endpoint: Path) -> None
     script = Script(text(401, "no"), text(401, "no"), answer(Ok()))
     async with served(script, endpoint), client_of(endpoint) as client:
         assert await client.call(REPORT) == Ok()
-    async with served(Script(text(401, "wrong")), endpoint), client_of(endpoint, give_up_s=0.2) as client:
+    async with served(Script(text(401, "wrong")), endpoint), client_of(endpoint, unreachable_timeout_s=0.2) as client:
         with pytest.raises(PeerLost, match="token was refused"):
             await client.call(REPORT)
 
@@ -210,7 +214,7 @@ async def test_what_is_our_own_mistake_is_not_repeated(endpoint: Path) -> None:
 
 
 async def test_an_answer_that_is_no_answer(endpoint: Path) -> None:
-    async with client_of(endpoint, give_up_s=0.2) as client:
+    async with client_of(endpoint, unreachable_timeout_s=0.2) as client:
         async with served(Script(text(200, "hello")), endpoint):
             with pytest.raises(RemoteProtocolError, match="status 200"):
                 await client.call(REPORT)
@@ -223,29 +227,29 @@ async def test_an_answer_that_is_no_answer(endpoint: Path) -> None:
 
 
 async def test_once_shutdown_began_nothing_is_waited_for(endpoint: Path) -> None:
-    async with client_of(endpoint, give_up_s=3600) as client:
+    async with client_of(endpoint, unreachable_timeout_s=3600) as client:
         async with asyncio.TaskGroup() as group:  # one call waits for a controller, backing off
             waiting = group.create_task(_outcome(client.call(REPORT)))
             await asyncio.sleep(0)
-            client.hurry(0.05)
+            client.begin_shutdown(0.05)
         assert "during shutdown" in waiting.result()
         assert "during shutdown" in await _outcome(client.call(REPORT))
 
 
 async def test_shutdown_shortens_a_call_that_is_being_held(endpoint: Path) -> None:
     script = Script(b"")
-    async with served(script, endpoint), client_of(endpoint, give_up_s=3600) as client:
+    async with served(script, endpoint), client_of(endpoint, unreachable_timeout_s=3600) as client:
         async with asyncio.timeout(20), asyncio.TaskGroup() as group:
             held = group.create_task(_outcome(client.call(AskBatch(A, W, StepIndex(0), wait_s=3600))))
             while not script.requests:  # noqa: ASYNC110 - the script is no party to the test's loop
                 await asyncio.sleep(0.001)
-            client.hurry(0.05)
+            client.begin_shutdown(0.05)
         assert "during shutdown" in held.result()
 
 
 async def test_closing_ends_calls_under_way(endpoint: Path) -> None:
     script = Script(b"")
-    async with served(script, endpoint), client_of(endpoint, give_up_s=3600) as client:
+    async with served(script, endpoint), client_of(endpoint, unreachable_timeout_s=3600) as client:
         async with asyncio.timeout(20), asyncio.TaskGroup() as group:
             held = group.create_task(_outcome(client.call(AskBatch(A, W, StepIndex(0), wait_s=3600))))
             while not script.requests:  # noqa: ASYNC110 - the script is no party to the test's loop
@@ -267,12 +271,12 @@ async def test_shutdown_shortens_a_call_that_is_connecting(
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", vanished)
     announce(endpoint, '{"host": "127.0.0.1", "port": 9}')
-    async with client_of(endpoint, give_up_s=3600) as client:
+    async with client_of(endpoint, unreachable_timeout_s=3600) as client:
         async with asyncio.timeout(20), asyncio.TaskGroup() as group:
             held = group.create_task(_outcome(client.call(AskBatch(A, W, StepIndex(0), wait_s=3600))))
             await connecting.wait()
             if how == "hurry":
-                client.hurry(0.05)
+                client.begin_shutdown(0.05)
             else:
                 await client.close()
         assert held.result() == "the controller did not answer during shutdown: cannot connect: timed out"
@@ -291,11 +295,11 @@ async def test_shutdown_shortens_a_call_whose_connection_comes_later(
         return await connect(*where)
 
     monkeypatch.setattr(loop, "create_connection", late)
-    async with served(Script(b""), endpoint), client_of(endpoint, give_up_s=3600) as client:
+    async with served(Script(b""), endpoint), client_of(endpoint, unreachable_timeout_s=3600) as client:
         async with asyncio.timeout(20), asyncio.TaskGroup() as group:
             held = group.create_task(_outcome(client.call(AskBatch(A, W, StepIndex(0), wait_s=3600))))
             await connecting.wait()
-            client.hurry(1.0)
+            client.begin_shutdown(1.0)
             gate.set()
         assert held.result() == "the controller did not answer during shutdown: no answer within 1.0 s"
 
@@ -323,7 +327,7 @@ async def test_a_cancelled_call_does_not_spoil_the_next(endpoint: Path) -> None:
 
 
 async def test_the_whole_call_is_bounded_by_its_own_timeout(endpoint: Path) -> None:
-    async with client_of(endpoint, give_up_s=3600) as client:
+    async with client_of(endpoint, unreachable_timeout_s=3600) as client:
         async with asyncio.timeout(60):
             with pytest.raises(PeerLost):
                 await client.call(REPORT, timeout_s=0.1)

@@ -83,7 +83,7 @@ class Peers:
         self.reconnects = 0
 
     def client(self, member: MemberId) -> ControlClient:
-        return ControlClient(self.folder / "controller.json", TOKEN, PIPELINE, member, give_up_s=30)
+        return ControlClient(self.folder / "controller.json", TOKEN, PIPELINE, member, unreachable_timeout_s=30)
 
     async def _tell(self) -> None:
         async with self.moved:

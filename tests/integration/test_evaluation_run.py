@@ -13,7 +13,7 @@ from running import Running, letters, start, trained_prompts, wait_for
 
 from penstock.errors import RunFailed
 from penstock.journal.reader import history
-from penstock.journal.story import tell
+from penstock.journal.story import story_lines
 from penstock.records.ids import PipelineName
 
 PROMPTS = 12
@@ -197,7 +197,7 @@ def test_letters_and_a_pole_are_evaluated_while_they_train(folder: Path):
     shown = [json.loads(line) for line in (directory / "rollouts/letters/evaluations.jsonl").read_text().splitlines()]
     assert {line["version"] for line in shown} == {line["version"] for line in points(directory)} - {None}
     assert all(line["pieces"][-1]["by"] == "policy" for line in shown)
-    told = "\n".join(tell(directory / "journal.sqlite", PipelineName("letters"), "version", 8))
+    told = "\n".join(story_lines(directory / "journal.sqlite", PipelineName("letters"), "version", 8))
     assert f"version 8 evaluated: reward {books.results[-1]['reward_mean']:.4g}" in told
     assert "first → last" in output, "the summary has a column of evaluations"
 

@@ -90,7 +90,7 @@ class Controller:
         self.told.append(request)
         return Registered("running", Version(0), StepIndex(0))
 
-    def hurry(self, timeout_s: float) -> None:
+    def begin_shutdown(self, timeout_s: float) -> None:
         pass
 
     async def close(self) -> None:

@@ -68,7 +68,7 @@ def test_a_process_lives_ends_and_logs_far_from_its_run_directory(host: RoleHost
         return b"listening on 127.0.0.2:" in log
 
     wait_for(listens, 60, "the controller to listen on the address of its node")
-    host.ask_to_end()
+    host.terminate()
     assert host.wait(CONTROLLER.name) == ProcessExit(0, None)
     assert b"ended gracefully" in host.exchange(CONTROLLER.name, None, len(log))
 

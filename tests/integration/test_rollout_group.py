@@ -18,7 +18,7 @@ from penstock.records.payload import PayloadRef
 from penstock.records.weights import Manifest
 from penstock.rollout import trace
 from penstock.rollout.io.group import GroupRunner
-from penstock.rollout.io.lockstep import Lockstep, Surroundings
+from penstock.rollout.io.lockstep import Lockstep, RankCallbacks
 from penstock.rollout.io.rank_fetch import RankReport
 from penstock.runtime.offload import Offload
 from penstock.runtime.ranks import RankFailure
@@ -52,7 +52,7 @@ class RoomFetch:
             reports = list(self._room.reports)
             self._room.barrier.wait(20)
         except threading.BrokenBarrierError:
-            raise self.blame() or PeerLost("no rank gave a reason") from None
+            raise self.find_cause() or PeerLost("no rank gave a reason") from None
         return reports
 
     def fail(self, error: PenstockError) -> None:
@@ -63,7 +63,7 @@ class RoomFetch:
         if self._room.words is not None:
             self._room.barrier.abort()
 
-    def blame(self) -> PenstockError | None:
+    def find_cause(self) -> PenstockError | None:
         return self._room.words.error() if self._room.words is not None else None
 
 
@@ -98,7 +98,7 @@ class Group:
         if (error := done.exception()) is not None:
             self.runner.broke(error)
 
-    def around(self, rank: int) -> Surroundings:
+    def around(self, rank: int) -> RankCallbacks:
         def note(what: str) -> Callable[..., None]:
             return lambda said=None: self.happened.append((rank, what, said))
 
@@ -106,7 +106,7 @@ class Group:
             self.happened.append((rank, "weights", version))
             return True
 
-        return Surroundings(
+        return RankCallbacks(
             wait_for_weights=wait_for_weights,
             announced=note("announced"),
             discard=note("discard"),

@@ -24,7 +24,7 @@ from penstock.envs.tasks import Copy
 from penstock.errors import Aborted, ConfigError
 from penstock.records.ids import PromptIndex, SampleId, Version
 from penstock.records.prompt import PromptLease
-from penstock.roles.preparing import PromptsElsewhere
+from penstock.roles.preparing import PromptsInOtherProcess
 from penstock.rollout.hooks import Failed, Finished, Unusable
 from penstock.rollout.io.kept import KeptEpisodes
 from penstock.rollout.io.language_workload import LanguageWorkload, PreparedPrompt
@@ -272,7 +272,7 @@ def test_prompts_may_be_read_in_other_processes(tmp_path: Path) -> None:
     config_path = tmp_path / "config.toml"
     config_path.write_text(dump(validate({"run": {"seed": 5}, "pipeline": [pipeline]})))
     here = Copy(seed=5)
-    elsewhere = PromptsElsewhere(here, config_path, "a", 1)
+    elsewhere = PromptsInOtherProcess(here, config_path, "a", 1)
     try:
         assert [elsewhere.prompt(position) for position in range(4)] == [here.prompt(position) for position in range(4)]
         assert elsewhere.alphabet == here.alphabet

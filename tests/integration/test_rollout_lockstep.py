@@ -24,7 +24,7 @@ from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.rollout.hooks import Finished
 from penstock.rollout.io.group import GroupRunner
-from penstock.rollout.io.lockstep import Lockstep, Surroundings
+from penstock.rollout.io.lockstep import Lockstep, RankCallbacks
 from penstock.rollout.io.rank_fetch import join
 from penstock.rollout.io.runner import RunnerSettings
 from penstock.rollout.prefetch import Bounds
@@ -87,7 +87,7 @@ store = dist.FileStore(str(folder / "store"), options["ranks"])
 fetch = join(store, rank=rank, ranks=options["ranks"])
 report = {"traces": []}
 started = time.monotonic()
-around = Surroundings(traced=lambda told: report["traces"].append(type(told).__name__))
+around = RankCallbacks(traced=lambda told: report["traces"].append(type(told).__name__))
 
 async def lead():
     bounds = Bounds(batch_samples=4)

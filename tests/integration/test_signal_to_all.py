@@ -13,7 +13,7 @@ from running import letters, start, trained_steps
 
 from penstock.errors import PeerLost
 from penstock.roles import reporting
-from penstock.roles.controller import STAY_SHARE, until_over
+from penstock.roles.controller import STAY_SHARE, until_stopped
 from penstock.runtime.shutdown import ShutdownSignal
 from penstock.sim.loop import virtual_loop
 
@@ -46,7 +46,7 @@ async def controller(event: str, at_s: float) -> float:
     began = loop.time()
     if event in events:
         loop.call_later(at_s, events[event])
-    await until_over(process, service)
+    await until_stopped(process, service)
     return loop.time() - began
 
 

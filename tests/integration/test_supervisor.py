@@ -44,7 +44,7 @@ class Stubborn:
     async def wait(self) -> Ended:
         return await asyncio.shield(self.ended)
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         self.asked = True
 
     def kill(self) -> None:

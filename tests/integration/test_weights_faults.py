@@ -40,7 +40,7 @@ from penstock.weights.events import (
     TrainerLost,
     TransactionEvent,
     VersionPublished,
-    WeightsAsked,
+    WeightsRequested,
 )
 from penstock.weights.io.files import Publisher, read_manifest
 from penstock.weights.io.pull import ArtifactServer
@@ -223,7 +223,7 @@ class Stage:
         future: asyncio.Future[Manifest] = asyncio.get_running_loop().create_future()
         self.answers[member] = future
         if member in self.alive():
-            self.tell(WeightsAsked(member, msgspec.convert(request["held"], Held)))
+            self.tell(WeightsRequested(member, msgspec.convert(request["held"], Held)))
         try:
             manifest = await asyncio.wait_for(future, request["wait_s"])
         except TimeoutError:

@@ -171,7 +171,7 @@ class EvaluationMachine(RuleBasedStateMachine):
             self.machine.return_sample(name, sample, self.now)
 
     def die(self, name):
-        self.machine.lose_member(name)
+        self.machine.release_member(name)
         self.held[name].clear()
         self.serves.pop(name, None)
 
@@ -219,7 +219,7 @@ class EvaluationMachine(RuleBasedStateMachine):
     def resume(self):
         """All processes are new."""
         for name in "abc":
-            self.machine.lose_member(name)
+            self.machine.release_member(name)
             self.held[name].clear()
         self.serves.clear()
         self.machine.resume(self.now)

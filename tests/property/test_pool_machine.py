@@ -206,7 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(turn_s=st.sampled_from([1.0, 6.0]))
     def begin_another_life(self, turn_s: float) -> None:
         """The run is resumed, with other settings: no member is left, and no number is used twice."""
-        self.tell(ev.LifeBegan(TOPOLOGY, self.settings.model_copy(update={"turn_s": turn_s})))
+        self.tell(ev.SessionBegan(TOPOLOGY, self.settings.model_copy(update={"turn_s": turn_s})))
         assert not self.pool.members()
         assert self.pool.status(self.now).idle == DEVICES
         self.orders.clear()

@@ -21,7 +21,7 @@ from penstock.weights.events import (
     TrainerLost,
     TransactionEvent,
     VersionPublished,
-    WeightsAsked,
+    WeightsRequested,
 )
 from penstock.weights.faults import Policy
 from penstock.weights.published import PublishedVersions
@@ -108,7 +108,7 @@ class TransactionMachine(RuleBasedStateMachine):
         member = data.draw(st.sampled_from(sorted(self.holds)))
         held = self.holds[member]
         self.offers.pop(member, None)
-        self.tell(WeightsAsked(member, held.held if held else NOTHING_HELD))
+        self.tell(WeightsRequested(member, held.held if held else NOTHING_HELD))
 
     @precondition(lambda self: any(held and held == self.transaction.newest for held in self.holds.values()))
     @rule(data=st.data())

@@ -189,7 +189,7 @@ def test_a_prompt_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ledger_that_forgets_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    lose = Ledger.lose_member
+    lose = Ledger.release_member
 
     def forgetful(self: Ledger, *arguments: Any, **options: Any) -> Any:
         lost = lose(self, *arguments, **options)
@@ -197,7 +197,7 @@ def test_a_ledger_that_forgets_a_sample(monkeypatch: pytest.MonkeyPatch) -> None
             self.state.counts["dropped"] -= 1
         return lost
 
-    monkeypatch.setattr(Ledger, "lose_member", forgetful)
+    monkeypatch.setattr(Ledger, "release_member", forgetful)
     assert "the sample table is broken" in outcome(plan((Fault(6.0, "kill", W0), Fault(12.0, "kill", W1))))
 
 

@@ -81,8 +81,8 @@ def test_an_end_that_the_controller_could_not_be_told_of_is_told_later() -> None
         Fault(10.0, "kill", W0),
         steps=40,
     )
-    ends = [one.at for one in report.said if one.process == "controller" and "left: killed by SIGKILL" in one.line]
-    assert report.first_said("could not be notified that p0.rollout.0") is not None
+    ends = [one.at for one in report.log_lines if one.process == "controller" and "left: killed by SIGKILL" in one.line]
+    assert report.first_logged("could not be notified that p0.rollout.0") is not None
     assert len(ends) == 2
     assert 15.0 < ends[1] < 20.0
 
@@ -113,7 +113,7 @@ def test_mismatches_failed_writes_and_hung_engines_never_let_a_mixture_generate(
         Fault(20.0, "stuck_update", W1, for_s=3.0),
     )
     report = run(*faults, steps=40, settings={"pipeline.weights.way": way})
-    assert report.first_said("update failed at step") is not None
+    assert report.first_logged("update failed at step") is not None
 
 
 def test_steps_that_learn_nothing_and_steps_that_are_filtered_away() -> None:
@@ -142,7 +142,7 @@ def test_a_disk_that_lied_is_named_when_it_lost_every_checkpoint() -> None:
     report = simulate(Plan(seed=3, steps=60, work=QUICK, settings=SAVED, faults=faults))
     assert report.acceptable
     assert re.search(r"a checkpoint of step \d+ was confirmed", report.ended)
-    assert report.first_said("is damaged: checkpoint.json") or report.first_said("is damaged: ")
+    assert report.first_logged("is damaged: checkpoint.json") or report.first_logged("is damaged: ")
 
 
 def test_a_disk_that_lied_costs_the_steps_since_the_last_whole_checkpoint() -> None:

@@ -67,7 +67,7 @@ def test_a_process_that_dies_again_and_again_is_started_at_a_bounded_pace(target
     """The pauses double up to ten seconds; the run goes on once it lives."""
     report = simulate(Plan(seed=3, steps=12, faults=(Fault(5.0, "crash_loop", target, for_s=60.0, amount=0.2),)))
     assert report.complete
-    pauses = [one.line.rpartition(" in ")[2] for one in report.said if f"{target} ended" in one.line]
+    pauses = [one.line.rpartition(" in ")[2] for one in report.log_lines if f"{target} ended" in one.line]
     assert pauses[:6] == ["0.5 s", "1 s", "2 s", "4 s", "8 s", "10 s"]
 
 
@@ -77,21 +77,21 @@ def test_the_last_checkpoint_of_a_complete_pipeline_is_damaged_while_another_sti
     settings = {"pipeline.checkpoint.every_steps": 2}
     report = simulate(Plan(seed=3, steps=8, pipelines=2, faults=faults, settings=settings))
     assert report.complete
-    assert report.first_said("p0: running -> draining", after_s=26.0) is not None
-    assert report.first_said("p0: training rolled back from step 8 to 6") is not None
+    assert report.first_logged("p0: running -> draining", after_s=26.0) is not None
+    assert report.first_logged("p0: training rolled back from step 8 to 6") is not None
 
 
 def test_the_last_checkpoint_is_damaged_when_the_workers_have_left() -> None:
     """The trainer dies between its last checkpoint and its end: the run says what to do, and that helps."""
     plan = Plan(seed=3, steps=4, settings={"pipeline.checkpoint.every_steps": 2})
-    at_s = simulate(plan).first_said("draining -> complete")
+    at_s = simulate(plan).first_logged("draining -> complete")
     assert at_s is not None
     faults = tuple(Fault(at_s + 0.001, what, "p0.trainer") for what in ("damage_checkpoint", "kill"))
     ended = simulate(msgspec.structs.replace(plan, faults=faults)).ended
     assert ended.endswith("resume the run to train the missing steps again")
     report = simulate(msgspec.structs.replace(plan, faults=faults, resumed=True))
     assert report.complete
-    assert report.first_said("training rolled back from step 4 to 2") is not None
+    assert report.first_logged("training rolled back from step 4 to 2") is not None
 
 
 def test_a_trainer_that_hangs_on_its_devices_keeps_them_until_it_has_ended() -> None:
@@ -102,7 +102,7 @@ def test_a_trainer_that_hangs_on_its_devices_keeps_them_until_it_has_ended() -> 
         faults = (Fault(at, "hang_trainer", for_s=3.0), Fault(at + 1.5, "cut", "p0.trainer", for_s=8.0))
         report = simulate(Plan(seed=seed, steps=8, pipelines=2, faults=faults, settings=settings))
         assert report.complete
-        hung += report.first_said("unregister: Transient: it is still on its devices") is not None
+        hung += report.first_logged("unregister: Transient: it is still on its devices") is not None
     assert hung > 0, "in no run did the trainer hang in a step as it left"
 
 
@@ -115,7 +115,7 @@ def test_the_supervisor_reports_the_end_of_a_worker_that_could_not_move_off_its_
     monkeypatch.setattr(SimEngine, "vacate", fails)
     report = simulate(Plan(seed=3, steps=4, pipelines=2, settings={"pool.devices": 2}))
     assert report.complete
-    assert report.first_said("left: exit code 0") is not None
+    assert report.first_logged("left: exit code 0") is not None
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_a_worker_whose_ring_was_deleted_is_replaced(seed: int) -> None:
     report = simulate(Plan(seed=seed, steps=30, faults=faults))
     assert report.complete
     assert report.restarts == 4 + 2
-    said = report.first_said("was deleted or moved")
+    said = report.first_logged("was deleted or moved")
     assert said is not None
     assert said < 8.0 + 5.0
 
@@ -189,4 +189,4 @@ def test_what_reaches_nothing_any_more_ends_within_its_bound() -> None:
     assert not report.complete
     assert report.virtual_s < 10.0 + 500.0
     for name in names:
-        assert any(one.process == name and one.at < 10.0 + 60.0 for one in report.said), name
+        assert any(one.process == name and one.at < 10.0 + 60.0 for one in report.log_lines), name

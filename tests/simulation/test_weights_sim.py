@@ -27,7 +27,7 @@ from penstock.weights.events import (
     TrainerLost,
     TransactionEvent,
     VersionPublished,
-    WeightsAsked,
+    WeightsRequested,
 )
 from penstock.weights.published import HISTORY, PublishedVersions
 from penstock.weights.replica import (
@@ -265,7 +265,7 @@ class World:
             return
         process.question += 1
         question = process.question
-        self.tell(WeightsAsked(process.member, process.replica.held))
+        self.tell(WeightsRequested(process.member, process.replica.held))
 
         def poll_again() -> None:
             if process.question == question:

@@ -23,7 +23,7 @@ Advantage = Callable[..., np.ndarray]
 """`(rewards float64[samples], group_sizes int64[groups], lengths=int64[samples], truncated=bool[samples])`; the last
 two only if the function has these parameters."""
 
-TOLD = ("lengths", "truncated")
+OPTIONAL_ARGUMENTS = ("lengths", "truncated")
 """Arguments that a function receives if it has a parameter of this name."""
 
 STD_FLOOR = 1e-4
@@ -82,7 +82,7 @@ def compute(
     if not len(rewards_array):
         return np.zeros(0, np.float32)
     cut = np.zeros(len(rewards_array), bool) if truncated is None else truncated
-    available = dict(zip(TOLD, (np.asarray(lengths, np.int64), cut), strict=True))
+    available = dict(zip(OPTIONAL_ARGUMENTS, (np.asarray(lengths, np.int64), cut), strict=True))
     sizes_array = np.asarray(group_sizes, np.int64)
     function = f"the advantage function {getattr(advantage, '__name__', advantage)!r}"
     try:

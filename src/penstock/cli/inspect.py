@@ -11,11 +11,11 @@ import typer
 
 from penstock.config.load import load
 from penstock.errors import ConfigError
-from penstock.journal.story import tell
+from penstock.journal.story import story_lines
 from penstock.records.ids import PipelineName
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.sinks import Publication
-from penstock.runtime.terminal import harmless
+from penstock.runtime.terminal import escape_controls
 
 Kind = Literal["sample", "prompt", "step", "version"]
 
@@ -28,8 +28,8 @@ def story_command(run_dir: Path, subject: str, pipeline: str | None) -> int:
         pipeline = names[0]
     if pipeline not in names:
         raise ConfigError(f"choose a pipeline: --pipeline {' or --pipeline '.join(names)}")
-    for line in tell(run.journal_path, PipelineName(pipeline), kind, number):
-        typer.echo(harmless(line))
+    for line in story_lines(run.journal_path, PipelineName(pipeline), kind, number):
+        typer.echo(escape_controls(line))
     return 0
 
 
@@ -59,7 +59,7 @@ def doctor_command(run_dir: Path, at_s: float | None = None) -> int:
         return 0
     if (ending := run.read_ending()) is not None:
         ended = f"the run has ended, no process can answer: {ending['how']}. {ending['sentence']}"
-        typer.echo(harmless(ended.strip()), err=True)
+        typer.echo(escape_controls(ended.strip()), err=True)
         if ending["how"] != "complete":
             typer.echo(f"resume with: penstock run --resume {run.root}", err=True)
         typer.echo(f"state at a given time, here 60 s after the start: penstock doctor {run.root} --at 60", err=True)
@@ -91,7 +91,7 @@ def _print_diagnosis(sentences: Mapping[Any, str], status: Mapping[Any, Mapping[
     for name, sentence in sentences.items():
         one = status[name]
         typer.echo(f"{name}: {one['phase']}, step {one['step']}/{one['steps']}, idle for {one['stalled_s']:.0f} s")
-        typer.echo(f"  {harmless(sentence)}")
+        typer.echo(f"  {escape_controls(sentence)}")
 
 
 def _starting(run: RunDir, prefix: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import typer
 
 from penstock import __version__
 from penstock.errors import ConfigError, PenstockError, sentence_of
-from penstock.runtime.terminal import harmless, protect_streams
+from penstock.runtime.terminal import escape_controls, protect_streams
 
 app = typer.Typer(
     name="penstock",
@@ -364,10 +364,10 @@ def main() -> None:
     try:
         app()
     except PenstockError as error:
-        typer.echo(f"penstock: {harmless(str(error))}", err=True)
+        typer.echo(f"penstock: {escape_controls(str(error))}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        typer.echo(f"penstock: {harmless(sentence_of(error))}", err=True)
+        typer.echo(f"penstock: {escape_controls(sentence_of(error))}", err=True)
         sys.exit(1)
 
 

@@ -32,7 +32,7 @@ from penstock.runtime.logs import configure
 from penstock.runtime.parent import stop_with_parent
 from penstock.runtime.rundir import RunDir
 from penstock.runtime.shutdown import ShutdownSignal
-from penstock.runtime.terminal import harmless
+from penstock.runtime.terminal import escape_controls
 
 PIPE_COLUMNS = 140
 """Width of output to a pipe: rich's default would wrap the cells of the summary."""
@@ -201,4 +201,4 @@ async def _supervise(run: RunDir, config: Config, console: Console, preloading: 
 
 
 def _print_line(console: Console, line: str) -> None:
-    console.print(harmless(line), highlight=False, markup=False, soft_wrap=True)
+    console.print(escape_controls(line), highlight=False, markup=False, soft_wrap=True)

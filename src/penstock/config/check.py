@@ -119,7 +119,7 @@ def _check(pipeline: PipelineSection) -> None:
         )
     chosen = pipeline.train.advantage
     function = advantage.resolve(chosen)
-    optional = {name: None for name in advantage.TOLD if takes(function, name)}
+    optional = {name: None for name in advantage.OPTIONAL_ARGUMENTS if takes(function, name)}
     check_call(f"advantage {chosen!r}", function, "rewards", "group_sizes", **optional)
     for name in pipeline.train.filters:
         check_call(f"filter {name!r}", filters.resolve(name), "rewards", "lengths")

@@ -162,7 +162,7 @@ class PipelineSection(Section):
         self._check_evaluation()
         if self.weights.min_healthy > self.rollout.workers:
             raise ValueError(
-                f"weights.min_healthy is {self.weights.min_healthy}, but rollout.workers only {self.rollout.workers}: "
+                f"weights.min_healthy is {self.weights.min_healthy}, but rollout.workers is {self.rollout.workers}: "
                 "lower the first, or raise the second"
             )
         self._check_cache()

@@ -92,7 +92,7 @@ class Controller:
         states = {name: machine.snapshot() for name, machine in self.pipelines.items()}
         return states | {POOL: self.pool.snapshot()} if self.pool is not None else states
 
-    def knows(self, name: PipelineName) -> bool:
+    def has_part(self, name: PipelineName) -> bool:
         return name in self.pipelines or (name == POOL and self.pool is not None)
 
     def restore(self, name: PipelineName, state: bytes) -> None:
@@ -138,10 +138,10 @@ class Controller:
 
     # -- events -------------------------------------------------------------------------------------------------
 
-    def start(self, now: float, *, resumed: bool, new_life: bool) -> Decided:
+    def start(self, now: float, *, resumed: bool, new_session: bool) -> Decided:
         """Must be called once, after replaying.
 
-        `new_life`: a session of the run begins (started or resumed), perhaps with other settings; no process of an
+        `new_session`: a session of the run begins (started or resumed), perhaps with other settings; no process of an
         earlier session is left (`resumed`: there was one). Otherwise only the controller restarted, and it keeps its
         settings.
         """
@@ -151,14 +151,14 @@ class Controller:
             self._feed(name, TimePassed())  # first: the gap is time in which the controller did not run
             if resumed:
                 self._feed(name, RunResumed())
-            if new_life and isinstance(refusal := self._feed(name, SettingsTaken(configured)), Refused):
+            if new_session and isinstance(refusal := self._feed(name, SettingsTaken(configured)), Refused):
                 raise ConfigError(f"pipeline {name!r} of this run cannot continue: {refusal.message}")
         if self.pool is not None and self._pool_settings is not None:
-            if new_life:
-                self._feed_pool(pool_events.LifeBegan(*self._pool_settings))
+            if new_session:
+                self._feed_pool(pool_events.SessionBegan(*self._pool_settings))
             for shape in self._shapes:
                 self._feed_pool(shape)
-            if not new_life:
+            if not new_session:
                 self._feed_pool(pool_events.ControllerRestarted())
         for name, machine in self.pipelines.items():
             if machine.weights is not None:
@@ -183,7 +183,7 @@ class Controller:
         machine, weights = self.pipelines[name], self.weights[name]
         match request:
             case messages.AskLease():
-                verdict = weights.holds_back(member)
+                verdict = weights.lease_refusal(member)
                 if verdict is not None:  # a replica that may not serve, or a fleet without weights
                     return messages.Leased((), verdict, machine.phase)
                 steady = weights.is_steady(member, request.version)
@@ -229,7 +229,7 @@ class Controller:
             case messages.AskWeights():
                 return self._offer(request, machine, weights)
             case messages.AskCheckpoint():
-                if reason := weights.transaction.checkpoint_wanted:
+                if reason := weights.transaction.checkpoint_reason:
                     return messages.CheckpointWanted(reason)
                 return NotYet("a request to save an extra checkpoint", machine.phase)
         if self.pool is None:
@@ -311,7 +311,7 @@ class Controller:
         self._settle_weights(name)
 
     def _feed_weights(self, name: PipelineName, event: weights_events.TransactionEvent) -> None:
-        self.weights[name].tell(event, self._now)
+        self.weights[name].handle(event, self._now)
         self._settle_weights(name)
 
     def _settle_weights(self, name: PipelineName) -> None:

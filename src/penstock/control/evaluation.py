@@ -259,7 +259,7 @@ class Evaluation:
 
     # -- evaluators ---------------------------------------------------------------------------------------------
 
-    def lose_member(self, member: MemberId) -> None:
+    def release_member(self, member: MemberId) -> None:
         """The member left or died: its samples are issued again."""
         if self.pins(member) and self.state.running is not None:
             self._remove_evaluator(self.state.running, member)

@@ -229,7 +229,7 @@ class Ledger:
         self._table.drop_lease(group, index, "outdated")
         return True
 
-    def lose_member(self, member: MemberId, *, died: bool) -> list[PromptIndex]:
+    def release_member(self, member: MemberId, *, died: bool) -> list[PromptIndex]:
         """Revokes all leases of a member. Sets aside the prompts during which too many workers died; returns them."""
         set_aside: list[PromptIndex] = []
         for group in self._table.drop_leases_of(member, "lost"):

@@ -14,7 +14,7 @@ from penstock.wire.messages import BatchReady, Delivered, Leased
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def noteworthy(decided: Sequence[msgspec.Struct]) -> bytes:
+def encode_notes(decided: Sequence[msgspec.Struct]) -> bytes:
     """Encodes the decisions that a story needs beyond the event: leases, batches, refusals, evictions, granted devices,
     orders and log lines. Empty if there are none."""
     notes: dict[str, Any] = {}

@@ -349,8 +349,8 @@ class PipelineControl:
     def _evict(self, member: MemberId, reason: str, *, died: bool = False) -> list[Effect]:
         """Removes a member. If it `died`, the prompts that it generated may be the cause."""
         self.members.remove(member, reason, self.state.ledger.version)
-        set_aside = self.ledger.lose_member(member, died=died)
-        self.evaluation.lose_member(member)
+        set_aside = self.ledger.release_member(member, died=died)
+        self.evaluation.release_member(member)
         return [EvictMember(member, reason), *self._report_deadly(set_aside, member)]
 
     def _on_heartbeat(self, event: Heartbeat, now: float) -> Outcome:

@@ -96,7 +96,7 @@ def _pipeline(folds: Folds, facts: PipelineFacts) -> dict[str, Any]:
             "workers_alive": gauges.get("workers_alive"),
             "workers": facts.workers,
         },
-        "waits": pace.who_waits(_mean_since(folds, name, "throttled")),
+        "waits": pace.slower_side(_mean_since(folds, name, "throttled")),
         "reward": reward(folds, name),
         "samples_per_s": curve(rates(_points(folds, "gauge", name, "samples_trained"))),
         "in_flight": _drawn(folds, "gauge", name, "in_flight"),
@@ -165,7 +165,7 @@ class Pace:
             turn=min(1.0, sum(step.turn_s for step in later) / seconds),
         )
 
-    def who_waits(self, throttled: float | None) -> str:
+    def slower_side(self, throttled: float | None) -> str:
         """A sentence that names the slower side, trainer or workers."""
         if self.busy is None:
             return ""

@@ -22,7 +22,7 @@ T = TypeVar("T")
 LEAVE_S = 3.0
 
 
-class EngineSeat(msgspec.Struct):
+class EngineRankAssignment(msgspec.Struct):
     """Settings that a worker sends to another rank of its engine, on standard input."""
 
     rank: int
@@ -57,8 +57,8 @@ class EngineRanks:
             ours, theirs[rank] = socket.socketpair()
             self.sockets.append(ours)
 
-        def seat(rank: int, cell_fd: int) -> EngineSeat:
-            return EngineSeat(rank, self.count, str(self.store), cell_fd, theirs[rank].fileno())
+        def seat(rank: int, cell_fd: int) -> EngineRankAssignment:
+            return EngineRankAssignment(rank, self.count, str(self.store), cell_fd, theirs[rank].fileno())
 
         try:
             await self._children.start(seat, {rank: (end.fileno(),) for rank, end in theirs.items()})
@@ -85,7 +85,7 @@ class EngineRanks:
             tasks.spawn("watch the engine's ranks", self._children.first_of(asyncio.get_running_loop().create_future()))
 
 
-def connected(seat: EngineSeat) -> socket.socket:
+def connected(seat: EngineRankAssignment) -> socket.socket:
     """The socket of another rank to rank 0."""
     os.set_inheritable(seat.commands_fd, False)
     return socket.socket(fileno=seat.commands_fd)

@@ -53,7 +53,7 @@ def story(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list
     return found.lines
 
 
-def tell(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list[str]:
+def story_lines(path: Path | str, pipeline: PipelineName, kind: Kind, id: int) -> list[str]:
     """The story as text: the time of day, the seconds since it began, and what happened."""
     lines = story(path, pipeline, kind, id)
     start = lines[0].at

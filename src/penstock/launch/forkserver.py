@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 IMPORT_S = 120.0
 FORK_S = 20.0
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 ROLES = ("trainer", "rollout_worker")
 """The roles that import torch."""
 
@@ -85,7 +85,7 @@ class ForkedProcess:
     async def wait(self) -> Ended:
         return await asyncio.shield(self._ended)
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -157,7 +157,7 @@ class ForkServer:
     async def _wait_until_ready(self, requests: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(IMPORT_S):
-            threads = json.loads(await loop.sock_recv(requests, MOST_BYTES))["threads"]
+            threads = json.loads(await loop.sock_recv(requests, MAX_BYTES))["threads"]
         if threads != 1:
             raise ValueError(f"the preloaded imports have started {threads - 1} threads, which a fork would lose")
         self._ready = True
@@ -166,7 +166,7 @@ class ForkServer:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(FORK_S):
             await loop.sock_sendall(requests, json.dumps(request).encode())
-            return json.loads(await loop.sock_recv(requests, MOST_BYTES))
+            return json.loads(await loop.sock_recv(requests, MAX_BYTES))
 
     def _fall_back(self, error: Exception) -> None:
         log.warning("new processes start without preloaded imports: %r", error)

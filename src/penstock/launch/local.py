@@ -50,7 +50,7 @@ class LocalProcess:
     async def wait(self) -> Ended:
         return Ended(await self._child.wait())
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._child.terminate()
 
@@ -69,7 +69,7 @@ class ProcessWithDescendants:
         self._head = head
         self._member = member
         self._clearing: asyncio.Future[None] | None = None
-        self.ask_to_end = head.ask_to_end
+        self.terminate = head.terminate
         self.kill = head.kill
         self.kill_tree = head.kill_tree
 

@@ -150,7 +150,7 @@ class RoleHost:
         code = self._running_child().returncode
         return ProcessExit(code, None if self._shares else self._open_run().read_failure(name))
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         if not self._ended.is_set():
             self._running_child().send_signal(signal.SIGTERM)
 

@@ -97,8 +97,8 @@ class RayProcess:
             self._run.write_failure(self._host.process, report["kind"], report["message"], report["exit_code"])
         return Ended(ended.exit_code)
 
-    def ask_to_end(self) -> None:
-        self._host.actor.ask_to_end.remote()
+    def terminate(self) -> None:
+        self._host.actor.terminate.remote()
 
     def kill(self) -> None:
         self._host.end()

@@ -69,7 +69,7 @@ def simulate(plan: Plan) -> Report:
             refused=dict(truth.refused),
             restarts=system.starts,
             digest=system.history.digest(),
-            said=system.said,
+            log_lines=system.log_lines,
             lines=list(system.history.lines),
             broken=truth.broken,
             points=list(truth.points.values()),
@@ -118,7 +118,7 @@ class _Run:
                 home.kill()
                 await asyncio.sleep(system.outage.result())
             elif running in done and plan.resumed and _is_resumable(running.exception()):
-                while system.sky.disk_full:  # noqa: ASYNC110 - virtual time
+                while system.conditions.disk_full:  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(CHECK_EVERY_S)
             else:
                 break
@@ -166,12 +166,14 @@ class _Run:
                 self._check_recovery(pipeline, now)
                 quiet_s = now - max(moved_at, self._up_since, server.started_at if server is not None else now)
                 if quiet_s > allowed_s and not self._diagnosed(pipeline, now - allowed_s):
-                    system.truth.breaks(f"{pipeline} stalled for {quiet_s:.0f} s and the controller did not report it")
+                    system.truth.violated(
+                        f"{pipeline} stalled for {quiet_s:.0f} s and the controller did not report it"
+                    )
 
     def _check_waits(self, since: float) -> None:
         for process, place, waited_s in self._waits.unbounded(UNBOUNDED_FOR_S):
             if not self._logged("stalled for", since, process):
-                self.system.truth.breaks(
+                self.system.truth.violated(
                     f"{process}: {place} has waited for {waited_s:.0f} s without a deadline\n{self.system.loop.waits()}"
                 )
 
@@ -180,7 +182,7 @@ class _Run:
         idle_s = now - max(self._calm_at, self.system.truth.stepped_at.get(pipeline, 0.0))
         if idle_s > self._pause_s and self._phase(pipeline) == "running":
             ago_s = now - self._calm_at + RECOVERS_WITHIN_S
-            self.system.truth.breaks(f"{pipeline} trains no step, {ago_s:.0f} s after the end of the last fault")
+            self.system.truth.violated(f"{pipeline} trains no step, {ago_s:.0f} s after the end of the last fault")
 
     def _phase(self, pipeline: str) -> str:
         service = self.system.service
@@ -193,14 +195,14 @@ class _Run:
     def _logged(self, text: str, since: float, name: str = "") -> bool:
         return any(
             one.at >= since and one.process == "controller" and text in one.line and name in one.line
-            for one in reversed(self.system.said[-200:])
+            for one in reversed(self.system.log_lines[-200:])
         )
 
     def _check_end(self) -> None:
         system = self.system
         again = replayed(system.run.journal_path, system.config)
         if again.problem:
-            system.truth.breaks(again.problem)
+            system.truth.violated(again.problem)
         for pipeline in system.config.pipeline:
             learner = system.learners[pipeline.name]
             system.truth.check_end(pipeline.name, self.status["pipelines"][pipeline.name], learner.trained)
@@ -227,7 +229,9 @@ def _check_rings(system: System, placed: Placed, bound: int) -> None:
         mapping.close()
         used = states[SlotState.READY] + states[SlotState.READING] + states[SlotState.WRITING]
         if used > bound:
-            system.truth.breaks(f"{placed.process.name}: {used} slots are in use at the end, expected at most {bound}")
+            system.truth.violated(
+                f"{placed.process.name}: {used} slots are in use at the end, expected at most {bound}"
+            )
 
 
 class SimulatedSupervisor(Supervisor):
@@ -282,7 +286,7 @@ class _Placer:
         now, started = self._system.loop.time(), self._started[spec.name]
         started.append(now)
         if len(recent := [at for at in started if now - at < 60.0]) > STARTS_A_MINUTE:
-            self._system.truth.breaks(f"{spec.name} was started {len(recent)} times in a minute")
+            self._system.truth.violated(f"{spec.name} was started {len(recent)} times in a minute")
         index = spec.arguments[spec.arguments.index("--index") + 1] if "--index" in spec.arguments else "0"
         placed = self._system.start(spec.role, spec.name, member, session, spec.pipeline or "", int(index))
         return _PlacedProcess(placed)
@@ -306,7 +310,7 @@ class _PlacedProcess:
     async def wait(self) -> Ended:
         return Ended(await asyncio.shield(self._placed.ended))
 
-    def ask_to_end(self) -> None:
+    def terminate(self) -> None:
         member = self._placed.member
         asyncio.get_running_loop().call_soon(
             member.stop.request, "received SIGTERM", context=self._placed.process.context

@@ -68,7 +68,7 @@ class Placed(Protocol):
         """Waits until the process has ended. Several callers may wait."""
         ...
 
-    def ask_to_end(self) -> None: ...
+    def terminate(self) -> None: ...
 
     def kill(self) -> None: ...
 
@@ -328,7 +328,7 @@ class Supervisor:
                 await self._poll_status()
             names = [name for name, one in self._placed.items() if one.running and self._specs[name].wave == wave]
             for name in names:
-                self._placed[name].ask_to_end()
+                self._placed[name].terminate()
             if not names:
                 continue
             await self._wait_for(names)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.launch import pool_view
-from penstock.runtime.terminal import harmless
+from penstock.runtime.terminal import escape_controls
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class RunView:
         named = [(stage, known[f"{stage}_s"]) for stage in STAGES if known.get(f"{stage}_s")]
         shown = [f"{'train' if stage == 'step' else stage} {duration(spent)}" for stage, spent in named]
         slow = status.get("slow", {}).get(name)
-        return " · ".join([*shown, harmless(slow)] if slow else shown)
+        return " · ".join([*shown, escape_controls(slow)] if slow else shown)
 
     def curve(self, name: str, width: int) -> str:
         """The rewards so far between their lowest and their highest."""
@@ -194,7 +194,7 @@ class PlainView(RunView):
         pass
 
     def _print(self, line: str) -> None:
-        self._console.print(harmless(line), highlight=False, markup=False, soft_wrap=True)
+        self._console.print(escape_controls(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class TerminalView(RunView):
@@ -203,7 +203,7 @@ class TerminalView(RunView):
     def __init__(self, console: Console, title: str, *, shares_devices: bool = False) -> None:
         super().__init__(shares_devices=shares_devices)
         self._console = console
-        self._title = harmless(title)
+        self._title = escape_controls(title)
         self._notes: list[str] = []
         self._status: dict[str, Any] = {}
         self._live = Live(Text("starting processes …"), console=console, refresh_per_second=4, transient=False)
@@ -211,7 +211,7 @@ class TerminalView(RunView):
 
     def show(self, status: dict[str, Any]) -> None:
         self._status = status
-        troubles = [harmless(line) for line in self.troubles(status)]
+        troubles = [escape_controls(line) for line in self.troubles(status)]
         notes = [Text(line, style="bold") for line in [*troubles, *self._notes]]
         footer = [Text(line, style="dim") for line in (self._title, lag_of(status)) if line]
         pool = status.get("pool") if self._shares_devices else None
@@ -224,7 +224,7 @@ class TerminalView(RunView):
         self._live.update(drawn)
 
     def note(self, line: str) -> None:
-        self._notes = [*self._notes, harmless(line)][-NOTES_SHOWN:]
+        self._notes = [*self._notes, escape_controls(line)][-NOTES_SHOWN:]
         self.show(self._status)  # there may be no further status, for example at the end
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class TerminalView(RunView):
         if stages := self.stages(name, status):
             rows.append(Text(stages, style="dim"))
         if one.get("diagnosis"):
-            rows.append(Text(harmless(one["diagnosis"]), style="bold red"))
+            rows.append(Text(escape_controls(one["diagnosis"]), style="bold red"))
         return Panel(Group(*rows), title=Text(f"{shortened(name)} · {one['phase']}"), title_align="left")
 
     def _compact(self, status: dict[str, Any]) -> list[RenderableType]:
@@ -264,7 +264,7 @@ class TerminalView(RunView):
             cells = [*(figures.get(column, "-") for column in columns), awaited_by(one) or self.curve(name, 12)]
             table.add_row(*(Text(cell) for cell in cells))
             if one.get("diagnosis"):
-                diagnoses.append(Text(harmless(f"{name}: {one['diagnosis']}"), style="bold red"))
+                diagnoses.append(Text(escape_controls(f"{name}: {one['diagnosis']}"), style="bold red"))
         return [table, *diagnoses]
 
 

@@ -17,7 +17,7 @@ from penstock.wire.messages import AskDevices, ReportOrder
 Rejection = Literal["timed_out", "cancelled", "closed"]
 
 
-class LifeBegan(msgspec.Struct, tag="pool_life_began", frozen=True):
+class SessionBegan(msgspec.Struct, tag="pool_life_began", frozen=True):
     """The run was started or resumed: no process of an earlier incarnation is left. The pool uses these settings from
     here on."""
 
@@ -140,7 +140,7 @@ class ControllerRestarted(msgspec.Struct, tag="pool_controller_restarted", froze
 
 
 Event = (
-    LifeBegan
+    SessionBegan
     | PipelineOpened
     | PipelineClosed
     | WorkerJoined

@@ -44,7 +44,7 @@ class Pool:
         planner: Callable[[Snapshot], Plan] = make_plan,
     ) -> None:
         """`planner` can be another pure function of a snapshot, to compare rules on the same pool. `topology` and
-        `settings` apply until `LifeBegan` replaces them."""
+        `settings` apply until `SessionBegan` replaces them."""
         self.topology, self.settings = topology, settings
         self._planner = planner
         self.revision = 0
@@ -101,7 +101,7 @@ class Pool:
                 return self._moves.lose(member, now)
             case ev.MemberEvicted(member=member, reason=reason):
                 return self._moves.evict(member, reason, now)
-            case ev.LifeBegan(topology=topology, settings=settings):
+            case ev.SessionBegan(topology=topology, settings=settings):
                 self._adopt(new_incarnation(self._state, topology, settings))
                 return True
             case ev.PipelineOpened():

@@ -72,7 +72,7 @@ async def main(process: RoleProcess) -> None:
             tasks.spawn("write gauges", write_gauges(service.status, lines))
             run.write_endpoint(Endpoint(config.control.host, port, os.getpid()))
             log.info("listening on %s:%d after replaying %d events", config.control.host, port, replayed)
-            await until_over(process, service)
+            await until_stopped(process, service)
             service.close()
             await teardown([("close the port", lambda: server.stop(TEARDOWN_S / 2))], TEARDOWN_S)
             tasks.cancel()
@@ -151,19 +151,19 @@ def _is_new_session(process: RoleProcess) -> bool:
     return not path.exists() or path.read_text() != process.session
 
 
-async def until_over(process: RoleProcess, service: ControlService) -> None:
+async def until_stopped(process: RoleProcess, service: ControlService) -> None:
     """Returns when the run failed, or when a stop was requested and all trainers have left.
 
     A trainer needs the controller to complete its last step and to save it. A signal to all processes at once reaches
     the controller before that. It ends without a trainer that does not leave in time, and after a second signal.
     """
 
-    async def heed_failure() -> None:
+    async def stop_on_failure() -> None:
         await service.failed.wait()
         process.stop.request(service.failure)
 
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(heed_failure())
+        watching = group.create_task(stop_on_failure())
         await process.stop.wait()
         ends_at = monotonic() + STAY_SHARE * process.config.run.grace_s
         pipelines = service.controller.pipelines.values()

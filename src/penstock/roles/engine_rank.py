@@ -7,7 +7,7 @@ import sys
 import msgspec
 import torch
 
-from penstock.engines.ranks import EngineSeat
+from penstock.engines.ranks import EngineRankAssignment
 from penstock.engines.torch.build import follow
 from penstock.roles.environments import environment_of
 from penstock.roles.models import policy_of
@@ -18,14 +18,14 @@ from penstock.runtime.progress import ProgressCell
 
 async def main(process: RoleProcess) -> None:
     """Runs until the worker's engine closes. The worker handles signals; this process dies with it."""
-    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSeat)
+    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineRankAssignment)
     process.progress = ProgressCell(seat.cell_fd)
     torch.set_num_threads(process.pipeline.rollout.threads)
     working = Offload(1, "shard")
     await working.run(_work, process, seat)
 
 
-def _work(process: RoleProcess, seat: EngineSeat) -> None:
+def _work(process: RoleProcess, seat: EngineRankAssignment) -> None:
     config, pipeline = process.config, process.pipeline
     process.progress.moved("building the model")
     policy = policy_of(config, pipeline, environment_of(config, pipeline))

@@ -25,7 +25,7 @@ from typing import Any
 from penstock.roles.quick_imports import import_all
 from penstock.runtime.parent import die_with_parent
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 ADOPTED_WITHIN_S = 10.0
 
 
@@ -35,14 +35,14 @@ def main() -> int:
     gc.disable()  # collections take a fifth of the imports' time and free almost nothing
     _import(["torch"])
     with socket.socket(fileno=descriptor) as requests:
-        order = requests.recv(MOST_BYTES)
+        order = requests.recv(MAX_BYTES)
         if not order:
             return 0
         setup = json.loads(order)
         _send_output_to(setup["log"])
         _import(setup["modules"])
         requests.send(json.dumps({"threads": len(os.listdir("/proc/self/task"))}).encode())
-        while body := requests.recv(MOST_BYTES):
+        while body := requests.recv(MAX_BYTES):
             request = json.loads(body)
             _import(request["modules"])
             pid = _fork_twice(request, parent, requests)

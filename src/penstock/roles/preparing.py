@@ -34,17 +34,17 @@ LONG_S = 0.005
 """CPU time of one prompt: less is not worth sending it to another process."""
 
 
-class PromptsMeasured:
+class PromptsByCpuTime:
     """The same environment. Prompts are read here until their measured CPU time is long, then in another process.
 
     If the other process cannot be started, or cannot send its prompts, they are read here as before.
     """
 
-    def __init__(self, environment: Any, elsewhere: Callable[[], PromptsElsewhere]) -> None:
+    def __init__(self, environment: Any, elsewhere: Callable[[], PromptsInOtherProcess]) -> None:
         """`elsewhere` is called on a separate thread, while generation continues."""
         self._environment = environment
         self._make = elsewhere
-        self._elsewhere: PromptsElsewhere | None = None
+        self._elsewhere: PromptsInOtherProcess | None = None
         self._starting: threading.Thread | None = None
         self._spent: deque[float] = deque(maxlen=MEASURED_PROMPTS)
 
@@ -76,7 +76,7 @@ class PromptsMeasured:
         return getattr(self._environment, name)
 
 
-class PromptsElsewhere:
+class PromptsInOtherProcess:
     """The same environment, but `prompt` runs in other processes. A prompt must be picklable."""
 
     def __init__(self, environment: Any, config_path: Path, pipeline: str, processes: int) -> None:

@@ -71,7 +71,7 @@ class RoleProcess(RunMember):
             self.run.token(),
             PipelineName(self.pipeline.name),
             self.member,
-            give_up_s=self.config.control.reconnect_s,
+            unreachable_timeout_s=self.config.control.reconnect_s,
         )
 
     def heartbeat(self) -> Sidecar:

@@ -71,7 +71,7 @@ async def connected(
                 ("unregister", leave),
                 ("stop the heartbeat", lambda: asyncio.to_thread(sidecar.stop, LEAVE_S)),
             ]
-            client.hurry(LEAVE_S)
+            client.begin_shutdown(LEAVE_S)
             await teardown(steps, deadline_s=LEAVE_S)
     finally:
         await client.close()
@@ -99,7 +99,7 @@ async def watch_for_stop(
     reason = await process.stop.wait()
     log.info("stopping: %s", reason)
     notify(reason)
-    client.hurry(HURRY_S)
+    client.begin_shutdown(HURRY_S)
 
 
 async def report_gauges(

@@ -19,10 +19,10 @@ from penstock.records.payload import RingAddress
 from penstock.roles.environments import sample_bytes_of
 from penstock.roles.process import RoleProcess
 from penstock.roles.rollout_worker import build
-from penstock.rollout.io.lockstep import Lockstep, Surroundings
+from penstock.rollout.io.lockstep import Lockstep, RankCallbacks
 from penstock.rollout.io.rank_fetch import Fetch, join
 from penstock.rollout.io.rank_weights import RankWeights
-from penstock.rollout.io.ranks import INTERRUPT, RankSeat, ring_key
+from penstock.rollout.io.ranks import INTERRUPT, RankAssignment, ring_key
 from penstock.rollout.io.worker_client import RingStore, watch_ring
 from penstock.runtime.offload import Offload
 from penstock.runtime.progress import ProgressCell
@@ -35,7 +35,7 @@ from penstock.weights.io.transports import transport_of
 async def main(process: RoleProcess) -> None:
     """Runs in lockstep until rank 0 ends the group. Rank 0 handles signals; this process dies with it."""
     signal.signal(INTERRUPT, signal.SIG_IGN)  # until there is something to interrupt
-    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSeat)
+    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankAssignment)
     process.progress = ProgressCell(seat.cell_fd)
     pipeline = process.pipeline
     torch.set_num_threads(pipeline.rollout.threads)
@@ -57,19 +57,25 @@ async def main(process: RoleProcess) -> None:
         ring.close(unlink=False)
 
 
-def _join_ranks(seat: RankSeat, address: RingAddress) -> Fetch:
+def _join_ranks(seat: RankAssignment, address: RingAddress) -> Fetch:
     store = file_store(Path(seat.store), seat.ranks)
     store.set(ring_key(seat.rank), msgspec.json.encode(address).decode())
     return join(store, rank=seat.rank, ranks=seat.ranks, timeout_s=seat.timeout_s)
 
 
 async def _run_lockstep(
-    process: RoleProcess, seat: RankSeat, engine: Engine, workload: Any, ring: Ring, fetch: Fetch, working: Offload
+    process: RoleProcess,
+    seat: RankAssignment,
+    engine: Engine,
+    workload: Any,
+    ring: Ring,
+    fetch: Fetch,
+    working: Offload,
 ) -> None:
     pipeline = process.pipeline
     moved = process.progress.moved
     weights = RankWeights(engine, moved, Path(seat.newest))
-    surroundings = Surroundings(
+    surroundings = RankCallbacks(
         wait_for_weights=weights.wait_for,
         announced=weights.announced,
         discard=ring.discard,
@@ -108,5 +114,5 @@ async def _run_lockstep(
             await working.run(lockstep.run)
             tasks.cancel()
     except PenstockError as error:
-        fetch.tell(error)  # the loop's own errors are reported already, and only the first report counts
+        fetch.report_failure(error)  # the loop's own errors are reported already, and only the first report counts
         raise

@@ -23,7 +23,7 @@ from penstock.records.payload import RingAddress
 from penstock.roles.environments import environment_of, sample_bytes_of
 from penstock.roles.evaluating import evaluating
 from penstock.roles.models import policy_of
-from penstock.roles.preparing import PromptsElsewhere, PromptsMeasured, make_rubric
+from penstock.roles.preparing import PromptsByCpuTime, PromptsInOtherProcess, make_rubric
 from penstock.roles.process import RoleProcess
 from penstock.roles.reporting import LEAVE_S, connected, report_gauges, watch_for_stop
 from penstock.rollout.io.generation import Generation, GenerationLoop
@@ -137,7 +137,7 @@ async def _generate(
                 engine_figures=engine.statistics,
             )
 
-        generation = Generation(engine, controller, make_runner, tasks, moved, ranks.stand_on)
+        generation = Generation(engine, controller, make_runner, tasks, moved, ranks.set_devices)
         engine.start(tasks)
         engine_ranks.watch(tasks)
         updater = engine.updater(
@@ -177,11 +177,11 @@ def build(process: RoleProcess, rank: int = 0, engine_ranks: EngineRanks | None 
     rollout, in_pool = pipeline.rollout, bool(config.pool.devices)
     environment = environment_of(config, pipeline)
     if processes := rollout.preparation_processes:
-        environment = PromptsElsewhere(environment, process.run.config_path, pipeline.name, processes)
+        environment = PromptsInOtherProcess(environment, process.run.config_path, pipeline.name, processes)
     elif processes is None and pipeline.kind == "language":
         here = environment
-        environment = PromptsMeasured(
-            here, lambda: PromptsElsewhere(here, process.run.config_path, pipeline.name, processes=1)
+        environment = PromptsByCpuTime(
+            here, lambda: PromptsInOtherProcess(here, process.run.config_path, pipeline.name, processes=1)
         )
     policy = policy_of(config, pipeline, environment)
     site = Site(

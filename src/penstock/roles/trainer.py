@@ -20,13 +20,13 @@ from penstock.runtime.tasks import Tasks
 from penstock.runtime.tensors import gpu_count
 from penstock.train import checkpoint
 from penstock.train.data import BatchLoader, DataLoader
-from penstock.train.emergencies import heed_checkpoints
+from penstock.train.emergencies import save_on_request
 from penstock.train.loop import TrainingLoop
 from penstock.train.publish import Publishing
 from penstock.train.ranks import TrainerRanks
 from penstock.train.rollout_log import RolloutLog
 from penstock.train.step import Learner
-from penstock.train.turns import LearnerOnTurns, Turns
+from penstock.train.turns import MovableLearner, Turns
 from penstock.train.weight_publisher import WeightPublisher, weight_publisher
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ async def _train(
     pipeline, step = process.pipeline, StepIndex(learner.steps)
     lag = process.lag_monitor()
     placement = devices_of(process.config).placements[pipeline.name]
-    resident = LearnerOnTurns(learner, device_of_rank(process, 0), ranks, shared=placement.train_is_shared)
+    resident = MovableLearner(learner, device_of_rank(process, 0), ranks, shared=placement.train_is_shared)
     connection = connected(process, "trainer", resident.move_out, step=step, lineage=lineage)
     async with connection as client, Tasks() as tasks:
         publishing = Publishing(process, client, publisher, writing, ranks)
@@ -102,7 +102,7 @@ async def _train(
             pipeline.checkpoint,
             publish_timeout_s=pipeline.weights.deadline_s,
         )
-        tasks.spawn("save on request", heed_checkpoints(process, client, loop.save_afresh))
+        tasks.spawn("save on request", save_on_request(process, client, loop.save_emergency))
         await loop.run(step)
         async with asyncio.timeout(pipeline.weights.deadline_s):
             await publishing.flush()

@@ -19,12 +19,12 @@ from penstock.runtime.ranks import FailureNotes, file_store
 from penstock.runtime.tasks import Tasks
 from penstock.train import checkpoint
 from penstock.train.follower import Follower
-from penstock.train.rank_calls import Frames, TrainerSeat
+from penstock.train.rank_calls import Frames, TrainerRankAssignment
 
 
 async def main(process: RoleProcess) -> None:
     """Executes the orders of rank 0 until it ends the group. Rank 0 handles signals; this process dies with it."""
-    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrainerSeat)
+    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrainerRankAssignment)
     process.progress = ProgressCell(seat.cell_fd)
     frames = await Frames.over(socket.socket(fileno=seat.channel_fd))
     pipeline = process.pipeline
@@ -45,12 +45,12 @@ async def main(process: RoleProcess) -> None:
             await follower.run()
             tasks.cancel()
     except RuntimeError as error:
-        blamed = notes.blame()
+        blamed = notes.find_cause()
         if blamed is None:
             raise
         raise blamed from error
     except PenstockError as error:
-        notes.tell(error)
+        notes.report(error)
         raise
     finally:
         fetcher.close()

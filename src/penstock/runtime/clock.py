@@ -47,7 +47,7 @@ def wait_for(condition: threading.Condition, predicate: Callable[[], bool], time
 
 
 @contextmanager
-def taken_from(source: TimeSource) -> Iterator[None]:
+def use_time_source(source: TimeSource) -> Iterator[None]:
     """All time of this process comes from `source` while the body runs."""
     global _source
     before, _source = _source, source

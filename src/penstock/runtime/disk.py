@@ -25,7 +25,7 @@ _flush: Callable[[Path], None] = _fsync
 
 
 @contextmanager
-def flushed_by(function: Callable[[Path], None]) -> Iterator[None]:
+def replace_flush(function: Callable[[Path], None]) -> Iterator[None]:
     """Replaces `flush` while the body runs: a simulated disk decides which data survives."""
     global _flush
     before, _flush = _flush, function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 class Following:
@@ -28,7 +28,7 @@ class Following:
                 if file.seek(0, os.SEEK_END) < self.offset:
                     self.offset = 0
                 file.seek(self.offset)
-                text = file.read(MOST_BYTES)
+                text = file.read(MAX_BYTES)
                 if b"\n" not in text:
                     text += file.readline()  # a single line may be longer
         except FileNotFoundError:

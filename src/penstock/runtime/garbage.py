@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-def spare_what_exists() -> None:
+def freeze_existing_objects() -> None:
     """Excludes all existing objects from garbage collection. Call once, after start-up: modules, classes and caches
     live as long as the process.
 

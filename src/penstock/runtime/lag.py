@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from penstock.runtime.garbage import spare_what_exists
+from penstock.runtime.garbage import freeze_existing_objects
 from penstock.runtime.settings import LagSection
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class LagMonitor:
 
     async def run(self) -> None:
         """Probes until cancelled. Call after start-up: it first excludes existing objects from garbage collection."""
-        spare_what_exists()
+        freeze_existing_objects()
         self._loop_thread = threading.get_ident()
         self._stopped.clear()
         self._due = time.monotonic() + self.statistics.period_s

@@ -76,7 +76,7 @@ class FailureNotes:
         self._store = store
         store.set(f"penstock/pid/{rank}", f"{os.getpid()} {start_time(os.getpid())}")
 
-    def tell(self, error: PenstockError) -> None:
+    def report(self, error: PenstockError) -> None:
         """Stores the reason for the other ranks. Only the first is kept: later failures are its consequences."""
         failure = RankFailure.of(error, self.rank)
         try:
@@ -84,7 +84,7 @@ class FailureNotes:
         except RuntimeError as lost:  # the host of the store is lost, which every rank detects itself
             log.warning("could not report to the other ranks: %s (%s)", failure.message, lost)
 
-    def blame(self) -> PenstockError | None:
+    def find_cause(self) -> PenstockError | None:
         """Which rank broke a collective: the first failure in the store, or the dead ranks. None if neither."""
         deadline = time.monotonic() + REPORT_S
         try:

@@ -7,7 +7,7 @@ import sys
 from typing import Any, TextIO
 
 
-def harmless(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escapes control characters: those of a sample or an exception must not control the terminal."""
     if text.isprintable():
         return text

@@ -25,11 +25,11 @@ from typing import Any, Literal
 
 from penstock.errors import RunFailed
 from penstock.runtime import clock
-from penstock.runtime.garbage import spare_what_exists
+from penstock.runtime.garbage import freeze_existing_objects
 from penstock.runtime.offload import Offload
 from penstock.runtime.virtual_threads import Durations, VirtualThreads, name_of
 
-_spare_what_exists = cache(spare_what_exists)
+_spare_what_exists = cache(freeze_existing_objects)
 """Before the first simulation: the garbage collection after each one then skips all imported objects."""
 
 EPOCH_S = 1_700_000_000.0
@@ -301,7 +301,7 @@ def virtual_loop(durations: Durations, *, real_limit_s: float = 600.0) -> Iterat
     loop = VirtualLoop(durations, real_limit_s=real_limit_s)
     loop.set_exception_handler(_quietly)
     _spare_what_exists()
-    with clock.taken_from(_Time(loop)):
+    with clock.use_time_source(_Time(loop)):
         try:
             yield loop
         finally:

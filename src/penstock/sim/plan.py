@@ -60,7 +60,7 @@ class Report(msgspec.Struct, kw_only=True):
     restarts: int
     digest: str
     """Digest of the whole history."""
-    said: list[Any]
+    log_lines: list[Any]
     lines: list[str]
     broken: list[str]
     points: list[dict[str, Any]]
@@ -84,9 +84,9 @@ class Report(msgspec.Struct, kw_only=True):
         """Complete, or failed with a message that names an actual damage."""
         return self.complete or (bool(self.lost) and any(words in self.ended for words in NAMES_DAMAGE))
 
-    def first_said(self, words: str, after_s: float = 0.0) -> float | None:
+    def first_logged(self, words: str, after_s: float = 0.0) -> float | None:
         """Time of the first log line that contains `words`."""
-        return next((one.at for one in self.said if words in one.line and one.at >= after_s), None)
+        return next((one.at for one in self.log_lines if words in one.line and one.at >= after_s), None)
 
 
 def config_of(plan: Plan) -> Config:

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.config.load import load
 from penstock.config.run import Config
-from penstock.control.notes import noteworthy
+from penstock.control.notes import encode_notes
 from penstock.errors import RunFailed
 from penstock.journal.reader import history
 from penstock.records.ids import PipelineName
@@ -49,9 +49,9 @@ def replayed(journal: Path, config: Config, until_s: float | None = None) -> Rep
             break
         now = entry.at
         found.took_s = now - first
-        if not controller.knows(entry.pipeline):
+        if not controller.has_part(entry.pipeline):
             raise RunFailed(f"{journal} has events of {entry.pipeline}, which is not in the configuration")
-        decided = noteworthy(controller.replay(entry.pipeline, entry.body, entry.at))
+        decided = encode_notes(controller.replay(entry.pipeline, entry.body, entry.at))
         found.events += 1
         found.decisions += bool(entry.decided)
         if decided != entry.decided:

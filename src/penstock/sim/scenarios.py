@@ -55,7 +55,11 @@ class Result(msgspec.Struct, frozen=True):
 
 def judged(scenario: Scenario, report: Report) -> Result:
     found = next(
-        (one for one in report.said if one.at >= scenario.struck_s and scenario.says and scenario.says in one.line),
+        (
+            one
+            for one in report.log_lines
+            if one.at >= scenario.struck_s and scenario.says and scenario.says in one.line
+        ),
         None,
     )
     after_s = found.at - scenario.struck_s if found is not None else None

@@ -76,11 +76,11 @@ def _condition(field: str) -> Callable[[System, Fault], Callable[[], None]]:
         default = {"latency_s": system.work.latency_s, "commit_s": system.work.commit_s}.get(field, 0.0)
         active = system.active[field]  # faults overlap: each ends separately, and the last restores the default
         active.append(one.amount)
-        setattr(system.sky, field, one.amount)
+        setattr(system.conditions, field, one.amount)
 
         def end() -> None:
             active.remove(one.amount)
-            setattr(system.sky, field, active[-1] if active else default)
+            setattr(system.conditions, field, active[-1] if active else default)
 
         return end
 
@@ -99,15 +99,15 @@ KINDS |= {
 
 @fault
 def full_disk(system: System, one: Fault) -> Callable[[], None]:
-    system.sky.disk_full = True
-    return lambda: setattr(system.sky, "disk_full", False)
+    system.conditions.disk_full = True
+    return lambda: setattr(system.conditions, "disk_full", False)
 
 
 @fault
 def lying_disk(system: System, one: Fault) -> Callable[[], None]:
     """A flush returns without writing: a power failure loses the data written meanwhile."""
-    system.sky.flush_lies = True
-    return lambda: setattr(system.sky, "flush_lies", False)
+    system.conditions.flush_lies = True
+    return lambda: setattr(system.conditions, "flush_lies", False)
 
 
 @fault

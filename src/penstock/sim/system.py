@@ -37,11 +37,11 @@ from penstock.payload.io.wire_client import Wire
 from penstock.records.ids import MemberId, PipelineName
 from penstock.records.payload import RingAddress
 from penstock.roles import rollout_worker, trainer
-from penstock.roles.controller import service_of, until_over
+from penstock.roles.controller import service_of, until_stopped
 from penstock.roles.process import UNEXPECTED, RoleProcess
 from penstock.rollout.io.hook_calls import Evaluating
 from penstock.runtime.clock import SystemClock
-from penstock.runtime.disk import flushed_by
+from penstock.runtime.disk import replace_flush
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.member import StoppedAtStart
 from penstock.runtime.process import host_id
@@ -138,7 +138,7 @@ class SimMember(RoleProcess):
             self.system.network.link(self.process),
             PipelineName(self.pipeline.name),
             self.member,
-            give_up_s=self.config.control.reconnect_s,
+            unreachable_timeout_s=self.config.control.reconnect_s,
         )
 
     def heartbeat(self) -> Any:
@@ -177,7 +177,10 @@ class SimSidecar:
         self._member = member
         self._process = Process(system.loop, f"{member.process.name}.heart")
         self._client = MemoryClient(
-            system.network.link(self._process), PipelineName(member.pipeline.name), member.member, give_up_s=5.0
+            system.network.link(self._process),
+            PipelineName(member.pipeline.name),
+            member.member,
+            unreachable_timeout_s=5.0,
         )
         member.process.at_death.append(self._process.kill)
         self._process.run(self._beat())
@@ -222,15 +225,17 @@ class System:
         self.root = root
         self.run = RunDir.create(root, "run", "", "simulated")
         self.random = Random(f"{seed} system")
-        self.sky = Conditions(latency_s=work.latency_s, commit_s=work.commit_s)
-        self.disk = Disk(self.run.root, self.run.journal_path, self.sky, work.commit_s, lambda: loop.threads.in_one)
+        self.conditions = Conditions(latency_s=work.latency_s, commit_s=work.commit_s)
+        self.disk = Disk(
+            self.run.root, self.run.journal_path, self.conditions, work.commit_s, lambda: loop.threads.in_one
+        )
         self.active: defaultdict[str, list[float]] = defaultdict(list)
         """Amounts of the active faults by field of `Conditions`."""
         self.history = History(loop.time)
-        self.said: list[LogLine] = []
+        self.log_lines: list[LogLine] = []
         self.truth = Truth(config.pipeline, loop.time)
         self.truth.may_miss = config.payload.transport != "shm"  # payloads of another machine can be unreachable
-        self.network = Network(loop, Random(f"{seed} network"), self.sky, self._served)
+        self.network = Network(loop, Random(f"{seed} network"), self.conditions, self._served)
         self.payload_net = PayloadNet(self.network, Random(f"{seed} payloads"))
         self.exchange = MemoryExchange(self.payload_net)
         self.placed: dict[str, Placed] = {}
@@ -329,7 +334,7 @@ class System:
                 tasks.spawn("service", service.run())
                 self.service = service
                 self.network.serve(partial(self._answered, service, journal))
-                await until_over(member, service)
+                await until_stopped(member, service)
                 service.close()
                 self.network.close()
                 tasks.cancel()
@@ -346,7 +351,7 @@ class System:
         reply = await service.call(request)
         if isinstance(request, PROMISING) and self.loop.iterations == began and journal.last_seq != seq:
             self.breaks()
-            self.truth.breaks(f"{type(request).__name__} was answered before its event was committed")
+            self.truth.violated(f"{type(request).__name__} was answered before its event was committed")
         return reply
 
     def _learner(self, member: RoleProcess) -> SimLearner:
@@ -441,7 +446,7 @@ class _LogCapture(logging.Handler):
         if process is None or process.state == "unwinding":
             return
         line = LogLine(self._system.loop.time(), process.name, record.levelno, record.getMessage())
-        self._system.said.append(line)
+        self._system.log_lines.append(line)
 
 
 @contextmanager
@@ -465,7 +470,7 @@ def simulated_system(config: Config, work: Work, seed: int, *, real_limit_s: flo
     try:
         with (
             virtual_loop(duration, real_limit_s=real_limit_s) as loop,
-            flushed_by(lambda path: made[0].disk.flush(path)),
+            replace_flush(lambda path: made[0].disk.flush(path)),
         ):
             system = System(loop, config, work, seed, root)
             made.append(system)

@@ -61,7 +61,7 @@ class Truth:
         self.may_miss = False
         """A fault may have removed payloads."""
 
-    def breaks(self, sentence: str) -> None:
+    def violated(self, sentence: str) -> None:
         self.broken.append(f"at {self._now():.3f} s: {sentence}")
         raise InvalidTransition(sentence)
 
@@ -72,7 +72,7 @@ class Truth:
         for device in devices:
             other = self.on_device.setdefault(device, process)
             if other != process:
-                self.breaks(f"{process} moves to device {device} while {other} uses it")
+                self.violated(f"{process} moves to device {device} while {other} uses it")
 
     def vacates(self, process: str) -> None:
         for device in [device for device, other in self.on_device.items() if other == process]:
@@ -88,9 +88,9 @@ class Truth:
         self.decodes_seen += 1
         published = self._published.get(digest, {})
         if version not in published:
-            self.breaks(f"an engine generates as version {version} with digest {digest!r}, which was never published")
+            self.violated(f"an engine generates as version {version} with digest {digest!r}, which was never published")
         if content != published[version]:
-            self.breaks(f"an engine generates as version {version} with bytes that were never published")
+            self.violated(f"an engine generates as version {version} with bytes that were never published")
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Truth:
                 for rollout in rollouts:
                     published = self._published.get(rollout.weights_digest, {})
                     if rollout.sample not in refused and rollout.version not in published:
-                        self.breaks(f"{rollout} was accepted; its weights were published as {sorted(published)}")
+                        self.violated(f"{rollout} was accepted; its weights were published as {sorted(published)}")
 
     def _trainer_began(self, pipeline: str, step: int) -> None:
         """A trainer that starts from an older checkpoint discards all later steps."""
@@ -135,18 +135,18 @@ class Truth:
             for version in group.versions:
                 age = batch.step - version
                 if not 0 <= age <= self._max_staleness[pipeline]:
-                    self.breaks(f"{pipeline}: step {batch.step} received a sample of version {version}")
+                    self.violated(f"{pipeline}: step {batch.step} received a sample of version {version}")
 
     def trains(self, pipeline: str, step: int, found: dict[int, list[int]]) -> None:
         """A learner trains on these samples, by prompt, according to their payloads."""
         batch = self._batches.get((pipeline, step))
         if batch is None:
-            self.breaks(f"{pipeline}: step {step} is trained without a batch")
+            self.violated(f"{pipeline}: step {step} is trained without a batch")
         assert batch is not None
         given = {group.prompt: list(group.samples) for group in batch.groups}
         for prompt, samples in found.items():
             if sorted(given.get(prompt, ())) != sorted(samples):  # type: ignore[call-overload]
-                self.breaks(f"{pipeline}: step {step} trains {samples} of prompt {prompt}, its batch has {given}")
+                self.violated(f"{pipeline}: step {step} trains {samples} of prompt {prompt}, its batch has {given}")
         self._trained[pipeline, step] = found
         self.samples_trained += sum(map(len, found.values()))
 
@@ -156,14 +156,14 @@ class Truth:
             return  # an acknowledgement repeated
         self.moved_at[pipeline] = self.stepped_at[pipeline] = self._now()
         if request.missing_prompts and not self.may_miss:
-            self.breaks(f"{pipeline}: step {step} lacks prompts {request.missing_prompts}: {MISSING_IS_LOSS}")
+            self.violated(f"{pipeline}: step {step} lacks prompts {request.missing_prompts}: {MISSING_IS_LOSS}")
         left = tuple(group.prompt for group in batch.groups if group.prompt not in request.missing_prompts)
         if sorted(left) != sorted(self._trained.get((pipeline, step), {})):
-            self.breaks(f"{pipeline}: step {step} is acknowledged with prompts {left}, but others were trained")
+            self.violated(f"{pipeline}: step {step} is acknowledged with prompts {left}, but others were trained")
         for prompt in left:
             for before, prompts in self._acked[pipeline].items():
                 if prompt in prompts:
-                    self.breaks(f"{pipeline}: prompt {prompt} was trained in step {before} and again in step {step}")
+                    self.violated(f"{pipeline}: prompt {prompt} was trained in step {before} and again in step {step}")
         self._acked[pipeline][step] = left
         for group in batch.groups:
             for version in group.versions:
@@ -181,17 +181,17 @@ class Truth:
         name, version, section = line["pipeline"], line["version"], self._evaluation[line["pipeline"]]
         point = {key: value for key, value in line.items() if key != "at"}
         if self.points.setdefault((name, line["due"]), point) != point:
-            self.breaks(f"{name}: the evaluation due at version {line['due']} ended twice, as {line}")
+            self.violated(f"{name}: the evaluation due at version {line['due']} ended twice, as {line}")
         self._noted_at[name, line["due"]] = self._now()
         if "skipped" in line:
             return
         if line["eval/count"] + line["eval/failed"] != section.prompts * section.samples:
-            self.breaks(f"{name}: version {version} was evaluated with {line['eval/count']} samples")
+            self.violated(f"{name}: version {version} was evaluated with {line['eval/count']} samples")
         values = [
             reward_of(version, prompt, one) for prompt in range(section.prompts) for one in range(section.samples)
         ]
         if not line["eval/failed"] and abs(line["eval/reward"] - sum(values) / len(values)) > 1e-9:
-            self.breaks(f"{name}: version {version} was evaluated with samples of other versions")
+            self.violated(f"{name}: version {version} was evaluated with samples of other versions")
 
     def lose_points(self, after: float) -> None:
         """The journal lost all events after this time: those evaluations are repeated."""
@@ -206,7 +206,7 @@ class Truth:
         recorded = {due for name, due in self.points if name == pipeline}
         recorded |= {point["version"] for (name, _), point in self.points.items() if name == pipeline}
         if missing := [version for version in (*range(0, last, every), last) if version not in recorded]:
-            self.breaks(f"{pipeline}: there is no line for the evaluations due at versions {missing}")
+            self.violated(f"{pipeline}: there is no line for the evaluations due at versions {missing}")
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -215,15 +215,17 @@ class Truth:
         steps = [step for step, _ in trained]
         twice = [prompt for prompt, times in Counter(prompt for _, prompt in trained).items() if times > 1]
         if twice:
-            self.breaks(f"{pipeline}: prompts {twice[:5]} are in the final checkpoint more than once")
+            self.violated(f"{pipeline}: prompts {twice[:5]} are in the final checkpoint more than once")
         if steps and (steps != sorted(steps)):
-            self.breaks(f"{pipeline}: the final checkpoint trained steps out of order")
+            self.violated(f"{pipeline}: the final checkpoint trained steps out of order")
         done = {prompt for _, prompt in trained}
         filtered = sum(int(count) for name, count in status.items() if name.startswith("filtered_groups_"))
         issued, redo = int(status["prompts_issued"]), int(status["prompts_to_redo"])
         left = issued - len(done) - int(status["prompts_set_aside"]) - filtered
         if left < redo or (not status["in_flight"] and left != redo):
-            self.breaks(f"{pipeline}: of {issued} prompts {left} are not accounted for, {redo} are to be issued again")
+            self.violated(
+                f"{pipeline}: of {issued} prompts {left} are not accounted for, {redo} are to be issued again"
+            )
 
 
 def _latest(point: dict[str, Any]) -> int:

@@ -18,10 +18,10 @@ FAR_S = 3600.0
 """A timer further away does not count as a deadline."""
 IDLE: dict[str, str] = {
     "runtime.shutdown.ShutdownSignal.wait": "for a signal",
-    "roles.controller.until_over.<locals>.heed_failure": "for the failure of the run",
+    "roles.controller.until_stopped.<locals>.stop_on_failure": "for the failure of the run",
     "control.io.service.ControlService._execute_instructions": "for something to do",
     "train.publish.Publishing.run": "for a version, which the training loop offers",
-    "rollout.io.runner.Runner._wait_for_news": "for its hooks and its calls, each of which has a deadline",
+    "rollout.io.runner.Runner._wait_for_event": "for its hooks and its calls, each of which has a deadline",
     "rollout.io.generation.Generation.over": "for the end of the run, which its lease loop reports",
     "launch.supervisor.Supervisor.run": "for the end of the run, which its tasks watch",
     "launch.simulated._PlacedProcess.wait": "for the end of a process, which the operating system reports",

@@ -71,7 +71,7 @@ class PreparedBatch:
             else:
                 self.unfreed.remove(report)
         while self.memory:
-            self.buffers.give_back(self.memory.pop())
+            self.buffers.release(self.memory.pop())
 
     def trained(self) -> list[TrainedRollout]:
         """The samples, for the rollout log."""

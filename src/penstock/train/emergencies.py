@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 LONG_POLL_S = 20.0
 
 
-async def heed_checkpoints(process: RunMember, client: ControlClient, save: Callable[[], Awaitable[None]]) -> None:
+async def save_on_request(process: RunMember, client: ControlClient, save: Callable[[], Awaitable[None]]) -> None:
     """Saves whenever the controller requests it, until the run stops.
 
     Consumes: the controller's requests. Produces: checkpoints, and weights published again. Waits for: a request.

@@ -113,7 +113,7 @@ class TrainingLoop:
             await self._turns.release()
         return True
 
-    async def save_afresh(self) -> None:
+    async def save_emergency(self) -> None:
         """Saves an emergency checkpoint and publishes the weights again, which replaces damaged files."""
         async with self._between_steps:
             step = StepIndex(self._learner.steps)

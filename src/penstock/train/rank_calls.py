@@ -22,7 +22,7 @@ _LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
 
 
-class TrainerSeat(msgspec.Struct):
+class TrainerRankAssignment(msgspec.Struct):
     """Settings of a rank, which it reads from standard input at its start."""
 
     rank: int

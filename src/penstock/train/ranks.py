@@ -32,7 +32,7 @@ from penstock.train.rank_calls import (
     Order,
     Prepare,
     Snapshot,
-    TrainerSeat,
+    TrainerRankAssignment,
     WriteParts,
 )
 from penstock.train.share import shares_of
@@ -92,9 +92,9 @@ class TrainerRanks:
             self._frames.append(await Frames.over(own))
             self._answers.append({})
 
-        def seat(rank: int, cell_fd: int) -> TrainerSeat:
+        def seat(rank: int, cell_fd: int) -> TrainerRankAssignment:
             store = str(self._children.store)
-            return TrainerSeat(rank, self.count, store, ends[rank].fileno(), cell_fd, checkpoint)
+            return TrainerRankAssignment(rank, self.count, store, ends[rank].fileno(), cell_fd, checkpoint)
 
         await self._children.start(seat, {rank: (end.fileno(),) for rank, end in ends.items()})
         for end in ends.values():
@@ -145,7 +145,7 @@ class TrainerRanks:
             try:
                 return work(*arguments)
             except RuntimeError as error:
-                blamed = self._notes.blame() if self._notes is not None else None
+                blamed = self._notes.find_cause() if self._notes is not None else None
                 if blamed is None:
                     raise
                 raise blamed from error

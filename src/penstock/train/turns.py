@@ -45,7 +45,7 @@ class Resident(Protocol):
         ...
 
 
-class LearnerOnTurns:
+class MovableLearner:
     """A learner that moves between the host and its device in the thread that trains it."""
 
     def __init__(self, learner: Learner, device: torch.device, ranks: TrainerRanks, *, shared: bool) -> None:

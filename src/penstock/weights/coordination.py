@@ -52,12 +52,12 @@ class Coordination:
         if newest is None:
             return None
         if newest.held == held:
-            self.tell(events.NewestHeld(member, held), now)
+            self.handle(events.NewestHeld(member, held), now)
             return None
-        offered = self.tell(events.WeightsAsked(member, held), now)
+        offered = self.handle(events.WeightsRequested(member, held), now)
         return offered.manifest if offered is not None else None
 
-    def holds_back(self, member: MemberId) -> Literal["throttled", "version_too_old"] | None:
+    def lease_refusal(self, member: MemberId) -> Literal["throttled", "version_too_old"] | None:
         """Why a replica gets no lease: no version can be loaded at all, or this replica may not serve."""
         if self.admission_stopped:
             return "throttled"
@@ -74,17 +74,17 @@ class Coordination:
         self, live: frozenset[MemberId], trainer: MemberId | None, lost: Mapping[MemberId, str], now: float
     ) -> None:
         """Updates the membership. `lost` gives the reason per lost member; a trainer that deregistered is not in it."""
-        self.tell(events.MembershipReconciled(live), now)
+        self.handle(events.MembershipReconciled(live), now)
         if trainer is not None:
             if self.transaction.trainer_lost:
-                self.tell(events.TrainerReturned(), now)
+                self.handle(events.TrainerReturned(), now)
             self._trainer = trainer
         elif self._trainer is not None and self._trainer in lost:
-            self.tell(events.TrainerLost(lost[self._trainer], self._trainer), now)
+            self.handle(events.TrainerLost(lost[self._trainer], self._trainer), now)
         elif self._trainer is not None:
-            self.tell(events.TrainerLeft(), now)
+            self.handle(events.TrainerLeft(), now)
 
-    def tell(self, event: events.TransactionEvent, now: float) -> events.OfferVersion | None:
+    def handle(self, event: events.TransactionEvent, now: float) -> events.OfferVersion | None:
         """Handles one event and applies its effects; returns the offer, if it made one."""
         offered: events.OfferVersion | None = None
         newest = self.transaction.newest

@@ -42,7 +42,7 @@ class MembershipReconciled(msgspec.Struct, frozen=True):
     live: frozenset[MemberId]
 
 
-class WeightsAsked(msgspec.Struct, frozen=True):
+class WeightsRequested(msgspec.Struct, frozen=True):
     """A replica waits for another version than the one it holds."""
 
     member: MemberId
@@ -97,7 +97,7 @@ TransactionEvent: TypeAlias = (
     | TrainerLeft
     | TrainerReturned
     | MembershipReconciled
-    | WeightsAsked
+    | WeightsRequested
     | NewestHeld
     | ReplicaReported
     | Ticked

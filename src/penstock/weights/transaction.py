@@ -45,7 +45,7 @@ from penstock.weights.events import (
     VersionMadeDurable,
     VersionPublished,
     WarnAboutReplica,
-    WeightsAsked,
+    WeightsRequested,
 )
 from penstock.weights.faults import Action, Fault, decide
 from penstock.weights.fleet import ReplicaRecord, TransactionStatistics, metrics_of
@@ -73,7 +73,7 @@ class WeightTransaction:
         """How often in a row every replica failed to load the newest version."""
         self.fleet_restarts = 0
         self.admission_stopped = False
-        self.checkpoint_wanted = ""
+        self.checkpoint_reason = ""
         """Why the trainer should save its state and publish it again; empty once it has."""
         self.failed = ""
         self._retired: set[str] = set()
@@ -107,7 +107,7 @@ class WeightTransaction:
     def metrics(self) -> dict[str, float]:
         return metrics_of(self.replicas.values(), list(self.behind().values()), self.statistics) | {
             "weights_admission_stopped": int(self.admission_stopped),
-            "weights_checkpoint_wanted": int(bool(self.checkpoint_wanted)),
+            "weights_checkpoint_wanted": int(bool(self.checkpoint_reason)),
             "weights_trainer_lost": int(self.trainer_lost),
         }
 
@@ -131,7 +131,7 @@ class WeightTransaction:
                 effects = []
             case MembershipReconciled():
                 effects = self._reconciled(event, now)
-            case WeightsAsked():
+            case WeightsRequested():
                 effects = self._asked(event, now)
             case NewestHeld():
                 self.replicas.setdefault(event.member, ReplicaRecord(since=now)).requested = True
@@ -147,7 +147,7 @@ class WeightTransaction:
     def _published(self, event: VersionPublished, now: float) -> list[TransactionEffect]:
         manifest = event.manifest
         if event.durable:
-            self.durable, self.checkpoint_wanted = manifest, ""
+            self.durable, self.checkpoint_reason = manifest, ""
         newest = self.newest
         if manifest.lineage in self._retired:
             return []  # from a trainer that was replaced since
@@ -165,14 +165,14 @@ class WeightTransaction:
             effects.extend(self._offer(member, now))
         return effects
 
-    def _asked(self, event: WeightsAsked, now: float) -> list[TransactionEffect]:
+    def _asked(self, event: WeightsRequested, now: float) -> list[TransactionEffect]:
         replica = self.replicas.setdefault(event.member, ReplicaRecord(since=now))
         replica.requested = replica.waiting = True
         # A new request ends an offer: either it was taken and reported, or the answer was lost.
         replica.offered = ""
         return [*self._record_held(event, now), *self._offer(event.member, now, event.held)]
 
-    def _record_held(self, event: WeightsAsked | NewestHeld, now: float) -> list[TransactionEffect]:
+    def _record_held(self, event: WeightsRequested | NewestHeld, now: float) -> list[TransactionEffect]:
         """Records the version that a request states, as a report does: after a restart it may be the first record."""
         replica, held = self.replicas[event.member], event.held
         serving = replica.state is ReplicaState.SERVING
@@ -384,8 +384,8 @@ class WeightTransaction:
                 case Action.STOP_ADMISSION:
                     self.admission_stopped = True
                     effects.append(StopAdmission(replica.first_error))
-                case Action.CHECKPOINT if not self.checkpoint_wanted:
-                    self.checkpoint_wanted = replica.first_error
+                case Action.CHECKPOINT if not self.checkpoint_reason:
+                    self.checkpoint_reason = replica.first_error
                     effects.append(CheckpointTrainer(replica.first_error))
                 case Action.RESTART_FLEET:
                     effects.extend(self._restart_fleet(replica.first_error, now))

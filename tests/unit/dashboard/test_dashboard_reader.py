@@ -105,7 +105,7 @@ def test_a_torn_last_line_waits_for_its_end(run: RunDir):
 
 def test_the_present_of_a_long_run_does_not_wait_for_its_past(run: RunDir, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("penstock.dashboard.io.run_reader.LONG_BYTES", 2000)
-    monkeypatch.setattr("penstock.runtime.following.MOST_BYTES", 1000)
+    monkeypatch.setattr("penstock.runtime.following.MAX_BYTES", 1000)
     write_steps(run, *range(2000))
     reader = RunReader(run.root)
     assert not reader.refresh(0.0)
@@ -120,7 +120,7 @@ def test_the_present_of_a_long_run_does_not_wait_for_its_past(run: RunDir, monke
 
 def test_a_pipeline_that_was_done_long_ago_is_seen_at_once(run: RunDir, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("penstock.dashboard.io.run_reader.LONG_BYTES", 2000)
-    monkeypatch.setattr("penstock.runtime.following.MOST_BYTES", 1000)
+    monkeypatch.setattr("penstock.runtime.following.MAX_BYTES", 1000)
     write_steps(run, *range(10))
     gauges = {"kind": "gauges", "at": 2e9, "pipelines": {"p": {"phase": "complete", "step": 10}}, "processes": {}}
     with run.metrics_path.open("ab") as file:

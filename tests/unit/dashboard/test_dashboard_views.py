@@ -68,7 +68,7 @@ def test_the_overview_says_where_the_run_stands(long_run: Folds):
 )
 def test_who_waits_for_whom(step_s: float, turn_s: float, throttled: float, begins: str):
     pace = Pace.of([Trained(float(second), second, 8, step_s, turn_s) for second in range(20)])
-    assert pace.who_waits(throttled).startswith(begins)
+    assert pace.slower_side(throttled).startswith(begins)
 
 
 def test_an_empty_run_is_drawn_too():

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from penstock.control import effects, events
-from penstock.control.notes import noteworthy
+from penstock.control.notes import encode_notes
 from penstock.control.pipeline import PipelineControl
 from penstock.control.settings import EvaluationSection, PipelineSettings
 from penstock.errors import ConfigError, RunFailed
-from penstock.journal.story import Kind, story, tell
+from penstock.journal.story import Kind, story, story_lines
 from penstock.journal.writer import Journal
 from penstock.records.ids import MemberId, PipelineName, PromptIndex, RunId, SampleId, StepIndex, Version
 from penstock.records.payload import PayloadRef
@@ -43,7 +43,7 @@ class Run:
         before = self.machine.revision
         decided = self.machine.handle(event, self.now)
         if self.machine.revision != before:
-            self.journal.append(A, self.now, msgspec.msgpack.encode(event), noteworthy(decided))
+            self.journal.append(A, self.now, msgspec.msgpack.encode(event), encode_notes(decided))
         self.machine.check()
         return decided
 
@@ -250,7 +250,7 @@ def test_times_are_told_from_the_beginning_of_the_story(run: Run) -> None:
     samples = run.lease(W)
     run.deliver(W, samples)
     run.journal.close(10)
-    lines = tell(run.path, A, "sample", samples[0])
+    lines = story_lines(run.path, A, "sample", samples[0])
     assert "+    0.000 s  sample" in lines[0]
     assert "+    1.000 s  sample" in lines[1]
 

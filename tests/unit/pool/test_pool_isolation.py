@@ -61,7 +61,7 @@ def test_a_resumed_run_finds_all_devices_free_and_its_past_is_replayed_by_the_se
     town.open("b")
     assert town.ask("b", 1, (0,)) == (0,)
     last = town.told(ev.WakeWorker)[-1].order.number
-    town.tell(ev.LifeBegan(Topology((2,)), PoolSection(turn_s=1e6)))
+    town.tell(ev.SessionBegan(Topology((2,)), PoolSection(turn_s=1e6)))
     assert (town.pool.status(town.now).idle, town.pool.members()) == (2, ())
     town.open("a", workers=2, weight=3.0)
     town.demand("a", 100)

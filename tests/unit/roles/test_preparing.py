@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.roles.preparing import MEASURED_PROMPTS, PromptsMeasured
+from penstock.roles.preparing import MEASURED_PROMPTS, PromptsByCpuTime
 
 
 class Slow:
@@ -43,7 +43,7 @@ def join(name: str = "preparation") -> None:
     ("wait", "seconds", "leaves"), [(compute, 0.006, True), (compute, 0, False), (time.sleep, 0.006, False)]
 )
 def test_only_prompts_that_compute_for_long_are_read_elsewhere(wait: Any, seconds: float, leaves: bool) -> None:
-    prompts: Any = PromptsMeasured(Slow(seconds, wait), Elsewhere)  # type: ignore[arg-type]
+    prompts: Any = PromptsByCpuTime(Slow(seconds, wait), Elsewhere)  # type: ignore[arg-type]
     read = [prompts.prompt(position) for position in range(MEASURED_PROMPTS)]
     assert read == [f"here {position}" for position in range(MEASURED_PROMPTS)]
     join()
@@ -55,7 +55,7 @@ def test_prompts_that_cannot_be_read_elsewhere_are_read_here(caplog: pytest.LogC
     def broken() -> Any:
         raise TypeError("cannot pickle 'module' object")
 
-    prompts: Any = PromptsMeasured(Slow(0.006, compute), broken)
+    prompts: Any = PromptsByCpuTime(Slow(0.006, compute), broken)
     for position in range(2 * MEASURED_PROMPTS):
         assert prompts.prompt(position) == f"here {position}"
         join()

@@ -342,10 +342,10 @@ def longrope() -> Any:
         num_key_value_heads=2,
         max_position_embeddings=400,
         original_max_position_embeddings=100,
-        rope_scaling=scaling,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        rope_scaling=scaling,  # type: ignore[arg-type]
     )
     return Phi3ForCausalLM(config)
 

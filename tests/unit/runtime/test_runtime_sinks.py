@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.runtime import sinks
-from penstock.runtime.following import MOST_BYTES, Following
+from penstock.runtime.following import MAX_BYTES, Following
 from penstock.runtime.rundir import RunDir
 
 
@@ -27,15 +27,15 @@ def test_only_complete_lines_are_handed_out_and_each_once(tmp_path: Path):
 
 def test_a_line_longer_than_one_read_comes_whole(tmp_path: Path):
     path = tmp_path / "lines"
-    path.write_bytes(b"x" * (MOST_BYTES + 5) + b"\nshort\n")
+    path.write_bytes(b"x" * (MAX_BYTES + 5) + b"\nshort\n")
     following = Following(path)
-    assert [len(line) for line in following.read()] == [MOST_BYTES + 5]
+    assert [len(line) for line in following.read()] == [MAX_BYTES + 5]
     assert following.read() == [b"short"]
 
 
 def test_an_endless_torn_line_waits_for_its_end(tmp_path: Path):
     path = tmp_path / "lines"
-    path.write_bytes(b"x" * (MOST_BYTES + 5))
+    path.write_bytes(b"x" * (MAX_BYTES + 5))
     following = Following(path)
     assert following.read() == []
     assert following.offset == 0

@@ -7,12 +7,12 @@ import pytest
 
 from penstock.errors import sentence_of
 from penstock.runtime.logs import rotate
-from penstock.runtime.terminal import Unbreakable, harmless
+from penstock.runtime.terminal import Unbreakable, escape_controls
 
 
 def test_control_characters_are_written_out():
-    assert harmless("plain, ünïcode, \t and\nlines") == "plain, ünïcode, \t and\nlines"
-    assert harmless("\x1b[31mred\x07\x9b\r") == "\\x1b[31mred\\x07\\x9b\\r"
+    assert escape_controls("plain, ünïcode, \t and\nlines") == "plain, ünïcode, \t and\nlines"
+    assert escape_controls("\x1b[31mred\x07\x9b\r") == "\\x1b[31mred\\x07\\x9b\\r"
 
 
 def test_a_pipe_that_was_closed_takes_everything():

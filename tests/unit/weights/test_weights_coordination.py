@@ -22,7 +22,7 @@ class Controller:
         published = PublishedVersions()
         published.add(NEWEST)
         self.weights = Coordination(settings, lambda: published, lambda topic: None, lambda level, line: None)
-        self.weights.tell(VersionPublished(NEWEST, durable=True), self.now)
+        self.weights.handle(VersionPublished(NEWEST, durable=True), self.now)
         self.members(*members)
 
     def members(self, *members: MemberId) -> None:
@@ -34,7 +34,7 @@ class Controller:
             self.now += 1.0
             self.weights.offer(member, NOTHING_HELD, self.now)
             failed = ReplicaReported(member, ReplicaState.STALE, Version(-1), "", error="stage: device-side assert")
-            self.weights.tell(failed, self.now)
+            self.weights.handle(failed, self.now)
             self.weights.check()
 
 
@@ -55,11 +55,11 @@ def test_replicas_that_hold_the_newest_version_are_recorded_after_a_restart() ->
 def test_replicas_that_hold_the_newest_version_count_as_healthy_after_a_restart() -> None:
     controller = Controller(A, B, settings=WeightsSection(min_healthy=2, unhealthy_timeout_s=600.0))
     assert controller.weights.offer(A, NOTHING_HELD, 1.0) == NEWEST
-    controller.weights.tell(ReplicaReported(A, ReplicaState.SERVING, NEWEST.version, NEWEST.digest), 2.0)
+    controller.weights.handle(ReplicaReported(A, ReplicaState.SERVING, NEWEST.version, NEWEST.digest), 2.0)
     for now in range(3, 700, 10):
         for member in (A, B):
             assert controller.weights.offer(member, NEWEST.held, now) is None
-        controller.weights.tell(Ticked(), now)
+        controller.weights.handle(Ticked(), now)
     assert controller.weights.failure == ""
 
 
@@ -76,7 +76,7 @@ def test_admission_opens_for_a_replica_that_was_resumed_at_the_second_attempt() 
     assert isinstance(report, ReportReplicaState)
     assert report.error, "the report names the error of the first attempt"
     served = ReplicaReported(B, report.state, report.version, report.digest, error=report.error)
-    controller.weights.tell(served, 14.0)
+    controller.weights.handle(served, 14.0)
     controller.weights.check()
     assert controller.weights.admission_stopped == ""
-    assert controller.weights.holds_back(B) is None
+    assert controller.weights.lease_refusal(B) is None

@@ -30,7 +30,7 @@ from penstock.weights.events import (
     VersionMadeDurable,
     VersionPublished,
     WarnAboutReplica,
-    WeightsAsked,
+    WeightsRequested,
 )
 from penstock.weights.faults import TABLE, Action, Fault, decide
 from penstock.weights.published import HISTORY, PublishedVersions
@@ -73,7 +73,7 @@ class Fleet:
         return self(MembershipReconciled(frozenset(self.transaction.replicas.keys() - {member})))
 
     def ask(self, member: MemberId, held: Held = NOTHING_HELD) -> list[TransactionEffect]:
-        return self(WeightsAsked(member, held))
+        return self(WeightsRequested(member, held))
 
     def serve(self, member: MemberId, manifest: Manifest, skipped: int = 0) -> list[TransactionEffect]:
         return self(ReplicaReported(member, S.SERVING, manifest.version, manifest.digest, 0.001, skipped))
@@ -246,9 +246,9 @@ def test_a_fresh_fleet_that_works_opens_admission_again() -> None:
     assert of(fleet.serve(B, version(0)), OpenAdmission)
     assert fleet.transaction.fleet_restarts == 1, "that the durable version can be loaded says nothing of others"
     fleet.ask(B, version(0).held)
-    assert fleet.transaction.checkpoint_wanted
+    assert fleet.transaction.checkpoint_reason
     assert fleet(VersionPublished(version(1), durable=True)) == [OfferVersion(B, version(1))]
-    assert not fleet.transaction.checkpoint_wanted
+    assert not fleet.transaction.checkpoint_reason
     fleet.serve(B, version(1))
     assert (fleet.transaction.fleet_restarts, fleet.transaction.fleet_failures) == (0, 0)
 
@@ -286,7 +286,7 @@ def test_a_damaged_version_is_written_afresh_and_costs_no_replica(fleet: Fleet) 
         assert fleet.ask(B) == [], "it is not offered again as it is"
         assert damaged(fleet, B, version(1)) == []
     assert fleet(VersionPublished(version(1), durable=True)) == [OfferVersion(B, version(1))]
-    assert fleet.transaction.checkpoint_wanted == ""
+    assert fleet.transaction.checkpoint_reason == ""
     assert fleet.serve(B, version(1)) == [AdmitReplica(B, Version(1), version(1).digest)]
     assert fleet.transaction.metrics()["weights_versions_damaged_total"] == 1
 

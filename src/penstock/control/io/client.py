@@ -45,19 +45,19 @@ class ControlClient:
         pipeline: PipelineName,
         member: MemberId,
         *,
-        give_up_s: float = 60.0,
+        unreachable_timeout_s: float = 60.0,
         attempt_timeout_s: float = 10.0,
     ) -> None:
         """`endpoint` is the controller's endpoint file, or a fixed (host, port).
 
-        A call fails with `PeerLost` if the controller cannot be reached for `give_up_s`. An attempt without a reply
-        within the `wait_s` of its request plus `attempt_timeout_s` counts as a lost connection.
+        A call fails with `PeerLost` if the controller cannot be reached for `unreachable_timeout_s`. An attempt without
+        a reply within the `wait_s` of its request plus `attempt_timeout_s` counts as a lost connection.
         """
         self.pipeline = pipeline
         self.member = member
         self._endpoint = Path(endpoint) if isinstance(endpoint, str) else endpoint
         self._token = token
-        self._give_up_s = give_up_s
+        self._unreachable_timeout_s = unreachable_timeout_s
         self._attempt_timeout_s = attempt_timeout_s
         self._requests: Codec[Request] = Codec(Request)
         self._replies: Codec[Reply] = Codec(Reply)
@@ -77,12 +77,12 @@ class ControlClient:
     async def call(self, request: Request, timeout_s: float | None = None) -> Reply:
         """Sends the request until it is answered; raises the error that a `Refused` names.
 
-        `timeout_s` bounds the whole call; the default is the `wait_s` of the request plus `give_up_s`.
+        `timeout_s` bounds the whole call; the default is the `wait_s` of the request plus `unreachable_timeout_s`.
         """
         body = self._requests.encode(request)
         loop = asyncio.get_running_loop()
         wait_s = getattr(request, "wait_s", 0.0)
-        deadline = loop.time() + (timeout_s if timeout_s is not None else wait_s + self._give_up_s)
+        deadline = loop.time() + (timeout_s if timeout_s is not None else wait_s + self._unreachable_timeout_s)
         backoff = Backoff(0.05, 1.0)
         while True:
             attempt_s = min(deadline - loop.time(), wait_s + self._attempt_timeout_s)
@@ -121,7 +121,7 @@ class ControlClient:
             raise PeerLost(f"cannot fetch page {name!r} from the controller at {self._where()}: {failure}") from failure
         return json.loads(answer)
 
-    def hurry(self, timeout_s: float) -> None:
+    def begin_shutdown(self, timeout_s: float) -> None:
         """Shutdown began: calls are not retried any more, and none waits longer than `timeout_s`."""
         self._hurry_timeout_s = timeout_s
         self._hurried.set()
@@ -135,7 +135,7 @@ class ControlClient:
 
     async def close(self) -> None:
         """Closes all connections; pending calls fail with `PeerLost`."""
-        self.hurry(0.0)
+        self.begin_shutdown(0.0)
         for connection in list(self._open):
             connection.close("the client was closed")
         self._idle.clear()

@@ -30,10 +30,17 @@ class MemoryClient(ControlClient):
         pipeline: PipelineName,
         member: MemberId,
         *,
-        give_up_s: float = 60.0,
+        unreachable_timeout_s: float = 60.0,
         attempt_timeout_s: float = 10.0,
     ) -> None:
-        super().__init__(("memory", 0), "", pipeline, member, give_up_s=give_up_s, attempt_timeout_s=attempt_timeout_s)
+        super().__init__(
+            ("memory", 0),
+            "",
+            pipeline,
+            member,
+            unreachable_timeout_s=unreachable_timeout_s,
+            attempt_timeout_s=attempt_timeout_s,
+        )
         self._link = link
         self._exchanges: Any = self._open
 

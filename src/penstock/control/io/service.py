@@ -24,7 +24,7 @@ from penstock.control.effects import Effect
 from penstock.control.events import TimePassed
 from penstock.control.io.metric_lines import MetricLines
 from penstock.control.io.waiting import HeldCalls, deadline
-from penstock.control.notes import noteworthy
+from penstock.control.notes import encode_notes
 from penstock.errors import PenstockError, RunFailed
 from penstock.journal.reader import replay
 from penstock.payload.discards import Discards
@@ -116,12 +116,12 @@ class ControlService:
         controller loses lines that were not written yet.
         """
         replayed = self._recover()
-        new_life = not replayed or new_session
+        new_session = not replayed or new_session
         if new_session:
             self.evicted.clear()
         else:
             self._recall_failure()
-        self._apply(self.controller.start(self._now(), resumed=bool(replayed) and new_session, new_life=new_life))
+        self._apply(self.controller.start(self._now(), resumed=bool(replayed) and new_session, new_session=new_session))
         if self._lines is not None:
             on_file = lines_on_file if replayed else ()
             self._lines.complete(self.controller.pipelines, on_file)
@@ -131,9 +131,9 @@ class ControlService:
         """Restores the last committed state. Past instructions are not executed again, but evicted members are listed:
         the supervisor may not have read of them."""
         recovered, controller = replay(self.journal.path), self.controller
-        unknown = [name for name in recovered.states if not controller.knows(name)]
+        unknown = [name for name in recovered.states if not controller.has_part(name)]
         for name, state in recovered.states.items():
-            if controller.knows(name):
+            if controller.has_part(name):
                 try:
                     controller.restore(name, state)
                 except Exception as error:
@@ -141,7 +141,7 @@ class ControlService:
         count = 0
         for entry in recovered.entries:
             self._latest = max(self._latest, entry.at)
-            if not controller.knows(entry.pipeline):
+            if not controller.has_part(entry.pipeline):
                 unknown.append(entry.pipeline)
                 continue
             try:
@@ -262,7 +262,7 @@ class ControlService:
         for name, effect in decided:
             kind = type(effect)
             if kind is effects.Record:
-                journal.append(name, now, _encode(effect.event), noteworthy(effect.decided))  # type: ignore[union-attr]
+                journal.append(name, now, _encode(effect.event), encode_notes(effect.decided))  # type: ignore[union-attr]
             elif kind is effects.Announce:
                 self.waiting.wake(name, effect.topic, effect.member)  # type: ignore[union-attr]
             elif kind in _AFTER_COMMIT:

@@ -10,7 +10,7 @@ from penstock.dashboard import views
 from penstock.dashboard.io.run_reader import RunReader
 from penstock.dashboard.sample_index import Row
 from penstock.errors import ConfigError
-from penstock.journal.story import Kind, tell
+from penstock.journal.story import Kind, story_lines
 from penstock.records.ids import PipelineName
 
 Query = Mapping[str, str]
@@ -121,7 +121,7 @@ def story(reader: RunReader, query: Query) -> dict[str, Any]:
     if kind not in get_args(Kind) or number is None:
         raise ConfigError("expected the kind sample, prompt, step or version, and a number")
     name = PipelineName(reader.pipeline(query.get("pipeline", "")).name)
-    return {"lines": tell(reader.run.journal_path, name, kind, number)}  # type: ignore[arg-type]
+    return {"lines": story_lines(reader.run.journal_path, name, kind, number)}  # type: ignore[arg-type]
 
 
 def log(reader: RunReader, query: Query) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from penstock.engines.models import ActorCriticPolicy, LanguagePolicy
 from penstock.engines.policy import PolicyEngine
 from penstock.engines.protocol import Site
-from penstock.engines.ranks import EngineSeat, connected
+from penstock.engines.ranks import EngineRankAssignment, connected
 from penstock.engines.serving import ServingEngine
 from penstock.engines.torch.engine import TorchEngine
 from penstock.engines.torch.settings import TorchEngineSection
@@ -43,7 +43,9 @@ def _engine(section: TorchEngineSection, policy: LanguagePolicy | ActorCriticPol
     )
 
 
-def follow(section: Any, policy: LanguagePolicy | ActorCriticPolicy, seat: EngineSeat, device: str, index: int) -> None:
+def follow(
+    section: Any, policy: LanguagePolicy | ActorCriticPolicy, seat: EngineRankAssignment, device: str, index: int
+) -> None:
     """Runs another rank of the engine from `build`, until it ends. `index` is the worker's index in its pipeline."""
     assert isinstance(section, TorchEngineSection)
     chosen = _device(device, index, seat.rank, seat.ranks)

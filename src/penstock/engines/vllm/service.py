@@ -172,7 +172,7 @@ class VllmService:
         starting.cancel()
         await asyncio.wait([starting])
         self.weights.forget()
-        self._updater.begin_anew()
+        self._updater.reset()
         await asyncio.to_thread(self.server.stop, timeout_s)
 
     def _gpus_at(self, devices: tuple[int, ...]) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class VllmEngine:
         """The version's files, verified before the server is touched; the server reads them itself. A version in device
         memory is verified by the server."""
         root = self._run_dir
-        if not self._files.sees(manifest):
+        if not self._files.has_files(manifest):
             root, manifest = self._home, self._copied(manifest, timeout_s)
         tensors = map_version(root, manifest, verify=verify and not is_on_a_device(root, manifest))
         self._fetched = {manifest.digest: (root, manifest)}

@@ -83,7 +83,7 @@ class _Copied:
 
     def released(self) -> None:
         for received in self.received.values():
-            self.buffers.give_back(received.memory)
+            self.buffers.release(received.memory)
 
 
 class FetchReport:

@@ -43,7 +43,7 @@ class Buffers:
                 return idle.pop()
         return self._allocate(rounded)
 
-    def give_back(self, memory: np.ndarray) -> None:
+    def release(self, memory: np.ndarray) -> None:
         with self._lock:
             if self.idle_bytes + memory.nbytes <= self._keep_bytes:
                 self._idle.setdefault(memory.nbytes, []).append(memory)

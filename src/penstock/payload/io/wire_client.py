@@ -125,7 +125,7 @@ class WireClient:
         if answer is None:
             return Received(body.toreadonly(), memory)
         if unused:
-            self._buffers.give_back(memory)
+            self._buffers.release(memory)
         return answer
 
     def consume(

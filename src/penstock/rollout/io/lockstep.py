@@ -58,7 +58,7 @@ class Leader(Protocol):
         ...
 
 
-class Surroundings(msgspec.Struct):
+class RankCallbacks(msgspec.Struct):
     """Callbacks of a rank's loop into its process. All are called on the loop's thread and may block."""
 
     wait_for_weights: Callable[[Version], bool] = lambda version: True
@@ -85,7 +85,7 @@ class Lockstep:
         leader: Leader | None = None,
         share: bool = False,
         preparations: int = RolloutSection().preparations,
-        surroundings: Surroundings = Surroundings(),
+        surroundings: RankCallbacks = RankCallbacks(),
     ) -> None:
         self.workload = workload
         self.fetch = fetch
@@ -146,7 +146,7 @@ class Lockstep:
         if isinstance(error, PenstockError):
             return error
         # The engine's collectives raise RuntimeError when another rank is lost: report that rank's error.
-        blamed = self.fetch.blame() if isinstance(error, RuntimeError) else None
+        blamed = self.fetch.find_cause() if isinstance(error, RuntimeError) else None
         if blamed is not None:
             return blamed
         return RunFailed(f"rank {self.fetch.rank}: {''.join(traceback.format_exception_only(error)).strip()}")

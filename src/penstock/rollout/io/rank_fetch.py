@@ -88,16 +88,16 @@ class Fetch:
         try:
             dist.all_gather(frames, frame, group=self._group)
         except RuntimeError as error:
-            raise self.blame() or PeerLost(f"the fetch failed and no rank reported a cause: {error}") from error
+            raise self.find_cause() or PeerLost(f"the fetch failed and no rank reported a cause: {error}") from error
         return frames
 
-    def tell(self, error: PenstockError) -> None:
+    def report_failure(self, error: PenstockError) -> None:
         """Writes the error to the group's store, for the other ranks."""
-        self._notes.tell(error)
+        self._notes.report(error)
 
     def fail(self, error: PenstockError) -> None:
         """Writes the error to the group's store, then leaves the group, so that the others' collectives fail."""
-        self.tell(error)
+        self.report_failure(error)
         self.leave()
 
     def leave(self) -> None:
@@ -106,9 +106,9 @@ class Fetch:
             self._group = None
             dist.destroy_process_group()
 
-    def blame(self) -> PenstockError | None:
+    def find_cause(self) -> PenstockError | None:
         """The error of the rank that broke a collective; None if no rank did."""
-        return self._notes.blame()
+        return self._notes.find_cause()
 
 
 def join(store: GroupStore, *, rank: int, ranks: int, timeout_s: float = 1800.0) -> Fetch:

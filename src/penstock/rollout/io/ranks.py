@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.payload.io.shm import Ring
 from penstock.records.payload import RingAddress
 from penstock.rollout.io.group import GroupRunner
-from penstock.rollout.io.lockstep import Lockstep, Surroundings
+from penstock.rollout.io.lockstep import Lockstep, RankCallbacks
 from penstock.rollout.io.rank_fetch import Fetch, join
 from penstock.rollout.io.rank_weights import Announcing
 from penstock.rollout.io.runner import RunnerSettings
@@ -37,7 +37,7 @@ FETCH_S = 1800.0
 """Longest wait for the slowest rank. A dead rank is noticed at once; the controller detects a wedged one."""
 
 
-class RankSeat(msgspec.Struct):
+class RankAssignment(msgspec.Struct):
     """Settings that rank 0 sends to another rank, on standard input."""
 
     rank: int
@@ -83,9 +83,9 @@ class RankGroup:
             return
         await self._children.start(self._seat)
 
-    def _seat(self, rank: int, cell_fd: int) -> RankSeat:
+    def _seat(self, rank: int, cell_fd: int) -> RankAssignment:
         store = str(self._children.store)
-        return RankSeat(rank, self.ranks, store, str(self._newest), FETCH_S, os.getppid(), cell_fd)
+        return RankAssignment(rank, self.ranks, store, str(self._newest), FETCH_S, os.getppid(), cell_fd)
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[RankGroup]:
@@ -147,13 +147,13 @@ class RankGroup:
             leader=self._runner,
             share=True,
             preparations=settings.bounds.preparations,
-            surroundings=Surroundings(discard=ring.discard, progressed=moved),
+            surroundings=RankCallbacks(discard=ring.discard, progressed=moved),
         )
         self._stepping = asyncio.wrap_future(self._working.submit(lockstep.run))
         tasks.spawn("watch the ranks", self._watch(self._stepping))
         return self._runner
 
-    def stand_on(self, devices: tuple[int, ...]) -> None:
+    def set_devices(self, devices: tuple[int, ...]) -> None:
         """Sets the devices of the ranks, one for each."""
         if self._runner is not None:
             self._runner.devices = devices

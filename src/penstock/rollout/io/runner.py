@@ -191,7 +191,7 @@ class Runner:
             if self.settings.bounds.concurrency > 1:
                 self._spawn(group, self._poll_engine(), "poll the engine")
             while self._finished is None:
-                await self._wait_for_news()
+                await self._wait_for_event()
                 while self._inbox and self._finished is None:
                     for effect in self._decide(self._inbox.popleft()):
                         act(effect)
@@ -217,7 +217,7 @@ class Runner:
                 decoding, waiting = int(figures["requests_decoding"]), int(figures["requests_waiting"])
                 self._post(flow.EnginePolled(decoding, waiting, max(0, int(preempted - before))))
 
-    async def _wait_for_news(self) -> None:
+    async def _wait_for_event(self) -> None:
         """Unblocked by any hook's end, any answer of the controller, `stop`, or the deadline of a stop."""
         self._wake.clear()
         if self._inbox:  # posted before the flag was cleared

@@ -332,7 +332,7 @@ class FileTransport:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    def sees(self, manifest: Manifest) -> bool:
+    def has_files(self, manifest: Manifest) -> bool:
         """Whether this host finds the version in the run directory."""
         check_manifest(manifest)
         return (_inside(self._run_dir, manifest) / MANIFEST_FILE).exists()

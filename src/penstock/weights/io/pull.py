@@ -321,6 +321,6 @@ class NearestTransport:
         self._pull = pull
 
     def fetch(self, manifest: Manifest, timeout_s: float, *, verify: bool = True) -> Mapping[str, torch.Tensor]:
-        here = manifest.host_id in ("", self._host_id) and self._files.sees(manifest)
+        here = manifest.host_id in ("", self._host_id) and self._files.has_files(manifest)
         near = here or not manifest.addresses
         return (self._files if near else self._pull).fetch(manifest, timeout_s, verify=verify)

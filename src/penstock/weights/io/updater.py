@@ -154,7 +154,7 @@ class ReplicaUpdater:
         """The values of one replica by metric name."""
         return self.statistics.values()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Resets the state after a restart of the engine, while no update is under way."""
         self.replica = Replica()
 
