@@ -416,7 +416,7 @@ async def test_a_payload_whose_lease_goes_back_while_it_is_written_is_discarded(
     await until(lambda: sorted(store.discarded) == [1, 2])
 
 
-async def test_a_cancellation_that_nobody_requested_is_an_error_of_the_hook() -> None:
+async def test_an_unrequested_cancellation_is_an_error_of_the_hook() -> None:
     class Leaking(ToyWorkload):
         async def generate(self, batch: Sequence[PromptLease]) -> Any:
             raise asyncio.CancelledError("a task of the hook was cancelled")

@@ -292,7 +292,7 @@ async def _evaluate(one: Saved, prompts: int | None, samples: int, temperature: 
 
 
 def _evaluating(pipeline: PipelineSection, trained: Any, prompts: int) -> PipelineSection:
-    """The pipeline with an evaluation of at least so many prompts, none of which was trained on."""
+    """The pipeline with an evaluation of at least `prompts` prompts, none of which was trained on."""
     section = pipeline.evaluation
     if section.env is None and isinstance(trained, DividedEnvironment):
         held_out = section.prompts if section.every_steps else 0

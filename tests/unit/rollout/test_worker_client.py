@@ -67,7 +67,7 @@ class Ring:
         self.discarded += payloads
 
 
-async def test_payloads_that_nobody_reads_are_freed_in_the_rings_of_all_ranks() -> None:
+async def test_unread_payloads_are_freed_in_the_rings_of_all_ranks() -> None:
     """The controller names them with a grant, expired ones this worker remembers, and refused ones of a delivery whose
     loop has ended have no other reader."""
     unread, expired, refused = (PayloadRef(f"ring-{rank}", 0, slot, 0, 0, 0) for slot, rank in enumerate((1, 0, 1)))
