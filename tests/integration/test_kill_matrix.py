@@ -68,7 +68,7 @@ def kill_children(folder: Path, victim: str, kills: int) -> None:
 
 
 def kill_child(run: Running, victim: str) -> bool:
-    """False when there was no process to kill."""
+    """False when there was no process to kill, or the run was ending: then it reports no kill."""
     child = run.children().get(victim)
     if child is None or run.process.poll() is not None:
         return False
@@ -84,7 +84,7 @@ def kill_child(run: Running, victim: str) -> bool:
         return found is not None and found.pid != child.pid
 
     wait_for(replaced, 60, f"a new {victim}")
-    return True
+    return run.process.poll() is None
 
 
 def kill_supervisor(folder: Path, kills: int) -> None:

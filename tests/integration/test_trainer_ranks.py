@@ -61,5 +61,6 @@ def test_a_run_of_two_ranks_is_resumed_on_one(folder: Path):
     assert code == 0, output + run.logs()
     lines = step_lines(run.directory)
     assert {entry["step"] for entry in lines} == set(range(done + 4))
-    slowest = 1 - 0.9 * (done + 3) / (done + 4)
+    warmup = 5  # of a tiny model
+    slowest = 1 - 0.9 * (done + 3 - warmup) / (done + 4 - warmup)
     assert lines[-1]["learning_rate"] == pytest.approx(2e-3 * slowest), "it decays over the new length of the run"
