@@ -21,7 +21,7 @@ from penstock.engines.models import ActorCriticPolicy, LanguagePolicy, Policy
 from penstock.errors import ConfigError, RunFailed
 from penstock.train.attention import attend_in_forests
 from penstock.train.losses.ppo import EpisodeTensors, ppo_loss
-from penstock.train.losses.tokens import Average, TokenLoss, Tokens, divergence, resolve
+from penstock.train.losses.tokens import Average, TokenLoss, Tokens, divergence, floored, ratio_of, resolve
 from penstock.train.scores import TokenTensors
 from penstock.train.settings import PpoLossSection, TokenLossSection, TrainSection
 from penstock.train.sharding import ShardedPolicy, idle_pass
@@ -194,22 +194,23 @@ class TokenObjective:
     def share(self, batch: TokenTensors, score: PriorLogprobs, totals: Totals) -> tuple[Tensor, Metrics]:
         """A micro-batch's share of the loss of an update."""
         settings = self.settings
-        current_M, entropy_M = batch.scores(self.policy.module, self.temperature)
-        old_M = current_M.detach() if score.old_M is None else score.old_M.to(current_M.device)
+        logprobs_M, entropy_M = batch.scores(self.policy.module, self.temperature)
+        current_M, behaviour_M = floored(logprobs_M), floored(batch.behaviour_M)
+        old_M = current_M.detach() if score.old_M is None else floored(score.old_M.to(current_M.device))
         tokens = Tokens(
             current_M,
             old_M,
-            batch.behaviour_M,
+            behaviour_M,
             batch.advantage_M,
             batch.sequence_M,
             batch.sequences,
-            None if score.teacher_M is None else score.teacher_M.to(current_M.device),
+            None if score.teacher_M is None else floored(score.teacher_M.to(current_M.device)),
         )
         loss_M, metrics = self.loss(tokens, settings)
         if settings.entropy_coefficient:
             loss_M = loss_M - settings.entropy_coefficient * entropy_M
         if score.reference_M is not None:
-            divergence_M = divergence(current_M, score.reference_M.to(current_M.device))
+            divergence_M = divergence(current_M, floored(score.reference_M.to(current_M.device)))
             loss_M = loss_M + settings.kl_coefficient * divergence_M
             metrics = metrics | {"kl_reference": divergence_M.sum()}
         if self.average == "token":
@@ -219,8 +220,8 @@ class TokenObjective:
         else:
             loss = loss_M.sum() / (totals.samples * self.constant_length)
         with torch.no_grad():
-            log_weight_M = old_M - batch.behaviour_M
-            weight_M = log_weight_M.exp()
+            log_weight_M = old_M - behaviour_M
+            weight_M = ratio_of(log_weight_M)
             metrics = metrics | {
                 "entropy": entropy_M.sum(),
                 "kl_sampling": (weight_M - 1 - log_weight_M).sum(),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.batch.pack import TrajectoryBatch
 from penstock.engines.models import ActorCritic
-from penstock.train.losses.tokens import clipped
+from penstock.train.losses.tokens import clipped, floored, ratio_of
 from penstock.train.settings import PpoLossSection
 
 MIN_SPREAD = 0.05
@@ -70,16 +70,16 @@ def ppo_loss(
     observations = batch.observations_S[chosen]
     distribution = network.distribution(observations)
     current, old, behaviour = (
-        distribution.log_prob(batch.actions_S[chosen]),
-        batch.old_S[chosen],
-        batch.sampled_S[chosen],
+        floored(distribution.log_prob(batch.actions_S[chosen])),
+        floored(batch.old_S[chosen]),
+        floored(batch.sampled_S[chosen]),
     )
-    raw_weight = (old - behaviour).exp()
+    raw_weight = ratio_of(old - behaviour)
     weight = raw_weight.clamp(max=settings.importance_cap)
     advantage = batch.advantages_S[chosen]
     spread = advantage.std(correction=0).maximum(MIN_SPREAD * network.return_std)
     advantage = (advantage - advantage.mean()) / (spread + 1e-8)
-    objective, stopped = clipped((current - old).exp(), advantage, 1 - settings.clip, 1 + settings.clip)
+    objective, stopped = clipped(ratio_of(current - old), advantage, 1 - settings.clip, 1 + settings.clip)
     errors = (network.value(observations) - batch.returns_S[chosen]) / network.return_std
     value_loss = 0.5 * errors.square().mean()
     entropy = distribution.entropy().mean()

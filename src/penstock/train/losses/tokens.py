@@ -28,13 +28,18 @@ if TYPE_CHECKING:
 
 Average = Literal["token", "sequence", "constant"]
 
+MAX_LOG_RATIO = 20.0
+"""A ratio of probabilities stops at exp of this, 5e8, and so does its gradient: float32 overflows at exp(89)."""
+LOWEST_LOGPROB = -1e4
+"""Log-probabilities stop here: the difference of two that are -inf is no number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """The trained tokens of a micro-batch. Only `current_M` has a gradient."""
 
     current_M: Tensor
-    """Log-probabilities."""
+    """Log-probabilities, like the next two and the teacher's: none is below `LOWEST_LOGPROB`."""
     old_M: Tensor
     behaviour_M: Tensor
     advantage_M: Tensor
@@ -55,6 +60,16 @@ class Tokens:
 TokenLoss = Callable[[Tokens, TokenLossSection], "tuple[Tensor, dict[str, Tensor]]"]
 
 
+def floored(logprobs: Tensor) -> Tensor:
+    """None below `LOWEST_LOGPROB`; those that were have no gradient."""
+    return logprobs.clamp(min=LOWEST_LOGPROB)
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp of the difference of two log-probabilities, at most exp(MAX_LOG_RATIO): finite, and so is its gradient."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """min(r·A, clip(r, low, high)·A), and 1 where the clip stops the gradient."""
     free = ratio * advantage
@@ -64,12 +79,12 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[
 
 def behaviour_weight(log_weight: Tensor, settings: TokenLossSection) -> tuple[Tensor, Tensor]:
     """The weight of a stale token, old / μ after `importance` is applied, and 1 where that changed it."""
-    weight = log_weight.exp()
+    weight = ratio_of(log_weight)
     if settings.importance == "truncate":
         return weight.clamp(max=settings.importance_cap), (weight > settings.importance_cap).float()
     if settings.importance == "mask":
-        outside = ((weight < settings.mask_low) | (weight > settings.mask_high)).float()
-        return weight * (1 - outside), outside
+        outside = (weight < settings.mask_low) | (weight > settings.mask_high)
+        return weight.where(~outside, 0.0), outside.float()
     return weight.new_ones(weight.shape), weight.new_zeros(weight.shape)
 
 
@@ -81,7 +96,7 @@ def grpo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, 
     With `dual_clip` = c > 0, tokens of a negative advantage lose no more than c·|A|: max(…, c·A).
     """
     weight_M, capped_M = behaviour_weight(tokens.old_M - tokens.behaviour_M, settings)
-    ratio_M = (tokens.current_M - tokens.old_M).exp()
+    ratio_M = ratio_of(tokens.current_M - tokens.old_M)
     objective_M, stopped_M = clipped(ratio_M, tokens.advantage_M, 1 - settings.clip_low, 1 + settings.clip_high)
     if settings.dual_clip:
         floor_M = settings.dual_clip * tokens.advantage_M
@@ -101,7 +116,7 @@ def gspo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, 
     sequence. Each branch of a sample is a sequence here.
     """
     weight_M, capped_M = behaviour_weight(tokens.sequence_mean(tokens.old_M - tokens.behaviour_M), settings)
-    ratio_M = tokens.sequence_mean(tokens.current_M - tokens.old_M).exp()
+    ratio_M = ratio_of(tokens.sequence_mean(tokens.current_M - tokens.old_M))
     objective_M, stopped_M = clipped(ratio_M, tokens.advantage_M, 1 - settings.clip_low, 1 + settings.clip_high)
     return -weight_M * objective_M, {"clip_fraction": stopped_M.sum(), "capped_fraction": capped_M.sum()}
 
@@ -111,7 +126,7 @@ def cispo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str,
 
     loss_t = −sg(min(π / μ, importance_cap)) · A · log π
     """
-    weight_M = (tokens.current_M - tokens.behaviour_M).detach().exp()
+    weight_M = ratio_of((tokens.current_M - tokens.behaviour_M).detach())
     capped_M = (weight_M > settings.importance_cap).float()
     weight_M = weight_M.clamp(max=settings.importance_cap)
     return -weight_M * tokens.advantage_M * tokens.current_M, {"capped_fraction": capped_M.sum()}
@@ -141,7 +156,7 @@ def distill(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[st
     """
     assert tokens.teacher_M is not None
     current_M = tokens.current_M.detach()
-    weight_M = (current_M - tokens.behaviour_M).exp()
+    weight_M = ratio_of(current_M - tokens.behaviour_M)
     capped_M = (weight_M > settings.importance_cap).float()
     advantage_M = weight_M.clamp(max=settings.importance_cap) * (tokens.teacher_M - current_M)
     metrics = {"capped_fraction": capped_M.sum(), "kl_teacher": (current_M - tokens.teacher_M).sum()}
@@ -177,6 +192,7 @@ def resolve(name: str) -> tuple[TokenLoss, Average]:
 
 
 def divergence(current_M: Tensor, reference_M: Tensor) -> Tensor:
-    """The estimate k3 of KL(π ‖ reference): ρ − 1 − log ρ with ρ = reference / π. Never negative, unbiased."""
-    difference_M = reference_M - current_M
+    """The estimate k3 of KL(π ‖ reference): ρ − 1 − log ρ with ρ = reference / π. Never negative; unbiased as long as
+    log ρ is below `MAX_LOG_RATIO`."""
+    difference_M = (reference_M - current_M).clamp(max=MAX_LOG_RATIO)
     return difference_M.exp() - 1 - difference_M
