@@ -142,6 +142,113 @@ def test_structured_observations_are_flattened_and_offset_actions_shifted() -> N
     assert episode.arrays["observations"].sum() == 1
 
 
+class Scripted(gym.Env[Any, Any]):
+    """Records the actions it is given, and returns the observations it was made with."""
+
+    def __init__(self, action_space: Any, observation_space: Any, observations: list[Any]) -> None:
+        self.action_space, self.observation_space = action_space, observation_space
+        self.observations, self.taken = observations, []
+        self.closed = False
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observations[0], {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        self.taken.append(action)
+        observation = self.observations[len(self.taken)]
+        if isinstance(observation, Exception):
+            raise observation
+        return observation, 1.0, len(self.taken) + 1 == len(self.observations), False, {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def scripted(
+    monkeypatch: pytest.MonkeyPatch, action_space: Any, observation_space: Any, observations: list[Any]
+) -> Any:
+    one = Scripted(action_space, observation_space, observations)
+    monkeypatch.setattr(gym, "make", lambda *_, **__: one)
+    return GymnasiumEnvironment(id="Scripted-v0"), one
+
+
+LINE = spaces.Box(-1, 1, (1,), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("space", "given", "taken"),
+    [
+        (spaces.Box(10, 20, (1,), np.float32), [-1.0, -0.5, 0.0, 1.0, 3.0], [10, 12.5, 15, 20, 20]),
+        (spaces.Box(-1, 1, (1,), np.float32), [-1.0, 0.25, 7.0], [-1, 0.25, 1]),
+        (spaces.Box(0, 3, (1,), np.int64), [-5.0, -0.6, -0.4, 0.4, 0.6, 5.0], [0, 0, 1, 2, 3, 3]),
+        (spaces.Box(-np.inf, np.inf, (1,), np.float32), [-40.0, 40.0], [-40, 40]),
+        (spaces.Box(0, np.inf, (1,), np.float32), [-40.0, 40.0], [0, 40]),
+        (spaces.Box(-3e38, 3e38, (1,), np.float32), [-40.0, 40.0], [-40, 40]),
+    ],
+)
+def test_box_actions_reach_their_bounds_and_integers_are_rounded(
+    space: Any, given: list[float], taken: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    still = np.zeros(1, np.float32)
+    environment, one = scripted(monkeypatch, space, LINE, [still] * (len(given) + 2))
+    episodes = environment.start([0])
+    for action in given:
+        episodes.step(np.array([[action]], np.float32))
+    assert np.allclose(np.concatenate(one.taken), taken)
+    assert {action.dtype for action in one.taken} == {space.dtype}
+
+
+def test_bounded_integer_observations_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = spaces.Dict(
+        {
+            "memory": spaces.Box(0, 255, (2,), np.uint8),
+            "seat": spaces.Discrete(2),
+            "speed": spaces.Box(0, 255, (1,), np.float32),
+            "ticks": spaces.Box(0, 2**31 - 1, (1,), np.int64),
+        }
+    )
+    first = {
+        "memory": np.array([0, 255], np.uint8),
+        "seat": 1,
+        "speed": np.array([51], np.float32),
+        "ticks": np.array([9]),
+    }
+    environment, _ = scripted(monkeypatch, LINE, space, [first])
+    assert environment.start([0]).observations.tolist() == [[0, 1, 0, 1, 51, 9]]
+
+
+def test_an_observation_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, _ = scripted(monkeypatch, LINE, spaces.Box(-1, 1, (3,)), [np.zeros(3, np.float32), np.float32(0.5)])
+    episodes = environment.start([0])
+    with pytest.raises(ValueError, match=r"'Scripted-v0' returned an observation of shape \(\); its .* has \(3,\)"):
+        episodes.step(np.zeros((1, 1), np.float32))
+
+
+def test_an_environment_that_raised_is_closed_and_not_played_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = np.zeros(1, np.float32)
+    environment, one = scripted(monkeypatch, LINE, LINE, [still, RuntimeError("the simulator crashed"), still])
+    workload = GymnasiumWorkload(environment, PolicyEngine(Gaussian()))
+    with pytest.raises(RuntimeError, match="the simulator crashed"):
+        workload.generate([lease(0, 1)])
+    assert one.closed
+    assert "idle=0" in repr(environment)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(0, 255, (84, 84), np.uint8),
+        spaces.Box(0, 255, (84, 84, 3), np.uint8),
+        spaces.Box(0, 1, (3, 64, 64), np.float32),
+        spaces.Dict({"camera": spaces.Box(0, 255, (8, 8, 3), np.uint8), "speed": LINE}),
+    ],
+)
+def test_images_are_refused(space: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="are images, and the policy is a network for vectors"):
+        scripted(monkeypatch, LINE, space, [])
+
+
 @pytest.mark.parametrize(
     ("id", "message"), [("NoSuch-v0", "'NoSuch-v0' cannot be made"), ("OddActions-v0", "MultiBinary are not supported")]
 )

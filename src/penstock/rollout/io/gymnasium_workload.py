@@ -41,9 +41,9 @@ class GymnasiumWorkload:
     def preflight(self) -> None:
         """Plays one step of the first episode."""
         episodes = self.environment.start([0])
-        actions, _, _, _ = self.engine.act(episodes.observations[episodes.live], greedy=self.greedy)
-        episodes.step(actions)
-        episodes.close()
+        with episodes:
+            actions, _, _, _ = self.engine.act(episodes.observations[episodes.live], greedy=self.greedy)
+            episodes.step(actions)
 
     def prepare(self, lease: PromptLease) -> PromptLease:
         return lease
@@ -55,14 +55,14 @@ class GymnasiumWorkload:
         positions = [lease.prompt for lease in batch for _ in lease.samples]
         episodes = self.environment.start(positions)
         recording = _Recording(len(positions))
-        while len(episodes.live):
-            live = episodes.live
-            observations = episodes.observations[live]
-            actions, logprobs, version, digest = self.engine.act(observations, greedy=self.greedy)
-            rewards = episodes.step(actions)
-            recording.add(live, observations, actions, logprobs, rewards, version, digest)
+        with episodes:
+            while len(episodes.live):
+                live = episodes.live
+                observations = episodes.observations[live]
+                actions, logprobs, version, digest = self.engine.act(observations, greedy=self.greedy)
+                rewards = episodes.step(actions)
+                recording.add(live, observations, actions, logprobs, rewards, version, digest)
         played = iter(recording.cut(episodes))
-        episodes.close()
         return [[next(played) for _ in lease.samples] for lease in batch]
 
     def postprocess(self, prepared: PromptLease, generated: Sequence[Episode]) -> list[Outcome]:
