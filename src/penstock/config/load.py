@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.config.run import Config
 from penstock.engines.registry import SECTIONS
 from penstock.errors import ConfigError
+from penstock.records.section import Section, Trained, used_by
 from penstock.runtime.named import nearest
 
 Location = tuple[str | int, ...]
@@ -107,10 +108,18 @@ def dump(config: Config) -> str:
     """The resolved configuration as TOML; loading it again gives an equal `Config`."""
     tree = config.model_dump(mode="json", exclude_none=True)
     for pipeline, table in zip(config.pipeline, tree["pipeline"], strict=True):
-        unused = "token_loss" if pipeline.kind == "gymnasium" else "ppo_loss"
-        if getattr(pipeline, unused) == type(getattr(pipeline, unused))():  # the user wrote nothing there
-            del table[unused]
+        _drop_unused(table, pipeline, pipeline.trained)
     return tomli_w.dumps(tree)
+
+
+def _drop_unused(table: dict[str, Any], section: Section, trained: Trained) -> None:
+    """Drops the keys that this pipeline does not use, unless the user wrote them."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if used_by(field) not in (None, trained) and name not in section.model_fields_set:
+            table.pop(name, None)
+        elif isinstance(value, Section):
+            _drop_unused(table[name], value, trained)
 
 
 def _apply(tree: dict[str, Any], override: str) -> Location:

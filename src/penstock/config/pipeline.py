@@ -14,10 +14,14 @@ from penstock.engines.settings import LoraSection, MlpModel, Model, TinyModel
 from penstock.engines.torch.settings import TorchEngineSection
 from penstock.envs.settings import EnvSection
 from penstock.records.section import (
+    GYMNASIUM_ONLY,
+    LANGUAGE_ONLY,
     NonNegative,
     Positive,
     PositiveFloat,
     Section,
+    Trained,
+    written_for_others,
 )
 from penstock.rollout.settings import RolloutSection
 from penstock.train.losses.tokens import NAMED as LOSSES
@@ -37,6 +41,8 @@ TOKEN_BYTES = 9
 """Bytes of one token in a payload: its id, its log-probability, and whether it is trained on."""
 PROMPT_BYTES = 4096 * TOKEN_BYTES
 """Space in a ring for a sample's prompt and the environment's replies: their length is not in the configuration."""
+WORKLOADS_TABLES = ("env.", "rollout.", "engine.", "evaluation.")
+"""Tables whose keys a workload of the user may use, whatever is trained."""
 WHOLE_MATRICES = ("torch.optim:Adafactor", "torch.optim:Muon")
 """Optimisers whose state has another layout than the parameters."""
 
@@ -60,13 +66,13 @@ class PipelineSection(Section):
     """Devices of the pool that it may generate on, including training devices of other pipelines; all by default."""
     env: EnvSection
     model: Model
-    lora: LoraSection | None = None
+    lora: Annotated[LoraSection | None, LANGUAGE_ONLY] = None
     """`[pipeline.lora]`: train an adapter of the model instead of all its weights."""
     engine: Engine = TorchEngineSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
-    token_loss: TokenLossSection = TokenLossSection()
-    ppo_loss: PpoLossSection = PpoLossSection()
+    token_loss: Annotated[TokenLossSection, LANGUAGE_ONLY] = TokenLossSection()
+    ppo_loss: Annotated[PpoLossSection, GYMNASIUM_ONLY] = PpoLossSection()
     optimizer: OptimizerSection = OptimizerSection()
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -134,6 +140,10 @@ class PipelineSection(Section):
     def kind(self) -> Literal["language", "gymnasium"]:
         return "gymnasium" if self.env.name == "gymnasium" else "language"
 
+    @property
+    def trained(self) -> Trained:
+        return "gymnasium" if isinstance(self.model, MlpModel) else "language"
+
     @model_validator(mode="after")
     def _model_fits_environment(self) -> PipelineSection:
         if self.rollout.workload is None and (self.kind == "gymnasium") != isinstance(self.model, MlpModel):
@@ -150,6 +160,7 @@ class PipelineSection(Section):
             raise ValueError(
                 "lora needs a language model and an engine with adapters: 'vllm', or 'torch' without tensor_parallel"
             )
+        self._check_used_keys()
         self._check_group_size()
         self._check_teacher()
         if self.step_samples > MOST_RING_SLOTS:
@@ -173,6 +184,17 @@ class PipelineSection(Section):
                 f"env.reward_weights has {len(self.env.reward_weights)} entries for {len(self.env.rewards)} rewards"
             )
         return self
+
+    def _check_used_keys(self) -> None:
+        own = WORKLOADS_TABLES if self.rollout.workload is not None else ()
+        unused = [key for key in written_for_others(self, self.trained) if not key.startswith(own)]
+        if not unused:
+            return
+        policy, instead = {
+            "gymnasium": ("a gymnasium policy, which PPO trains", "the keys of its loss are in [pipeline.ppo_loss]"),
+            "language": ("a language model", "the keys of its losses are train.loss and [pipeline.token_loss]"),
+        }[self.trained]
+        raise ValueError(f"{', '.join(unused)}: no effect on {policy}; delete these keys ({instead})")
 
     def _check_group_size(self) -> None:
         language = not isinstance(self.model, MlpModel)  # an actor-critic policy takes its advantages from its critic

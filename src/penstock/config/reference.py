@@ -15,6 +15,7 @@ from penstock.config.load import models_in
 from penstock.config.recommended import RECOMMENDED
 from penstock.config.run import Config
 from penstock.errors import ConfigError
+from penstock.records.section import used_by
 from penstock.runtime.named import nearest
 
 
@@ -66,6 +67,8 @@ def _walk(model: type[BaseModel], path: str, table: str) -> Iterator[Key]:
 
 def _meaning(field: FieldInfo) -> str:
     text = " ".join((field.description or "").split())
+    if (trained := used_by(field)) is not None:
+        text = f"{'Language models' if trained == 'language' else 'Gymnasium policies'} only. {text}"
     if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) > 1:
         return f"{' | '.join(map(str, get_args(field.annotation)))}. {text}"
     return text

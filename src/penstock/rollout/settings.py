@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from penstock.control.settings import GroupSection
-from penstock.records.section import Fraction, ImportPath, NonNegative, Positive, PositiveFloat
+from penstock.records.section import LANGUAGE_ONLY, Fraction, ImportPath, NonNegative, Positive, PositiveFloat
 
 
 class RolloutSection(GroupSection):
@@ -19,28 +19,28 @@ class RolloutSection(GroupSection):
     """Your own workload (five hooks), as `package.module:Class`. Default: the built-in one for the environment."""
     batch_samples: Positive = 64
     """Samples per generate call, unless a call is one group (see `concurrency`)."""
-    max_new_tokens: Positive = 16
-    """Language models: longest completion, in tokens."""
-    temperature: PositiveFloat = 1.0
-    """Language models: sampling temperature."""
-    top_k: Positive | None = None
+    max_new_tokens: Annotated[Positive, LANGUAGE_ONLY] = 16
+    """Longest completion, in tokens."""
+    temperature: Annotated[PositiveFloat, LANGUAGE_ONLY] = 1.0
+    """Sampling temperature."""
+    top_k: Annotated[Positive | None, LANGUAGE_ONLY] = None
     """Sample only from the k most likely tokens. With this, `top_p` or `min_p`, the sampling distribution is narrower
     than the trained policy. The recorded log-probabilities are those of the narrower distribution. The importance
     weight of an on-policy token is therefore the probability p <= 1 of the tokens that remained, and the policy never
     learns about the tokens that were cut off. `token_loss.importance = "none"` weighs all tokens equally instead."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), LANGUAGE_ONLY] = 1.0
     """Sample only from the most likely tokens with this total probability. Applies after `min_p` and `top_k`."""
-    min_p: Fraction = 0.0
+    min_p: Annotated[Fraction, LANGUAGE_ONLY] = 0.0
     """Sample only from tokens whose probability is at least this fraction of the most likely token's."""
-    stop_ids: list[NonNegative] = []
+    stop_ids: Annotated[list[NonNegative], LANGUAGE_ONLY] = []
     """Tokens that end a completion, in addition to the model's: its tokenizer's end of sequence, those in its
     `generation_config`, and the token that its chat template writes after a turn."""
-    stop_strings: list[str] = []
+    stop_strings: Annotated[list[str], LANGUAGE_ONLY] = []
     """Strings that end a completion. The engine does not stop at them: the tokens after one are dropped."""
-    max_turns: Positive = 1
-    """Language models: most completions per episode."""
-    reply_threads: Positive = 8
-    """Language models: environment replies computed concurrently."""
+    max_turns: Annotated[Positive, LANGUAGE_ONLY] = 1
+    """Most completions per episode."""
+    reply_threads: Annotated[Positive, LANGUAGE_ONLY] = 8
+    """Environment replies computed concurrently."""
     prefetch: bool = True
     """Overlap leasing, preparation and post-processing with generation. Can be changed while the run is running."""
     queue_samples: Positive | None = None
@@ -53,8 +53,8 @@ class RolloutSection(GroupSection):
     calls."""
     preparations: Positive = 1
     """Prompts prepared concurrently."""
-    preparation_processes: NonNegative | None = None
-    """Language models: processes that read prompts from the environment. 0 reads them in threads of the worker, which
+    preparation_processes: Annotated[NonNegative | None, LANGUAGE_ONLY] = None
+    """Processes that read prompts from the environment. 0 reads them in threads of the worker, which
     is better unless reading a prompt takes long in Python code. Unset: threads, and one process as soon as reading a
     prompt is measured to take long."""
     ring_mb: Positive = 64

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
 from penstock.control.settings import StepSection
 from penstock.records.section import (
+    LANGUAGE_ONLY,
     Fraction,
     ImportPath,
     NonNegative,
@@ -20,29 +21,29 @@ from penstock.records.section import (
 
 
 class TrainSection(StepSection):
-    loss: str = "grpo"
-    """Language models: `grpo`, `dr_grpo`, `gspo`, `cispo`, `dppo`, `distill`, `reinforce`, or your own as
+    loss: Annotated[str, LANGUAGE_ONLY] = "grpo"
+    """`grpo`, `dr_grpo`, `gspo`, `cispo`, `dppo`, `distill`, `reinforce`, or your own as
     `package.module:function`."""
-    teacher: Path | None = None
+    teacher: Annotated[Path | None, LANGUAGE_ONLY] = None
     """For `distill`: the directory of a language model with the same vocabulary; it may be larger. The student is
     trained towards the teacher's probabilities of its own samples. Rewards are reported, not trained on."""
-    advantage: str = "grpo"
+    advantage: Annotated[str, LANGUAGE_ONLY] = "grpo"
     """`grpo`, `dr_grpo`, `rloo`, `max_rl`, or your own as `package.module:function`."""
-    truncated: Literal["train", "mask"] = "train"
+    truncated: Annotated[Literal["train", "mask"], LANGUAGE_ONLY] = "train"
     """Completions that were cut off at the token limit: train on them, or mask their tokens in the loss. Their rewards
     count in their group's advantages either way."""
-    overlong_tokens: NonNegative = 0
+    overlong_tokens: Annotated[NonNegative, LANGUAGE_ONLY] = 0
     """Tokens before `rollout.max_new_tokens` over which the reward falls linearly, by up to `overlong_penalty`."""
-    overlong_penalty: NonNegativeFloat = 1.0
+    overlong_penalty: Annotated[NonNegativeFloat, LANGUAGE_ONLY] = 1.0
     """With `overlong_tokens`: subtracted from the reward of a completion of the full length."""
-    tokens_per_micro_batch: Positive | None = None
-    """Language models: tokens of one forward and backward pass. Bounds memory; halved when a GPU runs out of it. By
+    tokens_per_micro_batch: Annotated[Positive | None, LANGUAGE_ONLY] = None
+    """Tokens of one forward and backward pass. Bounds memory; halved when a GPU runs out of it. By
     default 65536 if activations are recomputed from the start, else 16384."""
-    packing: Literal["prefix", "packed", "padded"] = "prefix"
-    """Language models: `packed` trains rows without padding; `prefix` also computes the prompt of a group only once;
+    packing: Annotated[Literal["prefix", "packed", "padded"], LANGUAGE_ONLY] = "prefix"
+    """`packed` trains rows without padding; `prefix` also computes the prompt of a group only once;
     `padded` has one sequence per row. Models with sliding windows or recurrent layers always use `padded`."""
-    activation_checkpointing: bool | None = None
-    """Language models: keep activations only between layers and recompute the others: a third more computation, a
+    activation_checkpointing: Annotated[bool | None, LANGUAGE_ONLY] = None
+    """Keep activations only between layers and recompute the others: a third more computation, a
     fraction of the memory. By default all are kept until a step does not fit into GPU memory: that step is repeated,
     and from then on they are recomputed. A sharded model cannot repeat a step: with several ranks, or `fsdp`, a
     pretrained model on a GPU recomputes them from the start."""
@@ -50,7 +51,7 @@ class TrainSection(StepSection):
     """`cpu`, `cuda`, or `auto`: a GPU if there is one. Every rank has its own; `cuda:1` selects that GPU."""
     threads: Positive = 1
     """Torch threads of each rank of the trainer."""
-    fsdp: bool = False
+    fsdp: Annotated[bool, LANGUAGE_ONLY] = False
     """Use FSDP2 with one rank too: weights are held in float32 only, and in bfloat16 one block at a time. Saves 2 bytes
     for each parameter of a bfloat16 model. Several ranks always use it."""
     ranks: Positive | None = None

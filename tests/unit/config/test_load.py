@@ -1,4 +1,5 @@
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,46 @@ def test_a_good_file_loads_and_survives_a_round_trip(tmp_path: Path):
     config = load(write(tmp_path, GOOD))
     assert [pipeline.kind for pipeline in config.pipeline] == ["language", "gymnasium"]
     assert load(write(tmp_path, dump(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("pipeline.pole.train.loss=gspo", "train.loss"),
+        ("pipeline.pole.train.loss=grpo", "train.loss"),
+        ("pipeline.pole.token_loss.clip_low=0.1", "token_loss.clip_low"),
+        ("pipeline.pole.rollout.temperature=0.5", "rollout.temperature"),
+        ('pipeline.pole.env.rewards=["exact_answer"]', "env.rewards"),
+        ("pipeline.pole.engine.rows=8", "engine.rows"),
+        ("pipeline.letters.ppo_loss.clip=0.1", "ppo_loss.clip"),
+    ],
+)
+def test_a_key_of_the_other_kind_of_pipeline_is_refused(tmp_path: Path, override: str, named: str):
+    policy = "a gymnasium policy" if "pole" in override else "a language model"
+    assert f"{named}: no effect on {policy}" in mistake(tmp_path, GOOD, override)
+
+
+def test_a_resolved_configuration_has_only_the_keys_that_are_used(tmp_path: Path):
+    letters, pole = tomllib.loads(dump(load(write(tmp_path, GOOD))))["pipeline"]
+    assert "loss" in letters["train"]
+    assert "token_loss" in letters
+    assert "ppo_loss" not in letters
+    assert "ppo_loss" in pole
+    assert "token_loss" not in pole
+    assert not {"loss", "advantage", "packing", "teacher"} & pole["train"].keys()
+    assert "temperature" not in pole["rollout"]
+    assert "rewards" not in pole["env"]
+
+
+def test_a_workload_of_the_user_may_use_the_keys_of_either_kind(tmp_path: Path):
+    text = GOOD.replace(
+        'options = { id = "CartPole-v1" }', 'rewards = ["my:reward"]\n[pipeline.rollout]\nworkload = "my:W"'
+    )
+    text = text.replace('workload = "my:W"', 'workload = "my:W"\ntemperature = 0.5')
+    config = load(write(tmp_path, text))
+    again = load(write(tmp_path, dump(config)))
+    assert again == config
+    assert again.pipeline[1].rollout.temperature == 0.5
 
 
 def test_overrides_reach_pipelines_by_name_and_by_position(tmp_path: Path):

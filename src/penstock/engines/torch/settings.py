@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from penstock.engines.section import Capabilities, EngineSection
-from penstock.records.section import NonNegative, Positive
+from penstock.records.section import LANGUAGE_ONLY, NonNegative, Positive
 
 
 class TorchEngineSection(EngineSection):
@@ -14,18 +14,18 @@ class TorchEngineSection(EngineSection):
     REQUESTS_KEY: ClassVar[str] = "rows"
     kind: Literal["torch"] = "torch"
     """Chooses this table."""
-    rows: Positive = 64
+    rows: Annotated[Positive, LANGUAGE_ONLY] = 64
     """Completions decoded together; the others wait in order of arrival."""
-    cache_tokens: Positive = 131072
+    cache_tokens: Annotated[Positive, LANGUAGE_ONLY] = 131072
     """Bound on rows times the longest row, in tokens of the KV cache on the device."""
-    kept_tokens: NonNegative = 65536
+    kept_tokens: Annotated[NonNegative, LANGUAGE_ONLY] = 65536
     """Bound on KV cache tokens kept while conversations wait for their environment; others are prefilled again."""
-    reread: bool = False
+    reread: Annotated[bool, LANGUAGE_ONLY] = False
     """Prefill contexts again after a weight update, instead of reusing older keys and values."""
-    graphs: bool = True
+    graphs: Annotated[bool, LANGUAGE_ONLY] = True
     """On a GPU: capture decode steps as CUDA graphs. If false, the engine uses less memory and decodes slower."""
 
-    tensor_parallel: Positive = 1
+    tensor_parallel: Annotated[Positive, LANGUAGE_ONLY] = 1
     """Processes over which the model is sharded, by the plan of transformers for it; each uses one GPU, if any."""
 
     @property
