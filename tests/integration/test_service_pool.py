@@ -34,7 +34,6 @@ from penstock.wire.messages import (
     ReportOrder,
 )
 
-ALONE = "penstock.batch.advantage:dr_grpo"
 LEFT, RIGHT = PipelineName("left"), PipelineName("right")
 
 
@@ -46,7 +45,7 @@ def configured(devices: int = 2, batch_samples: int = 1, payback: float = 13.5) 
         "rollout": {"group_size": 1, "batch_samples": batch_samples},
     }
     table |= {
-        "train": {"groups_per_step": 2, "max_staleness": 2, "advantage": ALONE},
+        "train": {"groups_per_step": 2, "max_staleness": 2},
         "train_devices": [0],
     }
     table |= {"rollout_devices": list(range(devices))}

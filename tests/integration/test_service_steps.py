@@ -26,8 +26,6 @@ from penstock.wire import messages
 from penstock.wire.messages import AckStep, AskBatch, AskLease, Deliver, Leased, PublishWeights, Register, ReportReplica
 
 P, W, T = PipelineName("p"), MemberId("w"), MemberId("t")
-ALONE = "penstock.batch.advantage:dr_grpo"
-"""By its path: groups of one are refused with the built-in names."""
 MANIFEST = Manifest(Version(0), "lineage", "d0", (), "weights/p/lineage/0")
 
 
@@ -46,13 +44,7 @@ class Room:
     ) -> None:
         table = {"name": "p", "steps": 3, "env": {"name": "gymnasium"}, "model": {"kind": "mlp"}}
         table |= {"rollout": {"group_size": group_size, "max_losses": max_losses}}
-        table |= {
-            "train": {
-                "groups_per_step": 2,
-                "max_staleness": max_staleness,
-                "advantage": "penstock.batch.advantage:dr_grpo",
-            }
-        }
+        table |= {"train": {"groups_per_step": 2, "max_staleness": max_staleness}}
         config = validate({"pipeline": [table]})
         self.metrics = folder / "metrics.jsonl"
         self.journal = Journal(folder / "journal.sqlite", RunId("r"))
