@@ -56,6 +56,7 @@ from penstock.records.payload import PayloadRef
 from penstock.records.prompt import PromptLease
 from penstock.records.rollout import Rollout
 from penstock.runtime.clock import SystemClock
+from penstock.runtime.interpreter import python_command
 from penstock.runtime.lag import LagMonitor
 from penstock.runtime.settings import LagSection
 from penstock.runtime.tasks import Tasks
@@ -412,7 +413,7 @@ def answers(port: int) -> bool:
 
 @contextmanager
 def controller(kind: str, folder: Path, figures: dict[str, float]) -> Iterator[tuple[int, int]]:
-    command = [sys.executable, __file__, "--serve", kind, "--folder", str(folder)]
+    command = python_command(__file__, "--serve", kind, "--folder", str(folder))
     with subprocess.Popen(pinned(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         wait_for(lambda: (folder / "port").exists() or server.poll() is not None)
         yield int((folder / "port").read_text()), server.pid

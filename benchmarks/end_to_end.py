@@ -16,7 +16,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ import torch
 
 from _models import EOS, PAD, SHAPES, qwen2, release, spread
 from penstock.launch.gpus import GpuWatch
+from penstock.runtime.interpreter import python_command
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz>"
 
@@ -143,7 +143,7 @@ def penstock_run(
     path = folder / "run.toml"
     path.write_text(configuration(directory, options, folder / "runs", vllm))
     with GpuWatch(0.5) as gpus:
-        subprocess.run([sys.executable, "-m", "penstock.cli.entry", "run", str(path)], check=True)
+        subprocess.run(python_command("-m", "penstock.cli.entry", "run", str(path)), check=True)
     [lines] = (folder / "runs").glob("*/metrics.jsonl")
     steps = [line for line in map(json.loads, lines.read_text().splitlines()) if line["kind"] == "step"]
     at = [line["at"] for line in steps]

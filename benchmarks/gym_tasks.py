@@ -25,6 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.runtime.interpreter import python_command
+
 EPISODES = 100
 """Whose mean return is compared with the threshold."""
 PEER = "cleanrl ppo.py (docs/rl-algorithms/ppo.md at 04d2c479): 4 environments, 128 steps, learning rate 2.5e-4"
@@ -114,7 +116,7 @@ def learn(task: Task, seed: int) -> Learned:
         path = Path(folder) / "run.toml"
         path.write_text(_configuration(task, seed, Path(folder) / "runs"))
         began = time.monotonic()
-        command = [sys.executable, "-m", "penstock.cli.entry", "run", str(path)]
+        command = python_command("-m", "penstock.cli.entry", "run", str(path))
         said = subprocess.run(command, capture_output=True, text=True, check=False)
         if said.returncode:
             raise SystemExit(f"the run of {task.id} failed:\n{said.stdout}\n{said.stderr}")

@@ -48,6 +48,7 @@ from penstock.payload.io.tcp import TcpServer
 from penstock.payload.io.tcp_client import TcpWire
 from penstock.payload.io.wire_client import WireClient
 from penstock.records.payload import PayloadRef, RingAddress
+from penstock.runtime.interpreter import python_command
 
 KB, MB = 1 << 10, 1 << 20
 TOKEN = "benchmark"
@@ -341,7 +342,7 @@ class Bench:
         ours, theirs = socket.socketpair()
         with theirs:
             self.producer = subprocess.Popen(
-                [sys.executable, __file__, "--produce", str(theirs.fileno()), str(max(sizes))],
+                python_command(__file__, "--produce", str(theirs.fileno()), str(max(sizes))),
                 pass_fds=[theirs.fileno()],
             )
         self.pipe = Connection(ours.detach())

@@ -20,7 +20,6 @@ import os
 import socketserver
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from penstock.runtime.interpreter import python_command
 
 SLEEP_S = 0.5
 CONNECTIONS = 64
@@ -127,7 +128,7 @@ def ours(reward: str, options: argparse.Namespace, folder: Path) -> dict[str, fl
     values["here"] = json.dumps(str(Path(__file__).parent))
     keys = {"steps": options.steps, "tokens": options.tokens, "groups": options.groups, "staleness": options.staleness}
     (folder / "run.toml").write_text(CONFIGURATION.format(reward=reward, **values, **keys))
-    command = [sys.executable, "-m", "penstock.cli.entry", "run", str(folder / "run.toml")]
+    command = python_command("-m", "penstock.cli.entry", "run", str(folder / "run.toml"))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         peak = [0]
         watching = threading.Thread(target=watch_memory, args=(process.pid, peak), daemon=True)

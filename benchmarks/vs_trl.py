@@ -29,6 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.runtime.interpreter import python_command
+
 GROUPS, GROUP_SIZE, TOKENS = 16, 8, 4
 LEARNING_RATE, WARMUP_STEPS, ENTROPY = 2e-3, 5, 0.12
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -182,7 +184,7 @@ def ours(folder: Path, model: Path, round_: int, options: argparse.Namespace) ->
     path = folder / "run.toml"
     values = {"folder": json.dumps(str(folder / "runs")), "model": json.dumps(str(model))}
     path.write_text(PENSTOCK.format(**values, seed=round_, steps=options.steps))
-    command = [sys.executable, "-m", "penstock.cli.entry", "run", str(path)]
+    command = python_command("-m", "penstock.cli.entry", "run", str(path))
     return timed(command, folder / "runs" / "*" / "metrics.jsonl", options.reward, dict(os.environ), folder / "log")
 
 
@@ -200,7 +202,9 @@ def version_of_trl(python: str) -> str | None:
     """None when this interpreter has no TRL, or does not exist."""
     ask = "import importlib.metadata as m; print(m.version('trl'))"
     try:
-        said = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+        said = subprocess.run(
+            python_command("-c", ask, interpreter=python), capture_output=True, text=True, check=False
+        )
     except OSError:
         return None
     return said.stdout.strip() if said.returncode == 0 else None

@@ -95,3 +95,18 @@ def test_examples_and_templates_import_public_names_only():
         modules += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
         internal[path.name] = [name for name in modules if name.startswith("penstock.") and name != "penstock.testing"]
     assert not {name: found for name, found in internal.items() if found}
+
+
+def test_python_children_are_started_by_one_function():
+    """`python_command` keeps the working directory off their path."""
+
+    def is_interpreter(node: ast.expr) -> bool:
+        return ast.unparse(node) == "sys.executable" or (isinstance(node, ast.Constant) and node.value in ("-m", "-c"))
+
+    def starts_python(node: ast.AST) -> bool:
+        if isinstance(node, ast.List | ast.Tuple):
+            return any(map(is_interpreter, node.elts))
+        called = isinstance(node, ast.Call) and ast.unparse(node.func) not in ("python_command", "os.path.dirname")
+        return called and any(map(is_interpreter, node.args))  # type: ignore[union-attr]
+
+    assert not breaking(lambda path: path.stem != "interpreter" and any(map(starts_python, ast.walk(trees()[path]))))

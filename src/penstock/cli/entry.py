@@ -5,8 +5,12 @@ Before that, only the standard library is imported.
 
 from __future__ import annotations
 
-import signal
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # `python -m` puts the working directory there, the installed command does not
+
+import signal
 
 from penstock.errors import INTERRUPTED
 from penstock.launch import preload

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from penstock.runtime.interpreter import python_command, search_path
+
 PADDING = "penstock".ljust(2048)
 """Reserves space for the arguments of forked processes, which `ps` shows."""
 
@@ -61,10 +63,11 @@ def start() -> Preloading:
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": search_path(),
     }
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.roles.forkserver", str(theirs.fileno()), str(os.getpid()), PADDING],
+            python_command("-m", "penstock.roles.forkserver", str(theirs.fileno()), str(os.getpid()), PADDING),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # until it receives the path of its log
             stderr=subprocess.DEVNULL,

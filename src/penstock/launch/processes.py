@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config.run import Config
+from penstock.runtime.interpreter import python_command, search_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def processes_of(config: Config) -> list[ProcessSpec]:
 def command(spec: ProcessSpec, run_root: Path, member: str, session: str, parent: int, host: str = "") -> list[str]:
     """The command line. The process ends with the process `parent`. `host` is its address for other machines."""
     return [
-        *(sys.executable, "-m", "penstock.roles", spec.role, str(run_root)),
+        *python_command("-m", "penstock.roles", spec.role, str(run_root)),
         *("--name", spec.name, "--member", member, "--session", session, "--parent", str(parent)),
         *(("--host", host) if host else ()),
         *spec.arguments,
@@ -77,12 +77,11 @@ def environment(spec: ProcessSpec, extra_path: Iterable[Path | str], member: str
     """The parent's environment with the variables of this process. Its descendants inherit `member`, by which they are
     found when the process has ended."""
     threads = str(spec.threads)
-    paths = [*map(str, extra_path), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **({MEMBER_VARIABLE: member} if member else {}),
-        "PYTHONPATH": os.pathsep.join(paths).strip(os.pathsep),
+        "PYTHONPATH": search_path(*extra_path),
     }

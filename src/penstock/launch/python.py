@@ -33,6 +33,7 @@ from penstock.launch.charts import curve_svg
 from penstock.launch.summary import plot, read_curves
 from penstock.launch.user_code import UserCode
 from penstock.runtime.following import Following
+from penstock.runtime.interpreter import python_command, search_path
 from penstock.runtime.named import nearest
 from penstock.runtime.rundir import RunDir, write_atomically
 
@@ -112,28 +113,15 @@ def _created(config: Config, code: UserCode) -> RunDir:
 
 def _start(run: RunDir, *, show: bool) -> subprocess.Popen[bytes]:
     """Starts `penstock run` as a child, which ends with this process."""
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.cli.entry",
-        "run",
-        "--resume",
-        str(run.root),
-        "--parent",
-        str(os.getpid()),
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, _search_path()))}
+    begun = ("run", "--resume", str(run.root), "--parent", str(os.getpid()))
+    command = python_command("-m", "penstock.cli.entry", *begun)
+    home = Path(penstock.__file__).parents[1]  # the child must import the same Penstock as this process
+    environment = os.environ | {"PYTHONPATH": search_path(home)}
     with run.log_path(CONSOLE).open("ab") as log:
         output = None if show else log
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=not show
         )
-
-
-def _search_path() -> list[str]:
-    """The Python path of the child: it must import the same Penstock as this process."""
-    home = str(Path(penstock.__file__).parents[1])
-    return [home, os.environ.get("PYTHONPATH", "")]
 
 
 def _tree(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from penstock import errors
 from penstock.errors import PeerLost, PenstockError, RunFailed
+from penstock.runtime.interpreter import python_command
 from penstock.runtime.member import RunMember
 from penstock.runtime.process import how_ended, is_alive, start_time
 from penstock.runtime.progress import ProgressCell
@@ -135,8 +136,7 @@ class RankChildren:
         process.run.failure_path(name).unlink(missing_ok=True)
         with process.run.log_path(name).open("ab") as output:
             child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "penstock.roles", self._role, str(process.run.root)),
+                *python_command("-m", "penstock.roles", self._role, str(process.run.root)),
                 *("--name", name, "--member", f"{process.member}.rank{rank}", "--session", process.session),
                 *("--parent", str(os.getpid()), "--pipeline", process.pipeline_name, "--index", str(process.index)),
                 stdin=asyncio.subprocess.PIPE,

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 from penstock.control.io import heartbeat
 from penstock.control.io.heartbeat import Settings
 from penstock.records.ids import MemberId, PipelineName
+from penstock.runtime.interpreter import python_command
 from penstock.runtime.process import how_ended
 from penstock.runtime.progress import ProgressCell
 from penstock.wire.messages import Heartbeat
@@ -53,7 +53,7 @@ class Sidecar:
 
     def _launch(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", heartbeat.__name__],
+            python_command("-m", heartbeat.__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(self._settings.cell_fd,),

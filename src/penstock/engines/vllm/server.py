@@ -25,6 +25,7 @@ import psutil
 from penstock.engines.vllm.backend import MemoryCheck
 from penstock.engines.vllm.settings import VllmEngineSection
 from penstock.errors import ConfigError, LocalProtocolError, PeerLost
+from penstock.runtime.interpreter import python_command
 from penstock.runtime.process import how_ended, kill_tree
 from penstock.wire.messages import LOADING
 
@@ -102,7 +103,7 @@ def command(settings: ServerSettings, parent_pid: int) -> list[str]:
         flags.append("--enable-sleep-mode")
         if settings.memory_share < 1:
             flags += ["--gpu-memory-utilization", f"{settings.memory_share:.3f}"]
-    return [settings.python, "-m", MAIN, str(parent_pid), *flags, *settings.engine.options]
+    return python_command("-m", MAIN, str(parent_pid), *flags, *settings.engine.options, interpreter=settings.python)
 
 
 def environment(settings: ServerSettings) -> dict[str, str]:
@@ -127,7 +128,8 @@ def environment(settings: ServerSettings) -> dict[str, str]:
 def check_interpreter(python: str, timeout_s: float = 60.0) -> None:
     """ConfigError unless that interpreter has vLLM and the same version of this package."""
     try:
-        probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=timeout_s, check=True)
+        command = python_command("-c", PROBE, interpreter=python)
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
         found = json.loads(probe.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(

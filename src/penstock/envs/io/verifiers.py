@@ -24,6 +24,7 @@ from penstock.envs.cursor import Cursor
 from penstock.envs.io.agents import AgentResult
 from penstock.envs.protocol import Prompt
 from penstock.errors import ConfigError
+from penstock.runtime.interpreter import python_command
 from penstock.runtime.process import exit_cause
 
 START_S = 300.0
@@ -135,7 +136,8 @@ class _Bridge:
     def __init__(self, python: str, settings: str, path: tuple[str, ...]) -> None:
         # Not this interpreter's PYTHONPATH. The process and its children, such as tool servers, need `path`.
         self._variables = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-        self._command = [python, "-P", str(Path(__file__).with_name("verifiers_bridge.py")), settings]
+        script = Path(__file__).with_name("verifiers_bridge.py")
+        self._command = python_command(str(script), settings, interpreter=python)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._description: Future[dict[str, Any]] = Future()
