@@ -71,6 +71,17 @@ def test_a_process_that_dies_again_and_again_is_started_at_a_bounded_pace(target
     assert pauses[:6] == ["0.5 s", "1 s", "2 s", "4 s", "8 s", "10 s"]
 
 
+def test_losses_count_within_a_window_and_not_for_ever() -> None:
+    """A worker is lost every 20 s. Two losses in 30 s are allowed: the run goes on. Two in an hour: it fails."""
+    lost = tuple(Fault(at_s, "lose_host", WORKERS[0]) for at_s in range(10, 90, 20))
+    for window_s, complete in ((30.0, True), (3600.0, False)):
+        settings = {"run.max_restarts": 2, "run.restart_window_s": window_s}
+        report = simulate(Plan(seed=3, steps=80, faults=lost, settings=settings))
+        assert report.complete is complete, report.ended
+        assert report.fired["lose_host"] == (len(lost) if complete else 3)
+    assert report.ended == "p0.rollout.0 ended again after 2 restarts within 3600 s: killed by SIGKILL"
+
+
 def test_the_last_checkpoint_of_a_complete_pipeline_is_damaged_while_another_still_trains() -> None:
     """The run could not be resumed: the trainer fell back to the checkpoint before, and was refused as too late."""
     faults = (Fault(4.0, "stop", "p1.trainer", for_s=40.0), Fault(24.0, "damage_checkpoint"), Fault(26.0, "power_off"))

@@ -35,7 +35,9 @@ class RunSection(Section):
     """Seed of all random numbers: two runs with one seed begin alike. They do not stay equal, because timing decides
     which samples are generated together and with which weights."""
     max_restarts: NonNegative = 10
-    """How often one process may be restarted before the run fails."""
+    """How often one process may be restarted within `restart_window_s` before the run fails."""
+    restart_window_s: Seconds = 3600.0
+    """Restarts longer ago are not counted: nodes that are lost now and then do not end a long run."""
     grace_s: Seconds = 10.0
     """How long processes may take for a graceful shutdown before they are killed."""
     log_mb: Positive = 64

@@ -60,13 +60,17 @@ class RestartPolicy:
 
     process: str
     max_restarts: int
-    restarts: int = 0
+    window_s: float
+    """The last `max_restarts` restarts must not all lie within this time: a machine that is lost once a day is no
+    defect, however long the run."""
+    restarted_at: list[float] = field(default_factory=list)
+    """The restarts of the last `window_s`."""
     quick_crashes: int = field(default=0)
     """Consecutive ends soon after the start, for any reason: the backoff grows with them."""
     failures: int = field(default=0)
     """Consecutive failures of the process itself; a kill in between neither counts nor resets the count."""
 
-    def ended(self, ended: Ended, lived_s: float, failure_report: Mapping[str, Any] | None) -> Verdict:
+    def ended(self, ended: Ended, lived_s: float, failure_report: Mapping[str, Any] | None, *, now: float) -> Verdict:
         if ended.exit_code == 0:
             return Finished()
         if ended.exit_code == NO_SPACE:
@@ -75,14 +79,16 @@ class RestartPolicy:
         if failure_report is not None and failure_report["kind"] in ("ConfigError", "RunFailed"):
             return FailTheRun(f"{self.process}: {failure_report['message']}", failure_report["kind"] == "ConfigError")
         self.quick_crashes = self.quick_crashes + 1 if lived_s < STEADY_S else 1
-        self.restarts += 1
         self.failures = self.failures if lived_s < STEADY_S else 0
         if failure_report is not None and failure_report["kind"] not in NOT_ITS_FAULT:
             self.failures += 1
             if self.failures > CRASHES_AT_START:
                 return FailTheRun(f"{self.process} failed {self.failures} times in a row; last: {why}")
-        if self.restarts > self.max_restarts:
-            return FailTheRun(f"{self.process} was restarted {self.max_restarts} times and ended again: {why}")
+        self.restarted_at = [at for at in self.restarted_at if now - at < self.window_s]
+        if len(self.restarted_at) >= self.max_restarts:
+            often = f"ended again after {self.max_restarts} restarts within {self.window_s:g} s"
+            return FailTheRun(f"{self.process} {often if self.max_restarts else 'ended'}: {why}")
+        self.restarted_at.append(now)
         delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self.quick_crashes - 1))
         return RestartAfter(delay_s, why.splitlines()[0])  # the log has the rest
 

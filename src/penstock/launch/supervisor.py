@@ -178,7 +178,8 @@ class Supervisor:
 
     async def _keep_running(self, spec: ProcessSpec) -> None:
         """Keeps one process running until it completes or its policy stops restarting it."""
-        policy = RestartPolicy(spec.name, self._config.run.max_restarts)
+        run = self._config.run
+        policy = RestartPolicy(spec.name, run.max_restarts, run.restart_window_s)
         while not self._over.is_set():
             match await self._run_once(spec, policy):
                 case Finished():
@@ -218,7 +219,8 @@ class Supervisor:
         failure_report = self._run.read_failure(spec.name)
         if spec.pipeline is not None:  # also after exit code 0: only its end may have freed its devices
             await self._report_death(spec.pipeline, member, describe_exit(ended, None))
-        return policy.ended(ended, monotonic() - began, failure_report)
+        now = monotonic()
+        return policy.ended(ended, now - began, failure_report, now=now)
 
     def _running_beside(self, spec: ProcessSpec) -> list[str]:
         """Running processes with the same role and pipeline."""
