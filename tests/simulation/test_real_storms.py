@@ -5,11 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from penstock.errors import InvalidTransition
 from penstock.launch.simulated import simulate
 from penstock.sim.parts import SimEngine, Work
 from penstock.sim.plan import Plan, Report, mixed
 from penstock.sim.storms import Fault, storm
 from penstock.sim.system import TIMED, System
+from penstock.train import checkpoint
+from penstock.train.loop import TrainingLoop
 
 WORKERS = ["p0.rollout.0", "p0.rollout.1"]
 SETTLED_WITHIN_S = 60.0
@@ -127,6 +130,31 @@ def test_the_supervisor_reports_the_end_of_a_worker_that_could_not_move_off_its_
     report = simulate(Plan(seed=3, steps=4, pipelines=2, settings={"pool.devices": 2}))
     assert report.complete
     assert report.first_logged("left: exit code 0") is not None
+
+
+def test_a_disk_that_lies_about_every_kept_checkpoint_ends_the_run_with_a_sentence() -> None:
+    """The journal knows of a checkpoint that was written before; it was removed when two newer ones seemed written."""
+    power_off = Fault(14.0, "power_off", for_s=5.0)
+    plan = Plan(seed=42, settings={"pipeline.checkpoint.every_steps": 1}, resumed=True, faults=(power_off,))
+    assert simulate(plan).complete
+    lying = msgspec.structs.replace(plan, faults=(Fault(7.0, "lying_disk", for_s=18.0), power_off))
+    report = simulate(lying)
+    assert report.ended.startswith("p0.trainer: the trainer starts at step 0, but a checkpoint of step ")
+    assert len({line.split("/")[2] for line in report.lost if line.startswith("checkpoints/p0/")}) == 2
+    assert report.acceptable
+
+
+def test_a_run_may_not_end_for_want_of_a_checkpoint_that_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "latest", lambda directory: None)
+    faults = (Fault(10.0, "kill", "p0.trainer"),)
+    with pytest.raises(InvalidTransition, match="were kept, and only"):
+        simulate(Plan(seed=3, settings={"pipeline.checkpoint.every_steps": 1}, faults=faults))
+
+
+def test_a_checkpoint_may_not_be_confirmed_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingLoop, "_write_checkpoint", lambda self: None)
+    with pytest.raises(InvalidTransition, match="the checkpoint of step 5 is confirmed and not written"):
+        simulate(Plan(seed=3, steps=8))
 
 
 @pytest.mark.slow

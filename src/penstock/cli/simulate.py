@@ -129,6 +129,7 @@ def _table(report: Report) -> Table:
         "faults": _counts(report.fired),
         "invariants": "held",
         "ended": escape(report.ended),
+        "lost by a lying disk": escape(", ".join(report.lost)) or "nothing",
         "history": report.digest,
     }
     for name, value in rows.items():

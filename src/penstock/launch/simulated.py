@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ STALL_SLACK_S = 20.0
 STARTS_A_MINUTE = 10
 """Limit for one process under one supervisor: the backoff is 0.5, 1, 2, 4, 8, then 10 s, however soon it dies."""
 
+STARTS_TOO_EARLY = re.compile(r"(?P<pipeline>\S+)\.trainer: the trainer starts at step \d+, but .* was confirmed")
 DISK_IS_FULL = ("the disk is full", "No space left on device")
 RESUME = "resume the run"
 
@@ -128,6 +130,7 @@ class _Run:
             try:
                 running.result()
             except PenstockError as error:
+                self._check_failure(str(error))
                 return str(error)
             self._check_end()
             return "complete"
@@ -197,6 +200,15 @@ class _Run:
             one.at >= since and one.process == "controller" and text in one.line and name in one.line
             for one in reversed(self.system.log_lines[-200:])
         )
+
+    def _check_failure(self, sentence: str) -> None:
+        """Checks that a run failed for want of a checkpoint only because every one it kept was lost."""
+        found = STARTS_TOO_EARLY.search(sentence)
+        if found is None or self.fired["damage_checkpoint"]:
+            return
+        kept, lost = self.system.kept_checkpoints(found["pipeline"])
+        if not kept or kept != lost:
+            self.system.truth.violated(f"{sentence}; {kept} were kept, and only {lost} of them were lost")
 
     def _check_end(self) -> None:
         system = self.system

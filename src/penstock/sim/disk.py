@@ -73,6 +73,13 @@ class Disk:
         else:
             self._safe[found.st_ino] = found.st_size
 
+    def holds(self, directory: Path) -> bool:
+        """Whether every file there was flushed, or the disk said so."""
+        found = [path.stat() for path in directory.glob("*")]
+        return bool(found) and all(
+            one.st_ino in self._lied or self._safe.get(one.st_ino) == one.st_size for one in found
+        )
+
     def lose_power(self) -> None:
         """Tears unflushed files in place. Names survive: they are flushed last."""
         for directory in ("checkpoints", "weights"):

@@ -11,8 +11,12 @@ from penstock.config.run import Config
 from penstock.sim.parts import Work
 from penstock.sim.storms import Fault, crash_loops, disk_trouble, hangs, storm
 
-NAMES_DAMAGE = ("resume with an older checkpoint", "start it from the newest checkpoint", "is damaged")
-"""Parts of the failure messages of runs whose journal or checkpoints were lost by a lying disk."""
+NAMES_DAMAGE = {
+    "resume with an older checkpoint": "events ",
+    "start it from the newest checkpoint": "checkpoints/",
+    "is damaged": "",
+}
+"""Parts of the messages of runs that a lying disk ended, and how an entry of `Report.lost` must begin for each."""
 EVALUATION = {"every_steps": 5, "prompts": 6, "samples": 2, "temperature": 1.0, "timeout_s": 60.0}
 
 
@@ -82,7 +86,11 @@ class Report(msgspec.Struct, kw_only=True):
     @property
     def acceptable(self) -> bool:
         """Complete, or failed with a message that names an actual damage."""
-        return self.complete or (bool(self.lost) and any(words in self.ended for words in NAMES_DAMAGE))
+        return self.complete or any(
+            words in self.ended and one.startswith(begins)
+            for words, begins in NAMES_DAMAGE.items()
+            for one in self.lost
+        )
 
     def first_logged(self, words: str, after_s: float = 0.0) -> float | None:
         """Time of the first log line that contains `words`."""

@@ -248,6 +248,8 @@ class System:
         """Optimiser steps that begin before this never end."""
         self.starts = 0
         self.learners: dict[str, SimLearner] = {}
+        self._confirmed: set[tuple[MemberId, int]] = set()
+        """Checkpoints that a trainer reported as written, by step."""
         self._cells: list[Any] = []
         self._durations = Random(f"{seed} durations")
 
@@ -407,9 +409,26 @@ class System:
             self.history.add(f"{client} {type(request).__name__} -> {type(reply).__name__} {body}")
         try:
             self.truth.served(request, reply)
+            if isinstance(request, messages.AckCheckpoint) and isinstance(reply, messages.Ok):
+                self._check_confirmed(request)
         except InvalidTransition:
             self.breaks()
             raise
+
+    def _check_confirmed(self, request: messages.AckCheckpoint) -> None:
+        """Only a checkpoint that is on the disk may be confirmed. A repeated call may come after it was removed."""
+        directory = self.run.checkpoints(request.pipeline) / f"step-{request.step:08d}"
+        if (request.member, request.step) not in self._confirmed and not self.disk.holds(directory):
+            self.truth.violated(
+                f"{request.pipeline}: the checkpoint of step {request.step} is confirmed and not written"
+            )
+        self._confirmed.add((request.member, request.step))
+
+    def kept_checkpoints(self, pipeline: str) -> tuple[list[str], list[str]]:
+        """The checkpoints of a pipeline, and those of them that a lying disk has lost."""
+        names = [path.name for path in sorted(self.run.checkpoints(pipeline).glob("step-*"))]
+        lost = [one for one in names if any(f"/{pipeline}/{one}/" in line for line in self.disk.lost)]
+        return names, lost
 
     def breaks(self) -> None:
         if not self.broken.done():
