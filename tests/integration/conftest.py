@@ -40,7 +40,10 @@ def disk(folder: Path) -> Iterator[Path]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of whole runs are slow; a few marked `smoke` are part of the default tests all the same."""
+    """Tests of whole runs are slow, unless they are marked `smoke` or mark some of their own cases as slow."""
     for item in items:
-        if "folder" in getattr(item, "fixturenames", ()) and item.get_closest_marker("smoke") is None:
+        if "folder" not in getattr(item, "fixturenames", ()) or item.get_closest_marker("smoke") is not None:
+            continue
+        cases = [case for mark in item.iter_markers("parametrize") for case in mark.args[1]]
+        if not any(mark.name == "slow" for case in cases for mark in getattr(case, "marks", ())):
             item.add_marker(pytest.mark.slow)

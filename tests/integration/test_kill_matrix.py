@@ -150,7 +150,6 @@ def test_supervisor_killed_a_few_times_every_prompt_is_trained_exactly_once(fold
     kill_supervisor(folder, kills=3)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("victim", ["letters.rollout.0", "letters.trainer", "controller", "supervisor"])
 def test_killed_twenty_times_every_prompt_is_trained_exactly_once(folder: Path, victim: str):
