@@ -21,9 +21,18 @@ def by_group(name: str) -> list[list[float]]:
 
 def test_grpo_is_in_units_of_the_group_deviation() -> None:
     first, equal, alone = by_group("grpo")
-    assert first == pytest.approx([1, -1, -1, 1], abs=1e-3)
+    high = 0.5 / (math.sqrt(1 / 3) + 1e-4)  # the sum of squares is 1, over n − 1 = 3
+    assert first == pytest.approx([high, -high, -high, high])
     assert equal == [0, 0]
     assert alone == [0]
+
+
+def test_grpo_takes_the_standard_deviation_of_a_sample() -> None:
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 8, 64):
+        rewards = rng.normal(size=size)
+        wanted = (rewards - rewards.mean()) / (rewards.std(ddof=1) + advantage.STD_FLOOR)
+        assert advantage.compute(advantage.grpo, rewards, [size]) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_dr_grpo_is_only_centred() -> None:
