@@ -69,7 +69,9 @@ class TokenLossSection(Section):
     dual_clip: NonNegativeFloat = 0.0
     """`grpo`, `dr_grpo`: a token of negative advantage A loses at most this times |A|, for example 3; 0: no bound."""
     importance: Literal["truncate", "mask", "none"] = "truncate"
-    """Importance weights of stale tokens: cap them, drop tokens outside [mask_low, mask_high], or use no weights."""
+    """Importance weights of stale tokens, old policy / behaviour policy: cap them, drop tokens outside [mask_low,
+    mask_high], or use no weights. Not for `cispo`, `dppo` and `distill`, whose own weight is against the behaviour
+    policy."""
     importance_cap: PositiveFloat = 2.0
     """With `truncate`, and for `cispo`, `dppo` and `distill`: the largest weight of a token."""
     mask_low: NonNegativeFloat = 0.5

@@ -109,22 +109,23 @@ def grpo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, 
 def gspo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
     """One ratio for a whole sequence, the geometric mean of its tokens' ratios, clipped as a whole:
 
-        loss_i = −w_i · min(s_i A, clip(s_i, 1 − clip_low, 1 + clip_high) A),   s_i = exp(mean_t log π / old)
+        loss_t = −w_t · min(s_i A, clip(s_i, 1 − clip_low, 1 + clip_high) A),   s_i = exp(mean_t log π / old)
 
-    and w_i = exp(mean_t log old / μ), with `importance` applied. The clip range is much smaller than that of tokens:
-    for example `clip_low = 3e-4` and `clip_high = 4e-4`. Every token of the sequence has loss_i; the average is by
-    sequence. Each branch of a sample is a sequence here.
+    Stale tokens are weighed one by one, as in `grpo`: w_t = old / μ, with `importance` applied. The clip range is much
+    smaller than that of tokens: for example `clip_low = 3e-4` and `clip_high = 4e-4`. The average is by sequence. Each
+    branch of a sample is a sequence here.
     """
-    weight_M, capped_M = behaviour_weight(tokens.sequence_mean(tokens.old_M - tokens.behaviour_M), settings)
+    weight_M, capped_M = behaviour_weight(tokens.old_M - tokens.behaviour_M, settings)
     ratio_M = ratio_of(tokens.sequence_mean(tokens.current_M - tokens.old_M))
     objective_M, stopped_M = clipped(ratio_M, tokens.advantage_M, 1 - settings.clip_low, 1 + settings.clip_high)
     return -weight_M * objective_M, {"clip_fraction": stopped_M.sum(), "capped_fraction": capped_M.sum()}
 
 
 def cispo(tokens: Tokens, settings: TokenLossSection) -> tuple[Tensor, dict[str, Tensor]]:
-    """No token's gradient is stopped; its importance weight is capped instead, and has no gradient (sg):
+    """No token's gradient is stopped; its importance weight is capped instead, and has no gradient (sg). The weight is
+    that against the behaviour policy, so it also corrects for staleness; `importance` is not applied besides:
 
-    loss_t = −sg(min(π / μ, importance_cap)) · A · log π
+        loss_t = −sg(min(π / μ, importance_cap)) · A · log π
     """
     weight_M = ratio_of((tokens.current_M - tokens.behaviour_M).detach())
     capped_M = (weight_M > settings.importance_cap).float()
